@@ -1,0 +1,49 @@
+# make demo   text to a trained, talking model on this machine
+# make test   the whole suite; make check: ruff, types and fast tests, for every commit; make test-long: everything
+#
+# Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.11 to 3.13), TORCH_INDEX another
+# source of torch, for example one with a build for your GPU or for the CPU alone:  make demo TORCH_INDEX=URL
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
+TESTS := $(BIN)/python -m pytest
+
+.PHONY: demo test check test-long bench install clean
+.DEFAULT_GOAL := demo
+
+$(VENV)/base: pyproject.toml constraints.txt
+	@echo "installing into $(VENV) ..."
+	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else 'Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d; try make PYTHON=python3.12' % v)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) -c constraints.txt torch)
+	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/test: $(VENV)/base
+	@$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+install: $(VENV)/base
+
+demo: $(VENV)/base
+	@$(BIN)/meshwright demo
+
+test: $(VENV)/test
+	$(TESTS) -n 2 -m "not long"
+
+check: $(VENV)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(TESTS) -n 2 -q -m "not whole and not long"
+
+test-long: $(VENV)/test
+	$(TESTS) -n 2 -m "long"
+
+bench: $(VENV)/test
+	$(BIN)/python -m meshwright.bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

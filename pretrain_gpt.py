@@ -1,0 +1,11 @@
+"""Megatron-LM's script name: the same as `meshwright train`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # runs from a clone too, without an install
+
+from meshwright.__main__ import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

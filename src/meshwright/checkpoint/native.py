@@ -1,0 +1,511 @@
+"""Our own checkpoint: tensors of any layout in, the same tensors of any other layout out.
+
+What is saved is `{name: (global shape, boxes, tensor)}`: the tensor is contiguous and holds one or more boxes of the
+global one, each box's elements in row order, one box after the other. A whole parameter is one box; a slice of a flat
+buffer is at most three. Loading takes the same structure and fills its tensors, by intersecting boxes, reading only
+what is wanted, at most 16 MiB of a tensor at a time.
+
+A step folder holds `rank_00000.safetensors`, `index.json` (per tensor: global shape, dtype, boxes with file and byte
+range), `state.json` (counters and schedules) and `config.json`. The safetensors file is written by hand, a header and
+raw bytes, because the library gives no way to hash while it writes, and serialising to memory would double it; any
+safetensors reader reads it. We read by the index alone: it is hashed, and a hostile header is never parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.checkpoint import store
+from meshwright.checkpoint.store import Damaged, Manifest, Say, Write
+from meshwright.errors import BAD_DATA, DONE, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+# safetensors' names
+SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+TORCH = {
+    "F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "F16": "float16", "BF16": "bfloat16",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
+PART = 16 << 20  # most bytes of a tensor in flight
+
+Shape = tuple[int, ...]
+
+
+Accept = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+class Box(NamedTuple):
+    offset: Shape
+    size: Shape
+
+
+class Entry(NamedTuple):
+    """A tensor of ours and which boxes of the global tensor it holds."""
+
+    shape: Shape
+    boxes: Sequence[tuple[Shape, Shape]]
+    tensor: torch.Tensor
+
+
+Named = Mapping[str, tuple[Shape, Sequence[tuple[Shape, Shape]], "torch.Tensor"]]
+
+
+def whole(tensor: torch.Tensor) -> Entry:
+    """The entry of a tensor that one process holds entirely."""
+    shape = tuple(tensor.shape)
+    return Entry(shape, [((0,) * len(shape), shape)], tensor)
+
+
+def bytes_of(named: Named) -> int:
+    """What a checkpoint of these takes, for store.check_writable()."""
+    return sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())
+
+
+# Saving
+
+
+class Run(NamedTuple):
+    """One box in a safetensors file: consecutive elements of a flat tensor."""
+
+    key: str
+    dtype: str
+    box: Box
+    flat: torch.Tensor
+
+
+def save(
+    root: str | Path,
+    step: int,
+    named: Named,
+    state: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    *,
+    say: Say = print,
+) -> bool:
+    """Write one step; False if it is there already, with the same tensors and state (`config` may differ).
+
+    The caller holds store.lock(root). `state` must be JSON without NaN and hold nothing of this attempt such as times.
+    """
+    say(f"saving checkpoint at iteration {step:7d} to {root}")
+    file = "rank_00000.safetensors"
+    head, runs = lay_out(named)
+    index = {"tensors": index_of(named, runs, file, len(head))}
+
+    def tensors(write: Write) -> None:
+        write(head)
+        for run in runs:
+            for part in parts_of(run.flat):
+                write(part)
+
+    texts = {INDEX: as_json(index), STATE: as_json(state), CONFIG: as_json(config or {})}
+    written = store.publish(
+        root,
+        step,
+        {name: lambda write, text=text: write(text) for name, text in texts.items()} | {file: tensors},
+        say=say,
+        bytes_needed=len(head) + bytes_of(named) + sum(map(len, texts.values())),
+        may_differ=[CONFIG],
+    )
+    say(f"  successfully saved checkpoint at iteration {step:7d} to {root}")
+    return written
+
+
+def lay_out(named: Named) -> tuple[bytes, list[Run]]:
+    """The safetensors header and what follows it: widest types first, so that every element is aligned."""
+    runs = []
+    for name, (shape, boxes, tensor) in named.items():
+        flat = flat_of(name, shape, boxes, tensor)
+        start = 0
+        for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
+            ranges = ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.size, strict=True))
+            key = name if box.size == tuple(shape) else f"{name}[{ranges}]"
+            count = math.prod(box.size)
+            if not count and box.size != tuple(shape):
+                continue  # a rank whose slice of a flat buffer is empty
+            runs.append(Run(key, dtype_name(tensor), box, flat[start : start + count]))
+            start += count
+    runs.sort(key=lambda run: (-SIZES[run.dtype], run.key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for run in runs:
+        begin, end = end, end + run.flat.numel() * SIZES[run.dtype]
+        header[run.key] = {"dtype": run.dtype, "shape": run.box.size, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, runs
+
+
+def index_of(named: Named, runs: list[Run], file: str, begin: int) -> dict[str, Any]:
+    """Where each box lies, in bytes of its file."""
+    tensors: dict[str, Any] = {
+        name: {"shape": shape, "dtype": dtype_name(tensor), "boxes": []} for name, (shape, _, tensor) in named.items()
+    }
+    for run in runs:
+        end = begin + run.flat.numel() * SIZES[run.dtype]
+        box = {"file": file, "begin": begin, "end": end, "offset": run.box.offset, "size": run.box.size}
+        tensors[run.key.partition("[")[0]]["boxes"].append(box)
+        begin = end
+    return tensors
+
+
+def flat_of(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one row of elements, after checking that it is what its boxes say."""
+    held = sum(math.prod(size) for _, size in boxes)
+    if held != tensor.numel() or not all(inside(Box(tuple(o), tuple(n)), shape) for o, n in boxes) or "[" in name:
+        raise ValueError(f"{name} {tuple(shape)}: boxes {boxes} do not describe a tensor of {tensor.numel()} elements")
+    return tensor.detach().view(-1)
+
+
+def parts_of(flat: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a flat tensor: of a CPU one its own memory, of a GPU one copies of bounded size."""
+    import torch
+
+    count = PART // flat.element_size()
+    for i in range(0, flat.numel(), count):
+        yield flat[i : i + count].cpu().view(torch.uint8).numpy().data
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    for ours, theirs in TORCH.items():
+        if theirs == name:
+            return ours
+    raise ValueError(f"a checkpoint does not hold tensors of {tensor.dtype}")
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+# Loading
+
+
+class Stored(NamedTuple):
+    """One box as the index has it."""
+
+    file: str
+    begin: int
+    box: Box
+
+
+class Tensor(NamedTuple):
+    shape: Shape
+    dtype: str
+    boxes: list[Stored]
+
+
+class Loaded(NamedTuple):
+    step: int
+    state: dict[str, Any]
+
+
+class Copy(NamedTuple):
+    """A box to be read, and where its elements go."""
+
+    dtype: str
+    stored: Stored
+    target: torch.Tensor  # flat
+    start: int  # of the wanted box in the target
+    wanted: Box
+    low: Shape
+    high: Shape
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """The range of the file that encloses it."""
+        return enclosing(self.stored, self.dtype, self.low, self.high)
+
+
+def load(
+    root: str | Path,
+    want: Named,
+    *,
+    verify: str = "read",
+    say: Say = print,
+    step: int | None = None,
+    optimizer: bool = True,
+    accept: Accept = lambda state, config: None,
+) -> Loaded | None:
+    """Fill the wanted tensors from the newest whole step, or from `step`; None if there is no checkpoint at all.
+
+    `verify`: "read" hashes the chunks that are read, "full" every byte. A step found damaged on the way is said aloud
+    and the next older one is loaded. Without `optimizer` its tensors (`name/exp_avg` …) may stay unread. `accept` sees
+    the state and the configuration before any tensor is read, and may refuse them.
+    """
+    if step is not None:
+        return load_step(Path(root), step, want, verify, say, optimizer, accept)
+    found, notes = store.latest(root)
+    while True:
+        for note in notes:
+            say(note)
+        if found is None:
+            say(f"WARNING: could not find the metadata file {Path(root) / store.TRACKER}")
+            say("    will not load any checkpoints and will start from random")
+            return None
+        try:
+            return load_step(Path(root), found, want, verify, say, optimizer, accept)
+        except Damaged as damage:
+            say(f"WARNING: skipping {store.step_folder(root, found).name}, it is damaged: {damage}")
+            try:
+                found, notes = store.latest(root, below=found)
+            except Damaged as no_older:
+                raise Damaged(f"{damage}; {no_older}") from damage
+
+
+def load_step(root: Path, step: int, want: Named, verify: str, say: Say, optimizer: bool, accept: Accept) -> Loaded:
+    say(f" loading checkpoint from {root} at iteration {step}")
+    folder = store.step_folder(root, step)
+    manifest = store.verify(folder, full=verify == "full")
+    state = store.read_json(folder, manifest, STATE)
+    stored = read_index(folder, manifest)
+    check_names(folder, stored, want, optimizer)
+    say(" checkpoint version 3.0")
+    accept(state, store.read_json(folder, manifest, CONFIG))
+    for note in conversions(stored, want):
+        say(note)
+    by_file: dict[str, list[Copy]] = {}
+    for name, (shape, boxes, tensor) in want.items():
+        for copy in plan(folder, name, stored[name], flat_of(name, shape, boxes, tensor), boxes):
+            by_file.setdefault(copy.stored.file, []).append(copy)
+    for file, copies in sorted(by_file.items()):
+        read_file(folder / file, manifest[file], copies)
+    say(f"  successfully loaded checkpoint from {root} at iteration {step}")
+    return Loaded(step, state)
+
+
+def read_file(path: Path, file: store.File, copies: list[Copy]) -> None:
+    """Carry out the copies of one file, from its beginning to its end."""
+    import torch
+
+    copies = sorted(copies, key=lambda copy: copy.bytes)
+    chunks: set[int] = set()
+    for begin, end in (copy.bytes for copy in copies):
+        chunks.update(range(begin // store.CHUNK, (end - 1) // store.CHUNK + 1))
+    with store.Reader(path, file, sorted(chunks)) as reader, torch.no_grad():
+        for copy in copies:
+            dtype = getattr(torch, TORCH[copy.dtype])
+            for low, high in pieces(copy):
+                begin, end = enclosing(copy.stored, copy.dtype, low, high)
+                data = torch.frombuffer(reader.read(begin, end), dtype=dtype)
+                size = minus(high, low)
+                source = data.as_strided(size, strides(copy.stored.box.size), 0)
+                to = copy.start + position(copy.wanted, low) + copy.target.storage_offset()
+                copy.target.as_strided(size, strides(copy.wanted.size), to).copy_(source)
+
+
+def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
+    """The box of a copy cut, along its outermost dimension first, until each piece's bytes fit in memory."""
+    waiting = [(copy.low, copy.high)]
+    while waiting:
+        low, high = waiting.pop()
+        begin, end = enclosing(copy.stored, copy.dtype, low, high)
+        if end - begin <= PART:
+            yield low, high
+            continue
+        d = next(d for d in range(len(low)) if high[d] - low[d] > 1)
+        middle = (low[d] + high[d]) // 2
+        waiting.append((low[:d] + (middle,) + low[d + 1 :], high))
+        waiting.append((low, high[:d] + (middle,) + high[d + 1 :]))
+
+
+def plan(
+    folder: Path, name: str, stored: Tensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
+) -> list[Copy]:
+    """Which part of which stored box fills which part of the wanted ones, each element exactly once."""
+    copies: list[Copy] = []
+    start = 0
+    for wanted in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
+        mine = []
+        for piece in stored.boxes:
+            low = tuple(map(max, wanted.offset, piece.box.offset))
+            high = tuple(map(min, plus(wanted.offset, wanted.size), plus(piece.box.offset, piece.box.size)))
+            if not_empty(low, high):
+                mine.append(Copy(stored.dtype, piece, target, start, wanted, low, high))
+        found = sum(math.prod(minus(copy.high, copy.low)) for copy in mine)
+        overlap = any(
+            not_empty(tuple(map(max, a.low, b.low)), tuple(map(min, a.high, b.high)))
+            for i, a in enumerate(mine)
+            for b in mine[:i]
+        )
+        if found != math.prod(wanted.size) or overlap:
+            raise Damaged(
+                f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}, has {math.prod(wanted.size):,} "
+                f"elements, the stored boxes give {found:,}{' with overlaps' if overlap else ''}"
+            )
+        copies += mine
+        start += math.prod(wanted.size)
+    return copies
+
+
+def read_index(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The index, with every box checked against its tensor and its file."""
+    path = folder / INDEX
+    index = store.read_json(folder, manifest, INDEX)
+    tensors = {}
+    try:
+        for name, tensor in index["tensors"].items():
+            shape, dtype = numbers(tensor["shape"]), tensor["dtype"]
+            tensors[name] = Tensor(shape, dtype, [])
+            for raw in tensor["boxes"]:
+                begin, end = numbers([raw["begin"], raw["end"]])
+                box = Box(numbers(raw["offset"]), numbers(raw["size"]))
+                fits = end - begin == math.prod(box.size) * SIZES[dtype] and end <= manifest[raw["file"]].size
+                if not fits or not inside(box, shape):
+                    raise Damaged(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
+                tensors[name].boxes.append(Stored(raw["file"], begin, box))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Damaged(f"{path}: not an index that we wrote: {type(error).__name__} {str(error)[:200]}") from error
+    return tensors
+
+
+def numbers(values: Any) -> Shape:
+    """A short list of sizes or offsets, as a tuple."""
+    if len(values) > 16 or not all(type(v) is int and 0 <= v < 1 << 60 for v in values):
+        raise ValueError(f"{str(values)[:100]} is not a shape")
+    return tuple(values)
+
+
+def check_names(folder: Path, stored: Mapping[str, Tensor], want: Named, optimizer: bool) -> None:
+    """Names and shapes must agree before any tensor is touched; all differences are told together."""
+    out = []
+    for name, (shape, _, _) in want.items():
+        if name not in stored:
+            out.append(f"{name}: the model has {tuple(shape)}, the checkpoint has none")
+        elif stored[name].shape != tuple(shape):
+            out.append(f"{name}: the model has {tuple(shape)}, the checkpoint {stored[name].shape}")
+    for name, tensor in stored.items():
+        if name not in want and (optimizer or "/" not in name):
+            out.append(f"{name}: the model has none, the checkpoint has {tensor.shape}")
+    if out:
+        shown = out[:20] + [f"and {len(out) - 20} more"] * (len(out) > 20)
+        raise UserError(f"{folder} does not fit the model that the flags describe:\n  " + "\n  ".join(shown), BAD_DATA)
+
+
+def conversions(stored: Mapping[str, Tensor], want: Named) -> list[str]:
+    kinds = Counter((stored[name].dtype, dtype_name(tensor)) for name, (_, _, tensor) in want.items())
+    return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]
+
+
+# Boxes
+
+
+def plus(a: Shape, b: Shape) -> Shape:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def minus(a: Shape, b: Shape) -> Shape:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def not_empty(low: Shape, high: Shape) -> bool:
+    return all(a < b for a, b in zip(low, high, strict=True))
+
+
+def strides(size: Shape) -> Shape:
+    return tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
+
+
+def position(box: Box, point: Shape) -> int:
+    """Number of the element `point` of the global tensor within the box."""
+    return sum(x * s for x, s in zip(minus(point, box.offset), strides(box.size), strict=True))
+
+
+def inside(box: Box, shape: Shape) -> bool:
+    return len(box.offset) == len(box.size) == len(shape) and all(
+        min(o, n) >= 0 and o + n <= s for o, n, s in zip(box.offset, box.size, shape, strict=True)
+    )
+
+
+def enclosing(stored: Stored, dtype: str, low: Shape, high: Shape) -> tuple[int, int]:
+    """Bytes of the file from the first to the last element of low … high."""
+    first = position(stored.box, low)
+    last = position(stored.box, tuple(h - 1 for h in high))
+    return stored.begin + first * SIZES[dtype], stored.begin + (last + 1) * SIZES[dtype]
+
+
+# Looking
+
+
+def read_state(root: str | Path, step: int) -> dict[str, Any]:
+    return _read(root, step, STATE)
+
+
+def read_config(root: str | Path, step: int) -> dict[str, Any]:
+    return _read(root, step, CONFIG)
+
+
+def _read(root: str | Path, step: int, name: str) -> dict[str, Any]:
+    folder = store.step_folder(root, step)
+    value = store.read_json(folder, store.verify(folder), name)
+    if not isinstance(value, dict):
+        raise Damaged(f"{folder / name}: not a JSON object")
+    return value
+
+
+def describe(
+    root: str | Path, step: int | None = None, tensors: bool = False, full: bool = False
+) -> tuple[list[str], bool]:
+    """Lines about the steps and, closer, about one (the newest whole one if none is given); and whether it is whole."""
+    chosen = None
+    lines = [f"{root}"]
+    for number in store.steps(root) if step is None else [step]:
+        folder = store.step_folder(root, number)
+        try:
+            manifest = store.verify(folder, full)
+            index, state = read_index(folder, manifest), read_state(root, number)
+        except Damaged as damage:
+            lines.append(f"  {folder.name}  verified: NO, {damage}")
+            continue
+        parameters = sum(math.prod(t.shape) for name, t in index.items() if "/" not in name)
+        how = "every byte" if full else "manifest and sizes; --full checks every byte"
+        lines.append(f"  {folder.name}  verified: yes ({how})")
+        lines.append(
+            f"    iteration {state.get('iteration', number)} | "
+            f"consumed samples {state.get('consumed_train_samples', 'not recorded')} | "
+            f"parameters {parameters:,} | {sum(file.size for file in manifest.values()):,} bytes"
+        )
+        chosen = number if chosen is None else chosen
+    if chosen is None:
+        return lines, False
+    lines += [f"  {line}" for line in summary(read_config(root, chosen))]
+    if tensors:
+        folder = store.step_folder(root, chosen)
+        for name, tensor in sorted(read_index(folder, store.verify(folder)).items()):
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            size = math.prod(tensor.shape) * SIZES[tensor.dtype]
+            lines.append(f"  {name:40} {shape:>16} {tensor.dtype:>4} {size:>16,} bytes in {len(tensor.boxes)} boxes")
+    return lines, True
+
+
+def summary(config: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            told = ", ".join(f"{k} {v}" for k, v in value.items() if v not in (None, "", [], False))
+            yield f"{name}: {told}"
+        else:
+            yield f"{name}: {value}"
+
+
+def main_inspect(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="meshwright inspect", description="What a checkpoint folder holds.")
+    parser.add_argument("dir", help="the --save folder, or one iter_… folder in it")
+    parser.add_argument("--step", type=int, help="look at this step (none: all, and the newest more closely)")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, bytes")
+    parser.add_argument("--full", action="store_true", help="verify every byte")
+    args = parser.parse_args(argv)
+    root, step = store.split_path(args.dir)
+    lines, whole = describe(root, args.step if args.step is not None else step, args.tensors, args.full)
+    print("\n".join(lines))
+    if not whole:
+        store.latest(root)  # knows why: damaged, another program's, or nothing
+        raise UserError(f"no whole checkpoint {'of that step ' if args.step or step else ''}in {root}", BAD_DATA)
+    return DONE

@@ -1,0 +1,604 @@
+"""How a checkpoint comes to be whole or not at all: folders, bytes and hashes; nothing here knows a model.
+
+A step is a folder `iter_0005000/` of plain files and a `manifest.json` with the size of each file and the SHA-256 of
+each 16 MiB chunk. It is written as `iter_0005000.tmp/`: files and fsync, manifest and fsync, rename, fsync of the
+parent, and last `latest_checkpointed_iteration.txt`, Megatron's tracker, by replacement. A process killed anywhere
+leaves the step published and whole, or a `.tmp` that the next writer clears. Published folders are never written into.
+
+Truth is the newest folder whose manifest holds, not the tracker: the tracker is for other programs, and to notice
+that another program wrote something newer. Written by hand because no library offers it: torch's checkpoint has no
+checksums, overwrites in place and unpickles on load; safetensors has neither checksums nor steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
+
+FORMAT = "meshwright checkpoint 1"
+CHUNK = 16 << 20  # bytes of one hash; at most this much is read too much at each end of a slice
+THREADS = min(4, os.cpu_count() or 1)
+AHEAD = 4  # chunks read and hashed before they are asked for: 64 MiB of memory
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
+JSON_LIMIT = 16 << 20
+TRACKER = "latest_checkpointed_iteration.txt"
+
+Say = Callable[[str], None]
+Write = Callable[[bytes | bytearray | memoryview], None]
+Produce = Callable[[Write], None]  # writes a file's bytes, in order; the same bytes each time it is called
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, BAD_DATA)
+
+
+class File(NamedTuple):
+    size: int
+    sha256: str  # the hex digests of its chunks, one after the other
+
+
+Manifest = dict[str, File]
+
+
+def reached(point: str) -> None:
+    """Does nothing. Tests put a kill here, at every named point of the protocol."""
+
+
+def step_folder(root: str | Path, step: int) -> Path:
+    return Path(root) / f"iter_{step:07d}"
+
+
+# Writing
+
+
+def publish(
+    root: str | Path,
+    step: int,
+    files: dict[str, Produce],
+    *,
+    say: Say,
+    bytes_needed: int = 0,
+    may_differ: Collection[str] = (),
+) -> bool:
+    """Write a step. False: it is there already, whole and the same (but for files in `may_differ`).
+
+    The caller holds the lock of `root`. A damaged step is moved aside and written anew; a different one is refused.
+    """
+    root = Path(root)
+    reached("begin")
+    with telling_failures(root, step, bytes_needed):
+        root.mkdir(parents=True, exist_ok=True)
+        clear_unfinished(root)
+        if is_there(root, step, files, may_differ, say):
+            write_tracker(root, step)
+            return False
+        folder = root / f"iter_{step:07d}.tmp"
+        folder.mkdir()
+        reached("after_mkdir")
+        commit(root, step, {name: write_file(folder / name, produce) for name, produce in files.items()})
+    return True
+
+
+def commit(root: Path, step: int, manifest: Manifest) -> None:
+    """Publish the files that lie in `iter_….tmp`."""
+    folder, target = root / f"iter_{step:07d}.tmp", step_folder(root, step)
+    raw = encode_manifest(manifest)
+    if len(raw) > MANIFEST_LIMIT:
+        raise UserError(f"{folder}: a manifest of {len(raw):,} bytes is above the {MANIFEST_LIMIT:,} we read", IO)
+    write_durably(folder / MANIFEST, raw, "manifest_unsynced")
+    sync_folder(folder)
+    reached("before_rename")
+    if target.exists():  # damaged, or is_there() would have refused
+        aside = root / f"{target.name}.damaged"
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        reached("moved_aside")
+    folder.rename(target)
+    reached("after_rename")
+    sync_folder(root)
+    write_tracker(root, step)
+
+
+def is_there(root: Path, step: int, files: dict[str, Produce], may_differ: Collection[str], say: Say) -> bool:
+    """Whether the step exists, verifies and is the same. Compared by hashing what we would write."""
+    target = step_folder(root, step)
+    if not target.exists():
+        return False
+    what = "a Megatron checkpoint"
+    if not is_foreign(target):
+        try:
+            old = verify(target, full=True)
+        except Damaged as damage:
+            say(f"WARNING: {damage}; written anew, the damaged one is kept as {target.name}.damaged")
+            return False
+        different = [name for name in set(old) ^ set(files) if name not in may_differ]
+        for name in sorted(set(old) & set(files) - set(may_differ)):
+            if not different and write_file(None, files[name]) != old[name]:
+                different.append(name)
+        if not different:
+            return True
+        what = f"something else ({', '.join(sorted(different))} would differ)"
+    raise UserError(
+        f"{target} holds {what}: a checkpoint is never overwritten; "
+        "save to another folder, or start anew with --save-overwrite, which moves the old ones aside",
+        LOCKED,
+    )
+
+
+def write_file(path: Path | None, produce: Produce) -> File:
+    """Write and fsync one new file; its chunks are hashed in threads meanwhile. No path: only hash.
+
+    Nothing is copied, so what `produce` hands over must not change until this returns.
+    """
+    digests: list[Future[str]] = []
+    parts: list[memoryview] = []  # of the chunk that is being filled
+    size = 0
+    with ThreadPoolExecutor(THREADS) as pool, contextlib.ExitStack() as stack:
+        fd = -1
+        if path is not None:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            stack.callback(os.close, fd)
+
+        def hash_chunk() -> None:
+            digests.append(pool.submit(sha256, tuple(parts)))
+            parts.clear()
+            if len(digests) > THREADS:  # bounds the chunks in flight when they are copies from a GPU
+                digests[-THREADS - 1].result()
+
+        def write(data: bytes | bytearray | memoryview) -> None:
+            nonlocal size
+            view = memoryview(data).cast("B")
+            while len(view):
+                part = view[: CHUNK - size % CHUNK]
+                if path is not None:
+                    write_all(fd, part, path)
+                parts.append(part)
+                size += len(part)
+                if size % CHUNK == 0:
+                    hash_chunk()
+                view = view[len(part) :]
+
+        produce(write)
+        if parts:
+            hash_chunk()
+        if path is not None:
+            reached("written_unsynced")
+            with naming(path):
+                os.fsync(fd)
+            reached("shard_done")
+        return File(size, "".join(digest.result() for digest in digests))
+
+
+def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)  # without the GIL
+    return digest.hexdigest()
+
+
+def write_all(fd: int, data: memoryview, path: Path) -> None:
+    with naming(path):
+        while len(data):
+            data = data[os.write(fd, data) :]
+
+
+def write_durably(path: Path, data: bytes, point: str = "") -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        write_all(fd, memoryview(data), path)
+        if point:
+            reached(point)
+        with naming(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_tracker(root: Path, step: int) -> None:
+    new = root / f"{TRACKER}.tmp"
+    write_durably(new, str(step).encode())
+    reached("before_tracker")
+    new.replace(root / TRACKER)
+    sync_folder(root)
+    reached("after_tracker")
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def clear_unfinished(root: Path) -> None:
+    for path in list(root.iterdir()):
+        if re.fullmatch(r"iter_\d{7,}\.tmp", path.name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of a descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def telling_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]:
+    """Turn an OSError during a save into words, with nothing half-written left behind."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(root / f"iter_{step:07d}.tmp", ignore_errors=True)
+        try:
+            newest = latest(root)[0]
+        except (UserError, OSError):
+            newest = None
+        if newest is None:
+            rest = "there is no earlier checkpoint"
+        elif newest == step:
+            rest = f"{step_folder(root, step).name} itself is whole"
+        else:
+            rest = f"the previous checkpoint, {step_folder(root, newest).name}, is intact"
+        raise UserError(
+            f"{error.strerror or error} at {error.filename or root} while saving iteration {step}, "
+            f"which needs {bytes_needed:,} bytes; {rest}",
+            IO,
+        ) from error
+
+
+def check_writable(root: str | Path, bytes_needed: int) -> None:
+    """Before the first step: can we write here, and is there room for two checkpoints?"""
+    root = Path(root)
+    probe = root / f".write-test-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        write_durably(probe, b"x")
+        probe.unlink()
+        free = shutil.disk_usage(root).free
+    except OSError as error:
+        raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
+    if free < 2 * bytes_needed:
+        raise UserError(
+            f"{root} has {free:,} bytes free; a checkpoint needs about {bytes_needed:,} and there must be room for "
+            f"two, {2 * bytes_needed:,}: make room or change --save",
+            IO,
+        )
+
+
+@contextlib.contextmanager
+def lock(root: str | Path, say: Say = print) -> Iterator[None]:
+    """Own the folder. The kernel frees a flock when its process dies, so there is no stale lock."""
+    root = Path(root)
+    path = root / ".lock"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
+    try:
+        if not _try_lock(fd, root, say):
+            owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "a process that gives no name"
+            raise UserError(f"{root} is in use by {owner}: wait for it, end it, or change --save", LOCKED)
+        me = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+        with contextlib.suppress(OSError):  # a full disk must not stop a run from starting to say so itself
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, me.encode(), 0)
+        yield
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, root: Path, say: Say) -> bool:
+    for attempt in range(5):  # half a second: a killed owner may still be dying, a new one still writing its name
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if attempt < 4:
+                time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise UserError(f"cannot lock {root}: {error.strerror}; change --save", IO) from error
+            say(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
+            return True
+    return False
+
+
+# Reading
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The one spelling of a manifest, with a hash of itself: any changed byte is noticed."""
+    files = {name: {"size": file.size, "sha256": file.sha256} for name, file in manifest.items()}
+    body: dict[str, Any] = {"format": FORMAT, "chunk": CHUNK, "files": files}
+    body["sha256"] = sha256([json.dumps(body, sort_keys=True).encode()])
+    return json.dumps(body, sort_keys=True, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    raw = read_small(path, MANIFEST_LIMIT)
+    body = parse_json(raw, path)
+    if not isinstance(body, dict):
+        raise Damaged(f"{path}: not a manifest")
+    if isinstance(body.get("format"), str) and body["format"].startswith("meshwright") and body["format"] != FORMAT:
+        raise Damaged(f"{path}: written in the format {body['format']!r}, this version reads {FORMAT!r}")
+    try:
+        manifest = {name: File(file["size"], file["sha256"]) for name, file in body["files"].items()}
+        valid = all(
+            isinstance(file.size, int) and len(file.sha256) == 64 * (-(-file.size // CHUNK))
+            for file in manifest.values()
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid or raw != encode_manifest(manifest):
+        raise Damaged(f"{path}: not as it was written (its own SHA-256 differs)")
+    for name in manifest:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            raise Damaged(f"{path}: the file name {name!r} is not a plain name; nothing outside the folder is read")
+    return manifest
+
+
+def verify(folder: str | Path, full: bool = False) -> Manifest:
+    """Check manifest and sizes, and with `full` every byte; the manifest, or Damaged naming file and offset."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for name, file in manifest.items():
+        check_size(folder / name, file)
+    if full:
+        for name, file in manifest.items():
+            with Reader(folder / name, file, range(len(file.sha256) // 64)) as reader:
+                for index in range(len(file.sha256) // 64):
+                    reader.chunk(index)
+    return manifest
+
+
+def check_size(path: Path, file: File) -> None:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}; the manifest says {file.size:,} bytes") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path}: a link or something else that is not a plain file; nothing else is read")
+    if found.st_size != file.size:
+        raise Damaged(f"{path}: {found.st_size:,} bytes long, the manifest says {file.size:,}")
+
+
+class Reader:
+    """Byte ranges of one file. Each chunk touched is hashed before it is believed; `ahead`: which will be touched."""
+
+    def __init__(self, path: Path, file: File, ahead: Iterable[int] = ()) -> None:
+        self.path, self.file, self.ahead = path, file, deque(ahead)
+        self.ready: dict[int, Future[bytearray]] = {}
+        check_size(path, file)
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror}") from error
+        self.pool = ThreadPoolExecutor(THREADS)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown(cancel_futures=True)
+        os.close(self.fd)
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes begin to end, verified, in memory of our own."""
+        first, last = begin // CHUNK, (end - 1) // CHUNK
+        if first == last:
+            return memoryview(self.chunk(first))[begin - first * CHUNK : end - first * CHUNK]
+        joined = bytearray(end - begin)
+        for index in range(first, last + 1):
+            low, high = max(begin, index * CHUNK), min(end, (index + 1) * CHUNK)
+            joined[low - begin : high - begin] = memoryview(self.chunk(index))[low % CHUNK : high - index * CHUNK]
+        return memoryview(joined)
+
+    def chunk(self, index: int) -> bytearray:
+        for old in [i for i in self.ready if i < index]:
+            del self.ready[old]
+        while self.ahead and len(self.ready) < AHEAD:
+            coming = self.ahead.popleft()
+            self.ready[coming] = self.pool.submit(self._read_chunk, coming)
+        waiting = self.ready.get(index)
+        return waiting.result() if waiting else self._read_chunk(index)
+
+    def _read_chunk(self, index: int) -> bytearray:
+        begin = index * CHUNK
+        data = bytearray(min(CHUNK, self.file.size - begin))
+        got = 0
+        try:
+            while got < len(data):
+                count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got)
+                if not count:
+                    raise Damaged(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
+                got += count
+        except OSError as error:
+            raise Damaged(f"{self.path}: {error.strerror} at byte {begin + got:,}") from error
+        if sha256([data]) != self.file.sha256[64 * index : 64 * index + 64]:
+            end = begin + len(data)
+            raise Damaged(f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)")
+        return data
+
+
+def read_json(folder: Path, manifest: Manifest, name: str) -> Any:
+    """A JSON file of a step, verified."""
+    path = folder / name
+    if name not in manifest:
+        raise Damaged(f"{path}: not in the manifest")
+    if manifest[name].size > JSON_LIMIT:
+        raise Damaged(f"{path}: {manifest[name].size:,} bytes of JSON, more than {JSON_LIMIT:,} are not read")
+    with Reader(path, manifest[name]) as reader:
+        return parse_json(bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path)
+
+
+def parse_json(raw: bytes, path: Path) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(raw.decode(), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: not JSON that we wrote: {str(error)[:200]}") from error
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """A whole plain file of bounded size."""
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path}: a link or something else that is not a plain file; nothing else is read")
+        if found.st_size > limit:
+            raise Damaged(f"{path}: {found.st_size:,} bytes, more than {limit:,} are not read")
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from error
+
+
+# Which step
+
+
+def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list[str]]:
+    """The newest step whose manifest and sizes hold, and what has to be said aloud about newer ones.
+
+    None: no checkpoint was ever finished here. Steps that are all damaged are an error, never a fresh start, and so
+    is a tracker that names something newer than our newest step. `below`: only older ones, after a damaged read.
+    """
+    root = Path(root)
+    names = listing(root)
+    notes: list[str] = []
+    refuse_foreign(root, names, notes)
+    damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
+    for step in steps(root):
+        if below is not None and step >= below:
+            continue
+        try:
+            verify(step_folder(root, step))
+            return step, notes
+        except Damaged as damage:
+            notes.append(f"WARNING: skipping {step_folder(root, step).name}, it is damaged: {damage}")
+            damages.append(str(damage))
+    if damages or below is not None:
+        raise Damaged(
+            f"no whole checkpoint in {root}{f' below iteration {below}' if below is not None else ''}: "
+            + "; ".join(damages or ["there is none"])
+            + ". To start anew, give another folder or --save-overwrite"
+        )
+    notes += [f"WARNING: {root / name} was never finished and is ignored" for name in names if name.endswith(".tmp")]
+    return None, notes
+
+
+def steps(root: str | Path) -> list[int]:
+    """Our steps, whole or not, newest first: by number, since clocks and copies change times."""
+    found = (re.fullmatch(r"iter_(\d{7,})", name) for name in listing(Path(root)))
+    return sorted((int(m[1]) for m in found if m and not is_foreign(Path(root) / m[0])), reverse=True)
+
+
+def listing(root: Path) -> list[str]:
+    """Names of what belongs to checkpoints in the folder."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"cannot read the folder {root}: {error.strerror}", BAD_DATA) from error
+    pattern = rf"iter_\d{{7,}}(\.tmp|\.damaged)?|global_step\d+|latest|release|{re.escape(TRACKER)}"
+    return sorted(name for name in names if re.fullmatch(pattern, name))
+
+
+def is_foreign(folder: Path) -> bool:
+    """A Megatron step: it has mp_rank_ folders and no manifest."""
+    if (folder / MANIFEST).exists():
+        return False
+    try:
+        return any(name.startswith("mp_rank_") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def refuse_foreign(root: Path, names: list[str], notes: list[str]) -> None:
+    """Other programs' checkpoints count through their trackers: one newer than ours must not be passed over."""
+    ours = [int(m[1]) for m in (re.fullmatch(r"iter_(\d+)(\.damaged)?", name) for name in names)
+            if m and not is_foreign(root / m[0])]  # fmt: skip
+    newest = max(ours, default=None)
+    if newest is None:
+        if any(name.startswith("global_step") for name in names):
+            raise UserError(f"{root} holds a DeepSpeed checkpoint: not yet (planned for step 5)", BAD_DATA)
+        if "release" in names or any(is_foreign(root / name) for name in names):
+            raise UserError(f"{root} holds a Megatron checkpoint: not yet (planned for step 5)", BAD_DATA)
+    for name, pattern in ((TRACKER, r"(\d{1,15})|release"), ("latest", r"global_step(\d{1,15})")):
+        if name not in names or not (root / name).is_file():
+            continue
+        with open(root / name, "rb") as file:
+            text = file.read(200).decode(errors="replace").strip()
+        said = re.fullmatch(pattern, text, re.ASCII)
+        if not said:
+            if newest is None:
+                raise UserError(f"{root / name} says {text!r}, not an iteration, and there is no checkpoint", BAD_DATA)
+            notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
+        elif text == "release":  # stands for iteration 0: any step of ours is newer
+            if newest is None:
+                raise UserError(f"{root} holds a Megatron release checkpoint: not yet (planned for step 5)", BAD_DATA)
+        elif newest is None or int(said[1]) > newest:
+            have = "there is no checkpoint of ours" if newest is None else f"our newest is iteration {newest}"
+            if is_foreign(step_folder(root, int(said[1]))):
+                have += " and Megatron checkpoints are not yet read (planned for step 5)"
+            cure = "remove that file to start anew" if newest is None else f"write {newest} into it to go on from there"
+            raise UserError(f"{root / name} names iteration {said[1]}, but {have}: {cure}", BAD_DATA)
+
+
+def held(root: str | Path) -> list[str]:
+    """Names of checkpoints, of anybody, that a run without --load must not write beside."""
+    return [name for name in listing(Path(root)) if not name.endswith(".tmp")]
+
+
+def move_aside(root: str | Path) -> Path:
+    """Put every checkpoint into a folder `replaced-N` of the same root. The caller holds the lock."""
+    root = Path(root)
+    number = 1
+    while (aside := root / f"replaced-{number}").exists():
+        number += 1
+    aside.mkdir()
+    names = listing(root)
+    for name in sorted(names, key=lambda name: name.startswith("iter_")):  # trackers first: none may outlive its step
+        (root / name).rename(aside / name)
+    sync_folder(root)
+    return aside
+
+
+def split_path(path: str | Path) -> tuple[Path, int | None]:
+    """A root, or one step's folder in it: users name either."""
+    path = Path(path)
+    found = re.fullmatch(r"iter_(\d{7,})", path.name)
+    return (path.parent, int(found[1])) if found else (path, None)

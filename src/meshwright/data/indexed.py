@@ -1,0 +1,238 @@
+"""Megatron's token files, byte for byte: `.bin` holds the ids back to back, `.idx` says where each sequence lies.
+
+    .idx, little-endian:  9 bytes   magic
+                          uint64    version, 1
+                          uint8     code of the token type
+                          uint64    n, number of sequences
+                          uint64    m, length of the document index
+                          int32[n]  sizes: tokens of each sequence
+                          int64[n]  pointers: its byte offset in .bin
+                          int64[m]  document index: 0, then after each document the number of sequences so far
+
+A sequence is a document unless documents were cut into sentences. Hand-written because the format is 34 bytes and
+three arrays, and because its own library neither checks a file before it is used nor writes it whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.errors import BAD_DATA, IO, UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+BLOCK = 1 << 20  # array elements looked at together, so that checks of a large file need little memory
+
+
+def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
+    """Megatron's choice; the margin below 65,536 is its own."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+class Writer:
+    """Writes a pair of files as a stream. They get their names only when whole, on a clean exit of the `with` block.
+
+    The .idx is the last to appear, and an older one is removed before the .bin beside it is replaced: whenever the
+    process is killed, no .idx stands beside a .bin that it does not describe.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: type[np.integer[Any]]) -> None:
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        self.sizes = array("i")
+        self.doc_idx = array("q", [0])
+        self.tokens = 0
+        try:
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(f"{self.prefix}.bin.tmp", "wb", buffering=1 << 20)  # closed in __exit__
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append one sequence to the current document."""
+        try:
+            self._bin.write(np.asarray(ids, dtype=self.dtype).tobytes())
+        except OSError as error:
+            raise self._failed(error) from None
+        self.sizes.append(len(ids))
+        self.tokens += len(ids)
+
+    def end_document(self) -> None:
+        self.doc_idx.append(len(self.sizes))
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        except OSError as failure:
+            raise self._failed(failure) from None
+        finally:
+            with contextlib.suppress(OSError):  # a full disk fails again here
+                self._bin.close()
+            for ending in (".bin.tmp", ".idx.tmp"):
+                Path(self.prefix + ending).unlink(missing_ok=True)
+
+    def _publish(self) -> None:
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        sizes = np.frombuffer(self.sizes, dtype=np.int32) if self.sizes else np.zeros(0, np.int32)
+        pointers = np.zeros(len(sizes), dtype=np.int64)
+        np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
+        pointers *= self.dtype.itemsize
+        code = next(code for code, dtype in CODES.items() if dtype == self.dtype)
+        with open(f"{self.prefix}.idx.tmp", "wb") as idx:
+            idx.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(self.doc_idx)))
+            idx.write(sizes.astype("<i4", copy=False).data)
+            idx.write(pointers.astype("<i8", copy=False).data)
+            idx.write(np.frombuffer(self.doc_idx, dtype=np.int64).astype("<i8", copy=False).data)
+            idx.flush()
+            os.fsync(idx.fileno())
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        os.replace(f"{self.prefix}.bin.tmp", f"{self.prefix}.bin")
+        os.replace(f"{self.prefix}.idx.tmp", f"{self.prefix}.idx")
+        folder = os.open(Path(self.prefix).parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _failed(self, error: OSError) -> UserError:
+        written = self.tokens * self.dtype.itemsize
+        return UserError(
+            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
+            "nothing was published, so free space or choose another --output-prefix and start again",
+            IO,
+        )
+
+
+class Indexed:
+    """A pair of files as read-only memory maps. Every inconsistency is refused here, before the first step."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        idx = _map(f"{self.prefix}.idx")
+        n, m = self._read_header(idx)
+        self.sizes = np.frombuffer(idx, "<i4", n, HEADER.size)
+        self.pointers = np.frombuffer(idx, "<i8", n, HEADER.size + 4 * n)
+        self.doc_idx = np.frombuffer(idx, "<i8", m, HEADER.size + 12 * n)
+        self._check_arrays()
+        self.tokens = np.frombuffer(_map(f"{self.prefix}.bin"), self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+        """Tokens of sequence i from `offset` on, `length` of them or all: a view of the file."""
+        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + (int(self.sizes[i]) - offset if length is None else length)]
+
+    def sequence_at(self, token: int) -> int:
+        """The sequence that holds this token of the file."""
+        return int(np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right")) - 1
+
+    def _read_header(self, idx: bytes | mmap.mmap) -> tuple[int, int]:
+        if idx[:8] == LEGACY_MAGIC:
+            raise UserError(
+                f"{self.prefix}.idx has the older `lazy`/`cached` format: not yet; preprocess the text again", BAD_DATA
+            )
+        if len(idx) < HEADER.size:
+            raise self._damaged(f"{len(idx)} bytes are less than the header's {HEADER.size}")
+        magic, version, code, n, m = HEADER.unpack(idx[: HEADER.size])
+        if magic != MAGIC:
+            raise UserError(f"{self.prefix}.idx is not a token index: it starts with {magic!r}", BAD_DATA)
+        if version != 1:
+            raise UserError(f"{self.prefix}.idx has version {version}; version 1 can be read", BAD_DATA)
+        if code not in CODES:
+            known = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
+            raise self._damaged(f"token type code {code} is not one of {known}")
+        self.dtype = np.dtype(CODES[code]).newbyteorder("<")
+        expected = HEADER.size + 12 * n + 8 * m
+        if len(idx) == expected + n and n:
+            raise UserError(f"{self.prefix}.idx is multimodal (a mode for each sequence): not yet", BAD_DATA)
+        if len(idx) != expected:
+            raise self._damaged(f"{len(idx):,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
+        return n, m
+
+    def _check_arrays(self) -> None:
+        """Sizes, pointers, document index and the .bin's length must tell the same story."""
+        position = 0
+        for start in range(0, len(self.sizes), BLOCK):
+            sizes = self.sizes[start : start + BLOCK].astype(np.int64)
+            if sizes.min() < 0:
+                raise self._damaged(f"sequence {start + int(sizes.argmin()):,} has a size below 0")
+            ends = position + np.cumsum(sizes * self.dtype.itemsize)
+            wrong = np.flatnonzero(self.pointers[start : start + BLOCK] != ends - sizes * self.dtype.itemsize)
+            if len(wrong):
+                raise self._damaged(f"the pointer of sequence {start + int(wrong[0]):,} is not the sum before it")
+            position = int(ends[-1])
+        if not len(self.doc_idx) or self.doc_idx[0] != 0 or self.doc_idx[-1] != len(self.sizes):
+            raise self._damaged(f"the document index does not run from 0 to the {len(self.sizes):,} sequences")
+        for start in range(0, len(self.doc_idx), BLOCK):
+            if np.any(np.diff(self.doc_idx[start : start + BLOCK + 1]) < 0):
+                raise self._damaged("the document index goes backwards")
+        path = f"{self.prefix}.bin"
+        try:
+            actual = os.path.getsize(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}", BAD_DATA) from None
+        if actual != position:
+            raise UserError(
+                f"{path} has {actual:,} bytes, but its .idx describes {position:,}: one of the two is cut short or "
+                "belongs to other data; preprocess again",
+                BAD_DATA,
+            )
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"{self.prefix}.idx is damaged: {what}; preprocess again", BAD_DATA)
+
+
+def fingerprint(prefix: str | Path) -> str:
+    """Tells data apart without reading it all: both sizes and 16 blocks of the .idx, never times.
+
+    The pointers are running sums, so a changed length shows in every later block.
+    """
+    paths = [Path(f"{prefix}.idx"), Path(f"{prefix}.bin")]
+    sizes = [path.stat().st_size for path in paths]
+    digest = hashlib.sha256(repr(sizes).encode())
+    block, blocks = 1 << 16, 16
+    with paths[0].open("rb") as idx:
+        if sizes[0] <= block * blocks:
+            digest.update(idx.read())
+        else:
+            for n in range(blocks):
+                idx.seek((sizes[0] - block) * n // (blocks - 1))
+                digest.update(idx.read(block))
+    return digest.hexdigest()
+
+
+def _map(path: str) -> bytes | mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return b""  # nothing cannot be mapped
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist: --data-path is the prefix of a .bin and .idx written by `meshwright preprocess`, "
+            "such as my-gpt2_text_document",
+            BAD_DATA,
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", BAD_DATA) from None

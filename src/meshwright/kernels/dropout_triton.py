@@ -1,0 +1,46 @@
+"""The dropout of dropout.py as one Triton kernel, bit for bit the same mask: one read and one write instead of ten.
+
+Used on CUDA only; tests compare it with the plain twin.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _kernel(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    # dropout._mix of the column number, then dropout.keep
+    h = c.to(tl.uint32) + 0x9E3779B9
+    h = h ^ (h >> 16)
+    h = h * 0x7FEB352D
+    h = h ^ (h >> 15)
+    h = h * 0x846CA68B
+    h = h ^ (h >> 16)
+    h = h + tl.load(rows + row).to(tl.uint32, bitcast=True)
+    h = h ^ (h >> 16)
+    h = h * 0x7FEB352D
+    h = h ^ (h >> 15)
+    h = h * 0x846CA68B
+    keep = (h ^ 0x80000000).to(tl.int32, bitcast=True) >= threshold  # signed numbers pass through every launcher
+    at = row.to(tl.int64) * columns + c
+    value = tl.load(x + at, mask=c < columns)
+    tl.store(out + at, tl.where(keep, value * scale, 0.0).to(value.dtype), mask=c < columns)
+
+
+def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
+    """x * keep(rows) / (1 - p)."""
+    x = x.contiguous()
+    out, columns = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(columns)
+    with torch.cuda.device(x.device):
+        _kernel[(x.numel() // columns,)](
+            x, rows.contiguous(), out, columns, round(p * 2**32) - 2**31, 1.0 / (1.0 - p), block,
+            num_warps=min(8, max(1, block // 256)),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,14 @@
+"""Which block runs: the fastest that this configuration and this device allow, and why, for the log."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright import config
+from meshwright.model.gpt import Block
+
+
+def pick(model: config.Model, device: torch.device) -> tuple[type[Block], str]:
+    """The block class and the reason. Every other block must equal `Block`, which is the plain twin."""
+    attention = "reference attention" if model.attention_impl == "reference" else "torch's scaled_dot_product_attention"
+    return Block, f"plain PyTorch block, {attention}, on {device.type}"

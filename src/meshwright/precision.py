@@ -1,0 +1,52 @@
+"""Number formats and fp16's loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.config import Precision
+
+
+def dtype(p: Precision) -> torch.dtype:
+    """The format of weights and activations."""
+    return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[
+        p.dtype
+    ]
+
+
+class LossScale:
+    """Megatron's rule: halve on overflow once the hysteresis is used up, double after a window of clean steps.
+
+    The hysteresis is refilled only when the scale grows, so from the start the first overflow changes nothing and each
+    further one halves. Without --fp16 the scale is 1 and never moves.
+    """
+
+    def __init__(self, p: Precision) -> None:
+        self.p = p
+        self.dynamic = p.fp16 and p.loss_scale is None
+        self.scale = float(p.initial_loss_scale if self.dynamic else (p.loss_scale or 1.0) if p.fp16 else 1.0)
+        self.clean = 0
+        self.hysteresis = p.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if not self.dynamic:
+            return
+        if overflow:
+            self.clean = 0
+            self.hysteresis -= 1
+            if self.hysteresis <= 0:
+                self.scale = max(self.scale / 2, self.p.min_loss_scale)
+            return
+        self.clean += 1
+        if self.clean == self.p.loss_scale_window:
+            self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale, "growth_tracker": self.clean, "hysteresis_tracker": self.hysteresis}
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.dynamic:
+            self.scale, self.clean = float(state["scale"]), int(state["growth_tracker"])
+            self.hysteresis = int(state["hysteresis_tracker"])

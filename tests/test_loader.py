@@ -1,0 +1,125 @@
+"""Batches: their order, their slices over ranks, the thread's end and its errors."""
+
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.data.loader import Batch, Loader
+from meshwright.errors import BAD_DATA, UserError
+
+
+class Counting:
+    """Sample k is k x 10, k x 10 + 1, ...; it notes what was read, where."""
+
+    def __init__(self, length=100, bad=-1, ids=(0, 1, 99_999, -3, 4)):
+        self.length, self.bad, self.ids, self.read = length, bad, np.array(ids), []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, k):
+        self.read.append((k, threading.current_thread().name))
+        return np.arange(k * 10, k * 10 + 5) if k != self.bad else self.ids
+
+    def locate(self, k, position):
+        return f"place {k}/{position}"
+
+
+def numbers(steps):
+    return [[b.sample_ids.tolist() for b in batches] for batches in steps]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_tokens_labels_and_order(workers):
+    loader = Loader(Counting(), 2, 3, consumed=12, workers=workers, vocab_size=1000)
+    steps = list(islice(loader, 3))
+    assert numbers(steps) == [
+        [[12, 13], [14, 15], [16, 17]], [[18, 19], [20, 21], [22, 23]], [[24, 25], [26, 27], [28, 29]],
+    ]  # fmt: skip
+    batch = steps[0][1]
+    assert batch.tokens.tolist() == [[140, 141, 142, 143], [150, 151, 152, 153]]
+    assert batch.labels.tolist() == [[141, 142, 143, 144], [151, 152, 153, 154]]
+    assert {t.dtype for t in (batch.tokens, batch.labels, batch.sample_ids)} == {torch.int64}
+    assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
+    assert (batch.loss_mask, batch.position_ids, batch.doc_ids) == (None, None, None)
+
+
+def test_ranks_cut_each_block_of_micro_batches():
+    def of(rank, ranks):
+        return numbers(islice(Loader(Counting(), 2, 12 // 2 // ranks, 12, 0, 1000, rank, ranks), 2))
+
+    assert of(1, 3) == [[[14, 15], [20, 21]], [[26, 27], [32, 33]]]
+    for ranks in (1, 2, 3, 6):
+        parts = [of(rank, ranks) for rank in range(ranks)]
+        for step, first in enumerate((12, 24)):  # together: the same samples, whatever the number of ranks
+            together = [n for micro in zip(*[p[step] for p in parts], strict=True) for part in micro for n in part]
+            assert together == list(range(first, first + 12))
+
+
+def test_any_step_is_a_function_of_the_consumed_samples():
+    whole = numbers(islice(Loader(Counting(), 2, 2, 0, 2, 1000), 10))
+    for done in range(10):
+        assert numbers(islice(Loader(Counting(), 2, 2, done * 4, 2, 1000), 10 - done)) == whole[done:]
+
+
+def test_reading_ahead_is_bounded_and_in_a_thread_that_ends():
+    data = Counting()
+    steps = iter(Loader(data, 1, 1, 0, 2, 10_000))
+    next(steps)
+    for _ in range(5):
+        next(steps)
+    steps.close()
+    assert 6 <= len(data.read) <= 6 + 2
+    assert all(name.startswith("read-ahead") for _, name in data.read)
+    assert not [t for t in threading.enumerate() if t.name.startswith("read-ahead")]
+    none = Counting()
+    next(iter(Loader(none, 1, 1, 0, 0, 10_000)))
+    assert none.read == [(0, threading.current_thread().name)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_running_out(workers):
+    steps = iter(Loader(Counting(7), 2, 1, 0, workers, 1000))
+    assert numbers(islice(steps, 3)) == [[[0, 1]], [[2, 3]], [[4, 5]]]  # the last, partial block is not used
+    with pytest.raises(UserError, match="samples 6 to 7 are wanted, but the data set has 7") as caught:
+        next(steps)
+    assert caught.value.status == BAD_DATA
+    around = list(islice(Loader(Counting(7), 2, 1, 0, workers, 1000, wrap=True), 5))
+    assert numbers(around) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]], [[8, 9]]]
+    assert [b.tokens[:, 0].tolist() for [b] in around] == [[0, 10], [20, 30], [40, 50], [60, 0], [10, 20]]
+    with pytest.raises(UserError, match="no sample"):
+        Loader(Counting(0), 1, 1, 0, 0, 9)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_id_outside_the_vocabulary_names_sample_and_place(workers):
+    steps = iter(Loader(Counting(bad=5), 2, 1, 0, workers, 1000))
+    assert len(list(islice(steps, 2))) == 2  # read ahead, but told when it is its turn
+    with pytest.raises(UserError, match=r"sample 5 has id 99999 \(place 5/2\).*ids are 0 ... 999") as caught:
+        next(steps)
+    assert caught.value.status == BAD_DATA
+    with pytest.raises(UserError, match=r"sample 0 has id -1 \(place 0/4\)"):
+        next(iter(Loader(Counting(bad=0, ids=(0, 1, 2, 3, -1)), 2, 1, 0, workers, 1000)))
+    assert not [t for t in threading.enumerate() if t.name.startswith("read-ahead")]
+
+
+def test_to_moves_what_is_there():
+    [batch] = next(iter(Loader(Counting(), 2, 1, 0, 0, 1000)))
+    moved = Batch(batch.tokens, batch.labels, batch.sample_ids, doc_ids=batch.tokens).to("meta")
+    assert {t.device.type for t in (moved.tokens, moved.labels, moved.sample_ids, moved.doc_ids)} == {"meta"}
+    assert moved.loss_mask is None and moved.position_ids is None
+    same = batch.to("cpu")
+    assert torch.equal(same.tokens, batch.tokens)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pin", [False, True])
+def test_to_a_gpu(pin):
+    loader = Loader(Counting(), 2, 1, 0, 2, 1000, pin=pin)
+    batches = [b for [b] in islice(loader, 5)]
+    assert all(b.tokens.is_pinned() == pin for b in batches)
+    moved = [b.to("cuda") for b in batches]
+    assert [b.tokens.tolist() for b in moved] == [b.tokens.tolist() for b in batches]

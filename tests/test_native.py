@@ -1,0 +1,341 @@
+"""Tensors in any boxes come back in any other boxes, bit for bit, or the damage is named."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import resource
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from meshwright.checkpoint import native, store
+from meshwright.checkpoint.native import Entry, whole
+from meshwright.errors import BAD_DATA, LOCKED, UserError
+
+DTYPES = [getattr(torch, name) for name in native.TORCH.values()]
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def some(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
+    shapes = {"wte.weight": (50, 8), "h.0.attn.qkv.weight": (24, 8), "ln_f.bias": (8,)}
+    out = {name: whole(some(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
+    return out | {f"{name}/exp_avg": whole(e.tensor / 2) for name, e in out.items()}
+
+
+def blank(named: native.Named) -> dict[str, Entry]:
+    return {name: Entry(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()}
+
+
+def state(step: int) -> dict[str, object]:
+    return {"iteration": step, "consumed_train_samples": 8 * step, "lr": 0.1 + 1e-17 * step}
+
+
+def save(root: Path, step: int, seed: int = 0) -> dict[str, Entry]:
+    named = model(seed)
+    native.save(root, step, named, state(step), {"model": {"num_layers": 1}}, say=quiet)
+    return named
+
+
+def same(a: native.Named, b: native.Named) -> bool:
+    return all(torch.equal(a[name][2], b[name][2]) for name in a)
+
+
+def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.status == status
+    return str(caught.value)
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def cut(shape: tuple[int, ...], rng: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The tensor as boxes, by random cuts."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(rng.randrange(6)):
+        offset, size = boxes.pop(rng.randrange(len(boxes)))
+        dims = [d for d in range(len(shape)) if size[d] > 1]
+        if not dims:
+            boxes.append((offset, size))
+            continue
+        d = rng.choice(dims)
+        n = rng.randrange(1, size[d])
+        boxes.append((offset, size[:d] + (n,) + size[d + 1 :]))
+        boxes.append((offset[:d] + (offset[d] + n,) + offset[d + 1 :], size[:d] + (size[d] - n,) + size[d + 1 :]))
+    rng.shuffle(boxes)
+    return boxes
+
+
+def slices(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+
+
+def held(full: torch.Tensor, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> torch.Tensor:
+    return torch.cat([full[slices(*box)].reshape(-1) for box in boxes])
+
+
+def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against plain slicing; chunks and pieces small, so that both borders fall everywhere."""
+    rng = random.Random(0)
+    for trial in range(60):
+        monkeypatch.setattr(store, "CHUNK", rng.choice([64, 200, 4096]))
+        monkeypatch.setattr(native, "PART", rng.choice([16, 64, 1000]))
+        fulls, saved, want, expected = {}, {}, {}, {}
+        for i in range(4):
+            shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(4)))
+            name, dtype = f"t{i}", rng.choice(DTYPES)
+            fulls[name] = full = some(shape, dtype, 100 * trial + i)
+            boxes = cut(shape, rng)
+            saved[name] = Entry(shape, boxes, held(full, boxes))
+            boxes = cut(shape, rng)
+            boxes = boxes[: rng.randrange(1, len(boxes) + 1)]
+            expected[name] = held(full, boxes)
+            buffer = torch.full((expected[name].numel() + 7,), 1).to(dtype)  # a slice of a flat buffer
+            want[name] = Entry(shape, boxes, buffer[3:-4])
+        native.save(tmp_path, trial, saved, {}, say=quiet)
+        native.load(tmp_path, want, say=quiet)
+        for name in fulls:
+            assert torch.equal(want[name].tensor, expected[name]), (trial, name)
+            rest = want[name].tensor._base
+            assert rest is not None and bool((rest[:3] == 1).all()) and bool((rest[-4:] == 1).all())
+        shutil.rmtree(store.step_folder(tmp_path, trial))
+        (tmp_path / store.TRACKER).unlink()
+
+
+def test_safetensors_reads_it(tmp_path: Path) -> None:
+    named = {f"t.{dtype}": whole(some((3, 5), dtype)) for dtype in DTYPES}
+    named |= {"scalar": whole(torch.tensor(3.0)), "empty": whole(torch.empty(0, 4))}
+    full = some((4, 6), torch.bfloat16)
+    boxes = [((0, 0), (2, 6)), ((3, 1), (1, 2)), ((0, 0), (0, 6))]
+    native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, held(full, boxes))}, {}, say=quiet)
+    with safe_open(tmp_path / "iter_0000001" / "rank_00000.safetensors", "pt") as file:
+        assert set(file.keys()) == {*named, "part[0:2,0:6]", "part[3:4,1:3]"}
+        for name, entry in named.items():
+            read = file.get_tensor(name)
+            assert torch.equal(read, entry.tensor) and read.dtype == entry.tensor.dtype
+        assert torch.equal(file.get_tensor("part[3:4,1:3]"), full[3:4, 1:3])
+    index = store.parse_json((tmp_path / "iter_0000001" / native.INDEX).read_bytes(), tmp_path)["tensors"]
+    for tensor in index.values():  # every element aligned, for readers that map the file
+        assert all(box["begin"] % native.SIZES[tensor["dtype"]] == 0 for box in tensor["boxes"])
+
+
+def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert native.load(tmp_path, {}, say=said.append) is None
+    assert said == [
+        f"WARNING: could not find the metadata file {tmp_path}/latest_checkpointed_iteration.txt",
+        "    will not load any checkpoints and will start from random",
+    ]
+    said.clear()
+    named = model()
+    for written in (True, False):
+        assert native.save(tmp_path, 5000, named, state(5000), say=said.append) == written
+        assert said == [
+            f"saving checkpoint at iteration    5000 to {tmp_path}",
+            f"  successfully saved checkpoint at iteration    5000 to {tmp_path}",
+        ]
+        said.clear()
+    want = blank(named)
+    loaded = native.load(tmp_path, want, say=said.append)
+    assert loaded == (5000, state(5000)) and same(named, want)
+    assert said == [
+        f" loading checkpoint from {tmp_path} at iteration 5000",
+        " checkpoint version 3.0",
+        f"  successfully loaded checkpoint from {tmp_path} at iteration 5000",
+    ]
+
+
+def test_one_bit_of_difference_is_a_different_step(tmp_path: Path) -> None:
+    named = save(tmp_path, 1)
+    native.save(tmp_path, 1, named, state(1), {"other": "settings"}, say=quiet)
+    named["ln_f.bias"].tensor.view(torch.int32)[0] ^= 1
+    assert "rank_00000.safetensors" in error_of(lambda: native.save(tmp_path, 1, named, state(1), say=quiet), LOCKED)
+    assert "state.json" in error_of(lambda: native.save(tmp_path, 1, model(), state(2), say=quiet), LOCKED)
+    error_of(lambda: native.save(tmp_path, 1, {"x": whole(torch.ones(1))}, state(1), say=quiet), LOCKED)
+
+
+def test_200_bit_flips_never_load(tmp_path: Path) -> None:
+    """In whatever file a bit flips, full verification sees it; where a wanted tensor flips, so does reading."""
+    rng = random.Random(0)
+    good = save(tmp_path, 1)
+    save(tmp_path, 2, seed=10)
+    folder = store.step_folder(tmp_path, 2)
+    for i in range(200):
+        path = sorted(folder.iterdir())[i % 5]
+        bit = rng.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        error_of(lambda: store.verify(folder, full=True))
+        if i < 50:
+            want = blank(good)
+            said: list[str] = []
+            verify = "full" if path.name == native.CONFIG else "read"
+            loaded = native.load(tmp_path, want, say=said.append, verify=verify)
+            assert loaded is not None and loaded.step == 1 and same(good, want)
+            assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
+        flip(path, bit)
+    loaded = native.load(tmp_path, blank(good), say=quiet)
+    assert loaded is not None and loaded.step == 2
+
+
+def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK", 64)
+    named = save(tmp_path, 1)
+    path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
+    flip(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
+    want = {name: entry for name, entry in blank(named).items() if "/" not in name}
+    assert native.load(tmp_path, want, say=quiet, optimizer=False) and same(want, named)
+    assert path.name in error_of(lambda: native.load(tmp_path, want, say=quiet, optimizer=False, verify="full"))
+    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
+    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), say=quiet, step=1))
+
+
+def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
+    named = save(tmp_path, 1)
+    save(tmp_path, 2)
+    want = blank(named)
+    del want["ln_f.bias/exp_avg"]
+    want["wte.weight"] = whole(torch.zeros(60, 8))
+    want["h.1.ln_1.weight"] = whole(torch.zeros(3))
+    message = error_of(lambda: native.load(tmp_path, want, say=quiet))
+    assert "wte.weight: the model has (60, 8), the checkpoint (50, 8)" in message
+    assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
+    assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
+    assert not want["wte.weight"].tensor.any()  # told before anything was touched
+    message = error_of(lambda: native.load(tmp_path, want, say=quiet, optimizer=False))
+    assert "ln_f.bias/exp_avg" not in message
+
+
+def test_another_dtype_is_converted_and_said(tmp_path: Path) -> None:
+    named = save(tmp_path, 1)
+    want = blank(model(dtype=torch.bfloat16))
+    said: list[str] = []
+    native.load(tmp_path, want, say=said.append)
+    assert " 6 tensors converted from F32 to BF16" in said
+    assert all(torch.equal(want[name].tensor, named[name].tensor.bfloat16()) for name in named)
+
+
+def hostile(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
+    """Somebody edits the index and makes every hash right again."""
+    index = store.parse_json((folder / native.INDEX).read_bytes(), folder)
+    change(index["tensors"]["wte.weight"])
+    manifest = store.read_manifest(folder)
+    manifest[native.INDEX] = store.write_file(None, lambda write: write(native.as_json(index)))
+    (folder / native.INDEX).write_bytes(native.as_json(index))
+    (folder / store.MANIFEST).write_bytes(store.encode_manifest(manifest))
+
+
+BOX = {"file": "rank_00000.safetensors", "offset": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"boxes": [{**BOX, "size": [50, 8], "begin": 10**9, "end": 10**9 + 1600}]},  # past the end
+        {"boxes": [{**BOX, "size": [50, 8], "begin": -8, "end": 1592}]},
+        {"boxes": [{**BOX, "size": [50, 8], "begin": 0, "end": 1604}]},  # bytes do not fit
+        {"boxes": [{**BOX, "size": [51, 8], "begin": 0, "end": 1632}]},  # outside the tensor
+        {"boxes": [{**BOX, "size": [25, 8], "begin": 0, "end": 800}] * 2},  # overlap, and a hole elsewhere
+        {"boxes": [{**BOX, "size": [49, 8], "begin": 0, "end": 1568}]},  # a hole
+        {"boxes": [{**BOX, "file": "../secret", "size": [50, 8], "begin": 0, "end": 1600}]},
+        {"boxes": [{**BOX, "size": [1e3, 8], "begin": 0, "end": 1600}]},
+        {"boxes": 5},
+        {"dtype": "F128"},
+        {"shape": [10**30, 8]},
+        {"shape": [1] * 1000},
+    ],
+)
+def test_a_hostile_index(tmp_path: Path, change: dict[str, object]) -> None:
+    named = save(tmp_path, 1)
+    hostile(store.step_folder(tmp_path, 1), lambda tensor: tensor.update(change))
+    assert native.INDEX in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
+
+
+def test_a_billion_rows_are_compared_not_allocated(tmp_path: Path) -> None:
+    named = save(tmp_path, 1)
+    hostile(store.step_folder(tmp_path, 1), lambda tensor: tensor.update({"shape": [10**9, 10**9]}))
+    assert "(1000000000, 1000000000)" in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
+
+
+def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
+    named = save(tmp_path, 1)
+    path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 40) + path.read_bytes()[8:])
+    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """200 MB saved and loaded as column halves, with the peak of a few chunks above the tensors themselves."""
+    big = torch.ones(6250, 8000)
+    halves = [((0, 0), (6250, 4000)), ((0, 4000), (6250, 4000))]
+    want = torch.full((6250 * 4000,), 2.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    native.save(tmp_path, 1, {"x": whole(big)}, {}, say=quiet)
+    native.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)}, say=quiet)
+    assert bool((want == 1).all())
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 140 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and torch's own
+
+
+def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
+    for entry in (
+        Entry((4,), [((0,), (3,))], torch.zeros(4)),
+        Entry((4,), [((2,), (3,))], torch.zeros(3)),
+        Entry((4, 1), [((0,), (4,))], torch.zeros(4)),
+        whole(torch.zeros(4, dtype=torch.complex64)),
+    ):
+        with pytest.raises(ValueError):
+            native.save(tmp_path, 1, {"x": entry}, {}, say=quiet)
+    with pytest.raises(ValueError):
+        native.save(tmp_path, 1, {}, {"loss": float("nan")}, say=quiet)
+    with pytest.raises(RuntimeError):
+        native.save(tmp_path, 1, {"x": whole(torch.zeros(2, 3).t())}, {}, say=quiet)
+    assert store.steps(tmp_path) == []
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (store.step_folder(tmp_path, 1) / native.STATE).unlink()
+    assert native.main_inspect([str(tmp_path), "--tensors"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "iter_0000002  verified: yes", "iter_0000001  verified: NO", "iteration 2 | consumed samples 16",
+        "parameters 600 |", "num_layers 1", "wte.weight/exp_avg", "50x8  F32", "1,600 bytes",
+    ):  # fmt: skip
+        assert part in shown, part
+    assert native.main_inspect([str(tmp_path / "iter_0000002"), "--full"]) == 0
+    assert "every byte" in capsys.readouterr().out
+    error_of(lambda: native.main_inspect([str(tmp_path), "--step", "1"]))
+    assert "iter_0000001" in capsys.readouterr().out
+    error_of(lambda: native.main_inspect([str(tmp_path), "--step", "7"]))
+    error_of(lambda: native.main_inspect([str(tmp_path / "none")]))
+    assert native.read_state(tmp_path, 2) == state(2)
+    assert native.read_config(tmp_path, 2) == {"model": {"num_layers": 1}}
+
+
+def test_box_arithmetic() -> None:
+    box = native.Box((2, 0, 5), (3, 4, 2))
+    points = itertools.product(range(2, 5), range(4), range(5, 7))
+    assert [native.position(box, point) for point in points] == list(range(24))

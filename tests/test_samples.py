@@ -1,0 +1,377 @@
+"""Which tokens are sample k: compared with Megatron's seven steps written as plain slow Python."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+from meshwright.config import Data, Tokenizer, TrainConfig, Training
+from meshwright.data import samples
+from meshwright.data.indexed import Indexed, Writer
+from meshwright.data.samples import Mock, Samples, build_datasets, build_indices, check_vocabulary, split_bounds
+from meshwright.errors import BAD_DATA, UserError
+
+
+def data(prefix, sizes, vocab=1000, dtype=np.uint16):
+    rng = np.random.default_rng(sum(sizes))
+    with Writer(prefix, dtype) as writer:
+        for n in sizes:
+            writer.add(rng.integers(0, vocab, n).tolist())
+            writer.end_document()
+    return Indexed(prefix)
+
+
+def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
+    """The specification, one token at a time."""
+    per_epoch = sum(sizes[d] for d in documents)  # 1
+    epochs = 1  # 2
+    while (epochs * per_epoch - 1) // length < num_samples:
+        epochs += 1
+    rng = np.random.RandomState(seed)  # 3
+    before = ((epochs - 1) * per_epoch - 1) // length  # 4
+    apart = epochs > 1 and num_samples - before < int(cutoff * ((per_epoch - 1) // length))
+    doc_idx = []  # 5
+    for part in [epochs - 1, 1] if apart else [epochs]:
+        order = np.array(list(documents) * part, dtype=np.int32)
+        rng.shuffle(order)
+        doc_idx += order.tolist()
+    total = (epochs * per_epoch - 1) // length
+    rows, place, offset = [(0, 0)], 0, 0  # 6
+    for _ in range(total):
+        remaining = length + 1
+        while remaining > 0:
+            left = sizes[doc_idx[place]] - offset
+            remaining -= left
+            if remaining <= 0:
+                offset += remaining + left - 1
+            else:
+                place, offset = place + 1, 0
+        rows.append((place, offset))
+    shuffle_idx = []  # 7
+    for a, b in [(0, before), (before, total)] if apart else [(0, total)]:
+        order = np.arange(a, b, dtype=np.uint32)
+        rng.shuffle(order)
+        shuffle_idx += order.tolist()
+    return doc_idx, rows, shuffle_idx, epochs, apart
+
+
+def test_seven_steps_on_random_cases(monkeypatch):
+    monkeypatch.setattr(samples, "BLOCK", 7)  # so that small cases have several blocks
+    rng = np.random.default_rng(1)
+    seen = set()
+    for case in range(400):
+        sizes = rng.integers(0 if case % 3 else 1, rng.choice([2, 5, 60]), rng.integers(1, 40))
+        start = int(rng.integers(0, len(sizes)))
+        documents = range(start, int(rng.integers(start, len(sizes))) + 1)
+        if not sizes[documents.start : documents.stop].sum():
+            continue
+        arguments = (int(rng.integers(0, 80)), int(rng.choice([1, 2, 7, 30])), int(rng.integers(0, 9)))
+        cutoff = float(rng.choice([0.80, 0.95]))
+        doc, rows, shuffle, epochs, apart = seven_steps(sizes.tolist(), documents, *arguments, cutoff)
+        got = build_indices(sizes.astype(np.int32), documents, *arguments, cutoff)
+        assert got[0].tolist() == doc
+        assert got[1].tolist() == [list(row) for row in rows]
+        assert got[2].tolist() == shuffle
+        assert got[3] == epochs
+        assert [a.dtype for a in got[:3]] == [np.int32, np.int32, np.uint32]
+        seen.add((apart, min(epochs, 3), cutoff))
+    assert len(seen) == 10  # one, two or more epochs, the last apart or not (a single one never is), both cutoffs
+
+
+def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
+    sizes = [3, 0, 10, 1, 1, 25, 7]
+    indexed = data(tmp_path / "x", sizes)
+    made = Samples(indexed, range(0, 7), 20, 4, seed=3)
+    stream = np.concatenate([indexed.get(d) for d in made.doc_idx]).tolist()
+    assert (len(made), made.epochs) == (23, 2)
+    for k in range(len(made)):
+        j = int(made.shuffle_idx[k])
+        assert made[k].tolist() == stream[j * 4 : j * 4 + 5]
+        assert made[k].dtype == np.int64
+        for position, token in enumerate(made[k].tolist()):
+            at, document = re.match(r"token (\d+) of document (\d+) in ", made.locate(k, position)).groups()
+            assert indexed.get(int(document))[int(at)] == token
+    for k in (-1, len(made)):
+        with pytest.raises(IndexError):
+            made[k]
+
+
+def test_split_golden_numbers():
+    assert split_bounds("700,200,100", 2456, "rounded") == [0, 1719, 2210, 2456]
+    for arithmetic in ("rounded", "cumulative"):
+        assert split_bounds("949,50,1", 79000, arithmetic) == [0, 74971, 78921, 79000]
+    assert split_bounds("949,50,1", 50, "rounded") == [0, 48, 50, 50]
+    assert split_bounds("949,50,1", 50, "cumulative") == [0, 47, 50, 50]
+    assert split_bounds("949,50,1", 500, "rounded") == [0, 475, 500, 500]
+    assert split_bounds("949,50,1", 500, "cumulative") == [0, 474, 500, 500]
+    assert split_bounds("969, 30, 1", 1000, "rounded") == [0, 969, 999, 1000]
+    assert split_bounds("90/10", 10, "rounded") == [0, 9, 10, 10]
+    assert split_bounds("100", 10, "cumulative") == [0, 10, 10, 10]
+    assert split_bounds("0,1,1", 11, "rounded") == [0, 0, 5, 11]  # Megatron's shift gives -1: the last document twice
+
+
+def test_lengths_of_the_345m_log():
+    """A published run of 2023: 10411, 222 and 54 rows for 10000, 120 and 20 samples, with 23, 2 and 1 epochs."""
+    for rows, epochs, wanted in ((10411, 23, 10000), (222, 2, 120), (54, 1, 20)):
+        tokens = ((rows - 1) * 1024 + 1) // epochs + 1
+        sizes = np.full(10, tokens // 10, dtype=np.int32)
+        sizes[0] += tokens % 10
+        got = build_indices(sizes, range(10), wanted, 1024, 1234, 0.8)
+        assert (len(got[1]), got[3]) == (rows, epochs)
+
+
+def config(prefix, **changes):
+    training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
+    seq_length = changes.pop("seq_length", 8)
+    inner = {k: changes.pop(k) for k in list(changes) if k in training or k == "seed"}
+    settings = {"data_path": [str(prefix)], "seq_length": seq_length, "split": "700,200,100", **changes}
+    return TrainConfig(data=Data(**settings), training=Training(**{**training, **inner}), tokenizer=Tokenizer())
+
+
+def said(settings, vocab=1000):
+    lines, notices = [], []
+    made = build_datasets(settings, vocab, lines.append, notices.append)
+    return made, lines, notices
+
+
+def test_lines_of_the_log(tmp_path):
+    data(tmp_path / "x", [30] * 20)
+    settings = config(tmp_path / "x")
+    made, first, notices = said(settings)
+    assert notices == []
+    lengths = {name: len(made[name]) for name in made}
+    assert lengths == {"train": 52, "valid": 14, "test": 7}
+    again, lines, _ = said(settings)
+    assert {name: len(again[name]) for name in made} == lengths
+    expected = rf"""
+> building train, validation, and test datasets ...
+ > datasets target sizes \(minimum size\):
+    train:      40
+    validation: 12
+    test:       4
+> building train, validation, and test datasets for GPT ...
+Single data path provided for train, valid & test
+data_prefix: \['{tmp_path}/x'\]
+ > building dataset index ...
+    reading sizes...
+    reading pointers...
+    reading document index...
+    creating numpy buffer of mmap...
+    creating memory view of numpy buffer...
+ > finished creating indexed dataset in \d\.\d{{6}} seconds
+    number of documents: 20
+ > dataset split:
+    train:
+     document indices in \[0, 14\) total of 14 documents
+    validation:
+     document indices in \[14, 18\) total of 4 documents
+    test:
+     document indices in \[18, 20\) total of 2 documents
+""" + "".join(
+        rf""" > loading doc-idx mapping from {tmp_path}/index-cache/[0-9a-f]{{32}}_doc_idx.npy
+ > loading sample-idx mapping from {tmp_path}/index-cache/[0-9a-f]{{32}}_sample_idx.npy
+ > loading shuffle-idx mapping from {tmp_path}/index-cache/[0-9a-f]{{32}}_shuffle_idx.npy
+    loaded indexed file in \d\.\d{{3}} seconds
+    total number of samples: {rows}
+    total number of epochs: 1
+"""
+        for rows in (53, 15, 8)
+    )
+    pattern = (expected + "> finished creating GPT datasets ...").strip("\n").split("\n")
+    assert len(lines) == len(pattern)
+    for line, wanted in zip(lines, pattern, strict=True):
+        assert re.fullmatch(wanted, line), (wanted, line)
+    built = [line for line in first if line not in lines and "loaded" not in line and "finished" not in line]
+    assert built[:6] == [
+        " > WARNING: could not find index map files, building the indices on rank 0 ...",
+        " > only one epoch required, setting separate_last_epoch to False",
+        built[2],
+        built[3],
+        " > building shuffle index with split [0, 52) and [52, 52) ...",
+        built[5],
+    ]
+    for line, part in ((built[2], "doc"), (built[3], "sample"), (built[5], "shuffle")):
+        assert re.fullmatch(rf" > elasped time to build and save {part}-idx mapping \(seconds\): \d\.\d{{6}}", line)
+
+
+def test_line_about_the_last_epoch():
+    lines = []
+    build_indices(np.array([100]), range(1), 110, 1, 0, 0.95, lines.append)
+    assert lines[0] == (
+        " > last epoch number of samples (11) is smaller than 95% of number of samples per epoch (99), "
+        "setting separate_last_epoch to True"
+    )
+    assert " > building shuffle index with split [0, 99) and [99, 199) ..." in lines
+    build_indices(np.array([100]), range(1), 190, 1, 0, 0.8, lines.append)
+    assert (
+        "(91) is larger than 80% of number of samples per epoch (99), setting separate_last_epoch to False" in lines[5]
+    )
+
+
+def test_target_sizes_of_the_345m_log(tmp_path):
+    data(tmp_path / "x", [30] * 20)
+    settings = config(tmp_path / "x", train_iters=5000, eval_interval=1000, eval_iters=10)
+    _, lines, _ = said(settings)
+    assert lines[2:5] == ["    train:      10000", "    validation: 120", "    test:       20"]
+
+
+def cache_files(folder):
+    return sorted(p for p in folder.iterdir())
+
+
+def same(a, b):
+    return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("doc_idx", "sample_idx", "shuffle_idx"))
+
+
+def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
+    prefix = tmp_path / "x"
+    indexed, cache, calls = data(prefix, [30, 20, 10, 40]), tmp_path / "cache", []
+    real = samples.build_indices
+    monkeypatch.setattr(samples, "build_indices", lambda *a: calls.append(1) or real(*a))
+
+    def make(indexed, documents=range(0, 4), wanted=12, length=8, seed=1, cutoff=0.8, name="train"):
+        return Samples(indexed, documents, wanted, length, seed, cutoff, cache, name)
+
+    first = make(indexed)
+    assert same(first, make(indexed))
+    assert len(calls) == 1
+    assert not isinstance(first.doc_idx, np.memmap)
+    changes = [
+        {"documents": range(0, 3)}, {"documents": range(1, 4)}, {"wanted": 13}, {"length": 9}, {"seed": 2},
+        {"cutoff": 0.95}, {"name": "valid"},
+    ]  # fmt: skip
+    for n, change in enumerate(changes):
+        made = make(indexed, **change)
+        assert len(calls) == 2 + n, change
+        uncached = {"indexed": indexed, "documents": range(0, 4), "num_samples": 12, "seq_length": 8, "seed": 1}
+        renamed = {{"wanted": "num_samples", "length": "seq_length"}.get(k, k): v for k, v in change.items()}
+        assert same(made, Samples(**{**uncached, **renamed}))
+        calls.pop()
+    rebuilt = data(prefix, [30, 20, 40, 10])  # the same sizes of files, in place
+    before = len(calls)
+    assert not same(make(rebuilt), first)
+    assert len(calls) == before + 1
+    assert len(cache_files(cache)) == 4 * (2 + len(changes))
+
+
+def test_damaged_caches_are_rebuilt(tmp_path):
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
+    other = tmp_path / "other"
+    Samples(indexed, range(0, 4), 13, 8, 1, cache_dir=other)
+
+    def make():
+        notices = []
+        return Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache, notice=notices.append), notices
+
+    good, _ = make()
+    files = cache_files(cache)
+    assert [p.name.split("_", 1)[-1] for p in files if p.suffix == ".npy"] == [
+        "doc_idx.npy", "sample_idx.npy", "shuffle_idx.npy",
+    ]  # fmt: skip
+    for path in files:
+        whole = path.read_bytes()
+        [foreign] = [p for p in cache_files(other) if p.name[32:] == path.name[32:]]
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 64
+        damages = [b"", whole[: len(whole) // 2], whole[:-2], foreign.read_bytes() + b" "]
+        damages += [bytes(flipped)] if path.suffix == ".npy" else [b"[]", b'{"epochs": 1, "crc32": 3}']
+        for damage in damages:
+            path.write_bytes(damage)
+            made, notices = make()
+            assert same(made, good)
+            assert path.read_bytes() == whole
+            assert len(notices) == 1
+            assert "is damaged" in notices[0]
+        if path.suffix == ".npy":
+            path.unlink()
+            assert same(make()[0], good)
+            assert path.exists()
+    assert cache_files(cache) == files  # no temporary file is left
+
+
+def test_a_cache_folder_that_takes_nothing(tmp_path):
+    indexed = data(tmp_path / "x", [30, 20, 10, 40])
+    (tmp_path / "file").write_text("")
+    notices = []
+    made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "file" / "cache", notice=notices.append)
+    assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
+    assert len(notices) == 1
+    assert "the indices stay in memory" in notices[0]
+
+
+def test_no_sample_can_be_cached(tmp_path):
+    indexed = data(tmp_path / "x", [3])
+    for _ in range(2):
+        assert len(Samples(indexed, range(0, 1), 0, 8, 1, cache_dir=tmp_path)) == 0
+
+
+def test_small_splits(tmp_path):
+    data(tmp_path / "x", [30] * 10 + [5])
+    made, _, notices = said(config(tmp_path / "x", split="10,1,0"))
+    assert made["test"] is None
+    assert len(made["valid"]) >= 12  # 5 tokens again and again, as in Megatron
+    assert len(notices) == 2
+    assert "the valid split has 5 tokens" in notices[0]
+    assert "test split of 11 documents is empty" in notices[1]
+
+    def refused(words, **changes):
+        with pytest.raises(UserError, match=words) as caught:
+            said(config(tmp_path / "x", **changes))
+        assert caught.value.status == BAD_DATA
+
+    refused(
+        r"training split \(10 of 11 documents\) has 300 tokens, .*--seq-length 300 \+ 1", split="10,1", seq_length=300
+    )
+    refused(r"training split \(0 of 11 documents\) has 0 tokens", split="0,1,1")
+    assert said(config(tmp_path / "x", split="10,1", seq_length=299, train_iters=1))[0]["train"]
+
+
+def test_ids_of_another_vocabulary(tmp_path):
+    indexed = data(tmp_path / "x", [10] * 50, vocab=500)
+    top = int(indexed.tokens.max())
+    at = int(indexed.tokens.argmax())
+    check_vocabulary(indexed, top + 1)
+    with pytest.raises(UserError, match=f"id {top} in document {at // 10}, .* ids are 0 ... {top - 1}"):
+        check_vocabulary(indexed, top)
+    with pytest.raises(UserError, match="another tokenizer") as caught:
+        said(config(tmp_path / "x"), vocab=top)
+    assert caught.value.status == BAD_DATA
+    with Writer(tmp_path / "neg", np.int32) as writer:
+        writer.add([1, -1])
+        writer.end_document()
+    with pytest.raises(UserError, match="id -1 in document 0"):
+        check_vocabulary(Indexed(tmp_path / "neg"), 10)
+    large = np.zeros(3_000_000, np.uint16)
+    large[-1] = 9
+    with Writer(tmp_path / "large", np.uint16) as writer:
+        writer.add(large)
+        writer.end_document()
+    with pytest.raises(UserError, match="id 9 in document 0"):
+        check_vocabulary(Indexed(tmp_path / "large"), 9)
+
+
+def test_mock_data():
+    settings = config("", mock_data=True, data_path=[])
+    made, lines, _ = said(settings, vocab=11)
+    assert {name: len(d) for name, d in made.items()} == {"train": 40, "valid": 12, "test": 4}
+    assert lines[0].startswith("> building train") and lines[-1] == "> finished creating GPT datasets ..."
+    train = made["train"]
+    assert train[7].tolist() == Mock(11, 100, 8, 1234)[7].tolist()
+    assert train[7].shape == (9,) and train[7].dtype == np.int64
+    everything = np.stack([train[k] for k in range(40)])
+    assert everything.min() == 0 and everything.max() == 10
+    assert len(np.unique(everything, axis=0)) == 40
+    assert train[0].tolist() != made["valid"][0].tolist()
+    with pytest.raises(IndexError):
+        train[40]
+    # Frozen: a resumed run must see the same data whatever the version of numpy.
+    assert Mock(1000, 5, 3, 1234)[4].tolist() == [983, 227, 693, 541]
+
+
+def test_warm_up_and_cache_path(tmp_path):
+    data(tmp_path / "x", [30] * 20)
+    _, lines, _ = said(config(tmp_path / "x", mmap_warmup=True, data_cache_path=str(tmp_path / "elsewhere")))
+    assert "    warming up data mmap file..." in lines
+    assert not (tmp_path / "index-cache").exists()
+    assert len(os.listdir(tmp_path / "elsewhere")) == 12

@@ -1,0 +1,399 @@
+"""The commit protocol: killed, bent and starved at every point, it must leave a whole step or none."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import store
+from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
+
+POINTS = (
+    "begin", "after_mkdir", "written_unsynced", "shard_done", "manifest_unsynced", "before_rename", "after_rename",
+    "before_tracker", "after_tracker",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK", 64)  # so that small files have many
+
+
+def content(step: int) -> dict[str, store.Produce]:
+    data = random.Random(step).randbytes(1000)
+
+    def produce(write: store.Write) -> None:
+        for i in range(0, len(data), 150):  # not aligned with chunks
+            write(data[i : i + 150])
+
+    return {"rank_00000.safetensors": produce, "state.json": lambda write: write(json.dumps({"step": step}).encode())}
+
+
+def publish(root: Path, step: int, seed: int | None = None) -> bool:
+    return store.publish(root, step, content(step if seed is None else seed), say=quiet, bytes_needed=1010)
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """Run in a forked process; its wait status."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads: the child uses none of them
+        pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        except UserError as error:
+            os._exit(error.status)
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def killed_at(point: str, occurrence: int, body: Callable[[], object]) -> bool:
+    """Whether SIGKILL struck when the child came to `point` for this time."""
+    seen = [0]
+
+    def reached(name: str) -> None:
+        if name == point:
+            seen[0] += 1
+            if seen[0] == occurrence:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def child() -> None:
+        store.reached = reached
+        body()
+
+    status = in_child(child)
+    assert status in (0, signal.SIGKILL)
+    return status == signal.SIGKILL
+
+
+def damage(path: Path, offset: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.status == status
+    return str(caught.value)
+
+
+CASES = [(point, case) for point in POINTS for case in ("first step", "a further step", "a damaged step again")]
+
+
+@pytest.mark.parametrize(("point", "case"), [*CASES, ("moved_aside", "a damaged step again")])
+def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
+    if case != "first step":
+        publish(tmp_path, 1)
+    if case == "a damaged step again":
+        publish(tmp_path, 2)
+        damage(store.step_folder(tmp_path, 2) / "rank_00000.safetensors", 700)
+    kills = 0
+    for occurrence in (1, 2):
+        if not killed_at(point, occurrence, lambda: publish(tmp_path, 2)):
+            break
+        kills += 1
+        step, _ = store.latest(tmp_path)
+        assert step in ({None, 2} if case == "first step" else {1, 2})
+        if step == 1 or (step == 2 and case != "a damaged step again"):
+            store.verify(store.step_folder(tmp_path, step), full=True)
+        assert len(list(tmp_path.glob("*.tmp"))) <= 2  # the step and the tracker
+    assert kills
+    publish(tmp_path, 2)
+    publish(tmp_path, 3)
+    assert store.latest(tmp_path) == (3, [])
+    for step in store.steps(tmp_path):
+        store.verify(store.step_folder(tmp_path, step), full=True)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert (tmp_path / store.TRACKER).read_bytes() == b"3"
+
+
+def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    folder = store.step_folder(tmp_path, 1)
+    files = [(path, path.read_bytes()) for path in sorted(folder.iterdir())]
+    assert len(files) == 3
+    random_ = random.Random(0)
+    for _ in range(200):
+        path, whole = random_.choice(files)
+        bit = random_.randrange(8 * len(whole))
+        bent = bytearray(whole)
+        bent[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bent)
+        error_of(lambda: store.verify(folder, full=True))
+        path.write_bytes(whole)
+    store.verify(folder, full=True)
+
+
+def test_damage_names_file_and_offset(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    folder = store.step_folder(tmp_path, 1)
+    damage(folder / "rank_00000.safetensors", 700)
+    assert store.latest(tmp_path) == (1, [])  # manifest and sizes hold
+    assert "rank_00000.safetensors: bytes 640 to 704" in error_of(lambda: store.verify(folder, full=True))
+
+
+def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
+    whole = path.read_bytes()
+    damage(path, 700)  # in bytes 640 to 704
+    file = store.verify(path.parent)[path.name]
+    with store.Reader(path, file, range(3)) as reader:
+        assert reader.read(10, 640) == whole[10:640]
+        assert reader.read(704, 1000) == whole[704:]
+        assert reader.read(0, 1) == whole[:1]  # backwards
+        error_of(lambda: reader.read(600, 641))
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.json", store.MANIFEST])
+@pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "longer", "link", "folder"])
+def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, harm: str) -> None:
+    publish(tmp_path, 1)
+    publish(tmp_path, 2)
+    path = store.step_folder(tmp_path, 2) / name
+    whole = path.read_bytes()
+    path.unlink()
+    if harm == "link":
+        (tmp_path / "elsewhere").write_bytes(whole)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif harm == "folder":
+        path.mkdir()
+    elif harm != "missing":
+        path.write_bytes({"truncated": whole[:-1], "empty": b"", "longer": whole + b"\0"}[harm])
+    step, notes = store.latest(tmp_path)
+    assert step == 1
+    assert len(notes) == 1 and str(path) in notes[0]
+
+
+def test_all_bad_is_no_fresh_start(tmp_path: Path) -> None:
+    for step in (1, 2):
+        publish(tmp_path, step)
+        (store.step_folder(tmp_path, step) / "state.json").unlink()
+    message = error_of(lambda: store.latest(tmp_path))
+    assert "iter_0000001" in message and "iter_0000002" in message
+
+
+def test_the_rest_of_the_disk_is_out_of_reach(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 10)
+    (tmp_path / "iter_0000001").mkdir()
+    entry = store.write_file(None, lambda write: write(b"x" * 10))
+    for name in ("../secret", str(tmp_path / "secret"), "..", "a/b", ".hidden", ""):
+        (tmp_path / "iter_0000001" / store.MANIFEST).write_bytes(store.encode_manifest({name: entry}))
+        assert "plain name" in error_of(lambda: store.verify(tmp_path / "iter_0000001"))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 100_000,
+        b'{"files": NaN}',
+        b'{"files": {"a": {"size": 1e999, "sha256": ""}}}',
+        b'{"files": {"a": {"size": ' + b"9" * 5000 + b', "sha256": ""}}}',
+        b'{"files": {"a": {"size": -1, "sha256": 5}}}',
+        b'{"files": [1]}',
+        b'"\xff"',
+        b"null",
+        b'{"format": "meshwright checkpoint 9"}',
+    ],
+)
+def test_hostile_manifests(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / store.MANIFEST).write_bytes(raw)
+    error_of(lambda: store.verify(tmp_path))
+
+
+def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / store.MANIFEST, "wb") as file:
+        file.truncate(1 << 40)  # a hole
+    assert "more than" in error_of(lambda: store.verify(tmp_path))
+
+
+def test_the_same_step_is_not_written_again_and_a_different_one_refused(tmp_path: Path) -> None:
+    assert publish(tmp_path, 1)
+    folder = store.step_folder(tmp_path, 1)
+    written = folder.stat().st_ino
+    (tmp_path / store.TRACKER).unlink()
+    assert not publish(tmp_path, 1)
+    assert folder.stat().st_ino == written
+    assert (tmp_path / store.TRACKER).read_bytes() == b"1"
+    message = error_of(lambda: publish(tmp_path, 1, seed=2), LOCKED)
+    assert "rank_00000.safetensors" in message and "--save-overwrite" in message
+    store.verify(folder, full=True)
+
+
+def test_a_file_that_may_differ(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    other = content(1) | {"state.json": lambda write: write(b"{}")}
+    assert not store.publish(tmp_path, 1, other, say=quiet, may_differ=["state.json"])
+
+
+def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    damage(store.step_folder(tmp_path, 1) / "rank_00000.safetensors")
+    said: list[str] = []
+    assert store.publish(tmp_path, 1, content(1), say=said.append)
+    assert len(said) == 1 and "iter_0000001.damaged" in said[0]
+    store.verify(store.step_folder(tmp_path, 1), full=True)
+    assert (tmp_path / "iter_0000001.damaged").is_dir()
+
+
+def test_order_is_by_step_and_leftovers_are_cleared(tmp_path: Path) -> None:
+    for step in (9_999_999, 10_000_000, 5):
+        publish(tmp_path, step)
+    os.utime(store.step_folder(tmp_path, 10_000_000), (0, 0))
+    assert store.latest(tmp_path) == (10_000_000, [])
+    assert store.latest(tmp_path, below=10_000_000) == (9_999_999, [])
+    error_of(lambda: store.latest(tmp_path, below=5))
+    (tmp_path / "iter_0000006.tmp").mkdir()
+    (tmp_path / "iter_0000007.tmp").symlink_to(tmp_path)
+    publish(tmp_path, 6)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert store.latest(tmp_path) == (10_000_000, [])
+
+
+def test_nothing_yet(tmp_path: Path) -> None:
+    assert store.latest(tmp_path / "none") == (None, [])
+    (tmp_path / "iter_0000006.tmp").mkdir()
+    step, notes = store.latest(tmp_path)
+    assert step is None and "never finished" in notes[0]
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "-3", "12x", "\0" * 50, "1" * 100])
+def test_a_tracker_that_says_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / store.TRACKER).write_text(text)
+    assert "not an iteration" in error_of(lambda: store.latest(tmp_path))
+    publish(tmp_path, 1)
+    (tmp_path / store.TRACKER).write_text(text)
+    step, notes = store.latest(tmp_path)
+    assert step == 1 and "ignored" in notes[0]
+
+
+def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
+    (tmp_path / store.TRACKER).write_text("500")
+    assert "500" in error_of(lambda: store.latest(tmp_path))
+    publish(tmp_path, 4)
+    assert (tmp_path / store.TRACKER).read_text() == "4"
+    (tmp_path / store.TRACKER).write_text("500\n")
+    message = error_of(lambda: store.latest(tmp_path))
+    assert "500" in message and "newest is iteration 4" in message
+    (tmp_path / store.TRACKER).write_text("3")  # killed before the tracker
+    assert store.latest(tmp_path) == (4, [])
+
+
+def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
+    (tmp_path / "a/iter_0000500/mp_rank_00").mkdir(parents=True)
+    assert "Megatron checkpoint: not yet" in error_of(lambda: store.latest(tmp_path / "a"))
+    error_of(lambda: publish(tmp_path / "a", 500), LOCKED)
+    publish(tmp_path / "a", 400)
+    assert store.latest(tmp_path / "a") == (400, [])
+    (tmp_path / "a" / store.TRACKER).write_text("500")
+    message = error_of(lambda: store.latest(tmp_path / "a"))
+    assert "500" in message and "400" in message and "Megatron" in message
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / store.TRACKER).write_text("release")
+    assert "not yet (planned for step 5)" in error_of(lambda: store.latest(tmp_path / "b"))
+    (tmp_path / "c/global_step500").mkdir(parents=True)
+    assert "DeepSpeed checkpoint: not yet" in error_of(lambda: store.latest(tmp_path / "c"))
+    publish(tmp_path / "c", 400)
+    (tmp_path / "c/latest").write_text("global_step500")
+    message = error_of(lambda: store.latest(tmp_path / "c"))
+    assert "500" in message and "400" in message
+
+
+def test_a_second_writer_is_told_who_has_the_folder(tmp_path: Path) -> None:
+    def second() -> None:
+        with store.lock(tmp_path):
+            pass
+
+    with store.lock(tmp_path):
+        begin = time.monotonic()
+        assert os.waitstatus_to_exitcode(in_child(second)) == LOCKED
+        assert time.monotonic() - begin < 2
+        message = error_of(second, LOCKED)
+        assert f"process {os.getpid()} on {os.uname().nodename}" in message
+    assert in_child(second) == 0
+
+    def dies() -> None:
+        with store.lock(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(dies) == signal.SIGKILL
+    second()
+
+
+def limit_file_size() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+
+
+def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
+    """With a file size limit: real partial writes, as on a full disk."""
+    publish(tmp_path, 1)
+
+    def save() -> None:
+        limit_file_size()
+        publish(tmp_path, 2)
+
+    assert os.waitstatus_to_exitcode(in_child(save)) == IO
+    assert not list(tmp_path.glob("iter_*.tmp"))
+    assert store.latest(tmp_path) == (1, [])
+    store.verify(store.step_folder(tmp_path, 1), full=True)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
+def test_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    publish(tmp_path, 1)
+
+    def fail(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        message = error_of(lambda: publish(tmp_path, 2), IO)
+    for part in (os.strerror(code), str(tmp_path / "iter_0000002.tmp"), "1,010 bytes", "iter_0000001, is intact"):
+        assert part in message
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
+
+
+def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.check_writable(tmp_path / "new", 1000)
+    assert not list((tmp_path / "new").iterdir())
+    message = error_of(lambda: store.check_writable(tmp_path, 1 << 60), IO)
+    assert f"{1 << 60:,}" in message and f"{2 << 60:,}" in message and str(tmp_path) in message
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in error_of(lambda: store.check_writable(tmp_path / "file", 0), IO)
+    error_of(lambda: publish(tmp_path / "file", 1), IO)
+    error_of(lambda: store.latest(tmp_path / "file"))
+
+
+def test_moving_aside(tmp_path: Path) -> None:
+    assert store.held(tmp_path) == []
+    publish(tmp_path, 1)
+    assert store.held(tmp_path) == ["iter_0000001", store.TRACKER]
+    aside = store.move_aside(tmp_path)
+    assert store.held(tmp_path) == [] and store.latest(tmp_path) == (None, [])
+    assert store.latest(aside) == (1, [])
+    publish(tmp_path, 1, seed=2)
+    assert store.move_aside(tmp_path) != aside
+
+
+def test_a_step_folder_may_be_named_itself(tmp_path: Path) -> None:
+    assert store.split_path(tmp_path / "iter_0000012") == (tmp_path, 12)
+    assert store.split_path(tmp_path) == (tmp_path, None)

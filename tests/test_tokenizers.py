@@ -1,0 +1,226 @@
+"""Tokenizers: ids, bytes back, folders, padding, and the refusals in words."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
+
+from meshwright import tokenizers
+from meshwright.config import Tokenizer as Flags
+from meshwright.errors import BAD_DATA, USAGE, UserError
+
+TEXT = "It's the year 2024: don't panic.\n\n  Indented\tλόγος 你好 🙂 naïve  <|endoftext|> x=1;\r\n"
+GPT2 = Path(os.environ.get("GPT2_VOCABULARY", Path(__file__).parents[2] / "shared" / "gpt2"))
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizers.train_bpe([TEXT, "the theme of the thesis, the other then " * 20], 300, folder)
+    return folder
+
+
+def flags(folder):
+    return Flags(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+
+
+def library(folder):
+    made = Library(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def tokenizer_json(folder, specials=("<|endoftext|>",)):
+    made = library(folder)
+    made.add_special_tokens(list(specials))
+    made.enable_truncation(5)  # a leftover of fine-tuning, which must not cut documents
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def refused(status, words, act):
+    with pytest.raises(UserError, match=words) as caught:
+        act()
+    assert caught.value.status == status
+
+
+def test_trained_bpe_equals_the_library_and_ends_with_eod(bpe):
+    t = tokenizers.build(flags(bpe))
+    assert (t.size, t.eod, t.name) == (300, 299, "GPT2BPETokenizer")
+    assert t._fast is not None  # tiktoken, not the fallback
+    for text in (TEXT, "", " ", "thethe\x00\ufffd", "a" * 3000, "\u2028 \u00a0 \x85"):
+        ids = t.encode(text)
+        assert ids == library(bpe).encode(text).ids
+        assert t.decode(ids) == text
+    assert len(t.encode("the theme")) < len("the theme")
+    assert t.eod not in t.encode(TEXT)
+    assert t.decode([t.eod]) == "<|endoftext|>"
+
+
+def test_half_a_character_decodes_to_bytes_and_a_replacement_mark(bpe):
+    t = tokenizers.build(flags(bpe))
+    one = t.encode("\u0416")[:1]  # first of two bytes: never merged in this vocabulary
+    assert t.decode_bytes(one) == b"\xd0"
+    assert t.decode(one) == "\ufffd"
+
+
+def test_without_tiktoken_or_with_unordered_ids_the_library_encodes(bpe, tmp_path, monkeypatch):
+    expected = tokenizers.build(flags(bpe)).encode(TEXT)
+    vocab = json.loads((bpe / "vocab.json").read_text())
+    shifted = {token: (i + 1) % 300 for token, i in vocab.items()}  # <|endoftext|> first
+    turned = {token: 299 - i for token, i in vocab.items()}  # merges in falling order
+    for changed, fast in ((shifted, True), (turned, False)):
+        (tmp_path / "vocab.json").write_text(json.dumps(changed))
+        (tmp_path / "merges.txt").write_bytes((bpe / "merges.txt").read_bytes())
+        t = tokenizers.build(flags(tmp_path))
+        assert (t._fast is not None) == fast
+        assert t.encode(TEXT) == library(tmp_path).encode(TEXT).ids
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    without = tokenizers.build(flags(bpe))
+    assert without._fast is None
+    assert without.encode(TEXT) == expected
+
+
+def test_white_space_longer_than_tiktokens_stack(bpe):
+    t = tokenizers.build(flags(bpe))
+    text = "x" + " " * 1_100_000 + "y"
+    assert t.decode(t.encode(text)) == text
+
+
+@pytest.mark.skipif(not (GPT2 / "gpt2-vocab.json").exists(), reason="needs GPT-2's two files, see GPT2_VOCABULARY")
+def test_gpt2_ids():
+    t = tokenizers.build(Flags(vocab_file=str(GPT2 / "gpt2-vocab.json"), merge_file=str(GPT2 / "gpt2-merges.txt")))
+    assert t._fast is not None
+    assert (t.size, t.eod) == (50257, 50256)
+    assert t.encode("Hello world") == [15496, 995]
+    assert t.encode("<|endoftext|>") == [27, 91, 437, 1659, 5239, 91, 29]
+    assert t.decode(t.encode(TEXT)) == TEXT
+    assert t.encode(TEXT * 50) == t._slow()(TEXT * 50)
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer"])
+def test_tokenizer_json_of_a_file_or_folder(bpe, name):
+    path = tokenizer_json(bpe)
+    reference = tokenizers.build(flags(bpe))
+    for given in (path, bpe):
+        t = tokenizers.build(Flags(tokenizer_type=name, tokenizer_model=str(given)))
+        assert (t.size, t.eod) == (300, 299)
+        ids = t.encode(TEXT)
+        assert ids == reference.encode(TEXT)  # whole, and the letters of <|endoftext|> stay letters
+        assert t.decode(ids) == TEXT
+        assert t.decode_bytes(t.encode("\u0416")[:1]) == b"\xd0"
+
+
+def test_tokenizer_json_without_byte_level(tmp_path):
+    made = Library(models.WordLevel({"hello": 0, "world": 1, "</s>": 2, "?": 3}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    t = tokenizers.build(Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path)))
+    assert (t.size, t.eod, t.encode("hello world")) == (4, 2, [0, 1])
+    assert t.decode_bytes([0, 1]) == b"hello world"
+
+
+def test_bytes_and_null():
+    b = tokenizers.build(Flags(tokenizer_type="ByteTokenizer"))
+    assert (b.size, b.eod, b.encode("aé")) == (257, 256, [97, 195, 169])
+    assert b.decode([*b.encode(TEXT), 256]) == TEXT
+    assert b.decode([195]) == "\ufffd"
+    n = tokenizers.build(Flags(tokenizer_type="NullTokenizer", vocab_size=10))
+    assert (n.size, n.eod, n.encode(" 3 10\n7 ")) == (11, 10, [3, 10, 7])
+    assert n.decode([3, 10]) == "3 10"
+    refused(BAD_DATA, "invalid literal", lambda: n.encode("3 x"))
+    refused(BAD_DATA, "id 11 is not in 0 ... 10", lambda: n.encode("11"))
+
+
+def test_a_run_folder_rebuilds_each_tokenizer(bpe, tmp_path):
+    path = tokenizer_json(bpe)
+    for n, given in enumerate(
+        [
+            flags(bpe),
+            Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(path)),
+            Flags(tokenizer_type="ByteTokenizer"),
+            Flags(tokenizer_type="NullTokenizer", vocab_size=10),
+        ]
+    ):
+        folder = tmp_path / str(n)
+        saved = tokenizers.build(given)
+        for _ in range(2):  # a resumed run saves again
+            tokenizers.save(saved, folder)
+        again = tokenizers.build(Flags(), folder)
+        assert (again.name, again.size, again.eod) == (saved.name, saved.size, saved.eod)
+        assert again.encode("7 5") == saved.encode("7 5")
+        tokenizers.save(again, folder)  # onto its own files
+        assert tokenizers.build(Flags(), folder).size == saved.size
+        assert not list(folder.glob("*.tmp"))
+
+
+def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
+    tokenizers.save(tokenizers.build(flags(bpe)), tmp_path)
+    contradiction = Flags(tokenizer_type="ByteTokenizer")
+    refused(USAGE, "holds a GPT2BPETokenizer", lambda: tokenizers.build(contradiction, tmp_path))
+    merges = tmp_path / "merges.txt"
+    merges.write_text(merges.read_text().replace("\n", "\r\n"))
+    refused(BAD_DATA, "SHA-256 differs", lambda: tokenizers.build(Flags(), tmp_path))
+    merges.unlink()
+    refused(BAD_DATA, "cannot be read", lambda: tokenizers.build(Flags(), tmp_path))
+    (tmp_path / "meta.json").write_text('{"type": "GPT2BPETokenizer", "vocab_size": 3, "sha256": {"../x": "0"}}')
+    refused(BAD_DATA, "names '../x'", lambda: tokenizers.build(Flags(), tmp_path))
+    (tmp_path / "meta.json").write_text("{}")
+    refused(BAD_DATA, "damaged", lambda: tokenizers.build(Flags(), tmp_path))
+
+
+def test_missing_flags_and_broken_files(bpe, tmp_path):
+    refused(USAGE, "--vocab-file and --merge-file missing", lambda: tokenizers.build(Flags(), tmp_path))
+    refused(USAGE, ": --merge-file missing", lambda: tokenizers.build(Flags(vocab_file="x")))
+    refused(USAGE, "--tokenizer-model", lambda: tokenizers.build(Flags(tokenizer_type="HFTokenizer")))
+    refused(USAGE, "--vocab-size", lambda: tokenizers.build(Flags(tokenizer_type="NullTokenizer")))
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    good = json.loads((bpe / "vocab.json").read_text())
+    merges.write_bytes((bpe / "merges.txt").read_bytes())
+    refused(BAD_DATA, "does not exist", lambda: tokenizers.build(flags(tmp_path)))
+    for content, words in (
+        ("{", "not JSON"),
+        ("[1]", "not a vocabulary"),
+        (json.dumps({**good, "more": 7}), "ids are not 0"),
+        (json.dumps({t: i for t, i in good.items() if i < 299}), "has no <|endoftext|>"),
+        (json.dumps({"a": 0, "<|endoftext|>": 1}), "255 of the 256 bytes"),
+        (json.dumps({t + "x" * (i == 280): i for t, i in good.items()}), "do not belong together"),
+    ):
+        vocab.write_text(content)
+        refused(BAD_DATA, words, lambda: tokenizers.build(flags(tmp_path)))
+    vocab.write_text(json.dumps(good))
+    merges.write_text("#version: 0.2\na b c\n")
+    refused(BAD_DATA, r"merges.txt:2: 'a b c'", lambda: tokenizers.build(flags(tmp_path)))
+    path = tokenizer_json(bpe)
+    content = path.read_text().replace("<|endoftext|>", "<|other|>")
+    path.write_text(content)
+    hugging = Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(path))
+    refused(BAD_DATA, "none of the usual end-of-document", lambda: tokenizers.build(hugging))
+    path.write_text("{}")
+    refused(BAD_DATA, "is not a tokenizer.json", lambda: tokenizers.build(hugging))
+
+
+def test_padded_size():
+    sizes = [tokenizers.padded_size(50257, 128, tp, None) for tp in (1, 2, 4, 8)]
+    assert sizes == [50304, 50432, 50688, 51200]
+    assert tokenizers.padded_size(50304, 128, 1, None) == 50304
+    assert tokenizers.padded_size(50257, 128, 2, 51200) == 51200
+    refused(USAGE, "50176 is below the tokenizer's 50257", lambda: tokenizers.padded_size(50257, 128, 1, 50176))
+    refused(
+        USAGE,
+        "50304 is not a multiple of 256 .* the next one is 50432",
+        lambda: tokenizers.padded_size(9, 128, 2, 50304),
+    )
+    line = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
+    assert tokenizers.padding_line(50257, 50304) == line
+
+
+def test_training_a_vocabulary_below_the_bytes_is_refused(tmp_path):
+    refused(USAGE, "at least 257", lambda: tokenizers.train_bpe(["x"], 256, tmp_path))
+    tokenizers.train_bpe(["x"], 400, tmp_path)  # nothing to merge: smaller than asked
+    assert tokenizers.build(flags(tmp_path)).size == 257

@@ -1,0 +1,314 @@
+"""The training command: its log, its counters, its ends, and what is refused."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import TINY_FLAGS
+
+from meshwright.__main__ import main
+
+
+def rows(folder, event="step"):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in lines if r["event"] == event]
+
+
+def train(tmp_path, *more, save="run"):
+    status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / save), *more])
+    return status, rows(tmp_path / save)
+
+
+def test_loss_falls_and_everything_is_written(tmp_path, capsys):
+    status, steps = train(tmp_path, "--save-interval", "3", "--train-iters", "30", "--lr", "1e-2", "--log-interval", "10",
+                          "--vocab-size", "8", "--hidden-dropout", "0", "--attention-dropout", "0")  # fmt: skip
+    assert status == 0 and len(steps) == 30
+    assert sum(s["loss"] for s in steps[-5:]) < sum(s["loss"] for s in steps[:5])
+    run = tmp_path / "run"
+    assert sorted(p.name for p in run.iterdir() if not p.name.startswith(".")) == sorted(
+        [*(f"iter_{i:07d}" for i in range(3, 31, 3)), "config.toml", "latest_checkpointed_iteration.txt", "metrics.jsonl", "report.html"]
+    )  # fmt: skip
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "30"
+    assert len(rows(run, "validation")) == 10 + 2 and rows(run, "end")[0]["reason"] == "all iterations done"
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^ iteration +\d+/ +30 \|", out, re.M)) == 3
+
+
+def test_log_lines_in_megatrons_order(tmp_path, capsys):
+    train(tmp_path, "--load", str(tmp_path / "run"), "--save-interval", "3")
+    out = capsys.readouterr().out
+    order = [
+        r"using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1 $",
+        r"using torch\.float32 for parameters \.\.\.$",
+        r"------------------------ arguments ------------------------$",
+        r"  adam_beta1 \.{38} 0\.9$",
+        r"  num_layers \.{38} 2$",
+        r"-------------------- end of arguments ---------------------$",
+        r"setting number of micro-batches to constant 2$",
+        r" > padded vocab \(size: 64\) with 64 dummy tokens \(new size: 128\)$",
+        r"> initializing torch distributed \.\.\.$",
+        r"> initialized tensor model parallel with size 1$",
+        r"> initialized pipeline model parallel with size 1$",
+        r"> setting random seeds to 1234 \.\.\.$",
+        r"time to initialize megatron \(seconds\): \d+\.\d{3}$",
+        r"\[after megatron is initialized\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d $",
+        r"building GPT model \.\.\.$",
+        r" > number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): 30080$",
+        r"> learning rate decay style: linear$",
+        r"WARNING: could not find the metadata file .*latest_checkpointed_iteration\.txt",
+        r"    will not load any checkpoints and will start from random$",
+        r"\(min, max\) time across ranks \(ms\):$",
+        r"    load-checkpoint \.{32}: \(\d+\.\d\d, \d+\.\d\d\)$",
+        r"\[after model, optimizer, and learning rate scheduler are built\] datetime:",
+        r"> building train, validation, and test datasets \.\.\.$",
+        r"    train:      24$",
+        r"    validation: 12$",
+        r"    test:       4$",
+        r"> finished creating GPT datasets \.\.\.$",
+        r"\[after dataloaders are built\] datetime:",
+        r"done with setup \.\.\.$",
+        r"    model-and-optimizer-setup \.{22}: ",
+        r"    train/valid/test-data-iterators-setup \.{10}: ",
+        r"training \.\.\.$",
+        r"\[before the start of training step\] datetime:",
+        r" iteration        1/       6 \| consumed samples:            4 \| elapsed time per iteration \(ms\): \d+\.\d \| "
+        r"learning rate: 8\.333E-03 \| global batch size:     4 \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| "
+        r"grad norm: \d+\.\d{3} \| number of skipped iterations:   0 \| number of nan iterations:   0 \|",
+        r"-{50,}$",
+        r" validation loss at iteration 3 \| lm loss value: \d\.\d{6}E\+00 \| lm loss PPL: \d\.\d{6}E\+01 \| $",
+        r"-{50,}$",
+        r"saving checkpoint at iteration       3 to ",
+        r"  successfully saved checkpoint at iteration       3 to ",
+        r"\[after training is done\] datetime:",
+        r" validation loss at the end of training for val data \| lm loss value:",
+        r"saving checkpoint at iteration       6 to ",
+        r" validation loss at the end of training for test data \| lm loss value:",
+    ]
+    at = 0
+    for pattern in order:
+        found = re.search("^" + pattern, out[at:], re.M)
+        assert found, f"not found after position {at}: {pattern}\n{out[at : at + 800]}"
+        at += found.end()
+
+
+def test_finished_run_again_takes_no_step(tmp_path, capsys):
+    train(tmp_path, "--load", str(tmp_path / "run"))
+    before = (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns
+    capsys.readouterr()
+    status, steps = train(tmp_path, "--load", str(tmp_path / "run"))
+    out = capsys.readouterr().out
+    assert status == 0 and len(steps) == 6
+    assert "successfully loaded checkpoint" in out and " iteration " not in out.replace("at iteration ", "")
+    assert out.index("for val data") < out.index("successfully saved checkpoint at iteration       6") < out.index("for test data")
+    assert (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns == before  # the same, not written again
+
+
+def test_without_save_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *TINY_FLAGS]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradient_accumulation_changes_nothing(tmp_path):
+    _, whole = train(tmp_path, "--micro-batch-size", "4", "--params-dtype", "float64", save="a")
+    _, parts = train(tmp_path, "--micro-batch-size", "1", "--params-dtype", "float64", save="b")
+    for a, b in zip(whole, parts, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
+
+
+def test_precisions_agree(tmp_path):
+    curves = {}
+    for flag in ("--params-dtype=float64", "--params-dtype=float32", "--bf16", "--fp16"):
+        _, steps = train(tmp_path, flag, "--initial-loss-scale", "1024", "--lr", "1e-3", save=flag.strip("-"))
+        curves[flag] = [s["loss"] for s in steps]
+    exact = curves["--params-dtype=float64"]
+    assert curves["--params-dtype=float32"] == pytest.approx(exact, rel=1e-5)
+    assert curves["--bf16"] == pytest.approx(exact, rel=2e-2) and curves["--bf16"] != exact
+    assert curves["--fp16"] == pytest.approx(exact, rel=3e-3)
+
+
+def test_fp16_overflow_is_skipped_and_counted(tmp_path, capsys):
+    _, steps = train(tmp_path, "--fp16", "--lr-warmup-iters", "2", "--train-iters", "30")
+    skipped = [s["skipped"] for s in steps]
+    assert skipped[0] and not all(skipped)
+    n = skipped.index(False)
+    assert [s["loss_scale"] for s in steps[: n + 1]] == [2.0**32, *(2.0 ** (32 - k) for k in range(n))]
+    assert all(s["lr"] == 0 for s in steps[: n + 1]) and steps[n + 1]["lr"] > 0  # the schedule waits
+    assert steps[n]["consumed_samples"] == 4 * (n + 1)  # the data does not
+    assert "number of skipped iterations:   1" in capsys.readouterr().out
+
+
+def test_recompute_is_bit_equal(tmp_path):
+    _, a = train(tmp_path, save="a")
+    _, b = train(tmp_path, "--checkpoint-activations", save="b")
+    _, c = train(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", save="c")
+    assert [s["loss"] for s in a] == [s["loss"] for s in b] == [s["loss"] for s in c]
+
+
+def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
+    from meshwright.model import loss as losses
+
+    calls, good = [], losses.loss_sum
+
+    def bad(*args):
+        calls.append(1)
+        return good(*args) * (float("nan") if len(calls) == 5 else 1)
+
+    monkeypatch.setattr(losses, "loss_sum", bad)
+    status, steps = train(tmp_path, "--save-interval", "2", "--eval-iters", "0")
+    captured = capsys.readouterr()
+    assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3
+    assert "lm loss" not in captured.out.splitlines()[-1] or "nan" in captured.out.splitlines()[-1].lower()
+    assert "iteration 3" in captured.err and "not applied" in captured.err
+    assert sorted(p.name for p in (tmp_path / "run").glob("iter_*")) == ["iter_0000002"]
+
+
+def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys):
+    train(tmp_path)
+    status, steps = train(tmp_path)
+    assert status == 73 and len(steps) == 6 and "--save-overwrite" in capsys.readouterr().err
+    status, steps = train(tmp_path, "--save-overwrite")
+    assert status == 0
+
+
+def test_second_run_on_the_folder_is_refused(tmp_path, capsys):
+    from meshwright.checkpoint import store
+
+    (tmp_path / "run").mkdir()
+    with store.lock(tmp_path / "run"):
+        status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run")])
+    assert status == 73 and str(os.getpid()) in capsys.readouterr().err
+
+
+def test_exit_interval_saves_and_leaves(tmp_path, capsys):
+    status, steps = train(tmp_path, "--exit-interval", "4")
+    assert status == 0 and len(steps) == 4 and (tmp_path / "run/iter_0000004").is_dir()
+    assert rows(tmp_path / "run", "end")[0]["reason"] == "--exit-interval 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tensor-model-parallel-size", "2"], "not yet"),
+        (["--global-batch-size", "5"], "the nearest multiple is 4"),
+        (["--max-position-embeddings", "8"], "positions past the table"),
+        (["--num-attention-heads", "5"], "not a multiple"),
+        (["--device", "cuda"], "torch sees no GPU"),
+        (["--seed", "-1"], "must not be below 0"),
+    ],
+)
+def test_bad_settings_are_refused_in_words(tmp_path, capsys, flags, words):
+    if flags[0] == "--device" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run"), *flags])
+    assert status == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_several_processes_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", *TINY_FLAGS]) == 2 and "planned for step 3" in capsys.readouterr().err
+
+
+def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
+    status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"])
+    assert status == 65 and "no checkpoint there" in capsys.readouterr().err
+
+
+def test_contradicting_architecture_is_refused(tmp_path, capsys):
+    train(tmp_path)
+    run = str(tmp_path / "run")
+    assert main(["train", *TINY_FLAGS, "--load", run, "--hidden-size", "64"]) == 65
+    err = capsys.readouterr().err
+    assert "32" in err and "64" in err
+    assert main(["train", *TINY_FLAGS, "--load", run, "--num-attention-heads", "2"]) == 65
+    assert "num_attention_heads 2 against 4" in capsys.readouterr().err
+
+
+def test_changed_settings_are_told(tmp_path, capsys):
+    train(tmp_path)
+    main(["train", *TINY_FLAGS, "--load", str(tmp_path / "run"), "--clip-grad", "0.5", "--train-iters", "8",
+          "--override-opt_param-scheduler"])  # fmt: skip
+    out = capsys.readouterr().out
+    assert "clip_grad is 0.5, the checkpoint was trained with 1.0" in out
+    assert " > overriding learning rate value to 0.01" in out
+
+
+def test_printed_config_runs_again(tmp_path, capsys):
+    train(tmp_path)
+    shown = tmp_path / "shown.toml"
+    capsys.readouterr()
+    assert main(["train", *TINY_FLAGS, "--print-config"]) == 0
+    shown.write_text(capsys.readouterr().out)
+    assert main(["train", "--config", str(shown), "--save", str(tmp_path / "again")]) == 0
+    assert [r["loss"] for r in rows(tmp_path / "again")] == [r["loss"] for r in rows(tmp_path / "run")]
+    assert main(["train", "--config", str(tmp_path / "run/config.toml"), "--save", str(tmp_path / "third")]) == 0
+    assert [r["loss"] for r in rows(tmp_path / "third")] == [r["loss"] for r in rows(tmp_path / "run")]
+
+
+def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
+    _, a = train(tmp_path, save="a")
+    _, b = train(tmp_path, "--loss-mean", "microbatch", save="b")
+    assert [s["loss"] for s in a] == pytest.approx([s["loss"] for s in b], rel=1e-6)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_finishes_the_step_and_saves(tmp_path, number, want):
+    command = [sys.executable, "-m", "meshwright", "train", *TINY_FLAGS, "--train-iters", "100000", "--save", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith(" iteration       20/"):
+                break
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == want and f"exiting program after receiving {number.name}." in out
+    assert "Traceback" not in err
+    last = rows(tmp_path / "run")[-1]["iteration"]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == str(last)
+
+
+@pytest.mark.whole
+def test_dry_run_writes_nothing_and_needs_no_torch(tmp_path):
+    code = (
+        "import sys; from meshwright.__main__ import main; s = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(s)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--dry-run", "--preset", "gpt3-175b", "--save", str(tmp_path / "x")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    print(f"dry run: {time.perf_counter() - start:.2f} s")
+    assert done.returncode == 0, done.stderr
+    assert "174,6" in done.stdout and "--data-path is needed" in done.stdout and not (tmp_path / "x").exists()
+
+
+def test_validation_loss_is_the_models(tmp_path):
+    """Perplexity is exp(loss), and validation at 0 steps of training is near ln(vocabulary)."""
+    train(tmp_path, "--lr", "1e-9")
+    for r in rows(tmp_path / "run", "validation"):
+        assert r["ppl"] == pytest.approx(math.exp(r["loss"])) and r["loss"] == pytest.approx(math.log(64), abs=0.05)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_reading_ahead_changes_nothing(tmp_path, workers):
+    _, steps = train(tmp_path, "--num-workers", workers)
+    assert [s["loss"] for s in steps] == pytest.approx(
+        [s["loss"] for s in train(tmp_path, "--num-workers", "1", save="other")[1]], rel=0
+    )
+
+
+def test_deterministic_mode_is_set(tmp_path):
+    try:
+        status, _ = train(tmp_path, "--deterministic-mode")
+        assert status == 0 and torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
