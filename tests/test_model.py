@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import TINY
 
+from conftest import TINY
 from meshwright import config
 from meshwright.model import counts
 from meshwright.model.attention import Cache, Where

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from meshwright.config import Data, Tokenizer, TrainConfig, Training
-from meshwright.data import samples
+from meshwright.data import loader, samples
+from meshwright.data.datasets import build_datasets, check_vocabulary
 from meshwright.data.indexed import Indexed, Writer
-from meshwright.data.samples import Mock, Samples, build_datasets, build_indices, check_vocabulary, split_bounds
+from meshwright.data.loader import Mock, Samples
+from meshwright.data.samples import build_indices, split_bounds
 from meshwright.errors import BAD_DATA, UserError
 
 
@@ -228,7 +230,7 @@ def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
     prefix = tmp_path / "x"
     indexed, cache, calls = data(prefix, [30, 20, 10, 40]), tmp_path / "cache", []
     real = samples.build_indices
-    monkeypatch.setattr(samples, "build_indices", lambda *a: calls.append(1) or real(*a))
+    monkeypatch.setattr(loader, "build_indices", lambda *a: calls.append(1) or real(*a))
 
     def make(indexed, documents=range(0, 4), wanted=12, length=8, seed=1, cutoff=0.8, name="train"):
         return Samples(indexed, documents, wanted, length, seed, cutoff, cache, name)

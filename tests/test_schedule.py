@@ -68,7 +68,15 @@ def test_a_changed_schedule_needs_a_decision():
     with pytest.raises(UserError) as e:
         resume(from_config(settings(lr=3e-4, lr_decay_iters=200)), saved, settings(lr=3e-4, lr_decay_iters=200))
     text = str(e.value)
-    for part in ("0.00015", "0.0003", "--lr", "200", "400", "--override-opt_param-scheduler", "--use-checkpoint-opt_param"):
+    for part in (
+        "0.00015",
+        "0.0003",
+        "--lr",
+        "200",
+        "400",
+        "--override-opt_param-scheduler",
+        "--use-checkpoint-opt_param",
+    ):
         assert part in text
     ours = settings(lr=3e-4, override_opt_param_scheduler=True)
     assert resume(from_config(ours), saved, ours)[0].max_lr == 3e-4

@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
-from conftest import TINY_FLAGS
 
+from conftest import TINY_FLAGS
 from meshwright.__main__ import main
 
 
@@ -106,7 +106,11 @@ def test_finished_run_again_takes_no_step(tmp_path, capsys):
     out = capsys.readouterr().out
     assert status == 0 and len(steps) == 6
     assert "successfully loaded checkpoint" in out and " iteration " not in out.replace("at iteration ", "")
-    assert out.index("for val data") < out.index("successfully saved checkpoint at iteration       6") < out.index("for test data")
+    assert (
+        out.index("for val data")
+        < out.index("successfully saved checkpoint at iteration       6")
+        < out.index("for test data")
+    )
     assert (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns == before  # the same, not written again
 
 
@@ -120,7 +124,9 @@ def test_gradient_accumulation_changes_nothing(tmp_path):
     _, whole = train(tmp_path, "--micro-batch-size", "4", "--params-dtype", "float64", save="a")
     _, parts = train(tmp_path, "--micro-batch-size", "1", "--params-dtype", "float64", save="b")
     for a, b in zip(whole, parts, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], rel=1e-9
+        )
 
 
 def test_precisions_agree(tmp_path):
@@ -262,7 +268,17 @@ def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_finishes_the_step_and_saves(tmp_path, number, want):
-    command = [sys.executable, "-m", "meshwright", "train", *TINY_FLAGS, "--train-iters", "100000", "--save", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        *TINY_FLAGS,
+        "--train-iters",
+        "100000",
+        "--save",
+        str(tmp_path / "run"),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith(" iteration       20/"):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from conftest import TINY
-from test_model import CPU, make, tokens
 
+from conftest import TINY
 from meshwright import config
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import loss_sum
 from meshwright.parallel.zero import ALIGN, ParameterStore
+from test_model import CPU, make, tokens
 
 
 def losses_of(model, batches, scale=1.0):

@@ -58,9 +58,7 @@ class Model:
     rotary_percent: float = flag(1.0, "share of each head that rotates", only=(1.0,), step=2)
     swiglu: bool = flag(False, "SwiGLU MLP", only=(False,), step=2)
     squared_relu: bool = flag(False, "squared-ReLU MLP", only=(False,), step=2)
-    glu_activation: Literal["geglu", "liglu", "reglu", "swiglu"] | None = flag(
-        None, "gated MLP", only=(None,), step=2
-    )
+    glu_activation: Literal["geglu", "liglu", "reglu", "swiglu"] | None = flag(None, "gated MLP", only=(None,), step=2)
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm", only=("LayerNorm",), step=2)
     apply_layernorm_1p: bool = flag(False, "layer norm weight stored minus one", only=(False,), step=2)
     qk_layernorm: bool = flag(False, "normalise queries and keys", only=(False,), step=2)
@@ -115,7 +113,9 @@ class Data:
     split_arithmetic: Literal["rounded", "cumulative"] = flag(
         "rounded", "borders of the split: rounded (2019-2023 Megatron) or cumulative (since October 2023)"
     )
-    last_epoch_cutoff: float = flag(0.80, "shuffle the last epoch apart if it is less full than this (bigscience: 0.95)")
+    last_epoch_cutoff: float = flag(
+        0.80, "shuffle the last epoch apart if it is less full than this (bigscience: 0.95)"
+    )
     data_cache_path: str | None = flag(None, "folder of the sample indices (none: index-cache beside the data)")
     mock_data: bool = flag(False, "random tokens instead of files")
     data_impl: Literal["mmap", "infer", "lazy", "cached"] = flag("mmap", "format of the files", only=("mmap", "infer"))
@@ -434,7 +434,9 @@ class PreprocessConfig:
 
 def spelling(name: str) -> str:
     """The flag of a field: Megatron keeps three underscores and so do we."""
-    return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace("deepspeed-config", "deepspeed_config")
+    return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace(
+        "deepspeed-config", "deepspeed_config"
+    )
 
 
 def not_yet(config: Any) -> list[str]:
@@ -482,7 +484,9 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         )
     h, n = m.hidden_size, m.num_attention_heads
     if h and n and n > 0 and not m.kv_channels and h % n:
-        out.append(f"--hidden-size {h} is not a multiple of --num-attention-heads {n}: change one, or set --kv-channels")
+        out.append(
+            f"--hidden-size {h} is not a multiple of --num-attention-heads {n}: change one, or set --kv-channels"
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(m, name) < 1:
             out.append(f"{spelling(name)} {getattr(m, name)} is not in [0, 1)")

@@ -168,7 +168,9 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
     control = parser.add_argument_group("Where settings come from")
     control.add_argument("--preset", choices=sorted(settings.PRESETS), help="architecture and recipe of a known model")
     control.add_argument("--config", dest="config_file", metavar="FILE", help="TOML or YAML file of these names")
-    control.add_argument("--print-config", action="store_true", help="print the resolved file with the source of each value")
+    control.add_argument(
+        "--print-config", action="store_true", help="print the resolved file with the source of each value"
+    )
     control.add_argument("--dry-run", action="store_true", help="check everything, build nothing, write nothing")
     known = fields(cls)
     for group_name, group in groups(cls).items():

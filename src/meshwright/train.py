@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.data.loader import Batch
-    from meshwright.metrics import Metrics
     from meshwright.model.gpt import GPT
     from meshwright.parallel.zero import ParameterStore
     from meshwright.tokenizers import Tokenizer
@@ -38,7 +37,11 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     dry = "--dry-run" in argv
     parsed = flags.parse(
-        TrainConfig, argv, "meshwright train", check=not dry, about="Pre-train a GPT. Without --save nothing is written."
+        TrainConfig,
+        argv,
+        "meshwright train",
+        check=not dry,
+        about="Pre-train a GPT. Without --save nothing is written.",
     )
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
@@ -64,7 +67,7 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
     import torch
 
     from meshwright.checkpoint import native, store
-    from meshwright.data import samples
+    from meshwright.data.datasets import build_datasets
     from meshwright.data.loader import Loader
     from meshwright.kernels.pick import pick
     from meshwright.lr_schedule import from_config, resume
@@ -82,7 +85,8 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
     device = pick_device(config)
     if config.precision.deterministic_mode:
         be_deterministic()
-    folder = Path(c.run_dir or c.save) if c.run_dir or c.save else None
+    where = c.run_dir or c.save
+    folder = Path(where) if where else None
 
     with contextlib.ExitStack() as held:
         for root in {Path(p).resolve(): p for p in (c.save, c.run_dir) if p}.values():
@@ -92,7 +96,9 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
 
         # Who we are, in the order and the words of Megatron's log.
         timers = Timers()
-        say("using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1 ")
+        say(
+            "using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1 "
+        )
         say(f"using {dtype(config.precision)} for parameters ...")
         tell_arguments(flags.to_dict(config) | {"world_size": 1, "rank": 0, "data_parallel_size": 1})
         if not t.global_batch_size:
@@ -136,7 +142,9 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
         if c.load:
             loaded = native.load(c.load, params.named_state(), verify=c.verify, say=say, accept=accept)
             if loaded is None and c.exit_on_missing_checkpoint:
-                raise UserError(f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set", BAD_DATA)
+                raise UserError(
+                    f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set", BAD_DATA
+                )
         if loaded is None:
             initialise(params.masters(), config.model, vocab, t.seed)
         params.publish_weights()
@@ -148,7 +156,7 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
 
         # The data.
         timers.start("train/valid/test-data-iterators-setup")
-        data = samples.build_datasets(config, vocab, say)
+        data = build_datasets(config, vocab, say)
         timers.stop("train/valid/test-data-iterators-setup")
         tell_time("after dataloaders are built")
         say("done with setup ...")
@@ -204,7 +212,9 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
         per_validation = t.eval_iters * config.global_batch
         with catch_signals(t.exit_signal_handler) as asked, contextlib.ExitStack() as reading:
             if progress.iteration < t.train_iters:
-                batches = reading.enter_context(contextlib.closing(steps(data["train"], progress.consumed_train_samples)))
+                batches = reading.enter_context(
+                    contextlib.closing(steps(data["train"], progress.consumed_train_samples))
+                )
             last = time.perf_counter()
             while progress.iteration < t.train_iters:
                 lr, wd = schedule.lr(progress.schedule_samples), schedule.wd(progress.schedule_samples)
@@ -309,7 +319,11 @@ def evaluate(model: GPT, batches: Iterator[list[Batch]], steps: int, device: tor
 def not_finite(progress: Progress, loss: float, norm: float, scale: float, config: TrainConfig) -> str:
     """What to do about a NaN."""
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-    kept = f"; the weights and the checkpoints in {config.checkpoint.save} are as before it" if config.checkpoint.save else ""
+    kept = (
+        f"; the weights and the checkpoints in {config.checkpoint.save} are as before it"
+        if config.checkpoint.save
+        else ""
+    )
     hint = f" at the least loss scale {scale}" if config.precision.fp16 else ""
     return (
         f"iteration {progress.iteration} (samples up to {progress.consumed_train_samples}): {what}{hint}, so this step "
@@ -396,7 +410,11 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     t, m = config.tokenizer, config.model
     bare = t.vocab_size is not None and not (t.vocab_file or t.merge_file or t.tokenizer_model)
     kept = folder / "tokenizer" if folder is not None and (folder / "tokenizer").is_dir() else None
-    if bare and t.tokenizer_type != "ByteTokenizer" and (config.data.mock_data or t.tokenizer_type == "GPT2BPETokenizer"):
+    if (
+        bare
+        and t.tokenizer_type != "ByteTokenizer"
+        and (config.data.mock_data or t.tokenizer_type == "GPT2BPETokenizer")
+    ):
         say(f"> no tokenizer: the vocabulary's size is given, {t.vocab_size}")
         tokenizer, vocab = None, t.vocab_size
     else:

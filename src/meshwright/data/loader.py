@@ -1,4 +1,4 @@
-"""Samples to batches: what one data-parallel rank reads in each step, a pure function of the consumed samples.
+"""From disk to batches: what one data-parallel rank reads in each step, a pure function of the consumed samples.
 
 There is no state to save. Step n after `consumed` samples reads the samples consumed + n x global batch and on; each
 block of micro-batch x ranks consecutive samples is cut into one slice for each rank (Megatron's `single` order). A
@@ -13,13 +13,116 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from meshwright.data.samples import Dataset
+from meshwright.data.indexed import Indexed, fingerprint
+from meshwright.data.samples import VERSION, Ints, Say, build_indices, cached_indices, quiet, to_stderr
 from meshwright.errors import BAD_DATA, UserError
+
+
+class Dataset(Protocol):
+    """What the loader reads. A user's own data set needs these three methods."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        """S + 1 token ids."""
+        ...
+
+    def locate(self, k: int, position: int) -> str:
+        """Where a token of sample k comes from, for messages."""
+        ...
+
+
+class Samples:
+    """Samples of one split. `len` is how many can be cut from the epochs, at least the number asked for."""
+
+    def __init__(
+        self,
+        indexed: Indexed,
+        documents: range,
+        num_samples: int,
+        seq_length: int,
+        seed: int,
+        cutoff: float = 0.80,
+        cache_dir: str | Path | None = None,
+        name: str = "train",
+        say: Say = quiet,
+        notice: Say = to_stderr,
+    ) -> None:
+        self.indexed, self.seq_length = indexed, seq_length
+
+        def build() -> tuple[Ints, Ints, Ints, int]:
+            return build_indices(indexed.sizes, documents, num_samples, seq_length, seed, cutoff, say)
+
+        if cache_dir is None:
+            self.doc_idx, self.sample_idx, self.shuffle_idx, self.epochs = build()
+        else:
+            key = {
+                "version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "first": documents.start,
+                "end": documents.stop, "samples": num_samples, "seq_length": seq_length, "seed": seed, "cutoff": cutoff,
+            }  # fmt: skip
+            cached = cached_indices(Path(cache_dir), key, build, say, notice)
+            self.doc_idx, self.sample_idx, self.shuffle_idx, self.epochs = cached
+        say(f"    total number of samples: {len(self.sample_idx)}")
+        say(f"    total number of epochs: {self.epochs}")
+
+    def __len__(self) -> int:
+        return len(self.shuffle_idx)
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        tokens, pointers, itemsize = self.indexed.tokens, self.indexed.pointers, self.indexed.dtype.itemsize
+        parts = []
+        for document, offset, length in self._pieces(k):
+            start = int(pointers[document]) // itemsize + offset
+            parts.append(tokens[start : start + length])  # a view of the memory-mapped file
+        return np.concatenate(parts, dtype=np.int64)
+
+    def locate(self, k: int, position: int) -> str:
+        for document, offset, length in self._pieces(k):
+            if position < length:
+                return f"token {offset + position} of document {document} in {self.indexed.prefix}"
+            position -= length
+        raise IndexError(f"sample {k} has no token {position}")
+
+    def _pieces(self, k: int) -> list[tuple[int, int, int]]:
+        """(document, first token, number of tokens) of each part of sample k."""
+        if not 0 <= k < len(self):
+            raise IndexError(f"sample {k} of {len(self)}")
+        j = int(self.shuffle_idx[k])
+        (first, offset), (last, end) = self.sample_idx[j].tolist(), self.sample_idx[j + 1].tolist()
+        pieces = []
+        for place in range(first, last + 1):
+            document = int(self.doc_idx[place])
+            stop = end + 1 if place == last else int(self.indexed.sizes[document])
+            pieces.append((document, offset, stop - offset))
+            offset = 0
+        return pieces
+
+
+class Mock:
+    """Random tokens; a sample depends on the seed and its number alone."""
+
+    def __init__(self, vocab_size: int, num_samples: int, seq_length: int, seed: int) -> None:
+        self.vocab_size, self.num_samples, self.seq_length, self.seed = vocab_size, num_samples, seq_length, seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        if not 0 <= k < len(self):
+            raise IndexError(f"sample {k} of {len(self)}")
+        rng = np.random.RandomState([self.seed, k])
+        return rng.randint(self.vocab_size, size=self.seq_length + 1, dtype=np.int64)
+
+    def locate(self, k: int, position: int) -> str:
+        return f"token {position} of mock sample {k}"
 
 
 @dataclass(frozen=True)

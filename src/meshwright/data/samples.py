@@ -20,33 +20,18 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.config import TrainConfig, split_shares
-from meshwright.data.indexed import Indexed, fingerprint
+from meshwright.config import split_shares
 from meshwright.errors import BAD_DATA, UserError
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 BLOCK = 1 << 20
 Ints = npt.NDArray[np.integer[Any]]
 Say = Callable[[str], None]
-
-
-class Dataset(Protocol):
-    """What the loader reads. A user's own data set needs these three methods."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        """S + 1 token ids."""
-        ...
-
-    def locate(self, k: int, position: int) -> str:
-        """Where a token of sample k comes from, for messages."""
-        ...
 
 
 def quiet(line: str) -> None:
@@ -139,185 +124,6 @@ def cut(sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Ints:
         rows[new, 1] = np.arange(new.start, new.stop) * seq_length - (ends - lengths)[places]
         done, position = new.stop, int(ends[-1])
     return rows
-
-
-class Samples:
-    """Samples of one split. `len` is how many can be cut from the epochs, at least the number asked for."""
-
-    def __init__(
-        self,
-        indexed: Indexed,
-        documents: range,
-        num_samples: int,
-        seq_length: int,
-        seed: int,
-        cutoff: float = 0.80,
-        cache_dir: str | Path | None = None,
-        name: str = "train",
-        say: Say = quiet,
-        notice: Say = to_stderr,
-    ) -> None:
-        self.indexed, self.seq_length = indexed, seq_length
-
-        def build() -> tuple[Ints, Ints, Ints, int]:
-            return build_indices(indexed.sizes, documents, num_samples, seq_length, seed, cutoff, say)
-
-        if cache_dir is None:
-            self.doc_idx, self.sample_idx, self.shuffle_idx, self.epochs = build()
-        else:
-            key = {
-                "version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "first": documents.start,
-                "end": documents.stop, "samples": num_samples, "seq_length": seq_length, "seed": seed, "cutoff": cutoff,
-            }  # fmt: skip
-            cached = cached_indices(Path(cache_dir), key, build, say, notice)
-            self.doc_idx, self.sample_idx, self.shuffle_idx, self.epochs = cached
-        say(f"    total number of samples: {len(self.sample_idx)}")
-        say(f"    total number of epochs: {self.epochs}")
-
-    def __len__(self) -> int:
-        return len(self.shuffle_idx)
-
-    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        parts = [self.indexed.get(document, offset, length) for document, offset, length in self._pieces(k)]
-        return np.concatenate(parts, dtype=np.int64)
-
-    def locate(self, k: int, position: int) -> str:
-        for document, offset, length in self._pieces(k):
-            if position < length:
-                return f"token {offset + position} of document {document} in {self.indexed.prefix}"
-            position -= length
-        raise IndexError(f"sample {k} has no token {position}")
-
-    def _pieces(self, k: int) -> list[tuple[int, int, int]]:
-        """(document, first token, number of tokens) of each part of sample k."""
-        if not 0 <= k < len(self):
-            raise IndexError(f"sample {k} of {len(self)}")
-        j = int(self.shuffle_idx[k])
-        (first, offset), (last, end) = self.sample_idx[j].tolist(), self.sample_idx[j + 1].tolist()
-        pieces = []
-        for place in range(first, last + 1):
-            document = int(self.doc_idx[place])
-            stop = end + 1 if place == last else int(self.indexed.sizes[document])
-            pieces.append((document, offset, stop - offset))
-            offset = 0
-        return pieces
-
-
-class Mock:
-    """Random tokens; a sample depends on the seed and its number alone."""
-
-    def __init__(self, vocab_size: int, num_samples: int, seq_length: int, seed: int) -> None:
-        self.vocab_size, self.num_samples, self.seq_length, self.seed = vocab_size, num_samples, seq_length, seed
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        if not 0 <= k < len(self):
-            raise IndexError(f"sample {k} of {len(self)}")
-        rng = np.random.RandomState([self.seed, k])
-        return rng.randint(self.vocab_size, size=self.seq_length + 1, dtype=np.int64)
-
-    def locate(self, k: int, position: int) -> str:
-        return f"token {position} of mock sample {k}"
-
-
-def build_datasets(
-    config: TrainConfig, vocab_size: int, say: Say = quiet, notice: Say = to_stderr
-) -> dict[str, Dataset | None]:
-    """The data of "train", "valid" and "test"; None where a split has no document. Prints what Megatron prints."""
-    t, d = config.training, config.data
-    assert t.train_iters and d.seq_length
-    targets = {
-        "train": t.train_iters * config.global_batch,
-        "valid": (t.train_iters // t.eval_interval + 1) * t.eval_iters * config.global_batch,
-        "test": t.eval_iters * config.global_batch,
-    }
-    say("> building train, validation, and test datasets ...")
-    say(" > datasets target sizes (minimum size):")
-    say(f"    train:      {targets['train']}")
-    say(f"    validation: {targets['valid']}")
-    say(f"    test:       {targets['test']}")
-    say("> building train, validation, and test datasets for GPT ...")
-    out: dict[str, Dataset | None] = {}
-    if d.mock_data:
-        for n, (name, samples) in enumerate(targets.items()):
-            out[name] = Mock(vocab_size, samples, d.seq_length, t.seed + n)
-        say("> finished creating GPT datasets ...")
-        return out
-
-    prefix = d.data_path[0]
-    say("Single data path provided for train, valid & test")
-    say(f"data_prefix: {d.data_path}")
-    indexed = open_indexed(prefix, d.mmap_warmup, vocab_size, say)
-    bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
-    say(" > dataset split:")
-    for title, a, b in zip(("train", "validation", "test"), bounds, bounds[1:], strict=False):
-        say(f"    {title}:")
-        say(f"     document indices in [{a}, {b}) total of {b - a} documents")
-
-    cache_dir = Path(d.data_cache_path) if d.data_cache_path else Path(prefix).parent / "index-cache"
-    for name, a, b in zip(targets, bounds, bounds[1:], strict=False):
-        tokens = int(indexed.sizes[a:b].sum(dtype=np.int64))
-        if name == "train" and tokens <= d.seq_length:
-            raise UserError(
-                f"the training split ({b - a} of {len(indexed)} documents) has {tokens} tokens, but one sample takes "
-                f"--seq-length {d.seq_length} + 1: give more data, a shorter --seq-length or another --split",
-                BAD_DATA,
-            )
-        if tokens == 0:
-            notice(f"--split {d.split}: the {name} split of {len(indexed)} documents is empty, so it is left out")
-            out[name] = None
-            continue
-        if tokens <= d.seq_length:
-            notice(f"the {name} split has {tokens} tokens: each sample of {d.seq_length} + 1 repeats its documents")
-        out[name] = Samples(
-            indexed, range(a, b), targets[name], d.seq_length, t.seed, d.last_epoch_cutoff, cache_dir, name, say, notice
-        )
-    say("> finished creating GPT datasets ...")
-    return out
-
-
-def open_indexed(prefix: str, warmup: bool, vocab_size: int, say: Say) -> Indexed:
-    start = time.perf_counter()
-    say(" > building dataset index ...")
-    if warmup:
-        say("    warming up index mmap file...")
-        read_through(f"{prefix}.idx")
-    indexed = Indexed(prefix)
-    say("    reading sizes...")
-    say("    reading pointers...")
-    say("    reading document index...")
-    if warmup:
-        say("    warming up data mmap file...")
-        read_through(f"{prefix}.bin")
-    say("    creating numpy buffer of mmap...")
-    say("    creating memory view of numpy buffer...")
-    check_vocabulary(indexed, vocab_size)
-    say(f" > finished creating indexed dataset in {time.perf_counter() - start:4f} seconds")
-    say(f"    number of documents: {len(indexed)}")
-    return indexed
-
-
-def check_vocabulary(indexed: Indexed, vocab_size: int, blocks: int = 64, block: int = 4096) -> None:
-    """Refuse data of another vocabulary before the first step by looking at samples; the loader looks at all."""
-    last = max(len(indexed.tokens) - block, 0)
-    for start in sorted({last * n // (blocks - 1) for n in range(blocks)}):
-        tokens = indexed.tokens[start : start + block]
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-        if len(wrong):
-            at = start + int(wrong[0])
-            raise UserError(
-                f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
-                f"tokenizer's ids are 0 ... {vocab_size - 1}: the data was made with another tokenizer",
-                BAD_DATA,
-            )
-
-
-def read_through(path: str) -> None:
-    with open(path, "rb") as file:
-        while file.read(1 << 24):
-            pass
 
 
 def cached_indices(

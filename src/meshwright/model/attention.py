@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,12 @@ class Where:
     seed: int = 0
     first_sample: int = 0  # samples[0] on the host, to seed the fused kernel without waiting for the device
     caches: dict[int, Cache] = field(default_factory=dict)  # generation: layer -> keys and values so far
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """[B, T] hashes of (seed, sample, position), shared by every dropout of the residual stream."""
+        assert self.samples is not None and self.positions is not None
+        return dropout.rows(self.seed, self.samples[:, None], self.positions)
 
 
 class Cache:
@@ -72,6 +79,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, p: float, layer: int, where: Wher
     if p > 0:
         assert where.samples is not None and where.positions is not None
         heads = torch.arange(q.shape[2], device=q.device)[:, None]
-        rows = dropout.rows(where.seed, ~layer, where.samples[:, None, None], heads, where.positions)
-        probabilities = dropout.dropout(probabilities, rows, p)
+        rows = dropout.rows(where.seed, where.samples[:, None, None], heads, where.positions)
+        probabilities = dropout.dropout(probabilities, rows, ~layer, p)
     return torch.einsum("bnts,bsnd->btnd", probabilities.to(v.dtype), v)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import config
-from meshwright.kernels.dropout import dropout, rows
+from meshwright.kernels.dropout import dropout
 from meshwright.model.attention import Where, attend
 
 
@@ -73,8 +73,7 @@ class Block(nn.Module):
     def join(self, residual: Tensor | None, pending: Tensor, site: int, where: Where) -> Tensor:
         """residual + dropout(pending); there is no residual yet behind the embedding."""
         if self.p > 0 and self.training and where.samples is not None:
-            assert where.positions is not None
-            pending = dropout(pending, rows(where.seed, site, where.samples[:, None], where.positions), self.p)
+            pending = dropout(pending, where.rows, site, self.p)
         return pending if residual is None else residual + pending
 
 
@@ -82,7 +81,13 @@ class GPT(nn.Module):
     """The model. `padded` rows beyond `vocab` exist for the speed of the matrix products: zero, never a prediction."""
 
     def __init__(
-        self, m: config.Model, vocab: int, padded: int, positions: int, block: type[Block] = Block, recompute: bool = False
+        self,
+        m: config.Model,
+        vocab: int,
+        padded: int,
+        positions: int,
+        block: type[Block] = Block,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         assert m.hidden_size and m.num_layers
@@ -113,7 +118,7 @@ class GPT(nn.Module):
 
     def finish(self, residual: Tensor | None, pending: Tensor, where: Where) -> Tensor:
         """The last addition."""
-        return self.h[str(self.layers - 1)].join(residual, pending, 2 * self.layers, where)  # type: ignore[operator]
+        return self.h[str(self.layers - 1)].join(residual, pending, 2 * self.layers, where)  # type: ignore[operator,no-any-return]
 
     def head(self, x: Tensor) -> Tensor:
         logits = F.linear(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
@@ -140,6 +145,8 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: config.Model, vocab: in
             std = m.init_method_std / (2 * m.num_layers) ** 0.5 if kind == "proj" else m.init_method_std
             true_rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
             name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
-            draw = torch.empty(true_rows, p.shape[1]).normal_(0, std, generator=torch.Generator().manual_seed(name_seed))
+            draw = torch.empty(true_rows, p.shape[1]).normal_(
+                0, std, generator=torch.Generator().manual_seed(name_seed)
+            )
             p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0

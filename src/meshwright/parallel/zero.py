@@ -93,7 +93,8 @@ class ParameterStore:
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, scale: float) -> Tensor:
         """Clip and update; the gradients carry the loss scale. Returns the unclipped norm: not finite, no update."""
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.gradients) for g in self.groups])) / scale
+        norms = [torch.linalg.vector_norm(g.gradients) for g in self.groups]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) / scale
         shrink = norm.new_ones(()) if self.clip_grad == 0 else (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         # torch's own way of handing both to the fused kernel, which divides by grad_scale and skips on found_inf
         if norm.dtype is torch.float64:  # the kernel's divisor is float32: too coarse for tests that compare layouts
@@ -142,4 +143,4 @@ def _accumulate_into(parameter: nn.Parameter, total: Tensor) -> None:
         total.add_(p.grad)  # type: ignore[arg-type]
         p.grad = None
 
-    parameter.register_post_accumulate_grad_hook(add)
+    parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]

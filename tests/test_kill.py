@@ -1,0 +1,168 @@
+"""Nothing is lost: a run killed at any moment and started again gives the same losses, bit for bit, with dropout on.
+
+Each launch is a process of its own, forked from a server that has imported torch, so that a kill is a real SIGKILL and a
+launch costs a fraction of a second. The controls leave one thing out when resuming and must differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.data.indexed import Writer
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.optim", "pytest", "meshwright.train", "meshwright.report"]
+)
+
+STEPS = 40
+FLAGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size 4 --lr 1e-2 --lr-warmup-fraction .2 --train-iters {STEPS} --eval-interval 10 --eval-iters 1
+ --log-interval 10 --vocab-size 64 --device cpu --save-interval 3 --split 80,10,10""".split()
+
+POINTS = ["begin", "after_mkdir", "written_unsynced", "shard_done", "manifest_unsynced", "before_rename", "after_rename",
+          "before_tracker", "after_tracker"]  # fmt: skip
+
+
+def _train(folder: Path, point: str | None, control: str | None) -> None:
+    """One launch: the user's command, the same every time."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from meshwright import train
+    from meshwright.checkpoint import store
+
+    torch.set_num_threads(1)
+    if point is not None:
+
+        def reached(name: str) -> None:
+            seen = folder / f"seen-{name}"
+            if name == point and not seen.exists():
+                seen.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        store.reached = reached
+    if control == "data":
+        original = train.Progress
+
+        @dataclasses.dataclass
+        class Forgetful(original):  # type: ignore[misc,valid-type]
+            def __post_init__(self) -> None:
+                self.consumed_train_samples = 0
+
+        train.Progress = Forgetful  # type: ignore[misc]
+    if control == "optimizer":
+        from meshwright.parallel.zero import ParameterStore
+
+        publish = ParameterStore.publish_weights
+
+        def forget_moments(self: ParameterStore) -> None:
+            publish(self)
+            if not getattr(self, "told", False):
+                self.told = True  # type: ignore[attr-defined]
+                for g in self.groups:
+                    self.adamw.state[g.master]["exp_avg"].zero_()
+
+        ParameterStore.publish_weights = forget_moments  # type: ignore[method-assign]
+    run = str(folder / "run")
+    with open(folder / "log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        status = main(["train", *FLAGS, "--data-path", str(folder.parent / "data"), "--save", run, "--load", run])
+    os._exit(status)
+
+
+def launch(folder: Path, kill_after: float | None = None, point: str | None = None, control: str | None = None) -> int:
+    process = FORK.Process(target=_train, args=(folder, point, control))
+    process.start()
+    if kill_after is not None:
+        time.sleep(kill_after)
+        if process.pid and process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def losses(folder: Path) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["report", "--losses", str(folder / "run")]) == 0
+    return out.getvalue()
+
+
+def finish(folder: Path) -> None:
+    status = launch(folder)
+    assert status == 0, (folder / "log").read_text()[-2000:]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
+    """Data, the losses of a run that nothing happened to, and the seconds it took."""
+    root = tmp_path_factory.mktemp("kill")
+    rng = np.random.RandomState(0)
+    with Writer(root / "data", np.uint16) as writer:
+        for _ in range(60):
+            writer.add(rng.randint(0, 64, rng.randint(5, 60)))
+            writer.end_document()
+    (root / "clean").mkdir()
+    (root / "warm").mkdir()
+    finish(root / "warm")
+    start = time.perf_counter()
+    finish(root / "clean")
+    took = time.perf_counter() - start
+    clean = losses(root / "clean")
+    assert len(clean.splitlines()) == STEPS and losses(root / "warm") == clean
+    return root, clean, took
+
+
+def test_twenty_kills_at_random_moments(undisturbed: tuple[Path, str, float]) -> None:
+    """Each run is killed until a launch gets through; then the next run begins, until 20 kills have hit."""
+    root, clean, took = undisturbed
+    rng, kills, launches, runs, differing = random.Random(1), 0, 0, 0, 0
+    while kills < 20:
+        folder = root / f"random-{runs}"
+        folder.mkdir()
+        status = -signal.SIGKILL
+        while status == -signal.SIGKILL:
+            launches += 1
+            status = launch(folder, kill_after=rng.uniform(0.1, 0.9) * took if kills < 20 else None)
+            kills += status == -signal.SIGKILL
+        assert status == 0, (folder / "log").read_text()[-2000:]
+        runs += 1
+        differing += sum(a != b for a, b in zip(losses(folder).splitlines(), clean.splitlines(), strict=True))
+        assert not list(folder.glob("run/*.tmp"))
+    print(f"kills={kills} launches={launches} runs={runs} differing={differing}/{STEPS * runs}")
+    assert differing == 0
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_kill_at_each_point_of_the_save(undisturbed: tuple[Path, str, float], point: str) -> None:
+    root, clean, _ = undisturbed
+    folder = root / point
+    folder.mkdir()
+    assert launch(folder, point=point) == -signal.SIGKILL
+    finish(folder)
+    assert losses(folder) == clean
+    assert not list(folder.glob("run/*.tmp"))
+
+
+@pytest.mark.parametrize("control", ["data", "optimizer"])
+def test_control_without_restoring_differs(undisturbed: tuple[Path, str, float], control: str) -> None:
+    """If this passed with equal losses, the tests above would prove nothing."""
+    root, clean, took = undisturbed
+    folder = root / f"control-{control}"
+    folder.mkdir()
+    assert launch(folder, point="after_tracker") == -signal.SIGKILL
+    assert launch(folder, control=control) == 0
+    assert losses(folder) != clean
