@@ -15,38 +15,23 @@ TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_p
 
 # Flags of a run of a fraction of a second.
 TINY_FLAGS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "4",
-    "--lr",
-    "1e-2",
-    "--train-iters",
-    "6",
-    "--eval-interval",
-    "3",
-    "--eval-iters",
-    "1",
-    "--log-interval",
-    "1",
-    "--mock-data",
-    "--vocab-size",
-    "64",
-    "--num-workers",
-    "0",
-    "--device",
-    "cpu",
+    *(
+        "--num-layers=2",
+        "--hidden-size=32",
+        "--num-attention-heads=4",
+        "--seq-length=16",
+        "--max-position-embeddings=16",
+    ),
+    *("--micro-batch-size=2", "--global-batch-size=4", "--lr=1e-2", "--train-iters=6", "--eval-interval=3"),
+    *("--eval-iters=1", "--log-interval=1", "--mock-data", "--vocab-size=64", "--num-workers=0", "--device=cpu"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes a second, a tiny run a tenth: only tests marked `pictures` draw."""
+    if request.node.get_closest_marker("pictures") is None:
+        monkeypatch.setattr("meshwright.train.write_report", lambda folder: None)
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
                     self.adamw.state[g.master]["exp_avg"].zero_()
 
         ParameterStore.publish_weights = forget_moments  # type: ignore[method-assign]
+    train.write_report = lambda folder: None  # drawing takes longer than the run
     run = str(folder / "run")
     with open(folder / "log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         status = main(["train", *FLAGS, "--data-path", str(folder.parent / "data"), "--save", run, "--load", run])

@@ -26,6 +26,7 @@ def train(tmp_path, *more, save="run"):
     return status, rows(tmp_path / save)
 
 
+@pytest.mark.pictures
 def test_loss_falls_and_everything_is_written(tmp_path, capsys):
     status, steps = train(tmp_path, "--save-interval", "3", "--train-iters", "30", "--lr", "1e-2", "--log-interval", "10",
                           "--vocab-size", "8", "--hidden-dropout", "0", "--attention-dropout", "0")  # fmt: skip

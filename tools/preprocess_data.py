@@ -1,8 +1,11 @@
-"""Megatron's name for `meshwright preprocess`, with Megatron's flags."""
+"""Megatron's script name: the same as `meshwright preprocess`."""
 
 import sys
+from pathlib import Path
 
-from meshwright.__main__ import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # runs from a clone too, without an install
+
+from meshwright.__main__ import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main(["preprocess", *sys.argv[1:]]))
