@@ -107,7 +107,7 @@ class Tokenizer:
 class Data:
     """Token files and the order in which they are read."""
 
-    data_path: list[str] = flag([], "prefix of .bin/.idx (or weight prefix weight prefix ...)")
+    data_path: list[str] = flag([], "prefix of .bin/.idx (or weight prefix weight prefix ...)", "--dataset")
     seq_length: int | None = flag(None, "tokens of one sample", "--encoder-seq-length")
     split: str = flag("969, 30, 1", "shares of train, validation and test")
     split_arithmetic: Literal["rounded", "cumulative"] = flag(
@@ -139,6 +139,10 @@ class Training:
     global_batch_size: int | None = flag(None, "samples of one step (none: one micro-batch per rank)")
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "samples in all", only=(None,), step=2)
+    train_tokens: int | None = flag(None, "tokens in all", only=(None,), step=2)
+    num_accumulation_steps: int | None = flag(
+        None, "micro-batches of one step, instead of the global or the micro-batch size", only=(None,), step=3
+    )
     rampup_batch_size: list[int] = flag([], "start increment samples", only=([],), step=2)
     seed: int = flag(1234, "seed of weights, dropout and sample order")
     eval_interval: int = flag(1000, "steps between validations")
@@ -146,6 +150,9 @@ class Training:
     exit_interval: int | None = flag(None, "save and leave at steps divisible by this")
     exit_duration_in_mins: float | None = flag(None, "save and leave after this time", only=(None,), step=2)
     exit_signal_handler: bool = flag(True, "on SIGTERM or SIGINT finish the step, save, leave with 143 or 130")
+    kill_switch_path: str | None = flag(
+        None, "save and leave when this file appears", "--kill-switch-file", only=(None,), step=2
+    )
     skip_train: bool = flag(False, "only validate", only=(False,), step=2)
     eval_only: bool = flag(False, "only validate", only=(False,), step=2)
     loss_mean: Literal["global", "microbatch"] = flag(
@@ -234,11 +241,14 @@ class Parallel:
     use_distributed_optimizer: bool = flag(False, "ZeRO stage 1", only=(False,), step=3)
     zero_stage: float = flag(0, "ZeRO stage", only=(0,), step=3)
     deepspeed: bool = flag(False, "take ZeRO and precision from --deepspeed_config", only=(False,), step=3)
-    deepspeed_config: str | None = flag(None, "DeepSpeed's JSON", "--deepspeed_config", only=(None,), step=3)
+    deepspeed_config: str | None = flag(None, "DeepSpeed's JSON", "--deepspeed-config", only=(None,), step=3)
     deepspeed_activation_checkpointing: bool = flag(False, "DeepSpeed's recompute", only=(False,), step=3)
     partition_activations: bool = flag(False, "split saved activations", only=(False,), step=3)
+    remote_device: Literal["none", "cpu", "nvme"] = flag("none", "where ZeRO 3 keeps weights", only=("none",), step=3)
+    cpu_optimizer: bool = flag(False, "optimizer state in host memory", only=(False,), step=3)
     num_gpus_per_node: int = flag(1, "processes started on each node", only=(1,), step=3)
     num_nodes: int = flag(1, "nodes", only=(1,), step=3)
+    node_ips: str | None = flag(None, "addresses of the nodes, with commas between", only=(None,), step=3)
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to run (auto: a GPU if there is one)")
     distributed_backend: Literal["nccl", "gloo"] | None = flag(None, "how ranks talk (none: what the device wants)")
     distributed_timeout_minutes: int = flag(10, "longest wait for another rank")
@@ -262,6 +272,7 @@ class Checkpoint:
     no_save_optim: bool = flag(False, "do not save optimizer state", only=(False,), step=2)
     no_save_rng: bool = flag(False, "do not save the random state", only=(False,), step=2)
     use_checkpoint_args: bool = flag(False, "take the architecture from the checkpoint", only=(False,), step=2)
+    universal_checkpoint: bool = flag(False, "load DeepSpeed's universal checkpoint", only=(False,), step=5)
     async_save: bool = flag(False, "save in the background", only=(False,), step=5)
     run_dir: str | None = flag(None, "folder of config.toml, metrics.jsonl, report.html (none: --save)")
 
@@ -273,9 +284,23 @@ class Logging:
     log_interval: int = flag(100, "steps between log lines")
     progress: bool = flag(True, "progress bar on stderr when it is a terminal")
     tensorboard_dir: str | None = flag(None, "TensorBoard files", only=(None,), step=2)
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points", only=(1,), step=2)
+    tensorboard_queue_size: int = flag(1000, "points kept before they are written", only=(1000,), step=2)
+    log_timers_to_tensorboard: bool = flag(False, "timers in TensorBoard", only=(False,), step=2)
+    log_batch_size_to_tensorboard: bool = flag(False, "batch size in TensorBoard", only=(False,), step=2)
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, "learning rate in TensorBoard", "--no-log-learnig-rate-to-tensorboard", only=(True,), step=2
+    )  # Megatron's own misspelling
+    log_loss_scale_to_tensorboard: bool = flag(True, "loss scale in TensorBoard", only=(True,), step=2)
+    log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity in TensorBoard", only=(False,), step=2)
+    log_memory_to_tensorboard: bool = flag(False, "memory in TensorBoard", only=(False,), step=2)
+    log_world_size_to_tensorboard: bool = flag(False, "number of ranks in TensorBoard", only=(False,), step=2)
     log_params_norm: bool = flag(False, "log the norm of the weights", only=(False,), step=2)
     log_num_zeros_in_grad: bool = flag(False, "log zeros among gradients", only=(False,), step=2)
     timing_log_level: int = flag(0, "detail of timers", only=(0,), step=2)
+    timing_log_option: Literal["max", "minmax", "all"] = flag(
+        "minmax", "slowest rank, slowest and fastest, or every rank", only=("minmax",), step=2
+    )
     wandb_project: str | None = flag(None, "Weights & Biases project", only=(None,), step=2)
 
 
@@ -311,6 +336,7 @@ class Preprocess:
     log_interval: int = flag(1000, "documents between progress lines")
     split_sentences: bool = flag(False, "cut documents into sentences", only=(False,), step=4)
     keep_newlines: bool = flag(False, "keep newlines between sentences", only=(False,), step=4)
+    lang: str = flag("english", "language of --split-sentences", only=("english",), step=4)
     partitions: int = flag(1, "cut the input into parts", only=(1,), step=4)
 
 
@@ -343,6 +369,8 @@ class TrainConfig:
         out += positive(o, "lr", "lr_decay_iters", "adam_eps") + positive(self.logging, "log_interval")
         out += not_negative(t, "seed", "eval_iters") + not_negative(o, "min_lr", "weight_decay", "clip_grad")
         out += not_negative(o, "lr_warmup_iters") + not_negative(d, "num_workers") + not_negative(c, "save_interval")
+        if t.seed >= 2**32 - 2:
+            out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and two are added")
         if t.micro_batch_size is None:
             out.append("--micro-batch-size is needed: samples of one forward pass")
         elif t.global_batch_size and t.global_batch_size % t.micro_batch_size:

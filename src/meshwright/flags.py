@@ -14,7 +14,9 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import os
+import reprlib
 import sys
 import tomllib
 import types
@@ -33,6 +35,8 @@ RETIRED = {
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--data-parallel-size": "the number of started processes",
+    "--datasets": "--input",
+    "--no-position-embedding": "--position-embedding-type none",
 }
 
 # Flags of another world: accepted with the number of values they take, told once a run, and why they do nothing here.
@@ -61,17 +65,55 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "--no-initialization": (0, "weights are always initialised"),
     "--no-barrier-with-level-1-timing": (0, "timers need no barrier on one device"),
     "--distribute-saved-activations": (0, "there is no tensor parallelism yet"),
+    "--standalone-embedding-stage": (0, "there is no pipeline yet"),
+    "--overlap-p2p-communication": (0, "there is no pipeline yet"),
+    "--use-ring-exchange-p2p": (0, "there is no pipeline yet"),
+    "--adlr-autoresume": (0, "it asks a service of NVIDIA's own cluster; SIGTERM saves and leaves anywhere"),
+    "--adlr-autoresume-interval": (1, "it asks a service of NVIDIA's own cluster; SIGTERM saves and leaves anywhere"),
+    "--codecarbon-dir": (1, "energy is not measured; run codecarbon beside it"),
+    "--inference-batch-times-seqlen-threshold": (1, "generation has no pipeline to fill"),
+    "--max-tokens-to-oom": (1, "generation allots its memory before it starts"),
+    "--contigious-checkpointing": (0, "DeepSpeed's memory layout, which changes no result"),
+    "--checkpoint-in-cpu": (0, "DeepSpeed's memory layout, which changes no result"),
+    "--synchronize-each-layer": (0, "DeepSpeed's scheduling, which changes no result"),
+    "--profile-backward": (0, "DeepSpeed's own timer"),
+    "--zero-reduce-scatter": (0, "the collectives are chosen by the layout"),
+    "--zero-contigious-gradients": (0, "gradients live in one flat buffer always"),
+    "--zero-reduce-bucket-size": (1, "one bucket is one block of the model"),
+    "--zero-allgather-bucket-size": (1, "one bucket is one block of the model"),
+    "--use-pin-memory": (0, "batches are pinned always on a GPU"),
+    "--scattered-embeddings": (0, "DeepSpeed's memory layout, which changes no result"),
+    "--split-transformers": (0, "DeepSpeed's memory layout, which changes no result"),
+    "--memory-centric-tiled-linear": (0, "DeepSpeed's memory layout, which changes no result"),
+    "--tile-factor": (1, "DeepSpeed's memory layout, which changes no result"),
+    "--ctrl-port": (1, "torchrun's rendezvous port is used"),
+    "--log": (1, "the log is standard output; figures are in metrics.jsonl of --run-dir"),
+    "--metric-print-format": (1, "there is one log line; metrics.jsonl is for programs"),
+    "--save-last": (0, "the last step is saved always"),
+    "--profile-transformer-layer": (0, "OneFlow's own profiler"),
+    # Real flags of training, which the files of `preprocess` do not depend on:
+    "--make-vocab-size-divisible-by": (1, "the files hold true ids; padding belongs to training"),
+    "--pad-vocab-size-to": (1, "the files hold true ids; padding belongs to training"),
+}
+
+# Flags of the same programs that we shall not have, and whose absence would change the result: refused, by reason.
+REFUSED = {
+    "--data-parallel-random-init": "weights are a function of seed and name; the number of ranks never changes them",
+    "--use-bnb-optimizer": "8-bit optimizer state is not planned; see --optimizer",
+    "--save-init": "step 0 is a function of --seed and is never saved",
+    "--use-external-dataset": "data is .bin/.idx; see --data-path",
 }
 
 # Flags of the same programs that belong to other models than GPT: refused, by what they are for.
 OTHER_MODELS = {
-    "BERT": ("bert", "mask-prob", "short-seq-prob", "classes-fraction", "data-per-class-fraction", "onnx-safe"),
+    "BERT": ("bert", "mask-prob", "short-seq-prob", "classes-fraction", "data-per-class-fraction", "onnx-safe",
+             "output-bert"),
     "retrieval models": ("biencoder", "ict", "retriever", "indexer", "evidence-data", "titles-data", "block-data",
                          "embedding-path", "query-in-block", "use-one-sent-docs", "retro", "head-lr-mult"),
     "vision models": ("dino", "swin", "vision", "img-", "patch-dim", "num-channels", "num-classes", "mask-type",
                       "mask-factor", "iter-per-epoch", "sample-rate"),
     "encoder-decoder models": ("decoder-", "encoder-num-layers", "vocab-extra-ids", "pipeline-model-parallel-split"),
-    "FP8 through Transformer Engine": ("fp8-",),
+    "FP8 through Transformer Engine": ("fp8-", "no-fp8-"),
 }  # fmt: skip
 
 
@@ -104,7 +146,6 @@ def fields(cls: type) -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
     return out
 
 
-@functools.cache
 def groups(cls: type) -> dict[str, type]:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
@@ -115,19 +156,15 @@ def parse(
 ) -> Parsed[C]:
     """Resolve a command line; `positional` names the field that one bare argument sets."""
     parser = _parser(cls, prog, positional, about)
-    for word in argv:
-        name = word.split("=")[0]
-        if name in RETIRED:
-            raise UserError(f"{name} is no longer valid; use {RETIRED[name]}")
-    given_by_flag, unknown = parser.parse_known_args(argv)
-    cli = {k: v for k, v in vars(given_by_flag).items() if v is not None}
+    said, unknown = parser.parse_known_args(argv)
+    cli = vars(said)
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
     notices = [
         f"{name} is accepted and has no effect: {why}"
         for name, (_, why) in NO_EFFECT.items()
         if cli.pop("no_effect_" + name, None) is not None
     ]
-    complaints = [_unknown(word, parser) for word in unknown if word.startswith("-") and word != "-"]
+    complaints = [_unknown(word, parser) for word in unknown if word.startswith("--")]
     if unknown and not complaints:
         complaints.append(f"unexpected argument {unknown[0]!r}")
 
@@ -137,16 +174,21 @@ def parse(
         preset = {k: v for k, v in settings.PRESETS[control["preset"]].items() if k in known}
         layers.append((f"preset {control['preset']}", preset))
     if control["config_file"]:
-        layers.append((control["config_file"], read_file(cls, Path(control["config_file"]))))
-    layers.append(("environment", _environment(cls)))
-    layers.append(("command line", cli))
+        layers.append((control["config_file"], read_file(cls, Path(control["config_file"]), complaints)))
+    layers.append(("environment", _environment(cls, complaints)))
+    layers.append(("command line", _convert_all(cls, cli, "", complaints)))
     built, sources = build(cls, layers)
     given = {k: v for label, layer in layers[1 if control["preset"] else 0 :] for k, v in layer.items()}
-    if check:
-        complaints += built.problems()  # type: ignore[attr-defined]
+    if check:  # a value that could not be read is not also called missing
+        told = {c.split()[0].rstrip(":") for c in complaints}
+        complaints += [p for p in built.problems() if p.split()[0] not in told]  # type: ignore[attr-defined]
     if complaints:
-        raise UserError("\n  ".join(["", *complaints]) if len(complaints) > 1 else complaints[0])
+        raise UserError(_listed(complaints))
     return Parsed(built, sources, given, notices, bool(control["dry_run"]), bool(control["print_config"]))
+
+
+def _listed(complaints: list[str]) -> str:
+    return "\n  ".join(["", *complaints]) if len(complaints) > 1 else complaints[0]
 
 
 def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, dict[str, str]]:
@@ -178,6 +220,8 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
         for f in dataclasses.fields(group):
             _add(section, f, known[f.name][2])
     for name, (count, _) in NO_EFFECT.items():
+        if name in parser._option_string_actions:  # this command has a use for it
+            continue
         action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
         parser.add_argument(name, dest="no_effect_" + name, help=argparse.SUPPRESS, **action)
     return parser
@@ -185,10 +229,9 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
 
 def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
     """The argparse entries of one field."""
-    default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+    default = default_of(f)
     text = f.metadata["help"] + (f" (default: {default})" if default not in (None, [], False) else "")
-    if f.metadata["only"] is not None and f.metadata["step"]:
-        text += " [not yet]" if default in f.metadata["only"] and len(f.metadata["only"]) == 1 else ""
+    text += " [not yet]" if is_not_yet(f) else ""
     text = text.replace("%", "%%")
     name, aliases = settings.spelling(f.name), f.metadata["aliases"]
     if kind is bool:
@@ -201,12 +244,18 @@ def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
         if off:
             section.add_argument(*off, dest=f.name, action="store_const", const=False, help=shown[False])
         return
-    options: dict[str, Any] = {"dest": f.name, "help": text, "type": functools.partial(convert, kind)}
-    options["type"].__name__ = _type_name(kind)  # argparse names it in its message
-    if typing.get_origin(kind) is list:
-        options.update(nargs="*", type=typing.get_args(kind)[0])
-    options["metavar"] = _metavar(kind)
-    section.add_argument(name, *aliases, **options)
+    # Values stay texts here: those of all layers are converted, and complained about, in one place.
+    many = {"nargs": "*"} if typing.get_origin(kind) is list else {}
+    section.add_argument(name, *aliases, dest=f.name, help=text, metavar=_metavar(kind), **many)
+
+
+def default_of(f: dataclasses.Field[Any]) -> Any:
+    return f.default_factory() if callable(f.default_factory) else f.default
+
+
+def is_not_yet(f: dataclasses.Field[Any]) -> bool:
+    """Only its default works before the release in which it is planned."""
+    return bool(f.metadata["only"] == (default_of(f),) and f.metadata["step"] > 0)
 
 
 def _inner(kind: Any) -> Any:
@@ -237,60 +286,76 @@ def convert(kind: Any, value: Any) -> Any:
     if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
         return None
     if choices:
-        if value in choices:
+        if isinstance(value, str) and value in choices:
             return value
-        raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(map(str, choices))}")
+        raise argparse.ArgumentTypeError(f"{_short(value)} is none of {', '.join(map(str, choices))}")
     if inner is bool:
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in ("1", "true", "yes", "0", "false", "no"):
-            return str(value).lower() in ("1", "true", "yes")
-        raise argparse.ArgumentTypeError(f"{value!r} is not true or false")
+        word = str(value).lower() if isinstance(value, bool | int | str) else ""
+        if word in ("1", "true", "yes", "0", "false", "no"):
+            return word in ("1", "true", "yes")
+        raise argparse.ArgumentTypeError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
-        item = typing.get_args(inner)[0]
-        values = value if isinstance(value, list) else str(value).split()
-        return [convert(item, v) for v in values]
+        values = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+        return [convert(typing.get_args(inner)[0], v) for v in values]
     try:
         if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():
             as_float = float(value)  # 1e6 and 2000.0 are whole numbers too
             if as_float != int(as_float):
                 raise ValueError
             return int(as_float)
-        if isinstance(value, bool | list | dict):
+        if isinstance(value, bool | list | dict) or (inner is float and not math.isfinite(float(value))):
             raise ValueError
         return inner(value)
-    except (ValueError, OverflowError):
+    except (ValueError, TypeError, OverflowError):
         wanted = {"int": "a whole number", "float": "a number", "str": "a text"}[inner.__name__]
-        raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}") from None
+        raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}") from None
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     name = word.split("=")[0]
+    near = difflib.get_close_matches(name.replace("_", "-"), list(parser._option_string_actions), 1, cutoff=0.7)
+    hint = f"; did you mean {near[0]}?" if near else "; see --help"
+    return _known_elsewhere(name) or f"unknown flag {name}{hint}"
+
+
+def _short(value: Any) -> str:
+    """For a message: a few lines of YAML can stand for gigabytes."""
+    return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
+
+
+def _known_elsewhere(name: str) -> str | None:
+    """The answer to a flag that is no flag here but is one in the programs people come from."""
+    if name in RETIRED:
+        return f"{name} is no longer valid; use {RETIRED[name]}"
+    if name in REFUSED:
+        return f"{name} is refused: {REFUSED[name]}"
     for model, starts in OTHER_MODELS.items():
         if name.startswith(tuple("--" + s for s in starts)):
             return f"{name} is for {model}; Meshwright pre-trains GPT"
-    known = list(parser._option_string_actions)
-    near = difflib.get_close_matches(name.replace("_", "-"), known, 1, cutoff=0.7)
-    return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+    return None
 
 
-def _convert_all(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_all(cls: type, values: Mapping[str, Any], where: str, complaints: list[str]) -> dict[str, Any]:
+    """Names and values of one layer as fields and their types; what is wrong is added to `complaints`."""
     known, out = fields(cls), {}
     spelled = {a.lstrip("-").replace("-", "_"): n for n, (_, f, _) in known.items() for a in f.metadata["aliases"]}
     for key, value in values.items():
-        name = key.replace("-", "_")
-        name = spelled.get(name, name)
+        name = str(key).replace("-", "_")
+        name = name if name in known else spelled.get(name, name)
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise UserError(f"{where}: unknown setting {key!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            hint = f"; did you mean {near[0]}?" if near else ""
+            elsewhere = _known_elsewhere("--" + name.replace("_", "-"))
+            complaints.append((elsewhere or f"unknown setting {str(key)[:100]!r}") + where + ("" if elsewhere else hint))
+            continue
         try:
             out[name] = convert(known[name][2], value)
         except argparse.ArgumentTypeError as e:
-            raise UserError(f"{where}: {key}: {e}") from None
+            complaints.append(f"{settings.spelling(name)}{where}: {e}")
     return out
 
 
-def read_file(cls: type, path: Path) -> dict[str, Any]:
+def read_file(cls: type, path: Path, complaints: list[str]) -> dict[str, Any]:
     """The settings of a TOML or YAML file, flat or in sections named after the groups."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -303,23 +368,24 @@ def read_file(cls: type, path: Path) -> dict[str, Any]:
             data = yaml.safe_load(text) or {}
         else:
             data = tomllib.loads(text)
-    except Exception as e:
+    except Exception as e:  # a hostile file can break a reader in many ways, depth of nesting among them
         raise UserError(f"--config {path}: {e}") from None
     if not isinstance(data, dict):
         raise UserError(f"--config {path}: not a table of settings")
-    flat: dict[str, Any] = {}
+    flat: dict[Any, Any] = {}
     for key, value in data.items():
         flat.update(value if isinstance(value, dict) and key in groups(cls) else {key: value})
-    return _convert_all(cls, flat, f"--config {path}")
+    return _convert_all(cls, flat, f" in {path}", complaints)
 
 
-def _environment(cls: type) -> dict[str, Any]:
+def _environment(cls: type, complaints: list[str]) -> dict[str, Any]:
     prefix = "MESHWRIGHT_"
     found = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
     # A shell may hold settings for several commands: only a name that no command knows is a mistake.
     every = (settings.TrainConfig, settings.GenerateConfig, settings.PreprocessConfig)
     elsewhere = {n for other in every for n in fields(other)} - set(fields(cls))
-    return _convert_all(cls, {k: v for k, v in found.items() if k not in elsewhere}, "environment MESHWRIGHT_*")
+    ours = {k: v for k, v in found.items() if k not in elsewhere}
+    return _convert_all(cls, ours, " in the environment (MESHWRIGHT_*)", complaints)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -338,19 +404,46 @@ def to_toml(config: Any, sources: Mapping[str, str] | None = None) -> str:
         group = getattr(config, g.name)
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            line = f"# {f.name} = none" if value is None else f"{f.name} = {json.dumps(value)}"
+            line = f"# {f.name} = none" if value is None else f"{f.name} = {_toml(value)}"
             lines.append(f"{line}  # {sources[f.name]}" if sources else line)
         lines.append("")
     return "\n".join(lines)
 
 
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one control character JSON allows
+
+
 def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The settings of a checkpoint that this class has, converted; names it does not have are left out."""
-    known = fields(cls)
-    try:
-        return _convert_all(cls, {k: v for k, v in saved.items() if k in known}, where)
-    except UserError as e:
-        raise UserError(str(e), BAD_DATA) from None
+    known, complaints = fields(cls), list[str]()
+    out = _convert_all(cls, {k: v for k, v in saved.items() if k in known}, f" in {where}", complaints)
+    if complaints:
+        raise UserError(_listed(complaints), BAD_DATA)
+    return out
+
+
+def reference(*configs: type) -> str:
+    """docs/flags.md: a table for each group of the given configurations."""
+    out = [
+        "# Flags",
+        "",
+        "Made from the dataclasses in `src/meshwright/config.py` and `evaluate.py`; a test compares. Every flag is also a",
+        "setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment (`MESHWRIGHT_SEQ_LENGTH`).",
+        "A switch `--x` also has `--no-x`. *Not yet*: only the default works, anything else is refused in words.",
+        "",
+    ]
+    for name, group in {name: group for cls in configs for name, group in groups(cls).items()}.items():
+        out += [f"## {name.capitalize()}", "", (group.__doc__ or "").splitlines()[0], ""]
+        out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
+        for f in dataclasses.fields(group):
+            aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), default_of(f)
+            shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
+            meaning = f.metadata["help"] + (" *(not yet)*" if is_not_yet(f) else "")
+            cells = [f"`{settings.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
+            out.append("| " + " | ".join(cells) + " |")
+        out.append("")
+    return "\n".join(out)
 
 
 def tell(parsed: Parsed[Any], say: Callable[[str], None] | None = None) -> None:

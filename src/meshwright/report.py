@@ -1,251 +1,482 @@
-"""`meshwright report DIR`: one page with pictures for a run; `--losses`: its exact numbers.
+"""What a run did: `meshwright report DIR` writes one page with pictures, `--losses` prints exact numbers to compare.
 
-Everything is read from metrics.jsonl, the source of truth. A killed run repeats steps in a later attempt, so the last row
-of an iteration counts; a line that a kill cut short at the very end is no row.
+The page is one file without outside resources, so that it can be mailed or archived. Pictures are SVG with their text
+left as text, and their colours are the page's variables: they stay sharp, and follow the reader's light or dark theme.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import html
 import io
 import json
 import math
 import os
+import re
+import shlex
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="meshwright report", description="One page with pictures for a run.")
-    parser.add_argument("dir", help="the run's folder (--run-dir or --save)")
-    parser.add_argument("--output", metavar="FILE", help="where to write the page (default: DIR/report.html)")
-    parser.add_argument(
-        "--losses",
-        action="store_true",
-        help="print iteration, loss, gradient norm and learning rate of each step as exact hexadecimal numbers",
+    parser.add_argument("folder", metavar="DIR", type=Path, help="run folder: --run-dir, or --save, of the training")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--output", metavar="FILE", type=Path, help="where to write the page (default: DIR/report.html)"
     )
+    either.add_argument(
+        "--losses", action="store_true",
+        help="print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text is equal bits",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.losses:
-        for r in read_rows(Path(args.dir)).steps:
-            print(r["iteration"], *(float(r[name]).hex() for name in ("loss", "grad_norm", "lr")))
-        return DONE
-    print(write(Path(args.dir), Path(args.output) if args.output else None))
+        for s in read_rows(args.folder).steps:
+            print(s.iteration, s.loss.hex(), s.grad_norm.hex(), s.lr.hex())
+    else:
+        print(write(args.folder, args.output))
     return DONE
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A run's rows by event, each iteration once."""
+def write(run_dir: Path, output: Path | None = None) -> Path:
+    """Write the page of a run folder, whole or not at all; return where."""
+    text = page(run_dir, read_rows(run_dir), read_settings(run_dir))
+    target = output or run_dir / "report.html"
+    new = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        # A command line of bytes that are no text comes back as lone surrogates, which UTF-8 does not know.
+        new.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)
+    return target
 
-    starts: list[Row]
-    steps: list[Row]
-    validations: list[Row]
-    ends: list[Row]
+
+# Reading
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    attempt: int
+    iteration: int
+    consumed_samples: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    ms: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Validation:
+    iteration: int
+    name: str  # "validation" or "test"
+    loss: float
+    ppl: float
+
+
+@dataclasses.dataclass
+class Attempt:
+    number: int
+    start: dict[str, Any]
+    began: int  # the iteration it started from
+    last: int  # the iteration it reached
+    seconds: float = 0.0  # in steps and saves, also those that a later attempt repeated
+    end: dict[str, Any] | None = None  # None: still running, or killed
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The history of a run: of each iteration the row that counts, in order, and all its attempts."""
+
+    steps: list[Step]
+    validations: list[Validation]
+    attempts: list[Attempt]
 
 
 def read_rows(folder: Path) -> Rows:
+    """Read metrics.jsonl. An attempt that starts at iteration N undoes what earlier ones did after N.
+
+    So the last row of an iteration counts, and a run begun anew in the same folder is not mixed with the one before.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", USAGE)
     path = folder / "metrics.jsonl"
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        file = path.open("rb")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a run writes it with --save or --run-dir", BAD_DATA) from None
-    starts, ends = [], []
-    steps: dict[int, Row] = {}
-    validations: dict[tuple[str, int], Row] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            event, iteration = row["event"], row["iteration"]
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines) and not line.endswith(b"\n"):
-                break  # cut short by a kill
-            raise UserError(f"{path}:{number}: not a row that a run writes", BAD_DATA) from None
-        if event == "start":
-            starts.append(row)
-            # A resumed run goes on from its checkpoint: what an earlier attempt did beyond it happened to no weights.
-            steps = {i: r for i, r in steps.items() if i <= iteration}
-            validations = {k: r for k, r in validations.items() if k[1] <= iteration}
-        elif event == "step":
-            steps[iteration] = row
-        elif event == "validation":
-            validations[row["name"], iteration] = row
-        elif event == "end":
-            ends.append(row)
-    return Rows(
-        starts, [steps[i] for i in sorted(steps)], sorted(validations.values(), key=lambda r: r["iteration"]), ends
-    )
+    steps: dict[int, Step] = {}
+    validations: dict[tuple[str, int], Validation] = {}
+    attempts: list[Attempt] = []
+    with file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                event, iteration = row["event"], int(row["iteration"])
+                if event == "start":
+                    steps = {i: s for i, s in steps.items() if i <= iteration}
+                    validations = {k: v for k, v in validations.items() if k[1] <= iteration}
+                    attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
+                elif event == "step":
+                    steps[iteration] = step = _step(row)
+                    if attempts:
+                        attempts[-1].last = iteration
+                        attempts[-1].seconds += step.ms / 1e3
+                elif event == "validation":
+                    v = Validation(iteration, str(row["name"]), float(row["loss"]), float(row["ppl"]))
+                    validations[v.name, iteration] = v
+                elif event == "save" and attempts:
+                    attempts[-1].seconds += float(row["seconds"])
+                elif event == "end" and attempts:
+                    attempts[-1].end = row
+            except (ValueError, TypeError, KeyError, OverflowError) as e:
+                if not line.endswith(b"\n"):
+                    break  # the last line, cut by a kill
+                why = f"{e} is missing" if isinstance(e, KeyError) else str(e)
+                raise UserError(f"{path}:{number}: not a row that a run writes: {why}", BAD_DATA) from None
+    in_order = sorted(validations.values(), key=lambda v: v.iteration)
+    return Rows([steps[i] for i in sorted(steps)], in_order, attempts)
 
 
-def write(folder: Path, output: Path | None = None) -> Path:
-    """Write the page, whole or not at all; return its path."""
-    rows = read_rows(folder)
-    output = output or folder / "report.html"
-    new = output.with_name(output.name + ".new")
-    new.write_text(page(folder, rows), encoding="utf-8")
-    os.replace(new, output)
-    return output
+def _step(row: dict[str, Any]) -> Step:
+    # float() also reads the texts "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
+    mfu, memory = row.get("mfu"), row.get("memory")
+    return Step(
+        int(row["attempt"]), int(row["iteration"]), int(row["consumed_samples"]), float(row["loss"]),
+        float(row["grad_norm"]), float(row["lr"]), bool(row["skipped"]), float(row["ms"]),
+        float(row["tokens_per_second"]), None if mfu is None else float(mfu), None if memory is None else float(memory),
+    )  # fmt: skip
 
 
-def page(folder: Path, rows: Rows) -> str:
-    pictures = [
-        ("Loss", loss_picture),
-        ("Learning rate", lambda axes, rows: line(axes, rows, "lr")),
-        ("Gradient norm", lambda axes, rows: line(axes, rows, "grad_norm", log=True)),
-        ("Tokens per second", lambda axes, rows: line(axes, rows, "tokens_per_second", zero=True)),
+def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
+    """Groups of settings from config.toml; none if the file is not there."""
+    path = folder / "config.toml"
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as e:
+        raise UserError(f"{path} is damaged: {e}", BAD_DATA) from None
+    return {group: values for group, values in found.items() if isinstance(values, dict)}
+
+
+# The page
+
+
+def page(run_dir: Path, rows: Rows, settings: dict[str, dict[str, Any]]) -> str:
+    name, last = run_dir.resolve().name, rows.attempts[-1] if rows.attempts else None
+    state = "no attempt recorded" if last is None else f"last attempt: {_ended(last, True)}"
+    attempts = [
+        [
+            str(a.number), _date(a.start.get("time")), f"{a.began:,} to {a.last:,}",
+            _command(a.start.get("command")), _ended(a, a is last),
+        ]
+        for a in rows.attempts
+    ]  # fmt: skip
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{_text(name)}: report</title><style>{STYLE}</style></head><body>",
+        f'<h1>{_text(name)}</h1><p class="quiet">{_text(state)}</p>',
+        '<dl class="cards">',
+        *(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in headlines(rows, settings)),
+        "</dl>",
+        f'<div class="pictures">{"".join(pictures(rows))}</div>',
+        "<h2>Attempts</h2>",
+        _table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
+        "<h2>Repeat this run</h2>",
+        f"<pre>meshwright train --config {_text(shlex.quote(str(run_dir / 'config.toml')))}</pre>",
+        '<p class="quiet">Where the settings name --save and --load, this continues from the last checkpoint; '
+        "give both a new folder to start afresh.</p>",
+        f"<details><summary>Settings ({sum(map(len, settings.values()))})</summary>",
+        *(
+            f"<h3>{_text(group)}</h3>"
+            + _table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
+            for group, values in settings.items()
+        ),
+        "</details>",
+        f'<footer class="quiet">Meshwright {_text(last.start.get("version", "") if last else "")}. Exact numbers: '
+        f"<code>meshwright report --losses {_text(shlex.quote(str(run_dir)))}</code></footer>",
+        "</body></html>\n",
     ]
-    if any(r.get("memory") for r in rows.steps):
-        pictures.append(("Peak memory (GiB)", lambda axes, rows: line(axes, rows, "memory", 2.0**-30, zero=True)))
-    if any(r.get("loss_scale", 1) != 1 for r in rows.steps):
-        pictures.append(("Loss scale", lambda axes, rows: line(axes, rows, "loss_scale", log=True)))
-    figures = "".join(f"<div><b>{esc(v)}</b><span>{esc(k)}</span></div>" for k, v in headline(rows).items())
-    drawn = "".join(
-        f"<figure{' class=wide' if n == 0 else ''}><figcaption>{esc(title)}</figcaption>{picture(draw, rows, n == 0)}</figure>"
-        for n, (title, draw) in enumerate(pictures)
-        if rows.steps
-    )
-    ends = {r["attempt"]: r for r in rows.ends}
-    attempts = "".join(
-        f"<tr><td>{r['attempt']}<td>{when(r.get('time'))}<td>{r['iteration']}"
-        f"<td>{esc(ends.get(r['attempt'], {}).get('reason', 'cut off'))}<td><code>{esc(' '.join(r.get('command', [])))}</code>"
-        for r in rows.starts
-    )
-    config = folder / "config.toml"
-    settings = config.read_text(encoding="utf-8") if config.exists() else ""
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{esc(folder.resolve().name)} - Meshwright</title>
-<style>{STYLE}</style>
-<main>
-<h1>{esc(folder.resolve().name)}</h1>
-<section class="figures">{figures}</section>
-<section class="pictures">{drawn or "<p>No step was made yet.</p>"}</section>
-<h2>Attempts</h2>
-<div class="scroll"><table><tr><th>#<th>started<th>at step<th>ended<th>command{attempts}</table></div>
-<h2>Run it again</h2>
-<p><code>meshwright train --config {esc(config)}</code></p>
-<p>Exact losses: <code>meshwright report --losses {esc(folder)}</code></p>
-<details><summary>All settings</summary><pre>{esc(settings)}</pre></details>
-</main></html>
-"""
+    return "\n".join(parts)
 
 
-def headline(rows: Rows) -> dict[str, str]:
-    """What somebody wants to know first."""
-    out: dict[str, str] = {}
-    if rows.starts:
-        last = rows.starts[-1]
-        out["parameters"] = f"{last.get('parameters', 0):,}"
+def headlines(rows: Rows, settings: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """The figures at the top, as (name, value); what is not known is left out."""
+    out: list[tuple[str, str]] = []
+    start = rows.attempts[-1].start if rows.attempts else {}
+    if isinstance(start.get("parameters"), int):
+        out.append(("parameters", f"{start['parameters']:,}"))
     if rows.steps:
         end = rows.steps[-1]
-        out["steps"] = f"{end['iteration']:,}" + (f" of {last['train_iters']:,}" if rows.starts else "")
-        samples = end["consumed_samples"]
-        per_sample = last.get("tokens_per_step", 0) / (samples / end["iteration"]) if rows.starts else 0
-        out["tokens seen"] = f"{samples * per_sample:,.0f}"
-        out["training loss"] = f"{float(end['loss']):.4f}"
-    checks = [r for r in rows.validations if r["name"] == "validation"]
-    if checks:
-        best = min(checks, key=lambda r: (math.isnan(float(r["loss"])), float(r["loss"])))
-        out["validation loss"] = f"{float(checks[-1]['loss']):.4f}"
-        out["validation perplexity"] = f"{float(checks[-1]['ppl']):.2f}"
-        out["best validation"] = f"{float(best['loss']):.4f} at step {best['iteration']}"
-    if rows.steps:
-        out["tokens per second"] = f"{statistics.median(r['tokens_per_second'] for r in rows.steps):,.0f}"
-        out["time in steps"] = str(datetime.timedelta(seconds=round(sum(r["ms"] for r in rows.steps) / 1e3)))
-        skipped = sum(bool(r.get("skipped")) for r in rows.steps)
+        out += [("steps", f"{end.iteration:,}"), ("samples", f"{end.consumed_samples:,}")]
+        seq = settings.get("data", {}).get("seq_length")
+        if isinstance(seq, int):
+            out.append(("tokens", f"{end.consumed_samples * seq:,}"))
+        skipped = sum(s.skipped for s in rows.steps)
         if skipped:
-            out["skipped steps"] = f"{skipped}"
-    if rows.starts:
-        out["attempts"] = f"{len(rows.starts)}"
-        out["device"] = f"{last.get('device', '')}, {last.get('dtype', '')}"
-    return out
-
-
-def picture(draw: Callable[[Any, Rows], None], rows: Rows, wide: bool) -> str:
-    """One SVG; matplotlib is imported here because it takes a second and only pictures need it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6) if wide else (4.6, 2.6), layout="constrained")
-    axes = figure.add_subplot()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.tick_params(labelsize=8)
-    draw(axes, rows)
-    out = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "meshwright"}):
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
-
-
-def points(rows: Rows, name: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
-    pairs = [(r["iteration"], float(r[name]) * factor) for r in rows.steps if r.get(name) is not None]
-    thin = max(1, len(pairs) // 4000)  # more points than pixels only make the page heavy
-    return [i for i, _ in pairs[::thin]], [v for _, v in pairs[::thin]]
-
-
-def line(axes: Any, rows: Rows, name: str, factor: float = 1.0, log: bool = False, zero: bool = False) -> None:
-    x, y = points(rows, name, factor)
-    axes.plot(x, y, lw=1, color="#3b6ea8")
-    if log and any(v > 0 for v in y):
-        axes.set_yscale("log")
-    if zero:
-        axes.set_ylim(bottom=0)
-
-
-def loss_picture(axes: Any, rows: Rows) -> None:
-    """Training loss thin, its running mean thick, validation as points, resumed steps as dashes."""
-    x, y = points(rows, "loss")
-    axes.plot(x, y, lw=0.6, alpha=0.4, color="#3b6ea8")
-    window = max(1, len(y) // 50)
-    mean = [statistics.fmean(y[max(0, i - window + 1) : i + 1]) for i in range(len(y))]
-    axes.plot(x, mean, lw=1.6, color="#3b6ea8", label="training" + (f" (mean of {window})" if window > 1 else ""))
-    checks = [r for r in rows.validations if r["name"] == "validation"]
+            out.append(("skipped steps", f"{skipped:,}"))
+        out.append(("final loss", f"{end.loss:.4f}"))
+    checks = [v for v in rows.validations if v.name != "test"]
     if checks:
-        axes.plot(
-            [r["iteration"] for r in checks], [float(r["loss"]) for r in checks], "o-", ms=4, lw=1, color="#c65d21",
-            label="validation",
-        )  # fmt: skip
-    for n, r in enumerate(r for r in rows.starts[1:] if 0 < r["iteration"] < rows.steps[-1]["iteration"]):
-        axes.axvline(r["iteration"], ls="--", lw=0.8, color="#888888", label="resumed" if n == 0 else None)
-    axes.set_xlabel("iteration", fontsize=8)
-    axes.legend(fontsize=8, frameon=False, labelcolor="#888888")
+        best = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss)
+        out.append(("final validation loss", f"{checks[-1].loss:.4f}"))
+        out.append(("final validation perplexity", f"{checks[-1].ppl:,.2f}"))
+        out.append(("best validation loss", f"{best.loss:.4f} at {best.iteration:,}"))
+    tests = [v for v in rows.validations if v.name == "test"]
+    if tests:
+        out.append(("test loss", f"{tests[-1].loss:.4f}"))
+    if rows.steps:
+        out.append(("tokens per second, median", f"{statistics.median(s.tokens_per_second for s in rows.steps):,.0f}"))
+        mfu = [s.mfu for s in rows.steps if s.mfu is not None]
+        if mfu:
+            out.append(("MFU, median", f"{100 * statistics.median(mfu):.1f}%"))
+        memory = [s.memory for s in rows.steps if s.memory is not None]
+        if memory:
+            out.append(("peak memory", f"{max(memory) / 2**30:.2f} GiB"))
+    out += [_wall_time(rows.attempts), ("attempts", str(len(rows.attempts)))]
+    return out + [(k, str(start[k])) for k in ("device", "dtype", "torch") if start.get(k)]
 
 
-def when(unix: float | None) -> str:
-    return f"{datetime.datetime.fromtimestamp(unix):%Y-%m-%d %H:%M:%S}" if unix else ""
+def _wall_time(attempts: Sequence[Attempt]) -> tuple[str, str]:
+    """From start to end where every attempt's end is dated; else, as after a kill, the steps and saves known of."""
+    dated = [a.end["time"] - a.start["time"] for a in attempts if a.end and "time" in a.end and "time" in a.start]
+    if dated and len(dated) == len(attempts):
+        return "wall time", _duration(sum(dated))
+    return "time in steps and saves", _duration(sum(a.seconds for a in attempts))
 
 
-def esc(value: object) -> str:
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s"
+
+
+def _date(seconds: object) -> str:
+    if not isinstance(seconds, int | float):
+        return ""
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _command(words: object) -> str:
+    return shlex.join(map(str, words)) if isinstance(words, list) else str(words or "")
+
+
+def _ended(attempt: Attempt, last: bool) -> str:
+    if attempt.end is None:
+        return "no end recorded: still running, or killed" if last else "killed: no end recorded"
+    return f"{attempt.end.get('reason', 'ended')} (exit status {attempt.end.get('status', '?')})"
+
+
+def _text(value: object) -> str:
     return html.escape(str(value))
 
 
+def _table(body: Iterable[list[str]], kind: str, head: Sequence[str] = ()) -> str:
+    top = "<tr>" + "".join(f"<th>{_text(h)}</th>" for h in head) + "</tr>" if head else ""
+    lines = ("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in line) + "</tr>" for line in body)
+    return f'<div class="scroll"><table class="{kind}">{top}{"".join(lines)}</table></div>'
+
+
+# The pictures
+
+# Colours as matplotlib writes them, and the page's variables that take their place.
+INK, FAINT, LINE, POINT, BAD = "#010000", "#010001", "#010002", "#010003", "#010004"
+VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", LINE: "var(--line)", POINT: "var(--point)", BAD: "var(--bad)"}
+POINTS = 1000  # of a line at most: no picture shows more
+
+
+def pictures(rows: Rows) -> list[str]:
+    """Figures as HTML: the loss, large, then what explains it."""
+    if not rows.steps:
+        return ['<p class="quiet">No step was recorded, so there is nothing to draw.</p>']
+    out = [_loss(rows)]
+    for title, unit, column, scale, smooth in (
+        ("Learning rate", "", "lr", 1.0, False),
+        ("Gradient norm", "before clipping", "grad_norm", 1.0, True),
+        ("Speed", "tokens per second", "tokens_per_second", 1.0, True),
+        ("Step time", "milliseconds", "ms", 1.0, True),
+        ("Peak memory", "GiB", "memory", 2.0**-30, False),
+    ):
+        if any(getattr(s, column) is not None for s in rows.steps):
+            figure, axes = _axes(rows, (4.8, 2.7))
+            _line(axes, rows.steps, column, scale, smooth)
+            if column == "grad_norm":
+                _log_if_spiky(axes, rows.steps)
+            out.append(_figure(title, unit, _svg(figure, title)))
+    return out
+
+
+def _loss(rows: Rows) -> str:
+    import numpy as np
+
+    figure, axes = _axes(rows, (7.6, 3.4))
+    width = _line(axes, rows.steps, "loss", smooth=True)
+    legend = [("line", "━", f"training, median of {width} steps" if width > 1 else "training")]
+    for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
+        points = [v for v in rows.validations if v.name == name and math.isfinite(v.loss)]
+        if points:
+            x, y = np.array([(v.iteration, v.loss) for v in points]).T
+            axes.plot(*_thinned(x, y), color=POINT, lw=1, marker=marker if len(points) < 200 else "", ms=4)
+            legend.append(("point", sign, name))
+    if not all(math.isfinite(s.loss) for s in rows.steps):
+        legend.append(("bad", "×", "not finite"))
+    if _resumed(rows):
+        legend.append(("ink", "┆", "resumed"))
+    key = "".join(f'<span><b style="color: var(--{colour})">{sign}</b> {text}</span>' for colour, sign, text in legend)
+    return _figure("Loss", "", f'<div class="legend quiet">{key}</div>' + _svg(figure, "Loss"), "wide")
+
+
+def _resumed(rows: Rows) -> list[int]:
+    return sorted({a.began for a in rows.attempts[1:] if 0 < a.began < rows.steps[-1].iteration})
+
+
+def _axes(rows: Rows, size: tuple[float, float]) -> tuple[Figure, Axes]:
+    """A picture in the page's colours with the resumes marked; without pyplot, so that nothing global is touched."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.patch.set_visible(False)
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    axes.grid(color=FAINT, lw=0.6)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(which="both", colors=INK, length=0, labelsize=9)
+    axes.yaxis.offsetText.set_color(INK)
+    axes.set_xlabel("iteration", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    for i in _resumed(rows):
+        axes.axvline(i, color=INK, lw=0.9, ls=(0, (4, 3)), alpha=0.6)
+    return figure, axes
+
+
+def _line(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1.0, smooth: bool = False) -> int:
+    """Draw a column over the iterations, crosses where it is not finite; return how many steps were smoothed into one."""
+    import numpy as np
+
+    pairs = [(s.iteration, v * scale) for s in steps if (v := getattr(s, column)) is not None]
+    x, y = np.array(pairs, dtype=np.float64).T
+    known = np.isfinite(y)
+    crosses = x[~known][:: max(1, int((~known).sum()) // POINTS)]
+    axes.plot(crosses, np.full(len(crosses), 0.97), "x", color=BAD, transform=axes.get_xaxis_transform(), ms=5)
+    x, y = x[known], y[known]
+    half = max(1, len(y) // 50)
+    if not smooth or len(y) <= 20:
+        axes.plot(*_thinned(x, y), color=LINE, lw=1.2, marker="." if len(y) <= 30 else "")
+        return 1
+    axes.plot(*_thinned(x, y), color=LINE, lw=0.7, alpha=0.45)
+    axes.plot(*_smoothed(x, y, half), color=LINE, lw=1.6)
+    return 2 * half + 1
+
+
+def _thinned(x: Any, y: Any) -> tuple[Any, Any]:
+    """At most POINTS points: the lowest and the highest of each stretch, so that a spike still shows."""
+    import numpy as np
+
+    if len(x) <= POINTS:
+        return x, y
+    stretches = np.array_split(np.arange(len(x)), POINTS // 2)
+    keep = np.unique([i for s in stretches for i in (s[y[s].argmin()], s[y[s].argmax()])])
+    return x[keep], y[keep]
+
+
+def _smoothed(x: Any, y: Any, half: int) -> tuple[Any, Any]:
+    """Median of up to `half` neighbours on each side: unlike a mean it shows no plateau around a spike.
+
+    At the start it takes as many after as before, so that a steep fall is not flattened.
+    """
+    import numpy as np
+
+    at = np.unique(np.linspace(0, len(y) - 1, POINTS // 2).astype(int))
+    return x[at], [np.median(y[i - min(i, half) : i + min(i, half) + 1]) for i in at]
+
+
+def _log_if_spiky(axes: Axes, steps: Sequence[Step]) -> None:
+    """One gradient of fifty times the usual norm would flatten all others into the floor."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    norms = [s.grad_norm for s in steps if math.isfinite(s.grad_norm)]
+    if norms and min(norms) > 0 and max(norms) > 20 * statistics.median(norms):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _svg(figure: Figure, title: str) -> str:
+    import matplotlib
+
+    file = io.StringIO()
+    # Text stays text: small, sharp, selectable. The salt makes the same run give the same page.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    prefix = title.lower().replace(" ", "-")
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", svg)  # many pictures, one page: names must differ
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)  # the page gives the size
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_text(title)}"', 1)
+
+
+def _figure(title: str, unit: str, drawing: str, kind: str = "") -> str:
+    caption = _text(title) + (f' <span class="quiet">{_text(unit)}</span>' if unit else "")
+    return f'<figure class="{kind}"><figcaption>{caption}</figcaption>{drawing}</figure>'
+
+
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0; }
-main { max-width: 960px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 24px; } h2 { font-size: 18px; margin-top: 32px; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px; }
-.figures div { background: var(--soft); border-radius: 8px; padding: 10px 12px; }
-.figures b { display: block; font-size: 17px; overflow-wrap: anywhere; } .figures span { font-size: 12px; opacity: .7; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 16px; margin-top: 24px; }
-figure { margin: 0; background: #fff; color: #222; border: 1px solid var(--line); border-radius: 8px; padding: 8px; }
-figure.wide { grid-column: 1 / -1; } figure svg { width: 100%; height: auto; }
-figcaption { font-size: 13px; font-weight: 600; padding: 2px 6px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
-th, td { text-align: left; vertical-align: top; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); }
-pre { overflow-x: auto; background: var(--soft); padding: 12px; border-radius: 8px; font-size: 12px; }
-code { overflow-wrap: anywhere; }
+:root { color-scheme: light dark; --paper: #fff; --card: #f5f6f8; --ink: #1d2129; --quiet: #5c6470; --faint: #dfe2e7;
+  --line: #2563b0; --point: #c2570c; --bad: #c01f2e }
+@media (prefers-color-scheme: dark) { :root { --paper: #15181d; --card: #1f242b; --ink: #e4e7ec; --quiet: #9aa3b0;
+  --faint: #343b45; --line: #6aa9f4; --point: #f3a056; --bad: #ff7b84 } }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 62rem; background: var(--paper); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif }
+h1 { margin: 0; font-size: 1.6rem; overflow-wrap: anywhere } h2 { margin: 2rem 0 .5rem; font-size: 1.2rem }
+h3 { margin: 1rem 0 .25rem; font-size: 1rem } p { margin: .25rem 0 1rem }
+.quiet { color: var(--quiet); font-size: .9rem; font-weight: normal }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1rem 0 1.5rem }
+.cards div { background: var(--card); border-radius: .5rem; padding: .5rem .75rem }
+dt { color: var(--quiet); font-size: .8rem; line-height: 1.3 }
+dd { margin: .1rem 0 0; font-weight: 600; overflow-wrap: anywhere }
+.pictures { display: grid; grid-template-columns: 1fr 1fr; gap: 1.25rem 1rem }
+.wide { grid-column: 1 / -1 } figure { margin: 0; min-width: 0 } figcaption { font-weight: 600 }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; margin: .1rem 0 .3rem }
+svg { display: block; width: 100%; height: auto; overflow: visible } svg text { font-family: system-ui, sans-serif !important }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem; width: 100% }
+th { text-align: left; font-weight: 600 }
+td, th { padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--faint); vertical-align: top }
+.settings td { width: 50%; overflow-wrap: anywhere; font-family: ui-monospace, monospace }
+.attempts td { white-space: nowrap }
+.attempts td:nth-child(4) { white-space: normal; min-width: 18rem; overflow-wrap: anywhere; font-size: .8rem;
+  font-family: ui-monospace, monospace }
+.attempts td:last-child { white-space: normal; min-width: 9rem }
+pre { background: var(--card); border-radius: .5rem; padding: .75rem; overflow-x: auto }
+details { margin: 2rem 0 } summary { font-size: 1.2rem; font-weight: 600; cursor: pointer }
+footer { margin-top: 2rem; border-top: 1px solid var(--faint); padding-top: .75rem; overflow-wrap: anywhere }
+@media (max-width: 40rem) { .pictures { grid-template-columns: minmax(0, 1fr) }
+  .wide text { font-size: 15px !important } }
 """
