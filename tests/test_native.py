@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from meshwright.checkpoint import native, store
+from meshwright.checkpoint import inspect, native, store
 from meshwright.checkpoint.native import Entry, whole
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 
@@ -50,7 +50,7 @@ def state(step: int) -> dict[str, object]:
 
 def save(root: Path, step: int, seed: int = 0) -> dict[str, Entry]:
     named = model(seed)
-    native.save(root, step, named, state(step), {"model": {"num_layers": 1}}, say=quiet)
+    native.save(root, step, named, state(step), {"num_layers": 1}, say=quiet)
     return named
 
 
@@ -318,21 +318,21 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     (store.step_folder(tmp_path, 1) / native.STATE).unlink()
-    assert native.main_inspect([str(tmp_path), "--tensors"]) == 0
+    assert inspect.main([str(tmp_path), "--tensors"]) == 0
     shown = capsys.readouterr().out
     for part in (
         "iter_0000002  verified: yes", "iter_0000001  verified: NO", "iteration 2 | consumed samples 16",
         "parameters 600 |", "num_layers 1", "wte.weight/exp_avg", "50x8  F32", "1,600 bytes",
     ):  # fmt: skip
         assert part in shown, part
-    assert native.main_inspect([str(tmp_path / "iter_0000002"), "--full"]) == 0
+    assert inspect.main([str(tmp_path / "iter_0000002"), "--full"]) == 0
     assert "every byte" in capsys.readouterr().out
-    error_of(lambda: native.main_inspect([str(tmp_path), "--step", "1"]))
+    error_of(lambda: inspect.main([str(tmp_path), "--step", "1"]))
     assert "iter_0000001" in capsys.readouterr().out
-    error_of(lambda: native.main_inspect([str(tmp_path), "--step", "7"]))
-    error_of(lambda: native.main_inspect([str(tmp_path / "none")]))
+    error_of(lambda: inspect.main([str(tmp_path), "--step", "7"]))
+    error_of(lambda: inspect.main([str(tmp_path / "none")]))
     assert native.read_state(tmp_path, 2) == state(2)
-    assert native.read_config(tmp_path, 2) == {"model": {"num_layers": 1}}
+    assert native.read_config(tmp_path, 2) == {"num_layers": 1}
 
 
 def test_box_arithmetic() -> None:

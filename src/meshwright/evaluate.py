@@ -14,14 +14,27 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright import flags
-from meshwright.config import Checkpoint, Data, Model, Parallel, Precision, Tokenizer, Training, flag, not_yet
-from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.config import (
+    Checkpoint,
+    Data,
+    Model,
+    Parallel,
+    Precision,
+    Tokenizer,
+    Training,
+    flag,
+    not_yet,
+    positive,
+    precision_problems,
+)
+from meshwright.data import preprocess
+from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
@@ -53,13 +66,13 @@ class EvaluateConfig:
 
     def problems(self) -> list[str]:
         e = self.evaluate
-        out = not_yet(self)
+        out = not_yet(self) + precision_problems(self.precision)
+        out += positive(self.data, "seq_length") + positive(self.training, "micro_batch_size")
+        out += positive(e, "overlapping_eval")
         if not self.checkpoint.load:
             out.append("a checkpoint is needed: `meshwright evaluate DIR` or --load DIR")
         if not e.input:
             out.append("--input is needed: text or JSON-lines files")
-        if e.overlapping_eval is not None and e.overlapping_eval < 1:
-            out.append(f"--overlapping-eval {e.overlapping_eval} must be above 0")
         return out
 
 
@@ -93,12 +106,9 @@ def main(argv: list[str]) -> int:
         print(flags.to_toml(parsed.config, parsed.sources))
         return DONE
     c, e = parsed.config, parsed.config.evaluate
-    texts = [text for name in e.input for text in read_texts(Path(name), e.json_keys)]
+    texts = [text for name in preprocess.find_inputs(e.input) for text in read_texts(Path(name), e.json_keys)]
     if not any(texts):
         raise UserError(f"{', '.join(e.input)}: no text to score", BAD_DATA)
-    if parsed.dry_run:
-        print(f"{len(texts)} documents; nothing was loaded")
-        return DONE
     flags.tell(parsed)
 
     from meshwright.generate import engine
@@ -110,11 +120,16 @@ def main(argv: list[str]) -> int:
             print(line, flush=True)
 
     assert c.checkpoint.load
-    device, load = pick_device(c), c.checkpoint.load
-    run = engine.load(load, parsed.given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify, say)
-    length = min(c.data.seq_length or run.positions, run.positions)
-    stride = e.overlapping_eval or max(1, length // 2)
-    s = score(run.model, run.tokenizer, texts, length, min(stride, length), c.training.micro_batch_size or 8)
+    load, given = c.checkpoint.load, flags.to_dict(c)
+    given = {name: given[name] for name, source in parsed.sources.items() if source != "default"}
+    if parsed.dry_run:
+        found = engine.find(load, given, c.tokenizer, say)
+        print(f"{len(texts)} documents; the flags fit step {found.step} in {found.root}; nothing was loaded")
+        return DONE
+    run = engine.load(load, given, c.tokenizer, dtype(c.precision), pick_device(c), c.checkpoint.verify, say)
+    length = run.length
+    stride = min(e.overlapping_eval or max(1, length // 2), length)
+    s = score(run.model, run.tokenizer, texts, length, stride, c.training.micro_batch_size or 8)
     values = {
         "step": run.step, "documents": s.documents, "tokens": s.tokens, "bytes": s.bytes, "loss": s.mean,
         "perplexity": s.perplexity, "bits_per_byte": s.bits_per_byte, "sequence_length": length, "stride": stride,
@@ -131,31 +146,17 @@ def main(argv: list[str]) -> int:
 
 def read_texts(path: Path, keys: list[str]) -> Iterator[str]:
     """The documents of one file."""
+    if path.suffix in (".jsonl", ".json"):
+        yield from preprocess.read_texts([str(path)], keys)
+        return
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"--input {path}: no such file", BAD_DATA) from None
+        yield path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"--input {path}: byte {error.start} is not UTF-8", BAD_DATA) from None
-    if path.suffix not in (".jsonl", ".json"):
-        yield text
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)
-            values = [document[key] for key in keys]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--input {path}:{number}: {type(error).__name__}: {error}", BAD_DATA) from None
-        for value in values:
-            if not isinstance(value, str):
-                raise UserError(f"--input {path}:{number}: the value is not a text", BAD_DATA)
-            yield value
 
 
 def score(model: GPT, tokenizer: TextTokenizer, texts: Iterable[str], length: int, stride: int, batch: int) -> Score:
-    """Score documents with windows of `length` tokens that move on by `stride`."""
+    """Score documents with windows of `length` tokens that move on by `stride`; `length` is at least `stride`."""
     import torch
 
     from meshwright.model.attention import Where
@@ -188,6 +189,10 @@ def score(model: GPT, tokenizer: TextTokenizer, texts: Iterable[str], length: in
                 total += flush()
     if waiting:
         total += flush()
+    if not math.isfinite(total):
+        raise UserError(
+            "the loss is not finite: the model's weights are damaged, or --fp16 overflows (try --bf16)", NON_FINITE
+        )
     return Score(total, tokens, size, documents)
 
 
@@ -201,37 +206,46 @@ def windows(n: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
         yield max(0, end - length), first, end
 
 
-Counts = npt.NDArray[np.float64]
+Integers = npt.NDArray[Any]
+Reals = npt.NDArray[np.float64]
 
 
 def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> float:
     """Bits per byte of a byte-trigram model, the baseline that a language model must beat.
 
     Witten-Bell: a context seen n times with t different followers trusts its own counts with weight n / (n + t), and the
-    shorter context otherwise. Documents begin with two zero bytes.
+    shorter context otherwise; the shortest adds one to each count. Documents begin with two border symbols, which are
+    given and never predicted, as the language model's end-of-document token is.
     """
-    codes = lambda texts: np.frombuffer(b"".join(b"\0\0" + t for t in texts), np.uint8).astype(np.int32)  # noqa: E731
-    x = codes(train)
-    trigrams = np.bincount((x[:-2] * 256 + x[1:-1]) * 256 + x[2:], minlength=256**3).reshape(-1, 256)
-    bigrams = np.bincount(x[:-1] * 256 + x[1:], minlength=256**2).reshape(-1, 256)
-    unigrams = (np.bincount(x, minlength=256) + 1) / (len(x) + 256)
+    a, b, c = _trigrams(train)
+    unigrams = (np.bincount(c, minlength=256) + 1) / (len(c) + 256)  # [256]
+    trust, counts = _witten_bell(b, c, _SYMBOLS)
+    bigrams = (1 - trust)[:, None] * unigrams + (trust / np.maximum(counts.sum(1), 1))[:, None] * counts  # [257, 256]
+    trust, counts = _witten_bell(a * _SYMBOLS + b, c, _SYMBOLS**2)
+    seen = np.maximum(counts.sum(1), 1)
 
-    lower = _interpolate(bigrams, unigrams[None, :])
-    bits, size = 0.0, 0
-    for document in held_out:
-        y = np.frombuffer(b"\0\0" + document, np.uint8).astype(np.int32)
-        if len(y) == 2:
-            continue
-        a, b, c = y[:-2], y[1:-1], y[2:]
-        seen = trigrams[a * 256 + b]  # [bytes, 256]
-        n, t = seen.sum(1), (seen > 0).sum(1)
-        below = lower[b, c]
-        own = np.where(n > 0, (seen[np.arange(len(c)), c] + t * below) / np.maximum(n + t, 1), below)
-        bits -= float(np.log2(own).sum())
-        size += len(document)
-    return bits / size
+    a, b, c = _trigrams(held_out)
+    if not len(c):
+        raise UserError("no held-out bytes to score", BAD_DATA)
+    context = a * _SYMBOLS + b
+    p = (1 - trust[context]) * bigrams[b, c] + trust[context] * counts[context, c] / seen[context]
+    return float(-np.log2(p).mean())
 
 
-def _interpolate(counts: npt.NDArray[np.int64], lower: Counts) -> Counts:
-    n, t = counts.sum(1, keepdims=True), (counts > 0).sum(1, keepdims=True)
-    return np.where(n > 0, (counts + t * lower) / np.maximum(n + t, 1), lower)
+_SYMBOLS = 257  # the bytes, and the border of a document
+
+
+def _trigrams(documents: Iterable[bytes]) -> tuple[Integers, Integers, Integers]:
+    """Every byte with the two symbols before it, documents one after the other."""
+    border = np.full(2, 256, np.int32)
+    parts = [part for d in documents for part in (border, np.frombuffer(d, np.uint8).astype(np.int32))]
+    x = np.concatenate([border, *parts])
+    bytes_at = np.flatnonzero(x[2:] < 256)
+    return x[bytes_at], x[bytes_at + 1], x[bytes_at + 2]
+
+
+def _witten_bell(context: Integers, byte: Integers, contexts: int) -> tuple[Reals, Integers]:
+    """n / (n + t) of each context, 0 if unseen, and the counts [contexts, 256]."""
+    counts = np.bincount(context * 256 + byte, minlength=contexts * 256).reshape(contexts, 256)
+    n, t = counts.sum(1), np.count_nonzero(counts, axis=1)
+    return n / np.maximum(n + t, 1), counts

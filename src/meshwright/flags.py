@@ -346,7 +346,9 @@ def _convert_all(cls: type, values: Mapping[str, Any], where: str, complaints: l
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             elsewhere = _known_elsewhere("--" + name.replace("_", "-"))
-            complaints.append((elsewhere or f"unknown setting {str(key)[:100]!r}") + where + ("" if elsewhere else hint))
+            complaints.append(
+                (elsewhere or f"unknown setting {str(key)[:100]!r}") + where + ("" if elsewhere else hint)
+            )
             continue
         try:
             out[name] = convert(known[name][2], value)

@@ -43,6 +43,10 @@ class LossScale:
         if self.clean == self.p.loss_scale_window:
             self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
 
+    def may_overflow(self, scale: float) -> bool:
+        """Whether an overflow at this scale is a mere skip: a dynamic scale at its minimum has nowhere to go."""
+        return not self.dynamic or scale > self.p.min_loss_scale
+
     def state(self) -> dict[str, Any]:
         return {"scale": self.scale, "growth_tracker": self.clean, "hysteresis_tracker": self.hysteresis}
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from meshwright.data.loader import Batch
+    from meshwright.data.loader import Batch, Dataset
+    from meshwright.metrics import Timers
     from meshwright.model.gpt import GPT
     from meshwright.parallel.zero import ParameterStore
     from meshwright.tokenizers import Tokenizer
@@ -64,24 +65,15 @@ class Progress:
 def run(config: TrainConfig, command: list[str] | None = None) -> int:
     """Train as configured and return the exit status; raise UserError for what the user can mend."""
     began = time.perf_counter()
-    import torch
-
-    from meshwright.checkpoint import native, store
-    from meshwright.data.datasets import build_datasets
-    from meshwright.data.loader import Loader
-    from meshwright.kernels.pick import pick
-    from meshwright.lr_schedule import from_config, resume
-    from meshwright.metrics import Metrics, Timers, say, tell_arguments, tell_time
-    from meshwright.model.gpt import GPT, initialise
-    from meshwright.parallel.zero import ParameterStore
-    from meshwright.precision import LossScale, dtype
+    from meshwright.checkpoint import store
+    from meshwright.metrics import Timers, say, tell_time
 
     problems = config.problems()
     if problems:
         raise UserError("\n  ".join(["", *problems]))
-    c, t = config.checkpoint, config.training
-    assert t.train_iters is not None and t.micro_batch_size and config.data.seq_length
+    c = config.checkpoint
     refuse_other_ranks()
+    require_files(config)
     device = pick_device(config)
     if config.precision.deterministic_mode:
         be_deterministic()
@@ -93,179 +85,258 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
             held.enter_context(store.lock(root))
         if c.save:
             guard_existing(config)
-
-        # Who we are, in the order and the words of Megatron's log.
+        # What follows is said in the order and the words of Megatron's log, which people's scripts read.
         timers = Timers()
-        say(
-            "using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1 "
-        )
-        say(f"using {dtype(config.precision)} for parameters ...")
-        tell_arguments(flags.to_dict(config) | {"world_size": 1, "rank": 0, "data_parallel_size": 1})
-        if not t.global_batch_size:
-            say(f"setting global batch size to {config.global_batch}")
-        say(f"setting number of micro-batches to constant {config.micro_batches}")
-        tokenizer, vocab, padded = vocabulary(config, folder)
-        say("> initializing torch distributed ...")
-        say("> initialized tensor model parallel with size 1")
-        say("> initialized pipeline model parallel with size 1")
-        say(f"> setting random seeds to {t.seed} ...")
+        tokenizer, vocab, padded = introduce(config, folder)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - began:.3f}")
         tell_time("after megatron is initialized")
 
-        # The model, its memory, and where it left off.
         timers.start("model-and-optimizer-setup")
+        trainer = Trainer(config, device, vocab, padded)
+        trainer.load_or_initialise(timers)
+        timers.stop("model-and-optimizer-setup")
+        tell_time("after model, optimizer, and learning rate scheduler are built")
+
+        timers.start("train/valid/test-data-iterators-setup")
+        trainer.open_data()
+        timers.stop("train/valid/test-data-iterators-setup")
+        tell_time("after dataloaders are built")
+        say("done with setup ...")
+        timers.tell("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
+
+        trainer.open_folder(folder, tokenizer, command or [])
+        held.callback(trainer.metrics.close)
+        say("training ...")
+        tell_time("before the start of training step")
+        with catch_signals(config.training.exit_signal_handler) as asked:
+            reason, status = trainer.train(asked)
+        finished = reason == ALL_DONE
+        if finished:
+            tell_time("after training is done")
+            trainer.validate("valid", "the end of training for val data", ahead=0)
+        if c.save and trainer.progress.iteration:
+            trainer.save()
+        if finished:
+            trainer.validate("test", "the end of training for test data", ahead=0)
+        trainer.metrics.row("end", trainer.progress.iteration, reason=reason, status=status, time=time.time())
+        if folder is not None:
+            write_report(folder)
+        return status
+
+
+ALL_DONE = "all iterations done"
+
+
+class Trainer:
+    """The parts of a run, and what is done with them: load, train, validate, save."""
+
+    def __init__(self, config: TrainConfig, device: torch.device, vocab: int, padded: int) -> None:
+        import torch
+
+        from meshwright import lr_schedule, precision
+        from meshwright.kernels.pick import pick
+        from meshwright.metrics import say
+        from meshwright.model.gpt import GPT
+        from meshwright.parallel.zero import ParameterStore
+
+        assert config.data.seq_length
+        self.config, self.device, self.vocab, self.padded = config, device, vocab, padded
+        self.positions = config.model.max_position_embeddings or config.data.seq_length
         say("building GPT model ...")
-        positions = config.model.max_position_embeddings or config.data.seq_length
-        block, why = pick(config.model, device)
+        block, self.why = pick(config.model, device)
         with torch.device("meta"):
-            model = GPT(config.model, vocab, padded, positions, block, t.recompute)
-        parameters = counts.parameters(config.model, padded, positions)
+            self.model = GPT(config.model, vocab, padded, self.positions, block, config.training.recompute)
+        parameters = counts.parameters(config.model, padded, self.positions)
         say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {parameters}")
-        say(f" > running the {why}")
-        params = ParameterStore(model, config.optimizer, dtype(config.precision), device)
-        schedule, scaler, progress = from_config(config), LossScale(config.precision), Progress()
-        say(f"> learning rate decay style: {schedule.style}")
+        say(f" > running the {self.why}")
+        self.params = ParameterStore(self.model, config.optimizer, precision.dtype(config.precision), device)
+        self.scaler = precision.LossScale(config.precision)
+        self.schedule = lr_schedule.from_config(config)
+        say(f"> learning rate decay style: {self.schedule.style}")
+        self.progress = Progress()
 
-        def accept(state: dict[str, Any], saved: dict[str, Any]) -> None:
-            nonlocal schedule, progress
-            for line in differences(config, saved):
-                say(line)
-            schedule, lines = resume(schedule, state["schedule"], config)
-            for line in lines:
-                say(line)
-            progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress)})
-            scaler.load(state["loss_scale"])
-            params.steps = state["optimizer_steps"]
+    def load_or_initialise(self, timers: Timers) -> None:
+        from meshwright.checkpoint import native
+        from meshwright.metrics import say
+        from meshwright.model.gpt import initialise
 
-        timers.start("load-checkpoint")
+        c = self.config.checkpoint
         loaded = None
         if c.load:
-            loaded = native.load(c.load, params.named_state(), verify=c.verify, say=say, accept=accept)
+            timers.start("load-checkpoint")
+            loaded = native.load(c.load, self.params.named_state(), verify=c.verify, say=say, accept=self.accept)
+            timers.stop("load-checkpoint")
+            timers.tell("load-checkpoint")
             if loaded is None and c.exit_on_missing_checkpoint:
                 raise UserError(
                     f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set", BAD_DATA
                 )
         if loaded is None:
-            initialise(params.masters(), config.model, vocab, t.seed)
-        params.publish_weights()
-        timers.stop("load-checkpoint")
-        if c.load:
-            timers.tell("load-checkpoint")
-        timers.stop("model-and-optimizer-setup")
-        tell_time("after model, optimizer, and learning rate scheduler are built")
+            initialise(self.params.masters(), self.config.model, self.vocab, self.config.training.seed)
+        self.params.publish_weights()
 
-        # The data.
-        timers.start("train/valid/test-data-iterators-setup")
-        data = build_datasets(config, vocab, say)
-        timers.stop("train/valid/test-data-iterators-setup")
-        tell_time("after dataloaders are built")
-        say("done with setup ...")
-        timers.tell("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
-        if data["train"] is None and progress.iteration < t.train_iters:
-            raise UserError(f"--split {config.data.split!r} leaves no document for training", BAD_DATA)
+    def accept(self, state: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Take over a checkpoint's counters before its tensors are read, or refuse it."""
+        from meshwright import lr_schedule
+        from meshwright.metrics import say
 
-        # The folder: the settings, the vocabulary, the log.
-        if c.save:
-            store.check_writable(c.save, native.bytes_of(params.named_state()))
+        for line in differences(self.config, saved):
+            say(line)
+        self.schedule, lines = lr_schedule.resume(self.schedule, state["schedule"], self.config)
+        for line in lines:
+            say(line)
+        self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress)})
+        self.scaler.load(state["loss_scale"])
+        self.params.steps = state["optimizer_steps"]
+
+    def open_data(self) -> None:
+        from meshwright.data.datasets import build_datasets
+        from meshwright.metrics import say
+
+        self.data = build_datasets(self.config, self.vocab, say)
+        if self.data["train"] is None and self.progress.iteration < (self.config.training.train_iters or 0):
+            raise UserError(f"--split {self.config.data.split!r} leaves no document for training", BAD_DATA)
+
+    def open_folder(self, folder: Path | None, tokenizer: Tokenizer | None, command: list[str]) -> None:
+        """The settings, the vocabulary, the log; the first moment when something is written."""
+        import torch
+
+        from meshwright.checkpoint import native, store
+        from meshwright.metrics import Metrics
+
+        c, t, seq = self.config, self.config.training, self.config.data.seq_length
+        assert t.train_iters is not None and seq
+        if c.checkpoint.save:
+            store.check_writable(c.checkpoint.save, native.bytes_of(self.params.named_state()))
         if folder is not None:
-            keep_settings(folder, config, tokenizer)
-        flops = counts.flops_per_token(config.model, padded, config.data.seq_length, t.recompute)
-        metrics = Metrics(
-            folder, t.train_iters, config.global_batch, config.data.seq_length, flops, device,
-            config.logging.log_interval, config.logging.progress,
-        )  # fmt: skip
-        held.callback(metrics.close)
-        metrics.row(
-            "start", progress.iteration, time=time.time(), command=command or [], version=_version(),
-            torch=torch.__version__, python=platform.python_version(), device=_device_name(device), host=platform.node(),
-            parameters=counts.parameters(config.model, vocab, positions), block=why, dtype=config.precision.dtype,
-            tokens_per_step=config.global_batch * config.data.seq_length, train_iters=t.train_iters,
+            keep_settings(folder, c, tokenizer)
+        flops = counts.flops_per_token(c.model, self.padded, seq, t.recompute)
+        interval, bar = c.logging.log_interval, c.logging.progress
+        self.metrics = Metrics(folder, t.train_iters, c.global_batch, seq, flops, self.device, interval, bar)
+        self.metrics.row(
+            "start", self.progress.iteration, time=time.time(), command=command, version=_version(),
+            torch=torch.__version__, python=platform.python_version(), device=_device_name(self.device),
+            host=platform.node(), parameters=counts.parameters(c.model, self.vocab, self.positions), block=self.why,
+            dtype=c.precision.dtype, tokens_per_step=c.global_batch * seq, train_iters=t.train_iters,
         )  # fmt: skip
 
-        def save() -> None:
-            assert c.save
-            start = time.perf_counter()
-            state = dataclasses.asdict(progress) | {
-                "schedule": dataclasses.asdict(schedule), "loss_scale": scaler.state(), "optimizer_steps": params.steps,
-                "true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions, "skips": [],
-            }  # fmt: skip
-            if native.save(c.save, progress.iteration, params.named_state(), state, flags.to_dict(config), say=say):
-                metrics.row("save", progress.iteration, seconds=round(time.perf_counter() - start, 3))
+    def steps(self, dataset: Dataset, consumed: int, wrap: bool = False) -> Generator[list[Batch], None, None]:
+        """Endless: the micro-batches of one step after the other, from this sample on."""
+        from meshwright.data.loader import Loader
 
-        def validate(name: str, first: int, prefix: str) -> None:
-            dataset = data[name]
-            if dataset is not None and t.eval_iters:
-                with contextlib.closing(steps(dataset, first, wrap=True)) as batches:
-                    loss = evaluate(model, batches, t.eval_iters, device)
-                metrics.validation(progress.iteration, "test" if name == "test" else "validation", prefix, loss)
+        assert self.config.training.micro_batch_size
+        workers, pin = self.config.data.num_workers, self.device.type == "cuda"
+        batch, number = self.config.training.micro_batch_size, self.config.micro_batches
+        return iter(Loader(dataset, batch, number, consumed, workers, self.vocab, wrap=wrap, pin=pin))
 
-        def steps(dataset: Any, consumed: int, wrap: bool = False) -> Generator[list[Batch], None, None]:
-            assert t.micro_batch_size
-            workers, pin = config.data.num_workers, device.type == "cuda"
-            return iter(
-                Loader(dataset, t.micro_batch_size, config.micro_batches, consumed, workers, vocab, wrap=wrap, pin=pin)
-            )
+    def train(self, asked: list[signal.Signals]) -> tuple[str, int]:
+        """All steps that are left, unless something ends them early: the reason, and the exit status."""
+        import torch
 
-        say("training ...")
-        tell_time("before the start of training step")
-        reason, status = "all iterations done", DONE
-        per_validation = t.eval_iters * config.global_batch
-        with catch_signals(t.exit_signal_handler) as asked, contextlib.ExitStack() as reading:
-            if progress.iteration < t.train_iters:
-                batches = reading.enter_context(
-                    contextlib.closing(steps(data["train"], progress.consumed_train_samples))
-                )
+        from meshwright.metrics import say
+
+        t, c, p = self.config.training, self.config.checkpoint, self.progress
+        assert t.train_iters is not None
+        if p.iteration >= t.train_iters:
+            return ALL_DONE, DONE
+        assert self.data["train"] is not None
+        with contextlib.closing(self.steps(self.data["train"], p.consumed_train_samples)) as batches:
             last = time.perf_counter()
-            while progress.iteration < t.train_iters:
-                lr, wd = schedule.lr(progress.schedule_samples), schedule.wd(progress.schedule_samples)
-                scale, at_least = scaler.scale, config.precision.min_loss_scale
-                loss, norm = train_step(model, params, next(batches), t.seed, lr, wd, scale, t.loss_mean, device)
-                loss, norm = torch.stack((loss, norm)).tolist()  # the one wait for the device
+            while p.iteration < t.train_iters:
+                lr, wd = self.schedule.lr(p.schedule_samples), self.schedule.wd(p.schedule_samples)
+                scale = self.scaler.scale
+                update = train_step(
+                    self.model, self.params, next(batches), t.seed, lr, wd, scale, t.loss_mean, self.device
+                )
+                loss, norm = torch.stack(update).tolist()  # the one wait for the device
 
-                skipped = not math.isfinite(norm)  # the store left everything as it was
-                progress.iteration += 1
-                progress.consumed_train_samples += config.global_batch
-                progress.schedule_samples += 0 if skipped else config.global_batch
-                overflow = skipped and math.isfinite(loss) and config.precision.fp16
-                scaler.update(overflow)
+                skipped = not (math.isfinite(loss) and math.isfinite(norm))  # then the store left everything as it was
+                overflow = skipped and math.isfinite(loss) and self.config.precision.fp16
+                p.iteration += 1
+                p.consumed_train_samples += self.config.global_batch
+                p.schedule_samples += 0 if skipped else self.config.global_batch
+                self.scaler.update(overflow)
                 now = time.perf_counter()
-                metrics.step(
-                    progress.iteration, progress.consumed_train_samples, loss, norm, lr,
-                    schedule.lr(progress.schedule_samples), scale, skipped, now - last,
-                )  # fmt: skip
-                last = now
-                if skipped and not (overflow and (not scaler.dynamic or scale > at_least)):
-                    metrics.row("end", progress.iteration, reason="not finite", status=NON_FINITE)
-                    raise UserError(not_finite(progress, loss, norm, scale, config), NON_FINITE)
+                next_lr = self.schedule.lr(p.schedule_samples)
+                self.metrics.step(
+                    p.iteration, p.consumed_train_samples, loss, norm, lr, next_lr, scale, skipped, now - last
+                )
+                if skipped and not (overflow and self.scaler.may_overflow(scale)):
+                    self.metrics.row("end", p.iteration, reason="not finite", status=NON_FINITE, time=time.time())
+                    raise UserError(not_finite(p, loss, norm, scale, self.config), NON_FINITE)
 
-                if progress.iteration % t.eval_interval == 0:
-                    first = (progress.iteration // t.eval_interval - 1) * per_validation
-                    validate("valid", first, f"iteration {progress.iteration}")
-                    last = time.perf_counter()
-                if c.save and c.save_interval and progress.iteration % c.save_interval == 0:
-                    save()
-                    last = time.perf_counter()
+                pause = time.perf_counter()
+                if p.iteration % t.eval_interval == 0:
+                    self.validate("valid", f"iteration {p.iteration}", ahead=-1)
+                if c.save and c.save_interval and p.iteration % c.save_interval == 0:
+                    self.save()
+                last = now + time.perf_counter() - pause  # neither counts as time of a step
                 if asked:
-                    reason, status = f"{asked[0].name}", SIGINT if asked[0] is signal.SIGINT else SIGTERM
                     say(f"exiting program after receiving {asked[0].name}.")
-                    break
-                if t.exit_interval and progress.iteration % t.exit_interval == 0:
-                    reason = f"--exit-interval {t.exit_interval}"
-                    say(f"exiting program at iteration {progress.iteration}")
-                    break
-        left_early = reason != "all iterations done"
-        if not left_early:
-            tell_time("after training is done")
-            first = progress.iteration // t.eval_interval * per_validation
-            validate("valid", first, "the end of training for val data")
-        if c.save and progress.iteration:
-            save()
-        if not left_early:
-            validate("test", 0, "the end of training for test data")
-        metrics.row("end", progress.iteration, reason=reason, status=status)
-        if folder is not None:
-            write_report(folder)
-        return status
+                    return asked[0].name, SIGINT if asked[0] is signal.SIGINT else SIGTERM
+                if t.exit_interval and p.iteration % t.exit_interval == 0:
+                    say(f"exiting program at iteration {p.iteration}")
+                    return f"--exit-interval {t.exit_interval}", DONE
+        return ALL_DONE, DONE
+
+    def validate(self, name: str, prefix: str, ahead: int) -> None:
+        """Each validation reads the samples after the one before; which ones is a function of the iteration."""
+        t, dataset = self.config.training, self.data[name]
+        if dataset is None or not t.eval_iters:
+            return
+        before = self.progress.iteration // t.eval_interval + ahead if name == "valid" else 0
+        with contextlib.closing(
+            self.steps(dataset, before * t.eval_iters * self.config.global_batch, wrap=True)
+        ) as steps:
+            loss = evaluate(self.model, steps, t.eval_iters, self.device)
+        self.metrics.validation(self.progress.iteration, "test" if name == "test" else "validation", prefix, loss)
+
+    def save(self) -> None:
+        from meshwright.checkpoint import native
+        from meshwright.metrics import say
+
+        folder, start = self.config.checkpoint.save, time.perf_counter()
+        assert folder
+        state = dataclasses.asdict(self.progress) | {
+            "schedule": dataclasses.asdict(self.schedule), "loss_scale": self.scaler.state(), "skips": [],
+            "optimizer_steps": self.params.steps, "true_vocab_size": self.vocab, "padded_vocab_size": self.padded,
+            "positions": self.positions,
+        }  # fmt: skip
+        named, settings = self.params.named_state(), flags.to_dict(self.config)
+        if native.save(folder, self.progress.iteration, named, state, settings, say=say):
+            self.metrics.row("save", self.progress.iteration, seconds=round(time.perf_counter() - start, 3))
+
+
+def introduce(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
+    """Who we are; returns the tokenizer, if there is one, the true and the padded vocabulary size."""
+    from meshwright import precision
+    from meshwright.metrics import say, tell_arguments
+
+    t = config.training
+    say("using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1 ")
+    say(f"using {precision.dtype(config.precision)} for parameters ...")
+    tell_arguments(flags.to_dict(config) | {"world_size": 1, "rank": 0, "data_parallel_size": 1})
+    if not t.global_batch_size:
+        say(f"setting global batch size to {config.global_batch}")
+    say(f"setting number of micro-batches to constant {config.micro_batches}")
+    tokenizer, vocab, padded = vocabulary(config, folder)
+    say("> initializing torch distributed ...")
+    say("> initialized tensor model parallel with size 1")
+    say("> initialized pipeline model parallel with size 1")
+    say(f"> setting random seeds to {t.seed} ...")
+    return tokenizer, vocab, padded
+
+
+def require_files(config: TrainConfig) -> None:
+    """The data must be there before anything long begins."""
+    for prefix in config.data.data_path:
+        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
+        if missing:
+            raise UserError(
+                f"--data-path {prefix}: there is no {' and no '.join(missing)}; `meshwright preprocess` writes both, and "
+                "the prefix is their name without the ending",
+                BAD_DATA,
+            )
 
 
 def train_step(
@@ -295,7 +366,7 @@ def train_step(
         loss = loss_sum(logits, b.labels, b.loss_mask) / weight
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    return total, params.step(lr, weight_decay, scale)
+    return total, params.step(lr, weight_decay, scale, total)
 
 
 def evaluate(model: GPT, batches: Iterator[list[Batch]], steps: int, device: torch.device) -> float:

@@ -13,7 +13,6 @@ safetensors reader reads it. We read by the index alone: it is hashed, and a hos
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections import Counter
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint import store
 from meshwright.checkpoint.store import Damaged, Manifest, Say, Write
-from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.errors import BAD_DATA, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -449,63 +448,3 @@ def _read(root: str | Path, step: int, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Damaged(f"{folder / name}: not a JSON object")
     return value
-
-
-def describe(
-    root: str | Path, step: int | None = None, tensors: bool = False, full: bool = False
-) -> tuple[list[str], bool]:
-    """Lines about the steps and, closer, about one (the newest whole one if none is given); and whether it is whole."""
-    chosen = None
-    lines = [f"{root}"]
-    for number in store.steps(root) if step is None else [step]:
-        folder = store.step_folder(root, number)
-        try:
-            manifest = store.verify(folder, full)
-            index, state = read_index(folder, manifest), read_state(root, number)
-        except Damaged as damage:
-            lines.append(f"  {folder.name}  verified: NO, {damage}")
-            continue
-        parameters = sum(math.prod(t.shape) for name, t in index.items() if "/" not in name)
-        how = "every byte" if full else "manifest and sizes; --full checks every byte"
-        lines.append(f"  {folder.name}  verified: yes ({how})")
-        lines.append(
-            f"    iteration {state.get('iteration', number)} | "
-            f"consumed samples {state.get('consumed_train_samples', 'not recorded')} | "
-            f"parameters {parameters:,} | {sum(file.size for file in manifest.values()):,} bytes"
-        )
-        chosen = number if chosen is None else chosen
-    if chosen is None:
-        return lines, False
-    lines += [f"  {line}" for line in summary(read_config(root, chosen))]
-    if tensors:
-        folder = store.step_folder(root, chosen)
-        for name, tensor in sorted(read_index(folder, store.verify(folder)).items()):
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            size = math.prod(tensor.shape) * SIZES[tensor.dtype]
-            lines.append(f"  {name:40} {shape:>16} {tensor.dtype:>4} {size:>16,} bytes in {len(tensor.boxes)} boxes")
-    return lines, True
-
-
-def summary(config: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            told = ", ".join(f"{k} {v}" for k, v in value.items() if v not in (None, "", [], False))
-            yield f"{name}: {told}"
-        else:
-            yield f"{name}: {value}"
-
-
-def main_inspect(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="meshwright inspect", description="What a checkpoint folder holds.")
-    parser.add_argument("dir", help="the --save folder, or one iter_… folder in it")
-    parser.add_argument("--step", type=int, help="look at this step (none: all, and the newest more closely)")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, bytes")
-    parser.add_argument("--full", action="store_true", help="verify every byte")
-    args = parser.parse_args(argv)
-    root, step = store.split_path(args.dir)
-    lines, whole = describe(root, args.step if args.step is not None else step, args.tensors, args.full)
-    print("\n".join(lines))
-    if not whole:
-        store.latest(root)  # knows why: damaged, another program's, or nothing
-        raise UserError(f"no whole checkpoint {'of that step ' if args.step or step else ''}in {root}", BAD_DATA)
-    return DONE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -11,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import flags
-from meshwright.config import GenerateConfig, Sampling
-from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.config import GenerateConfig
+from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 
 if TYPE_CHECKING:
     import torch
 
     from meshwright.tokenizers import Tokenizer
 
-Batched = Callable[[list[list[int]], int], Iterator[list[int | None]]]  # prompts, number of the first -> new tokens
+Complete = Callable[[list[list[int]], int], list[tuple[list[int], bool]]]  # prompts, number of the first
 
 
 def main(argv: list[str]) -> int:
@@ -34,102 +36,130 @@ def main(argv: list[str]) -> int:
         return DONE
     c, s = parsed.config, parsed.config.sampling
     lines = read_prompts(Path(s.sample_input_file)) if s.sample_input_file else []
-    if parsed.dry_run:
-        print("the flags are right; nothing was loaded and nothing written")
-        return DONE
+    output = s.sample_output_file or f"{s.sample_input_file}.out"
+    if s.sample_input_file and Path(output).resolve() == Path(s.sample_input_file).resolve():
+        raise UserError(f"--sample-output-file {output} is the input: its prompts would be lost")
     flags.tell(parsed)
 
     # torch only now: a mistake in the flags is told at once
     from meshwright.generate import chat, engine, sampling
     from meshwright.precision import dtype
-    from meshwright.train import pick_device
+    from meshwright.train import be_deterministic, pick_device
 
     def say(line: str) -> None:  # stdout is for text
         print(line, file=sys.stderr if s.prompt is not None else sys.stdout, flush=True)
 
     assert c.checkpoint.load
+    given = flags.to_dict(c)
+    given = {name: given[name] for name, source in parsed.sources.items() if source != "default"}
+    if parsed.dry_run:
+        found = engine.find(c.checkpoint.load, given, c.tokenizer, say)
+        print(f"the flags fit step {found.step} in {found.root}; nothing was loaded and nothing written")
+        return DONE
+    if c.precision.deterministic_mode:
+        be_deterministic()
     device = pick_device(c)
-    run = engine.load(
-        c.checkpoint.load, parsed.given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify, say
-    )
-    longest = min(c.data.seq_length or run.positions, run.positions)
+    run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify, say)
     eod = run.tokenizer.eod
 
-    def continue_(prompts: list[list[int]], first: int) -> Iterator[list[int | None]]:
+    def options(prompts: list[list[int]], first: int) -> engine.Options:
+        """The row `i` of these prompts has the sample number `first + i`, which alone seeds its random numbers."""
         streams = [sampling.generator(c.training.seed, first + row) for row in range(len(prompts))]
 
         def choose(row: int, logits: torch.Tensor) -> int:
             return sampling.choose(logits, s, streams[row])
 
-        return engine.decode(run.model, prompts, s.out_seq_length, longest, eod, choose, use_cache=not s.recompute)
+        return [p or [eod] for p in prompts], s.out_seq_length, run.length, eod, choose, not s.recompute
 
     def one(prompt: list[int], number: int) -> Iterator[int]:
-        """The new tokens of one prompt, the end-of-document token left out."""
-        return (i for (i,) in continue_([prompt or [eod]], number) if i is not None and i != eod)
+        """The new tokens of one prompt as they come."""
+        return (i for (i,) in engine.decode(run.model, *options([prompt], number)) if i is not None and i != eod)
 
+    def complete(prompts: list[list[int]], first: int) -> list[tuple[list[int], bool]]:
+        return engine.complete(run.model, *options(prompts, first))
+
+    for stream in (sys.stdin, sys.stdout):  # a model may write, and a terminal send, what its encoding does not have
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    batch = c.training.micro_batch_size or 8
     if s.num_samples:
-        unconditional(s, run.tokenizer, continue_, c.training.micro_batch_size or 1)
+        assert s.genfile
+        unconditional(s.genfile, s.num_samples, run.tokenizer, complete, batch)
     elif s.sample_input_file:
-        prompts = [run.tokenizer.encode(line) for line in lines]
-        long = [n for n, ids in enumerate(prompts, 1) if len(ids) >= longest]
-        if long:
-            raise UserError(
-                f"{s.sample_input_file}: lines {long} have {longest} tokens or more, which leaves no room", BAD_DATA
-            )
-        with open(s.sample_output_file or s.sample_input_file + ".out", "w", encoding="utf-8") as out:
-            for n, (line, ids) in enumerate(zip(lines, prompts, strict=True)):
-                text = run.tokenizer.decode(list(one(ids, n)))
-                out.write(f"\nContext:{line}\n\nMegatron-LM:{text}\n")
-        print(f"wrote {len(lines)} continuations to {s.sample_output_file or s.sample_input_file + '.out'}")
+        from_file(lines, s.sample_input_file, output, run.tokenizer, complete, batch, run.length)
     elif s.prompt is not None:
-        ids = run.tokenizer.encode(s.prompt)
-        if len(ids) >= longest:
+        prompt = chat.clean(s.prompt)
+        ids = run.tokenizer.encode(prompt)
+        if len(ids) >= run.length:
             raise UserError(
-                f"--prompt has {len(ids)} tokens, the model reads {longest}: nothing could follow", BAD_DATA
+                f"--prompt has {len(ids)} tokens, the model reads {run.length}: nothing could follow", USAGE
             )
-        print(s.prompt, end="")
+        print(prompt, end="")
         for text in chat.pieces(run.tokenizer, one(ids, 0)):
             print(text, end="", flush=True)
         print()
     else:
-        chat.talk(run.tokenizer, one, longest)
+        chat.talk(run.tokenizer, one, run.length)
     return DONE
 
 
-def unconditional(s: Sampling, tokenizer: Tokenizer, continue_: Batched, batch: int) -> None:
-    """Exactly --num-samples JSON lines {"text", "length", "finished"}, a micro-batch at a time.
+def unconditional(genfile: str, n: int, tokenizer: Tokenizer, complete: Complete, batch: int) -> None:
+    """Exactly n JSON lines {"text", "length", "finished"}, a micro-batch at a time.
 
     `length` counts the generated tokens before the end-of-document one, `finished` says that it came.
     """
-    assert s.genfile
     took = []
-    with open(s.genfile, "w", encoding="utf-8") as out:
-        for first in range(0, s.num_samples, batch):
+    with open(genfile, "w", encoding="utf-8") as out:
+        for first in range(0, n, batch):
             start = time.perf_counter()
-            rows = min(batch, s.num_samples - first)
-            texts: list[list[int]] = [[] for _ in range(rows)]
-            for new in continue_([[tokenizer.eod]] * rows, first):
-                for row, token in enumerate(new):
-                    if token is not None:
-                        texts[row].append(token)
-            for ids in texts:
-                finished = bool(ids) and ids[-1] == tokenizer.eod
-                ids = ids[:-1] if finished else ids
+            for ids, finished in complete([[tokenizer.eod]] * min(batch, n - first), first):
                 line = {"text": tokenizer.decode(ids), "length": len(ids), "finished": finished}
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.flush()
             took.append(time.perf_counter() - start)
             print(f"Avg s/batch: {sum(took) / len(took):.3f}", flush=True)
-    print(f"wrote {s.num_samples} samples to {s.genfile}")
+    print(f"wrote {n} samples to {genfile}")
+
+
+def from_file(
+    lines: list[str], name: str, output: str, tokenizer: Tokenizer, complete: Complete, batch: int, longest: int
+) -> None:
+    """The continuation of every line; an empty line is continued as an empty document."""
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        with naming(f"--sample-input-file {name}:{number}"):
+            prompts.append(tokenizer.encode(line))
+    long = [f"line {n} has {len(ids)}" for n, ids in enumerate(prompts, 1) if len(ids) >= longest]
+    if long:
+        shown = ", ".join(long[:10]) + f" and {len(long) - 10} more" * (len(long) > 10)
+        raise UserError(
+            f"--sample-input-file {name}: {shown} tokens; the model reads {longest}, so nothing could follow", BAD_DATA
+        )
+    with open(output, "w", encoding="utf-8") as out:
+        for first in range(0, len(lines), batch):
+            done = complete(prompts[first : first + batch], first)
+            for line, (ids, _) in zip(lines[first:], done, strict=False):
+                out.write(f"\nContext:{line}\n\nMegatron-LM:{tokenizer.decode(ids)}\n")
+            out.flush()
+    print(f"wrote {len(lines)} continuations to {output}")
 
 
 def read_prompts(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"--sample-input-file {path}: no such file", BAD_DATA) from None
     except UnicodeDecodeError as e:
         raise UserError(f"--sample-input-file {path}: byte {e.start} is not UTF-8", BAD_DATA) from None
-    lines = text.splitlines()
-    if not lines:
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    if not text.strip():
         raise UserError(f"--sample-input-file {path} is empty: one prompt a line", BAD_DATA)
     return lines
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}", BAD_DATA) from None

@@ -1,4 +1,8 @@
-"""Choosing the next token from logits: greedy, temperature, top-k, top-p. Pure functions."""
+"""Choosing the next token from logits: greedy, temperature, top-k, top-p. Pure functions.
+
+The one random number a token needs is drawn on the CPU, so that a seed gives the same text on every device; sorting and
+summing 50,000 probabilities stays where the logits are.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,11 @@ from torch import Tensor
 
 from meshwright.config import Sampling
 from meshwright.errors import NON_FINITE, UserError
+
+
+def temper(logits: Tensor, temperature: float) -> Tensor:
+    """The largest becomes 0 first: the probabilities are the same, and no temperature overflows."""
+    return (logits - logits.max()) / temperature
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
@@ -24,21 +33,28 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, where, drop), float("-inf"))
 
 
+def draw(logits: Tensor, uniform: float) -> int:
+    """The token on whose share of [0, 1) the number falls; one of probability 0 has no share."""
+    passed = logits.double().softmax(-1).cumsum(-1)
+    token = (passed <= uniform * passed[-1]).sum()
+    return int(token.minimum(passed.argmax()))  # rounding may take the number to the very end
+
+
 def choose(logits: Tensor, s: Sampling, generator: torch.Generator) -> int:
-    """One token from one row of logits; the generator is used once for each call."""
-    logits = logits.float().cpu()
-    if logits.isnan().any() or not logits.isfinite().any():
+    """One token from one row of logits; the generator is used once for each call that samples."""
+    logits = logits.float()
+    if not logits.max().isfinite():  # also NaN, and -inf everywhere
         raise UserError(
             "the model's logits are not finite: its weights are damaged, or --fp16 overflows (try --bf16)", NON_FINITE
         )
     if s.greedy:
         return int(logits.argmax())
-    logits = logits / s.temperature
+    logits = temper(logits, s.temperature)
     if s.top_k:
         logits = top_k(logits, s.top_k)
     if s.top_p:
         logits = top_p(logits, s.top_p)
-    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+    return draw(logits, torch.rand((), dtype=torch.float64, generator=generator).item())
 
 
 def generator(seed: int, sample: int) -> torch.Generator:

@@ -91,8 +91,9 @@ class ParameterStore:
             g.gradients.zero_()
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, scale: float) -> Tensor:
-        """Clip and update; the gradients carry the loss scale. Returns the unclipped norm: not finite, no update."""
+    def step(self, lr: float, weight_decay: float, scale: float, loss: Tensor | None = None) -> Tensor:
+        """Clip and update; the gradients carry the loss scale. Returns the unclipped norm; no update if it or the loss
+        is not finite."""
         norms = [torch.linalg.vector_norm(g.gradients) for g in self.groups]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) / scale
         shrink = norm.new_ones(()) if self.clip_grad == 0 else (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
@@ -102,7 +103,8 @@ class ParameterStore:
                 g.gradients.mul_(shrink / scale)
         else:
             self.adamw.grad_scale = scale / shrink  # type: ignore[attr-defined]
-        self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+        self.adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
         for settings in self.adamw.param_groups:
             settings["lr"] = lr
             settings["weight_decay"] = weight_decay if settings["decays"] else 0.0

@@ -1,0 +1,299 @@
+"""Each flag of training changes what it says, seen from outside: in a tiny run's log, rows and files."""
+
+import io
+import json
+import math
+import signal
+
+import pytest
+import torch
+
+from conftest import TINY_FLAGS
+from meshwright.__main__ import main
+from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.data import preprocess
+from meshwright.lr_schedule import Schedule
+
+
+class Run:
+    """What a run left: its status, standard output and rows."""
+
+    def __init__(self, folder, capsys, *argv):
+        capsys.readouterr()
+        self.status = main(["train", *TINY_FLAGS, "--run-dir", str(folder), *argv])
+        captured = capsys.readouterr()
+        self.out, self.err = captured.out, captured.err
+        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+        self.rows = [json.loads(line) for line in lines]
+
+    def column(self, name, event="step"):
+        return [r[name] for r in self.rows if r["event"] == event]
+
+    @property
+    def losses(self):
+        return self.column("loss")
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(flag, ...) -> Run, each in a folder of its own."""
+    count = iter(range(99))
+    return lambda *argv: Run(tmp_path / f"run{next(count)}", capsys, *argv)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The losses without any further flag."""
+    folder = tmp_path_factory.mktemp("base")
+    assert main(["train", *TINY_FLAGS, "--run-dir", str(folder)]) == 0
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [r["loss"] for r in rows if r["event"] == "step"]
+
+
+def parameters(layers=2, h=32, ffn=128, inner=32, positions=16, vocab=64, untied=False):
+    block = h * 3 * inner + 3 * inner + inner * h + h + 2 * h * ffn + ffn + h + 4 * h
+    return vocab * h * (2 if untied else 1) + positions * h + layers * block + 2 * h
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        ([], parameters()),
+        (["--num-layers", "3"], parameters(layers=3)),
+        (["--hidden-size", "48"], parameters(h=48, ffn=192, inner=48)),
+        (["--ffn-hidden-size", "40"], parameters(ffn=40)),
+        (["--kv-channels", "4"], parameters(inner=16)),
+        (["--max-position-embeddings", "20"], parameters(positions=20)),
+        (["--vocab-size", "70"], parameters(vocab=70)),
+        (["--untie-embeddings-and-output-weights"], parameters(untied=True)),
+    ],
+)
+def test_sizes(run, flags, want):
+    """The number of parameters, of the true vocabulary, against a formula written here once more."""
+    assert run("--train-iters", "1", "--eval-iters", "0", *flags).column("parameters", "start") == [want]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num-attention-heads", "2"],
+        ["--layernorm-epsilon", "0.1"],
+        ["--init-method-std", "0.05"],
+        ["--hidden-dropout", "0"],
+        ["--attention-dropout", "0"],
+        ["--no-bias-gelu-fusion"],
+        ["--attention-impl", "sdpa"],
+        ["--seq-length", "8"],
+        ["--seed", "5"],
+        ["--weight-decay", "10"],
+        ["--clip-grad", "0.01"],
+        ["--adam-beta1", "0.5"],
+        ["--adam-beta2", "0.5"],
+        ["--adam-eps", "0.1"],
+        ["--bf16"],
+        ["--params-dtype", "float64"],
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_changes_the_losses(run, base, flags):
+    got = run(*flags)
+    assert got.status == 0 and len(got.losses) == len(base) and got.losses != base
+    first = ("weight-decay", "clip-grad", "adam")  # these act from the second step on
+    assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--attention-impl", "reference"],  # what `auto` takes on a CPU with attention dropout
+        ["--no-bias-gelu-fusion", "--openai-gelu"],
+        ["--position-embedding-type", "absolute"],
+        ["--optimizer", "adamw"],
+        ["--data-impl", "infer"],
+        ["--num-workers", "2"],
+        ["--distributed-backend", "gloo", "--distributed-timeout-minutes", "3", "--local-rank", "0"],
+        ["--micro-batch-size", "2", "--make-vocab-size-divisible-by", "1"],
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_another_word_for_the_same(run, base, flags):
+    assert run(*flags).losses == pytest.approx(base, rel=1e-6)
+
+
+def test_smaller_initial_weights(run):
+    assert run("--init-method-std", "1e-5", "--train-iters", "1").losses[0] == pytest.approx(math.log(64), abs=1e-4)
+
+
+def test_padded_vocabulary(run):
+    few = ["--train-iters", "1", "--eval-iters", "0"]
+    assert "with 64 dummy tokens (new size: 128)" in run(*few).out
+    assert "with 16 dummy tokens (new size: 80)" in run(*few, "--make-vocab-size-divisible-by", "40").out
+    assert "with 7 dummy tokens (new size: 71)" in run(*few, "--pad-vocab-size-to", "71").out
+
+
+def test_batch_sizes(run):
+    got = run("--micro-batch-size", "4", "--global-batch-size", "12", "--train-iters", "2")
+    assert "setting number of micro-batches to constant 3\n" in got.out
+    assert got.column("consumed_samples") == [12, 24]
+    got = run("--global-batch-size", "none", "--train-iters", "2")
+    assert "setting global batch size to 2\n" in got.out and got.column("consumed_samples") == [2, 4]
+
+
+def test_length_and_validations(run):
+    got = run("--train-iters", "5", "--eval-interval", "2", "--eval-iters", "3", "--log-interval", "2")
+    assert got.column("iteration") == [1, 2, 3, 4, 5]
+    assert got.column("iteration", "validation") == [2, 4, 5, 5]
+    assert got.column("name", "validation") == ["validation"] * 3 + ["test"]
+    assert f"    validation: {3 * 3 * 4}\n    test:       {3 * 4}\n" in got.out
+    assert [int(line.split("/")[0].split()[1]) for line in got.out.splitlines() if line.startswith(" iteration ")] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        (["--lr", "0.02"], {"max_lr": 0.02}),
+        (["--min-lr", "0.005"], {"min_lr": 0.005}),
+        (["--lr-decay-style", "cosine"], {"style": "cosine"}),
+        (["--lr-decay-style", "constant"], {"style": "constant"}),
+        (["--lr-decay-iters", "3"], {"decay": 12}),
+        (["--lr-warmup-iters", "2"], {"warmup": 8}),
+        (["--lr-warmup-fraction", "0.5"], {"warmup": 12}),
+    ],
+    ids=lambda x: x[0].strip("-") if isinstance(x, list) else "",
+)
+def test_learning_rates(run, flags, schedule):
+    """As the log shows them: after each step; warm-up is linear, then the decay of its style."""
+    s = {"max_lr": 0.01, "min_lr": 0.0, "style": "linear", "decay": 24, "warmup": 0} | schedule
+    want = []
+    for n in range(4, 25, 4):
+        left = 1 - min(1, (n - s["warmup"]) / (s["decay"] - s["warmup"]))
+        shape = {"linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))), "constant": 1.0}[s["style"]]
+        lr = s["min_lr"] + shape * (s["max_lr"] - s["min_lr"])
+        want.append(s["max_lr"] * n / s["warmup"] if n <= s["warmup"] and s["warmup"] else lr)
+    assert run(*flags).column("lr") == pytest.approx([0.0, *want[:-1]] if SHOWS_BEFORE else want, rel=1e-9, abs=1e-12)
+
+
+SHOWS_BEFORE = False
+assert Schedule  # the class under test, by way of its flags
+
+
+def test_constant_loss_scale(run):
+    assert run("--fp16", "--loss-scale", "128").column("loss_scale") == [128.0] * 6
+
+
+def test_dynamic_loss_scale(run):
+    got = run("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "2")
+    assert got.column("loss_scale") == [256.0, 256.0, 512.0, 512.0, 1024.0, 1024.0]
+    assert run("--fp16", "--train-iters", "3").column("loss_scale") == [2.0**32, 2.0**32, 2.0**31]
+    assert run("--fp16", "--train-iters", "3", "--hysteresis", "1").column("loss_scale") == [2.0**32, 2.0**31, 2.0**30]
+
+
+def test_least_loss_scale(run):
+    got = run("--fp16", "--hysteresis", "1", "--min-loss-scale", str(2.0**31))
+    assert got.status == 70 and "least loss scale" in got.err and got.column("loss_scale") == [2.0**32, 2.0**31]
+
+
+@pytest.mark.parametrize("flags", [["--checkpoint-activations"], ["--recompute-granularity", "full"],
+                                   ["--recompute-granularity", "full", "--recompute-method", "uniform"], []])  # fmt: skip
+def test_recompute_runs_each_block_again(run, monkeypatch, flags):
+    from meshwright.model import gpt
+
+    calls, real = [], gpt.Block.forward
+    monkeypatch.setattr(gpt.Block, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
+    assert run(*flags, "--train-iters", "1", "--eval-iters", "0").status == 0
+    assert len(calls) == 2 * 2 * (2 if flags else 1)  # layers, micro-batches, passes
+
+
+def test_loss_mean_weighs_tokens_or_micro_batches():
+    """Two micro-batches, one of them nearly all masked."""
+    from conftest import TINY
+    from meshwright.config import Optimizer
+    from meshwright.data.loader import Batch
+    from meshwright.kernels.pick import pick
+    from meshwright.model.gpt import GPT, initialise
+    from meshwright.parallel.zero import ParameterStore
+    from meshwright.train import train_step
+
+    cpu, losses = torch.device("cpu"), {}
+    tokens = torch.arange(64).view(2, 2, 16)
+    masks = torch.ones(2, 2, 16)
+    masks[1, :, 1:] = 0
+    for how, parts in (("global", [0, 1]), ("microbatch", [0, 1]), ("first", [0]), ("second", [1])):
+        with torch.device("meta"):
+            model = GPT(TINY, 64, 64, 16, pick(TINY, cpu)[0], False)
+        params = ParameterStore(model, Optimizer(lr=1.0), torch.float32, cpu)
+        initialise(params.masters(), TINY, 64, 1)
+        params.publish_weights()
+        batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
+        mean = how if how in ("global", "microbatch") else "global"
+        losses[how] = float(train_step(model, params, batches, 1, 0.0, 0.0, 1.0, mean, cpu)[0])
+    assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
+    assert losses["global"] == pytest.approx((32 * losses["first"] + 2 * losses["second"]) / 34)
+    assert losses["global"] != pytest.approx(losses["microbatch"], rel=1e-6)
+
+
+def test_exit_signal_handler(monkeypatch):
+    from meshwright.train import catch_signals
+
+    before = signal.getsignal(signal.SIGTERM)
+    with catch_signals(True):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    with catch_signals(False):
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_files(run, tmp_path):
+    """--save holds checkpoints, --run-dir the rest; --save-interval says when, and the end is always saved."""
+    save = tmp_path / "save"
+    assert run("--save", str(save), "--save-interval", "4").status == 0
+    shown = sorted(p.name for p in save.iterdir() if not p.name.startswith("."))
+    assert shown == ["iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
+    assert {"config.toml", "metrics.jsonl"} <= {p.name for p in (tmp_path / "run0").iterdir()}
+    assert not list((tmp_path / "run0").glob("iter_*"))
+    got = run("--load", str(save), "--train-iters", "8", "--override-opt_param-scheduler")
+    assert got.column("iteration") == [7, 8] and len(list(save.glob("iter_*"))) == 2
+
+
+@pytest.mark.parametrize("flag", ["--progress", "--no-progress"])
+def test_progress_bar(run, monkeypatch, flag):
+    from meshwright import metrics
+
+    class Bar:
+        def stop(self):
+            pass
+
+        def update(self, *args, **kwargs):
+            pass
+
+    bars = []
+    monkeypatch.setattr(metrics, "_bar", lambda total: bars.append(total) or (Bar(), 0))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert run(flag).status == 0
+    assert bars == ([6] if flag == "--progress" else [])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two token files of bytes."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in "ab":
+        lines = [json.dumps({"text": f"document {n} of {name}, " * 4}) for n in range(40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        settings = Preprocess(input=[str(folder / f"{name}.jsonl")], output_prefix=str(folder / name), append_eod=True)
+        preprocess.run(PreprocessConfig(settings, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), io.StringIO())
+    return folder
+
+
+def test_data_path_and_split(run, files):
+    flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--vocab-size", "none", "--split", "80,10,10"]
+    a = run(*flags, "--data-path", str(files / "a_text_document"))
+    b = run(*flags, "--data-path", str(files / "b_text_document"))
+    assert a.status == b.status == 0 and a.losses[0] != b.losses[0]
+    assert "> building ByteTokenizer tokenizer ..." in a.out
+    for line in ("[0, 32) total of 32 documents", "[32, 36) total of 4", "[36, 40) total of 4"):
+        assert f"     document indices in {line}" in a.out
+    half = run(*flags, "--data-path", str(files / "a_text_document"), "--split", "50,25,25")
+    assert "[0, 20) total of 20 documents" in half.out
+    infer = run(*flags, "--data-path", str(files / "a_text_document"), "--data-impl", "infer")
+    assert infer.losses == a.losses
