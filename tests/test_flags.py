@@ -318,7 +318,10 @@ def test_no_effect_is_told_once(capsys):
     flags.tell(got)
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and got.config == TrainConfig()
-    assert err[0] == "note: --DDP-impl is accepted and has no effect: gradients live in one flat buffer, whatever the choice"
+    assert (
+        err[0]
+        == "note: --DDP-impl is accepted and has no effect: gradients live in one flat buffer, whatever the choice"
+    )
 
 
 def test_no_effect_takes_its_values():

@@ -35,7 +35,8 @@ def test_top_k_keeps_the_largest_and_ties() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "expected"), [(0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [1, 2, 3]), (1.0, [0, 1, 2, 3])]
+    ("p", "expected"),
+    [(0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [1, 2, 3]), (1.0, [0, 1, 2, 3])],
 )
 def test_top_p_keeps_the_set_that_passes_p(p: float, expected: list[int]) -> None:
     assert kept(top_p(logs(0.05, 0.5, 0.15, 0.3), p)) == expected

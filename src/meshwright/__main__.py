@@ -11,7 +11,7 @@ from meshwright.errors import IO, SIGINT, USAGE, UserError
 COMMANDS = {
     "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three minutes"),
     "preprocess": ("meshwright.data.preprocess", "JSON lines to .bin/.idx"),
-    "train-tokenizer": ("meshwright.tokenizers", "learn a BPE vocabulary from text"),
+    "train-tokenizer": ("meshwright.data.train_tokenizer", "learn a BPE vocabulary from text"),
     "train": ("meshwright.train", "pre-train a GPT"),
     "evaluate": ("meshwright.evaluate", "perplexity and bits per byte of a run on text files"),
     "generate": ("meshwright.generate.command", "samples, continuations, or a dialogue"),

@@ -120,8 +120,7 @@ def main(argv: list[str]) -> int:
             print(line, flush=True)
 
     assert c.checkpoint.load
-    load, given = c.checkpoint.load, flags.to_dict(c)
-    given = {name: given[name] for name, source in parsed.sources.items() if source != "default"}
+    load, given = c.checkpoint.load, engine.given(parsed)
     if parsed.dry_run:
         found = engine.find(load, given, c.tokenizer, say)
         print(f"{len(texts)} documents; the flags fit step {found.step} in {found.root}; nothing was loaded")

@@ -11,20 +11,18 @@ reads that folder when the flags name no files, so that generation needs no voca
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright import config
-from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.errors import BAD_DATA, UserError
 
 END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
@@ -301,23 +299,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: b
     vocab = json.loads((out / "vocab.json").read_text(encoding="utf-8"))
     vocab[END_OF_TEXT] = len(vocab)
     (out / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-
-
-def main(argv: list[str]) -> int:
-    """`meshwright train-tokenizer`."""
-    from meshwright.data import preprocess  # which needs this module
-
-    parser = argparse.ArgumentParser("meshwright train-tokenizer", allow_abbrev=False, description="Learn a BPE.")
-    parser.add_argument("--input", nargs="+", required=True, help="JSON-lines file(s), one document a line")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is read (default: text)")
-    parser.add_argument("--vocab-size", type=int, required=True, help=f"ids in all, with the bytes and {END_OF_TEXT}")
-    parser.add_argument("--output", type=Path, required=True, help="folder for vocab.json and merges.txt")
-    given = parser.parse_args(argv)
-    texts = preprocess.read_texts(preprocess.find_inputs(given.input), given.json_keys)
-    train_bpe(texts, given.vocab_size, given.output, show_progress=sys.stderr.isatty())
-    built = GPT2BPE(given.output / "vocab.json", given.output / "merges.txt")
-    print(f"wrote {built.files['vocab.json']} and {built.files['merges.txt']}: {built.size} ids")
-    return DONE
 
 
 def _has_long_space(text: str) -> bool:

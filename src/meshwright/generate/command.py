@@ -50,8 +50,7 @@ def main(argv: list[str]) -> int:
         print(line, file=sys.stderr if s.prompt is not None else sys.stdout, flush=True)
 
     assert c.checkpoint.load
-    given = flags.to_dict(c)
-    given = {name: given[name] for name, source in parsed.sources.items() if source != "default"}
+    given = engine.given(parsed)
     if parsed.dry_run:
         found = engine.find(c.checkpoint.load, given, c.tokenizer, say)
         print(f"the flags fit step {found.step} in {found.root}; nothing was loaded and nothing written")

@@ -29,6 +29,8 @@ Options = tuple[list[list[int]], int, int, int, Callable[[int, Tensor], int], bo
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
                 "max_position_embeddings", "layernorm_epsilon", "untie_embeddings_and_output_weights",
                 "bias_gelu_fusion", "openai_gelu")  # fmt: skip
+# Where a default or another flag decides, what is compared is the outcome.
+OUTCOME = {"ffn_hidden_size": "ffn", "kv_channels": "head_dim", "bias_gelu_fusion": "gelu", "openai_gelu": "gelu"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ class Run:
     step: int
     length: int  # of the longest sequence: --seq-length, or as trained
     device: torch.device
+
+
+def given(parsed: flags.Parsed[Any]) -> dict[str, Any]:
+    """What flags, environment, file and preset say; the rest is the checkpoint's to say."""
+    values = flags.to_dict(parsed.config)
+    return {name: values[name] for name, source in parsed.sources.items() if source != "default"}
 
 
 def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, say: Say) -> Found:
@@ -90,13 +98,7 @@ def contradictions(given: Mapping[str, Any], saved: Model, positions: int) -> li
     asked = dataclasses.replace(saved, **{n: given[n] for n in ARCHITECTURE if n in given})
     out = []
     for name in ARCHITECTURE:
-        meaning = {
-            "ffn_hidden_size": "ffn",
-            "kv_channels": "head_dim",
-            "bias_gelu_fusion": "gelu",
-            "openai_gelu": "gelu",
-        }
-        ours, theirs = (getattr(m, meaning.get(name, name)) for m in (asked, saved))
+        ours, theirs = (getattr(m, OUTCOME.get(name, name)) for m in (asked, saved))
         if name in given and ours != theirs:
             out.append(f"{spelling(name)} {given[name]}, the checkpoint has {theirs}")
     if (given.get("seq_length") or 0) > positions:

@@ -1,0 +1,141 @@
+"""The demo at a small scale, whole: every command is really run, in processes of their own."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshwright import demo, flags
+from meshwright.__main__ import main
+from meshwright.config import TrainConfig
+from meshwright.errors import BAD_DATA, LOCKED, UserError
+
+SMALL = demo.Scale(
+    files=60,
+    vocab_size=300,
+    model="--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16",
+    recipe="--micro-batch-size 4 --lr 1e-2",
+    iters=1200,
+    stop=100,
+    report=50,
+    sample=5,
+)
+
+
+@pytest.mark.whole
+def test_whole_tour(tmp_path, capfd):
+    folder = tmp_path / "demo"
+    assert demo.run(folder, SMALL) == 0
+    out = capfd.readouterr().out
+    for n in range(1, 8):
+        assert f"\n{n}. " in out
+    assert out.count("\n  (") == 7 and out.count("$ meshwright train ") == 2 and "SIGTERM" in out
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    ends = [(r["reason"], r["status"], r["iteration"]) for r in rows if r["event"] == "end"]
+    assert ends[0][:2] == ("SIGTERM", 143) and 100 <= ends[0][2] < 1200
+    assert ends[1:] == [("all iterations done", 0, 1200)]
+    assert [r["iteration"] for r in rows if r["event"] == "step"] == list(range(1, 1201))
+    assert "bits per byte: this GPT" in out and "the trigram is better" in out
+    assert (folder / "run/report.html").stat().st_size > 1000 and "report.html" in out
+    assert out.count("$ meshwright generate ") == 3 and "\n  import" in out and "\n  def" in out
+    train, held_out = ([json.loads(x) for x in open(folder / f"{n}.jsonl")] for n in ("train", "held_out"))
+    assert len(train) > 10 * len(held_out) > 0
+    assert not {d["path"] for d in train} & {d["path"] for d in held_out}
+
+    # The commands it ends with are right, here with what the demo made.
+    last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
+    assert [c[0] for c in last] == ["generate", "report", "inspect", "train"]
+    assert main(last[1]) == 0 and main(last[2]) == 0
+    c = flags.parse(TrainConfig, last[3][1:], "meshwright train").config
+    assert (c.model.num_layers, c.training.global_batch_size, c.checkpoint.load) == (24, 512, "gpt2-345m")
+
+
+def test_345m_command_and_recipe_are_valid():
+    words = shlex.split(demo.GPT2_345M)
+    assert words[:2] == ["meshwright", "train"]
+    assert flags.parse(TrainConfig, words[2:], "meshwright train").config.precision.bf16
+    own = demo.Scale()
+    recipe = f"{own.model} {own.recipe} --data-path x --train-iters {own.iters}".split()
+    assert not flags.parse(TrainConfig, recipe, "meshwright train").notices
+
+
+def test_only_its_own_folder(tmp_path, capsys, monkeypatch):
+    (tmp_path / "thesis.txt").write_text("three years")
+    with pytest.raises(UserError) as caught:
+        demo.run(tmp_path, SMALL)
+    assert caught.value.status == LOCKED and [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+    # A demo's folder is started anew; what the user put there stays.
+    monkeypatch.setattr(demo, "tour", lambda folder, scale: print("tour"))
+    assert demo.run(tmp_path / "demo", SMALL) == 0
+    (tmp_path / "demo/run/iter_0000001").mkdir(parents=True)
+    (tmp_path / "demo/train.jsonl").write_text("old")
+    (tmp_path / "demo/notes.txt").write_text("mine")
+    assert demo.run(tmp_path / "demo", SMALL) == 0
+    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [".lock", demo.MARK, "notes.txt"]
+    assert "starting anew" in capsys.readouterr().out
+
+
+def test_collect_is_the_same_each_time_and_leaves_out_what_is_no_text(tmp_path):
+    library = tmp_path / "lib"
+    for n in range(60):
+        (library / "p").mkdir(parents=True, exist_ok=True)
+        (library / f"p/m{n}.py").write_text(f"x = {n}\n")
+    (library / "latin.py").write_bytes(b"s = '\xe9'\n")
+    (library / "empty.py").write_text("\n")
+    (library / "test").mkdir()
+    (library / "test/test_x.py").write_text("assert 1\n")
+    sides = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        demo.collect(library, tmp_path / name, None)
+        sides.append([(tmp_path / name / f"{s}.jsonl").read_text() for s in ("train", "held_out")])
+    assert sides[0] == sides[1]
+    lines = [json.loads(line) for side in sides[0] for line in side.splitlines()]
+    assert sorted(d["path"] for d in lines) == sorted(f"p/m{n}.py" for n in range(60))
+    with pytest.raises(UserError) as caught:
+        demo.collect(tmp_path / "nothing", tmp_path / "a", None)
+    assert caught.value.status == BAD_DATA
+
+
+@pytest.mark.parametrize("ours, verdict", [(1.0, "the GPT is better"), (7.9, "the trigram is better")])
+def test_the_verdict_is_honest(tmp_path, capsys, ours, verdict):
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "the cat sat on the mat. "}) + "\n")
+    demo.compare(ours, tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
+    out = capsys.readouterr().out
+    assert verdict in out and f"{ours:.3f}" in out
+
+
+def test_a_command_that_fails_ends_the_tour_with_its_status(tmp_path, capfd):
+    with pytest.raises(UserError, match="no-such-file does not exist") as caught:
+        demo.call(tmp_path / "log", ["train-tokenizer", "--input", "no-such-file", "--vocab-size", "300", "--output", "x"])
+    assert caught.value.status == BAD_DATA
+
+
+@pytest.mark.whole
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    program = "import sys; from pathlib import Path; from meshwright import demo; from test_demo import SMALL; "
+    program += "import dataclasses; sys.exit(demo.run(Path('demo'), dataclasses.replace(SMALL, iters=100000, stop=90000)))"
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([*sys.path, os.path.dirname(__file__)]))
+    child = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    said = ""
+    while "iteration    50 of" not in said:
+        line = child.stdout.readline()
+        assert line, said
+        said += line
+    child.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    said += child.communicate(timeout=30)[0]
+    assert child.returncode == 130 and time.monotonic() - start < 20
+    assert "goes on with:   meshwright train --config demo/run/config.toml" in said
+    assert "starts anew with:   meshwright demo demo" in said
+    saved = int((tmp_path / "demo/run/latest_checkpointed_iteration.txt").read_text())
+    resume = [sys.executable, "-m", "meshwright", "train", "--config", "demo/run/config.toml", "--exit-interval", "10"]
+    assert subprocess.run(resume, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL).returncode == 0
+    assert saved < int((tmp_path / "demo/run/latest_checkpointed_iteration.txt").read_text()) <= saved + 10

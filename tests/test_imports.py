@@ -1,0 +1,102 @@
+"""Imports go one way, the model knows no ranks, and what must start fast imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
+
+# Each layer may import from itself and from those above it.
+LAYERS = [
+    ["errors", "config", "flags"],
+    ["tokenizers", "data", "kernels", "model", "lr_schedule"],
+    ["precision", "optimizer", "parallel"],
+    ["checkpoint", "metrics", "report"],
+    ["train"],
+    ["generate", "evaluate"],
+    ["demo", "bench"],
+    ["__main__"],
+]
+LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
+
+# Imported where used: these must start without torch.
+NO_TORCH = ["errors", "config", "flags", "tokenizers", "lr_schedule", "report", "train", "evaluate", "__main__",
+            "data.indexed", "data.preprocess", "data.samples", "model.counts", "checkpoint.store", "checkpoint.native",
+            "checkpoint.inspect", "generate.command"]  # fmt: skip
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports anywhere, as 'data.loader'."""
+    out = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "meshwright":
+            base = node.module.removeprefix("meshwright").lstrip(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}".lstrip(".")
+                out.add(name if (SOURCE / (name.replace(".", "/") + ".py")).exists() else base)
+    return out - {""}
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_one_way(path: Path) -> None:
+    mine = path.relative_to(SOURCE).with_suffix("").parts[0]
+    assert mine in LEVEL or path.name == "__init__.py", f"{mine} has no layer yet"
+    for other in imports(path):
+        theirs = other.split(".")[0]
+        assert LEVEL[theirs] <= LEVEL[mine], f"{mine} imports {other}, which lies in a later layer"
+
+
+def test_no_circles_between_files() -> None:
+    edges = {str(p.relative_to(SOURCE).with_suffix("")).replace("/", "."): imports(p) for p in SOURCE.rglob("*.py")}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name not in done:
+            for other in edges.get(name, ()):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_package_files_are_empty() -> None:
+    assert all(not p.read_text().strip() for p in SOURCE.rglob("__init__.py"))
+
+
+def test_the_model_knows_no_ranks() -> None:
+    for path in [*(SOURCE / "model").glob("*.py"), *(SOURCE / "kernels").glob("*.py")]:
+        code = re.sub(r'"""(.|\n)*?"""|#.*', "", path.read_text())
+        found = re.findall(r"\b(rank|ranks|world_size|process_group|mesh|distributed|dist|DTensor)\b", code)
+        assert not found, f"{path.name}: {found}"
+
+
+@pytest.mark.whole
+def test_no_torch_where_it_must_start_fast() -> None:
+    code = f"import sys, importlib\nfor m in {NO_TORCH}:\n    importlib.import_module('meshwright.' + m)\n"
+    code += "bad = {'torch', 'matplotlib', 'tiktoken', 'transformers'} & set(sys.modules)\nassert not bad, bad"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_unpickles() -> None:
+    """No pickle in our own files; a foreign one is never executed."""
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] + [getattr(node, "module", "") or ""]
+                assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & set(names), path
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("load", "save")
+            ):
+                owner = node.func.value
+                assert not (isinstance(owner, ast.Name) and owner.id == "torch"), f"{path}: torch.{node.func.attr}"

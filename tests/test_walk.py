@@ -1,0 +1,75 @@
+"""Can one batch be followed from disk to the optimizer update? Walk it, and count what a reader has to open.
+
+One real step runs under a profiler hook that notes every function of ours that is called, from the read of the
+memory-mapped file to the update of the weights. The network itself (model/ and kernels/) is one call on the way,
+`model(tokens)`, and is counted apart: who wants to know GPT reads model/gpt.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+
+import meshwright.train
+from meshwright import config
+from meshwright.data.indexed import Indexed, Writer
+from meshwright.data.loader import Loader, Samples
+from meshwright.model.gpt import GPT
+from meshwright.parallel.zero import ParameterStore
+
+SOURCE = Path(meshwright.train.__file__).parent
+MOST_FILES, MOST_LINES = 3, 350
+
+
+def walk(prefix: Path) -> dict[str, dict[str, int]]:
+    """file -> function -> lines, for every function of ours that one step calls."""
+    with Writer(prefix, np.uint16) as writer:
+        for n in range(20):
+            writer.add(np.arange(n, n + 30) % 61)
+            writer.end_document()
+    data = Samples(Indexed(prefix), range(20), 8, 16, seed=1)
+    with torch.device("meta"):
+        model = GPT(TINY, 61, 64, 16)
+    params = ParameterStore(model, config.Optimizer(), torch.float32, torch.device("cpu"))
+    batches = iter(Loader(data, 2, 2, 0, 0, 61))
+    seen: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            seen.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        meshwright.train.train_step(
+            model, params, next(batches), 1, 1e-3, 0.01, 1.0, "global", torch.device("cpu")
+        )  # fmt: skip
+    finally:
+        sys.setprofile(None)
+    assert params.steps == 1
+    files: dict[str, dict[str, int]] = {}
+    for code in seen:
+        if not code.co_name.startswith("<"):  # comprehensions lie inside functions that are counted
+            name = str(Path(code.co_filename).relative_to(SOURCE))
+            files.setdefault(name, {})[code.co_qualname] = len(inspect.getsourcelines(code)[0])
+    return files
+
+
+def test_one_batch_is_followed_through_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = walk(tmp_path / "data")
+    road = {name: f for name, f in files.items() if not name.startswith(("model/", "kernels/"))}
+    network = {name: f for name, f in files.items() if name not in road}
+    for title, part in (("the road", road), ("the network", network)):
+        total = sum(sum(f.values()) for f in part.values())
+        print(f"{title}: {len(part)} files, {total} lines")
+        for name, functions in sorted(part.items()):
+            print(f"  {name}: {', '.join(f'{f} ({n})' for f, n in sorted(functions.items()))}")
+    assert "data/loader.py" in road and "parallel/zero.py" in road and "train.py" in road
+    assert len(road) <= MOST_FILES, sorted(road)
+    assert sum(sum(f.values()) for f in road.values()) <= MOST_LINES
