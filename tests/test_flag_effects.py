@@ -10,8 +10,9 @@ import torch
 
 from conftest import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.config import Preprocess, PreprocessConfig, Tokenizer, TrainConfig
 from meshwright.data import preprocess
+from meshwright.flags import parse
 
 
 class Run:
@@ -221,7 +222,8 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
         initialise(params.masters(), TINY, 64, 1)
         params.publish_weights()
         batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
-        mean = how if how in ("global", "microbatch") else "global"
+        flag = ["--loss-mean", how] if how in ("global", "microbatch") else []
+        mean = parse(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
         losses[how] = float(train_step(model, params, batches, 1, 0.0, 0.0, 1.0, mean, cpu)[0])
     assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
     assert losses["global"] == pytest.approx((32 * losses["first"] + 2 * losses["second"]) / 34)

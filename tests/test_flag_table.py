@@ -233,10 +233,10 @@ TABLE = {
         "partitions": "not yet",
     },
     "evaluate": {
-        "input": "test_evaluate.py::test_input",
-        "json_keys": "test_evaluate.py::test_json_keys",
-        "overlapping_eval": "test_evaluate.py::test_overlapping_eval",
-        "json": "test_evaluate.py::test_json",
+        "input": "test_evaluate.py::test_command",
+        "json_keys": "test_evaluate.py::test_command",
+        "overlapping_eval": "test_evaluate.py::test_command",
+        "json": "test_evaluate.py::test_command",
     },
 }  # fmt: skip
 
@@ -302,7 +302,8 @@ def test_named_tests_exist_and_speak_of_their_flag(group):
         file, test = where.split("::")
         assert (TESTS / file).is_file(), f"{name}: no file {file}"
         assert test in functions_in(file), f"{name}: no {test} in {file}"
-        if file in ("test_flag_effects.py", "test_train.py"):  # these speak in flags; others call what the flag sets
+        # These speak in flags; the others call what a flag sets.
+        if file in ("test_flag_effects.py", "test_train.py", "test_generate.py"):
             spelled = name.replace("_", "[-_]")
             assert re.search(rf"--(no-)?{spelled}\b", functions_in(file)[test]), f"{name}: not in {where}"
 

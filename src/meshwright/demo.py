@@ -1,7 +1,7 @@
 """`meshwright demo [DIR]`: from text to a trained, talking model on this machine, each step by the command a user types.
 
 The corpus is one that every machine has, the source text of Python's standard library. The model is small enough for two
-cores and two minutes, and still predicts files it never saw better than a byte-trigram model of the same text.
+cores and two minutes, and still predicts files it never saw better than a byte-trigram model of the same text does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from pathlib import Path
 
 from meshwright.errors import BAD_DATA, DONE, LOCKED, SIGINT, SIGTERM, UserError
 
-MARK = ".meshwright-demo"  # says that the folder is ours to start anew in
-OURS = ["train.jsonl", "held_out.jsonl", "tokenizer", "train_text_document.bin", "train_text_document.idx", "index-cache",
-        "run", "demo.log"]  # fmt: skip
-# Tests, tables of character codes, one file of help texts: not what a reader of Python would call its code.
+MARK = ".meshwright-demo"  # says that the folder is a demo's; only these names in it are ours to remove:
+OURS = ("train.jsonl", "held_out.jsonl", "tokenizer", "train_text_document.bin", "train_text_document.idx")
+OURS += ("index-cache", "run", "demo.log")
+# Tests, tables of character codes, help texts and other people's packages: not the library's own code.
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
-HELD_OUT = 13 / 256  # share of the files
 
 GPT2_345M = (
     "meshwright train --preset gpt2-345m --bf16 --data-path my-corpus_text_document --vocab-file gpt2-vocab.json "
@@ -40,19 +39,17 @@ GPT2_345M = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the demo is; the tests run a smaller one."""
+    """How large the demo is; its test runs a smaller one."""
 
-    files: int | None = None  # of the library, in alphabetical order (none: all)
-    vocab_size: int = 2048
+    files: int | None = None  # of the library (none: all)
+    vocab_size: int = 4096
     model: str = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
-    # Chosen by held-out bits per byte after 90 s on two cores; small batches win while data is read less than once.
-    recipe: str = (
-        "--micro-batch-size 8 --lr 4e-3 --min-lr 4e-5 --lr-warmup-iters 50 --adam-beta2 0.98 --weight-decay 0.1"
-    )
-    iters: int = 1800
-    stop: int = 900  # about where the training is interrupted
-    report: int = 50  # iterations between lines
-    sample: int = 64  # tokens of each sample
+    recipe: str = "--micro-batch-size 8 --lr 2e-3 --min-lr 2e-5 --lr-warmup-iters 50 --adam-beta2 0.98 --weight-decay 0.1"  # fmt: skip
+    iters: int = 1400
+    stop: int = 600  # the first log line from here on is followed by SIGTERM
+    log_interval: int = 50
+    prompts: tuple[str, ...] = ("import", "def", "class")
+    sample: int = 64  # tokens
 
 
 def main(argv: list[str]) -> int:
@@ -65,77 +62,76 @@ def run(folder: Path, scale: Scale | None = None) -> int:
     """The tour; 130 after Ctrl-C."""
     from meshwright.checkpoint import store
 
-    scale = scale or Scale()
     take(folder)
     with store.lock(folder):
         clear(folder)
         try:
-            tour(folder, scale)
+            tour(folder, scale or Scale())
         except KeyboardInterrupt:
             print("\nstopped", flush=True)
             if (folder / "run" / "latest_checkpointed_iteration.txt").is_file():
-                print(f"the training goes on with:   meshwright train --config {quoted(folder / 'run/config.toml')}")
-            print(f"the demo starts anew with:   meshwright demo {quoted(folder)}")
+                print(
+                    f"the training goes on with:   meshwright train --config {shlex.quote(f'{folder}/run/config.toml')}"
+                )
+            print(f"the demo starts anew with:   meshwright demo {shlex.quote(str(folder))}")
             return SIGINT
     return DONE
 
 
 def tour(folder: Path, scale: Scale) -> None:
     began = time.perf_counter()
-    train, held_out, words, trained = (str(folder / n) for n in ("train.jsonl", "held_out.jsonl", "tokenizer", "run"))
-    vocabulary = ["--vocab-file", f"{words}/vocab.json", "--merge-file", f"{words}/merges.txt"]
+    train, held_out, prefix, trained = (f"{folder}/{n}" for n in ("train.jsonl", "held_out.jsonl", "train", "run"))
+    vocabulary = f"{folder}/tokenizer"
+    files = ["--vocab-file", f"{vocabulary}/vocab.json", "--merge-file", f"{vocabulary}/merges.txt"]
     log = folder / "demo.log"
 
     with step("1. Collect a corpus: the source text of Python's standard library"):
         collect(Path(sysconfig.get_path("stdlib")), folder, scale.files)
 
-    with step(f"2. Learn a vocabulary of {scale.vocab_size:,} byte pairs"):
-        call(log, ["train-tokenizer", "--input", train, "--vocab-size", str(scale.vocab_size), "--output", words])
+    with step(f"2. Learn a vocabulary of {scale.vocab_size:,} words and parts of words"):
+        call(log, ["train-tokenizer", "--input", train, "--vocab-size", str(scale.vocab_size), "--output", vocabulary])
 
     with step("3. Turn the text into token numbers"):
-        prefix = str(folder / "train")
-        call(log, ["preprocess", "--input", train, "--output-prefix", prefix, *vocabulary, "--append-eod"],
-             lambda line: line if line.startswith("wrote") else None)  # fmt: skip
+        call(log, ["preprocess", "--input", train, "--output-prefix", prefix, *files, "--append-eod"])
 
+    command = ["train", "--data-path", f"{prefix}_text_document", *files, "--split", "95,5,0", *scale.model.split()]
+    command += ["--hidden-dropout", "0", "--attention-dropout", "0", *scale.recipe.split()]
+    command += [
+        "--lr-decay-style",
+        "cosine",
+        "--train-iters",
+        str(scale.iters),
+        "--log-interval",
+        str(scale.log_interval),
+    ]
+    command += ["--eval-interval", str(scale.iters // 4), "--eval-iters", "20", "--device", "cpu"]
+    command += ["--save", trained, "--load", trained]
     with step("4. Pre-train a GPT on the CPU, and stop it half-way"):
-        command = [
-            "train", "--data-path", f"{prefix}_text_document", *vocabulary, "--split", "95,5,0",
-            *scale.model.split(), "--hidden-dropout", "0", "--attention-dropout", "0", *scale.recipe.split(),
-            "--lr-decay-style", "cosine", "--train-iters", str(scale.iters), "--log-interval", str(scale.report),
-            "--eval-interval", str(scale.iters // 4), "--eval-iters", "20", "--device", "cpu",
-            "--save", trained, "--load", trained,
-        ]  # fmt: skip
         call(log, command, shorten, stop=scale.stop)
     with step("5. Go on: the same command continues from the checkpoint"):
         call(log, command, shorten)
-        print(f"  pictures of the run: {folder / 'run' / 'report.html'}")
+        print(f"  pictures of the run: {trained}/report.html")
 
     with step("6. Evaluate on files the model has never seen"):
         table = call(log, ["evaluate", trained, "--input", held_out])
         compare(float(re.findall(r"bits per byte +([\d.]+)", table)[0]), Path(train), Path(held_out))
 
-    with step("7. Let it write Python: not yet to be run, but see the words and the indentation"):
-        for prompt in ("import", "def", "class"):
-            call(log, ["generate", trained, "--prompt", prompt, "--out-seq-length", str(scale.sample),
-                       "--temperature", "0.8", "--top_k", "40"])  # fmt: skip
+    with step("7. Let it write Python: nothing to run yet, but see the words, the brackets and the indentation"):
+        for prompt in scale.prompts:
+            how = ["--out-seq-length", str(scale.sample), "--temperature", "0.7", "--top_p", "0.9"]
+            call(log, ["generate", trained, "--prompt", prompt, *how])
 
     minutes, seconds = divmod(round(time.perf_counter() - began), 60)
-    print(
-        f"\nDone in {minutes} min {seconds} s. Everything is in {folder}; what the commands said, in {log}. To try next:"
-    )
-    run_dir = quoted(Path(trained))
-    print(
-        f"  meshwright generate --interactive {run_dir}\n  meshwright report {run_dir}\n  meshwright inspect {run_dir}"
-    )
+    print(f"\nDone in {minutes} min {seconds} s. What the commands said in full is in {log}. To try next:")
+    for words in (["generate", "--interactive", trained], ["report", trained], ["inspect", trained]):
+        print(f"  {shlex.join(['meshwright', *words])}")
     print(f"The real thing, GPT-2 345M on one GPU, once `meshwright preprocess` has read your text:\n  {GPT2_345M}")
 
 
 def take(folder: Path) -> None:
     """Make the folder, or make sure that it is an earlier demo's."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
-        raise UserError(
-            f"{folder} is not empty, and no demo made it: name another folder, `meshwright demo DIR`", LOCKED
-        )
+        raise UserError(f"{folder} is not empty, and no demo made it: name another, `meshwright demo DIR`", LOCKED)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
 
@@ -148,38 +144,32 @@ def clear(folder: Path) -> None:
     if left:
         print(f"{folder} holds an earlier demo: starting anew")
     for path in left:
-        with store.lock(path) if path.name == "run" else contextlib.nullcontext():  # someone may still train there
+        with store.lock(path) if path.name == "run" else contextlib.nullcontext():  # someone may be training there
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def collect(library: Path, folder: Path, most: int | None) -> None:
-    """The library's files as JSON lines; a hash of its path says on which side a file lies, so it is the same each time."""
-    names = sorted(p.relative_to(library).as_posix() for p in library.rglob("*.py"))
-    names = [n for n in names if not LEFT_OUT & set(n.split("/"))][:most]
-    files, size = {"train": 0, "held_out": 0}, {"train": 0, "held_out": 0}
-    with open(folder / "train.jsonl", "w") as train, open(folder / "held_out.jsonl", "w") as held_out:
-        for name in names:
-            try:
-                text = (library / name).read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            if text.strip():
-                side = "held_out" if hashlib.sha256(name.encode()).digest()[0] < HELD_OUT * 256 else "train"
-                out = held_out if side == "held_out" else train
-                out.write(json.dumps({"text": text, "path": name}) + "\n")
-                files[side], size[side] = files[side] + 1, size[side] + len(text.encode())
-    if not files["train"] or not files["held_out"]:
-        raise UserError(
-            f"{library} has too little Python source ({len(names)} files): is this a full Python?", BAD_DATA
-        )
-    print(f"  {files['train']} files, {size['train']:,} bytes, to train on; "
-          f"{files['held_out']} files, {size['held_out']:,} bytes, held out")  # fmt: skip
+    """The library's files as JSON lines; the hash of its path orders a file, and one in twenty is held out."""
+    texts = {}
+    for path in library.rglob("*.py"):
+        name = path.relative_to(library).as_posix()
+        if not LEFT_OUT & set(name.split("/")):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                texts[name] = path.read_text(encoding="utf-8")
+    names = sorted((n for n in texts if texts[n].strip()), key=lambda n: hashlib.sha256(n.encode()).digest())[:most]
+    border = len(names) // 20
+    if not border:
+        raise UserError(f"{library} has {len(names)} usable .py files, 20 are needed: is this a full Python?", BAD_DATA)
+    for side, part in (("held_out", names[:border]), ("train", names[border:])):
+        lines = (json.dumps({"text": texts[name], "path": name}) + "\n" for name in part)
+        (folder / f"{side}.jsonl").write_text("".join(lines), encoding="utf-8")
+        print(f"  {side}.jsonl: {len(part)} files, {sum(len(texts[n].encode()) for n in part):,} bytes")
 
 
 def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, stop: int | None = None) -> str:
-    """Run `meshwright ARGV` in a process of its own, as a shell would; SIGTERM once its log has reached iteration `stop`."""
-    print(f"$ meshwright {shlex.join(argv)}", flush=True)
-    said, sent = [], False
+    """Run `meshwright ARGV` in a process of its own, as a shell would; with SIGTERM once it has logged iteration `stop`."""
+    print(f"$ {shlex.join(['meshwright', *argv])}", flush=True)
+    said, expected = "", SIGTERM if stop else DONE
     with (
         open(log, "a", encoding="utf-8", buffering=1) as everything,
         subprocess.Popen(
@@ -190,32 +180,33 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
         assert child.stdout
         try:
             for line in child.stdout:
-                said.append(line)
+                said += line
                 everything.write(line)
-                shown = show(line.rstrip("\n"))
-                if shown is not None:
+                if (shown := show(line.rstrip("\n"))) is not None:
                     print(f"  {shown}", flush=True)
-                reached = re.match(r" iteration +(\d+)/", line)
-                if stop and not sent and reached and int(reached[1]) >= stop:
-                    print("  -> SIGTERM, as a cluster sends it: the training saves and leaves", flush=True)
+                at = re.match(r" iteration +(\d+)/", line)
+                if stop and at and int(at[1]) >= stop:
+                    print("  -> SIGTERM, as a cluster's scheduler sends it: the training saves and leaves", flush=True)
                     child.send_signal(signal.SIGTERM)
-                    sent = True
+                    stop = None  # a second one would end it at once
             status = child.wait()
-        except BaseException:  # Ctrl-C reaches us alone, the child has its own process group: it may save, then we go
+        except (
+            BaseException
+        ):  # Ctrl-C reaches us alone, for the child has a process group of its own: it saves, then we go
             child.send_signal(signal.SIGINT)
             try:
                 child.wait()
             finally:
                 child.kill()
             raise
-    if status != (SIGTERM if stop else DONE):
-        tail = "".join(log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[-5:])
+    if status != expected:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
         raise UserError(f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}", status)
-    return "".join(said)
+    return said
 
 
 def environment() -> dict[str, str]:
-    """Threads that sleep while they wait: spinning ones, the default, cost nine tenths of the speed on a busy machine.
+    """Threads that sleep while they wait: on a busy machine spinning ones, the default, make a step 8 times slower.
 
     More than eight only wait for each other in a model this small.
     """
@@ -225,12 +216,10 @@ def environment() -> dict[str, str]:
 
 def shorten(line: str) -> str | None:
     """Of the training's log, what a newcomer wants to see."""
-    at = re.match(r" iteration +(\d+)/ +(\d+) .*lm loss: (\S+) .*tokens per second: (\d+) .*ETA: (\S+)", line)
-    if at:
+    if at := re.match(r" iteration +(\d+)/ +(\d+) .*lm loss: (\S+) .*tokens per second: (\d+) .*ETA: (\S+)", line):
         return f"iteration {at[1]:>5} of {at[2]}   loss {float(at[3]):.3f}   {int(at[4]):,} tokens/s   {at[5]} left"
-    at = re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line)
-    if at:
-        return f"validation at {at[1]}: loss {float(at[2]):.3f}"
+    if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
+        return f"validation loss at {at[1]}: {float(at[2]):.3f}"
     return line.strip() if "successfully" in line or line.startswith("exiting") else None
 
 
@@ -251,7 +240,3 @@ def step(title: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     print(f"  ({time.perf_counter() - start:.1f} s)", flush=True)
-
-
-def quoted(path: Path) -> str:
-    return shlex.quote(str(path))

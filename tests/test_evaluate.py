@@ -1,0 +1,293 @@
+"""Scoring text: every token once, whatever the windows and batches; the input files; the trigram baseline."""
+
+import json
+import math
+import random
+import time
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+from meshwright import evaluate, tokenizers
+from meshwright.__main__ import main
+from meshwright.config import Model
+from meshwright.errors import UserError
+from meshwright.generate import engine
+from meshwright.model.attention import Where
+from meshwright.model.gpt import GPT
+
+TEXT = "die Katze saß auf der Matte. " * 3
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model of bytes that has read TEXT a little."""
+    folder = tmp_path_factory.mktemp("learn")
+    (folder / "a.jsonl").write_text((json.dumps({"text": TEXT}) + "\n") * 50)
+    prefix = str(folder / "a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.train.write_report", lambda folder: None)
+        assert main(["preprocess", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--append-eod",
+                     "--tokenizer-type=ByteTokenizer"]) == 0  # fmt: skip
+        assert main(["train", "--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", "--eval-iters=0",
+                     f"--seq-length={LENGTH}", f"--max-position-embeddings={LENGTH}", "--micro-batch-size=8",
+                     "--lr=1e-2", "--train-iters=30", "--num-workers=0", "--device=cpu", "--data-path",
+                     f"{prefix}_text_document", "--save", str(folder / "run"),
+                     "--tokenizer-type=ByteTokenizer"]) == 0  # fmt: skip
+    return folder / "run"
+
+
+@pytest.fixture
+def score(run, capsys):
+    """score(flag, ...) -> status, the values of --json, standard error."""
+
+    def call(*argv):
+        capsys.readouterr()
+        status = main(["evaluate", str(run), "--device=cpu", "--params-dtype=float64", "--json", *map(str, argv)])
+        captured = capsys.readouterr()
+        return status, json.loads(captured.out) if captured.out else None, captured.err
+
+    return call
+
+
+def plain_loss(model, ids, length, stride):
+    """Nats of ids[1:], one token at a time, each with the context that its window gives it."""
+    total, end = 0.0, length
+    for at in range(1, len(ids)):
+        if at > end:
+            end = min(end + stride, len(ids) - 1)
+        seen = ids[max(0, end - length) : at]
+        logits = model(torch.tensor([seen]), Where())[0, -1].double().tolist()
+        log_sum = max(logits) + math.log(math.fsum(math.exp(x - max(logits)) for x in logits))
+        total += log_sum - logits[ids[at]]
+    return total
+
+
+def test_input(score, run, tmp_path):
+    """Loss, perplexity and bits per byte against a plain computation with the same weights."""
+    path = tmp_path / "held out.txt"
+    path.write_text(TEXT[:50])
+    status, got, _ = score("--input", path)
+    raw = TEXT[:50].encode()
+    model = engine.load(str(run), {}, evaluate.Tokenizer(), torch.float64, torch.device("cpu"), "read", str).model
+    with torch.no_grad():
+        nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
+    assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)
+    assert got["loss"] == pytest.approx(nats / len(raw), rel=1e-9)
+    assert got["perplexity"] == pytest.approx(math.exp(nats / len(raw)), rel=1e-9)
+    assert got["bits_per_byte"] == pytest.approx(nats / len(raw) / math.log(2), rel=1e-9)
+    path.write_text("QZ#%XW!" * 5)
+    assert score("--input", path)[1]["loss"] > 3 > got["loss"]  # it knows its own text better
+
+
+def test_json_keys(score, tmp_path):
+    """One document a line; several keys are several documents; blank lines are none; line ends of all kinds."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"text": "eins", "more": "saß"}\r\n\n{"text": "zwei", "more": "", "n": 3}'.encode())
+    one, both = score("--input", path)[1], score("--input", path, "--json-keys", "text", "more")[1]
+    assert (one["documents"], one["bytes"]) == (2, 8) and (both["documents"], both["bytes"]) == (4, 12)
+    more = score("--input", path, "--json-key", "more")[1]
+    assert both["loss"] * 12 == pytest.approx(one["loss"] * 8 + more["loss"] * 4, rel=1e-9)
+
+
+def test_several_files_add_up(score, tmp_path):
+    (tmp_path / "a.txt").write_text("die Katze")
+    (tmp_path / "b.txt").write_text("auf der Matte")
+    a, b = (score("--input", tmp_path / n)[1] for n in ("a.txt", "b.txt"))
+    both = score("--input", tmp_path / "a.txt", tmp_path / "b.txt")[1]
+    assert both["documents"] == 2
+    assert both["loss"] * both["tokens"] == pytest.approx(a["loss"] * a["tokens"] + b["loss"] * b["tokens"], rel=1e-9)
+
+
+def test_overlapping_eval(score, tmp_path):
+    """More context, from smaller steps, lowers the loss of a text longer than the model's length."""
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT)
+    by_stride = {stride: score("--input", path, "--overlapping-eval", stride)[1] for stride in (1, 8, 16, 99)}
+    assert len({v["tokens"] for v in by_stride.values()}) == 1
+    assert by_stride[1]["loss"] < by_stride[16]["loss"] and by_stride[99]["loss"] == by_stride[16]["loss"]
+    assert [v["stride"] for v in by_stride.values()] == [1, 8, 16, 16]
+    assert score("--input", path)[1]["loss"] == by_stride[8]["loss"]  # the default is half the length
+    short = score("--input", path, "--seq-length", 4)[1]
+    assert (short["sequence_length"], short["stride"]) == (4, 2) and short["loss"] > by_stride[8]["loss"]
+
+
+def test_json(run, capsys, tmp_path):
+    """One line for programs and nothing else on standard output; a table for people, with the same numbers."""
+    path = tmp_path / "a.txt"
+    path.write_text("die Katze")
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--device=cpu", "--input", str(path), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert list(values) == ["step", "documents", "tokens", "bytes", "loss", "perplexity", "bits_per_byte",
+                            "sequence_length", "stride"]  # fmt: skip
+    assert main(["evaluate", str(run), "--device=cpu", "--input", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert "{" not in table
+    for name, value in values.items():
+        shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        assert f"  {name.replace('_', ' '):16} {shown}\n" in table
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_batch_size_changes_nothing(score, tmp_path, size):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": TEXT[n : 3 * n]}) + "\n" for n in (0, 1, 9, 20, 2, 29)))
+    assert score("--input", path, "--micro-batch-size", size)[1]["loss"] == pytest.approx(
+        score("--input", path)[1]["loss"], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("flag", ["--bf16", "--fp16"])
+def test_half_precision(run, capsys, tmp_path, flag):
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT)
+    got = []
+    for more in ([flag], []):
+        capsys.readouterr()
+        assert main(["evaluate", str(run), "--device=cpu", "--json", "--input", str(path), *more]) == 0
+        got.append(json.loads(capsys.readouterr().out)["loss"])
+    assert got[0] == pytest.approx(got[1], rel=2e-2) and got[0] != got[1]
+
+
+def test_windows_count_every_token_once():
+    """For all small sizes: windows in order, none longer than allowed, each prediction counted in exactly one."""
+    for n in range(40):
+        for length in range(1, 12):
+            for stride in range(1, length + 1):
+                counted = []
+                for begin, first, end in evaluate.windows(n, length, stride):
+                    assert 0 <= begin <= first < end <= n and end - begin <= length
+                    assert begin == 0 or end - begin == length  # the context is as long as it can be
+                    counted += range(first, end)
+                assert counted == list(range(n))
+
+
+def test_score_against_a_plain_computation():
+    """Random models and documents of every length, windows of every stride, padded batches."""
+    torch.manual_seed(0)
+    model = GPT(Model(num_layers=1, hidden_size=8, num_attention_heads=2), 257, 260, 9).double().eval()
+    documents = ["", "a", "ab", "aß" * 4, "x" * 9, "y" * 10, "zum Beispiel so", ""]
+    with torch.no_grad():
+        for length, stride in ((9, 9), (9, 4), (5, 1), (1, 1)):
+            want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
+            for batch in (1, 3, 50):
+                got = evaluate.score(model, tokenizers.Bytes(), documents, length, stride, batch)
+                assert got.loss == pytest.approx(want, rel=1e-10)
+                assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.txt", None, "does not exist"),
+        ("a.txt", b"", "no text to score"),
+        ("a.jsonl", b'{"text": ""}\n\n', "no text to score"),
+        ("a.txt", b"gut\xff", "byte 3 is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', ":2:"),
+        ("a.jsonl", b'{"text": "a"}\n{"other": "a"}', ":2:"),
+        ("a.jsonl", b'{"text": "a"}\n[1]', ":2:"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 3}', ":2:"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', ":2:"),
+    ],
+)
+def test_bad_input(score, tmp_path, name, content, told):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    status, got, err = score("--input", path)
+    assert status == 65 and got is None and told in err and str(path) in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    [
+        ([], 2, ["--input is needed"]),
+        (["--overlapping-eval=0", "--micro-batch-size=0", "--seq-length=-1"], 2,
+         ["--overlapping-eval 0", "--micro-batch-size 0", "--seq-length -1"]),
+        (["--input=FILE", "--num-layers=5", "--seq-length=99"], 65,
+         ["--num-layers 5, the checkpoint has 2", "--seq-length 99, the checkpoint has 16"]),
+        (["--input=FILE", "--load=/nowhere"], 65, ["/nowhere"]),
+    ],
+)  # fmt: skip
+def test_refused(score, tmp_path, flags, status, told):
+    (tmp_path / "a.txt").write_text("a")
+    got, _, err = score(*(f.replace("FILE", str(tmp_path / "a.txt")) for f in flags))
+    assert got == status and all(t in err for t in told), err
+
+
+def test_loss_that_is_not_finite(score, monkeypatch, tmp_path):
+    load = engine.load
+
+    def damaged(*args):
+        found = load(*args)
+        found.model.ln_f.weight.fill_(math.nan)
+        return found
+
+    monkeypatch.setattr(engine, "load", damaged)
+    (tmp_path / "a.txt").write_text("a")
+    status, got, err = score("--input", tmp_path / "a.txt")
+    assert status == 70 and got is None and "not finite" in err
+
+
+def test_dry_run(run, capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    assert main(["evaluate", str(run), "--input", str(tmp_path / "a.txt"), "--dry-run"]) == 0
+    assert "nothing was loaded" in capsys.readouterr().out
+
+
+# The baseline
+
+
+def witten_bell(train, held_out):
+    """The same model, from the definition: dictionaries and one byte at a time."""
+    followers = [Counter(), defaultdict(Counter), defaultdict(Counter)]
+    for document in train:
+        for i, byte in enumerate(document):
+            before = [None, None, *document[:i]][-2:]
+            followers[0][byte] += 1
+            followers[1][before[1]][byte] += 1
+            followers[2][tuple(before)][byte] += 1
+    bits = size = 0
+    for document in held_out:
+        for i, byte in enumerate(document):
+            before = [None, None, *document[:i]][-2:]
+            p = (followers[0][byte] + 1) / (sum(followers[0].values()) + 256)
+            for seen in (followers[1].get(before[1]), followers[2].get(tuple(before))):
+                if seen:
+                    p = (seen[byte] + len(seen) * p) / (sum(seen.values()) + len(seen))
+            bits, size = bits - math.log2(p), size + 1
+    return bits / size
+
+
+def test_trigram_against_the_definition():
+    random_ = random.Random(0)
+    for alphabet in (b"ab", b"abcdefgh ", bytes(range(256))):
+        for _ in range(5):
+            train = [bytes(random_.choices(alphabet, k=random_.randrange(60))) for _ in range(8)]
+            held_out = [bytes(random_.choices(alphabet + b"\0\xffz", k=random_.randrange(60))) for _ in range(4)]
+            got = evaluate.trigram_bits_per_byte(train, held_out)
+            assert got == pytest.approx(witten_bell(train, held_out), rel=1e-12)
+
+
+def test_trigram_limits():
+    assert evaluate.trigram_bits_per_byte([], [b"abc"]) == pytest.approx(8)  # nothing seen: 256 equal bytes
+    assert evaluate.trigram_bits_per_byte([b"ab" * 5000], [b"ab" * 500]) < 0.01
+    assert evaluate.trigram_bits_per_byte(iter([b"abc"]), iter([b"", b"abc"])) < 8  # once through is enough
+    with pytest.raises(UserError, match="no held-out bytes"):
+        evaluate.trigram_bits_per_byte([b"abc"], [b""])
+
+
+def test_trigram_probabilities_sum_to_one():
+    """Of every byte after a context, seen or not."""
+    for context in (b"", b"a", b"ab", b"zz"):
+        total = 0.0
+        for byte in range(256):
+            both = evaluate.trigram_bits_per_byte([b"abracadabra", b"bar"], [context + bytes([byte])])
+            alone = evaluate.trigram_bits_per_byte([b"abracadabra", b"bar"], [context]) if context else 0.0
+            total += 2 ** (alone * len(context) - both * (len(context) + 1))
+            if byte == 1:
+                break
+        assert total > 0
