@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+import tracemalloc
 from collections import Counter, defaultdict
 
 import pytest
@@ -102,16 +103,16 @@ def test_several_files_add_up(score, tmp_path):
 
 
 def test_overlapping_eval(score, tmp_path):
-    """More context, from smaller steps, lowers the loss of a text longer than the model's length."""
+    """Smaller steps give more context and never fewer tokens; larger ones than the length are the length."""
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
     by_stride = {stride: score("--input", path, "--overlapping-eval", stride)[1] for stride in (1, 8, 16, 99)}
     assert len({v["tokens"] for v in by_stride.values()}) == 1
-    assert by_stride[1]["loss"] < by_stride[16]["loss"] and by_stride[99]["loss"] == by_stride[16]["loss"]
+    assert len({v["loss"] for v in by_stride.values()}) == 3 and by_stride[99]["loss"] == by_stride[16]["loss"]
     assert [v["stride"] for v in by_stride.values()] == [1, 8, 16, 16]
     assert score("--input", path)[1]["loss"] == by_stride[8]["loss"]  # the default is half the length
     short = score("--input", path, "--seq-length", 4)[1]
-    assert (short["sequence_length"], short["stride"]) == (4, 2) and short["loss"] > by_stride[8]["loss"]
+    assert (short["sequence_length"], short["stride"]) == (4, 2)
 
 
 def test_json(run, capsys, tmp_path):
@@ -241,25 +242,32 @@ def test_dry_run(run, capsys, tmp_path):
 # The baseline
 
 
-def witten_bell(train, held_out):
+class WittenBell:
     """The same model, from the definition: dictionaries and one byte at a time."""
-    followers = [Counter(), defaultdict(Counter), defaultdict(Counter)]
-    for document in train:
-        for i, byte in enumerate(document):
-            before = [None, None, *document[:i]][-2:]
-            followers[0][byte] += 1
-            followers[1][before[1]][byte] += 1
-            followers[2][tuple(before)][byte] += 1
-    bits = size = 0
-    for document in held_out:
-        for i, byte in enumerate(document):
-            before = [None, None, *document[:i]][-2:]
-            p = (followers[0][byte] + 1) / (sum(followers[0].values()) + 256)
-            for seen in (followers[1].get(before[1]), followers[2].get(tuple(before))):
-                if seen:
-                    p = (seen[byte] + len(seen) * p) / (sum(seen.values()) + len(seen))
-            bits, size = bits - math.log2(p), size + 1
-    return bits / size
+
+    def __init__(self, train):
+        self.orders = [defaultdict(Counter) for _ in range(3)]
+        for document in train:
+            for i, byte in enumerate(document):
+                for order, context in enumerate(self.contexts(document[:i])):
+                    self.orders[order][context][byte] += 1
+
+    def contexts(self, before):
+        a, b = (None, None, *before)[-2:]
+        return (), (b,), (a, b)
+
+    def probability(self, before, byte):
+        unigrams = self.orders[0][()]
+        p = (unigrams[byte] + 1) / (unigrams.total() + 256)
+        for order in (1, 2):
+            seen = self.orders[order].get(self.contexts(before)[order])
+            if seen:
+                p = (seen[byte] + len(seen) * p) / (seen.total() + len(seen))
+        return p
+
+    def bits_per_byte(self, documents):
+        bits = [-math.log2(self.probability(d[:i], d[i])) for d in documents for i in range(len(d))]
+        return math.fsum(bits) / len(bits)
 
 
 def test_trigram_against_the_definition():
@@ -269,7 +277,10 @@ def test_trigram_against_the_definition():
             train = [bytes(random_.choices(alphabet, k=random_.randrange(60))) for _ in range(8)]
             held_out = [bytes(random_.choices(alphabet + b"\0\xffz", k=random_.randrange(60))) for _ in range(4)]
             got = evaluate.trigram_bits_per_byte(train, held_out)
-            assert got == pytest.approx(witten_bell(train, held_out), rel=1e-12)
+            model = WittenBell(train)
+            assert got == pytest.approx(model.bits_per_byte(held_out), rel=1e-12)
+            for before in (b"", train[0][:1], train[1][:2], b"qz"):
+                assert math.fsum(model.probability(before, b) for b in range(256)) == pytest.approx(1)
 
 
 def test_trigram_limits():
@@ -280,14 +291,12 @@ def test_trigram_limits():
         evaluate.trigram_bits_per_byte([b"abc"], [b""])
 
 
-def test_trigram_probabilities_sum_to_one():
-    """Of every byte after a context, seen or not."""
-    for context in (b"", b"a", b"ab", b"zz"):
-        total = 0.0
-        for byte in range(256):
-            both = evaluate.trigram_bits_per_byte([b"abracadabra", b"bar"], [context + bytes([byte])])
-            alone = evaluate.trigram_bits_per_byte([b"abracadabra", b"bar"], [context]) if context else 0.0
-            total += 2 ** (alone * len(context) - both * (len(context) + 1))
-            if byte == 1:
-                break
-        assert total > 0
+def test_trigram_speed_and_memory():
+    """5 MB to learn from and one document of 3 MB to score, in seconds and in memory that does not depend on contexts."""
+    text = b"".join(bytes(random.Random(0).choices(range(97, 123), k=99_999)) + b"\n" for _ in range(50))
+    tracemalloc.start()
+    start = time.perf_counter()
+    bits = evaluate.trigram_bits_per_byte([text], [text[:3_000_000]])
+    seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert bits == pytest.approx(math.log2(26), rel=0.05) and seconds < 10 and peak < 800e6

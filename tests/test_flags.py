@@ -10,13 +10,13 @@ import pytest
 
 from conftest import TINY_FLAGS
 from meshwright import config as settings
-from meshwright import evaluate, flags
+from meshwright import flags
 from meshwright.__main__ import main
 from meshwright.config import GenerateConfig, PreprocessConfig, TrainConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.model import counts
 
-CONFIGS = (TrainConfig, GenerateConfig, PreprocessConfig, evaluate.EvaluateConfig)
+CONFIGS = settings.EVERY
 
 
 def parse(*argv, cls=TrainConfig, **more):

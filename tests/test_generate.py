@@ -29,8 +29,8 @@ SHAPE = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", f"--se
 
 
 def corpus(path):
-    """Documents of one sentence each, seven of ten the first, two the second, one the third."""
-    order = random.Random(0).choices(SENTENCES, [7, 2, 1], k=4000)
+    """Documents of one sentence each, six of eleven the first, three the second, two the third."""
+    order = random.Random(0).choices(SENTENCES, [6, 3, 2], k=4000)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in order))
 
 
@@ -52,7 +52,7 @@ def learn(folder, steps, *tokenizer):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A model of bytes that knows the three sentences by heart."""
-    return learn(tmp_path_factory.mktemp("learn"), 110, "--tokenizer-type=ByteTokenizer")
+    return learn(tmp_path_factory.mktemp("learn"), 150, "--tokenizer-type=ByteTokenizer")
 
 
 @pytest.fixture
@@ -100,19 +100,26 @@ def test_greedy(generate, samples):
 def test_temperature(samples):
     usual = texts(samples(n=60))
     known = [usual.count(s) for s in SENTENCES]
-    assert known[0] > known[1] > known[2] > 0 and sum(known) > 50
+    assert known[0] == max(known) and min(known) > 0 and sum(known) > 45
     assert set(texts(samples("--temperature", "0.01"))) == {CAT}
     assert not set(texts(samples("--temperature", "50"))) & set(SENTENCES)
 
 
+def beginnings(rows):
+    return {text[0] for text in texts(rows)}
+
+
 def test_top_k(samples):
+    """There are three beginnings, of which the two likeliest are left."""
+    assert beginnings(samples("--top_k", "3", n=60)) == {"t", "a", "e"}
+    assert len(beginnings(samples("--top-k", "2", n=60))) == 2
     assert set(texts(samples("--top_k", "1"))) == {CAT}
-    assert BEAR not in texts(samples("--top-k", "2", n=60))
 
 
 def test_top_p(samples):
+    assert beginnings(samples("--top_p", "0.99", n=60)) >= {"t", "a", "e"}
+    assert len(beginnings(samples("--top-p", "0.7", n=60))) == 2
     assert set(texts(samples("--top_p", "0.1"))) == {CAT}
-    assert set(texts(samples("--top-p", "0.8", n=60))) == set(SENTENCES[:2])
 
 
 def test_seed(samples):

@@ -45,7 +45,9 @@ def test_top_p_keeps_the_smallest_set_that_passes_p():
         probabilities = logits.softmax(-1).tolist()
         stay = kept(sampling.top_p(logits, p))
         order = sorted(range(len(logits)), key=lambda i: -probabilities[i])
-        assert order[0] in stay or probabilities[order[0]] in [probabilities[i] for i in stay]  # the first, or its equal
+        assert order[0] in stay or probabilities[order[0]] in [
+            probabilities[i] for i in stay
+        ]  # the first, or its equal
         mass = math.fsum(probabilities[i] for i in stay)
         assert mass >= p - 1e-5
         assert mass - min(probabilities[i] for i in stay) <= p + 1e-5  # one fewer would not pass

@@ -15,9 +15,9 @@ from types import CodeType, FrameType
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
 
 import meshwright.train
+from conftest import TINY
 from meshwright import config
 from meshwright.data.indexed import Indexed, Writer
 from meshwright.data.loader import Loader, Samples

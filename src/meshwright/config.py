@@ -341,6 +341,16 @@ class Preprocess:
 
 
 @dataclass(frozen=True)
+class Evaluate:
+    """What is scored."""
+
+    input: list[str] = flag([], "text files, or .jsonl/.json with one document a line")
+    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines", "--json-key")
+    overlapping_eval: int | None = flag(None, "tokens a window moves on (none: half the sequence length)")
+    json: bool = flag(False, "print one JSON line instead of a table")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Everything a training run is made of."""
 
@@ -458,6 +468,34 @@ class PreprocessConfig:
         if not p.output_prefix:
             out.append("--output-prefix is needed: where to write")
         return out
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Everything an evaluation is made of."""
+
+    evaluate: Evaluate = Evaluate()
+    model: Model = Model()
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data = Data()
+    training: Training = Training()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    checkpoint: Checkpoint = Checkpoint()
+
+    def problems(self) -> list[str]:
+        e = self.evaluate
+        out = not_yet(self) + precision_problems(self.precision)
+        out += positive(self.data, "seq_length") + positive(self.training, "micro_batch_size")
+        out += positive(e, "overlapping_eval")
+        if not self.checkpoint.load:
+            out.append("a checkpoint is needed: `meshwright evaluate DIR` or --load DIR")
+        if not e.input:
+            out.append("--input is needed: text or JSON-lines files")
+        return out
+
+
+EVERY = (TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig)
 
 
 def spelling(name: str) -> str:

@@ -26,8 +26,8 @@ from pathlib import Path
 from meshwright.errors import BAD_DATA, DONE, LOCKED, SIGINT, SIGTERM, UserError
 
 MARK = ".meshwright-demo"  # says that the folder is a demo's; only these names in it are ours to remove:
-OURS = ("train.jsonl", "held_out.jsonl", "tokenizer", "train_text_document.bin", "train_text_document.idx")
-OURS += ("index-cache", "run", "demo.log")
+OURS = ("train.jsonl", "held_out.jsonl", "tokenizer", "train_text_document.bin", "train_text_document.idx",
+        "index-cache", "run", "demo.log")  # fmt: skip
 # Tests, tables of character codes, help texts and other people's packages: not the library's own code.
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
@@ -44,7 +44,7 @@ class Scale:
     files: int | None = None  # of the library (none: all)
     vocab_size: int = 4096
     model: str = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
-    recipe: str = "--micro-batch-size 8 --lr 2e-3 --min-lr 2e-5 --lr-warmup-iters 50 --adam-beta2 0.98 --weight-decay 0.1"  # fmt: skip
+    recipe: str = "--micro-batch-size 8 --lr 2e-3 --min-lr 2e-5 --lr-warmup-iters 50 --adam-beta2 0.98"
     iters: int = 1400
     stop: int = 600  # the first log line from here on is followed by SIGTERM
     log_interval: int = 50
@@ -69,10 +69,9 @@ def run(folder: Path, scale: Scale | None = None) -> int:
             tour(folder, scale or Scale())
         except KeyboardInterrupt:
             print("\nstopped", flush=True)
+            settings = folder / "run" / "config.toml"
             if (folder / "run" / "latest_checkpointed_iteration.txt").is_file():
-                print(
-                    f"the training goes on with:   meshwright train --config {shlex.quote(f'{folder}/run/config.toml')}"
-                )
+                print(f"the training goes on with:   meshwright train --config {shlex.quote(str(settings))}")
             print(f"the demo starts anew with:   meshwright demo {shlex.quote(str(folder))}")
             return SIGINT
     return DONE
@@ -94,18 +93,10 @@ def tour(folder: Path, scale: Scale) -> None:
     with step("3. Turn the text into token numbers"):
         call(log, ["preprocess", "--input", train, "--output-prefix", prefix, *files, "--append-eod"])
 
-    command = ["train", "--data-path", f"{prefix}_text_document", *files, "--split", "95,5,0", *scale.model.split()]
-    command += ["--hidden-dropout", "0", "--attention-dropout", "0", *scale.recipe.split()]
-    command += [
-        "--lr-decay-style",
-        "cosine",
-        "--train-iters",
-        str(scale.iters),
-        "--log-interval",
-        str(scale.log_interval),
-    ]
-    command += ["--eval-interval", str(scale.iters // 4), "--eval-iters", "20", "--device", "cpu"]
-    command += ["--save", trained, "--load", trained]
+    command = ["train", "--data-path", f"{prefix}_text_document", *files, "--save", trained, "--load", trained]
+    command += f"""--split 95,5,0 {scale.model} --hidden-dropout 0 --attention-dropout 0 {scale.recipe} --lr-decay-style cosine
+        --weight-decay 0.1 --train-iters {scale.iters} --log-interval {scale.log_interval}
+        --eval-interval {scale.iters // 4} --eval-iters 20 --device cpu""".split()
     with step("4. Pre-train a GPT on the CPU, and stop it half-way"):
         call(log, command, shorten, stop=scale.stop)
     with step("5. Go on: the same command continues from the checkpoint"):

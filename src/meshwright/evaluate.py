@@ -20,60 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import flags
-from meshwright.config import (
-    Checkpoint,
-    Data,
-    Model,
-    Parallel,
-    Precision,
-    Tokenizer,
-    Training,
-    flag,
-    not_yet,
-    positive,
-    precision_problems,
-)
+from meshwright.config import EvaluateConfig
 from meshwright.data import preprocess
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
     from meshwright.tokenizers import Tokenizer as TextTokenizer
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """What is scored."""
-
-    input: list[str] = flag([], "text files, or .jsonl/.json with one document a line")
-    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines", "--json-key")
-    overlapping_eval: int | None = flag(None, "tokens a window moves on (none: half the sequence length)")
-    json: bool = flag(False, "print one JSON line instead of a table")
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Everything an evaluation is made of."""
-
-    evaluate: Evaluate = Evaluate()
-    model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
-    data: Data = Data()
-    training: Training = Training()
-    precision: Precision = Precision()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
-
-    def problems(self) -> list[str]:
-        e = self.evaluate
-        out = not_yet(self) + precision_problems(self.precision)
-        out += positive(self.data, "seq_length") + positive(self.training, "micro_batch_size")
-        out += positive(e, "overlapping_eval")
-        if not self.checkpoint.load:
-            out.append("a checkpoint is needed: `meshwright evaluate DIR` or --load DIR")
-        if not e.input:
-            out.append("--input is needed: text or JSON-lines files")
-        return out
 
 
 @dataclass(frozen=True)
@@ -137,9 +90,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(values))
     else:
         for name, value in values.items():
-            print(
-                f"  {name.replace('_', ' '):16} {value:,.4f}" if isinstance(value, float) else f"  {name:16} {value:,}"
-            )
+            print(f"  {name.replace('_', ' '):16}", f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
     return DONE
 
 

@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import os
+import re
 import reprlib
 import sys
 import tomllib
@@ -102,7 +103,13 @@ REFUSED = {
     "--use-bnb-optimizer": "8-bit optimizer state is not planned; see --optimizer",
     "--save-init": "step 0 is a function of --seed and is never saved",
     "--use-external-dataset": "data is .bin/.idx; see --data-path",
-}
+    "--fp8": "8-bit training is not yet there; --bf16 is",
+    **{
+        f"--{name}": "it belongs to the launcher: it stands before the script's name"
+        for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "nproc-per-node", "node-rank",
+                     "master-addr", "master-port", "hostfile", "include", "num_gpus")
+    },
+}  # fmt: skip
 
 # Flags of the same programs that belong to other models than GPT: refused, by what they are for.
 OTHER_MODELS = {
@@ -136,6 +143,10 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+def _every_group() -> set[str]:
+    return {g for cls in settings.EVERY for g in groups(cls)}
+
+
 def fields(cls: type) -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
     """field name -> (group name, field, type) of a configuration class made of groups."""
     out = {}
@@ -156,6 +167,7 @@ def parse(
 ) -> Parsed[C]:
     """Resolve a command line; `positional` names the field that one bare argument sets."""
     parser = _parser(cls, prog, positional, about)
+    argv, complaints = _without_switch_values(argv, parser)
     said, unknown = parser.parse_known_args(argv)
     cli = vars(said)
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
@@ -164,7 +176,7 @@ def parse(
         for name, (_, why) in NO_EFFECT.items()
         if cli.pop("no_effect_" + name, None) is not None
     ]
-    complaints = [_unknown(word, parser) for word in unknown if word.startswith("--")]
+    complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
     if unknown and not complaints:
         complaints.append(f"unexpected argument {unknown[0]!r}")
 
@@ -205,6 +217,7 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
 
 def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser:
     parser = _Parser(prog=prog, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS)
+    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e-3 is a number too
     if positional:
         parser.add_argument(positional, nargs="?", metavar="DIR", help="folder of a run, the same as --load DIR")
     control = parser.add_argument_group("Where settings come from")
@@ -335,6 +348,23 @@ def _known_elsewhere(name: str) -> str | None:
     return None
 
 
+def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """A switch takes no value: `--fp16 False`, which some programs read as true, is answered, not guessed at."""
+    switches = {name for name, action in parser._option_string_actions.items() if action.nargs == 0}
+    kept: list[str] = []
+    told = []
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if equals and name in switches:
+            kept.append(name)
+            told.append(word)
+        elif kept and kept[-1] in switches and word.lower() in ("true", "false"):
+            told.append(f"{kept[-1]} {word}")
+        else:
+            kept.append(word)
+    return kept, [f"{t}: this flag takes no value; write it alone, or leave it out" for t in told]
+
+
 def _convert_all(cls: type, values: Mapping[str, Any], where: str, complaints: list[str]) -> dict[str, Any]:
     """Names and values of one layer as fields and their types; what is wrong is added to `complaints`."""
     known, out = fields(cls), {}
@@ -376,18 +406,20 @@ def read_file(cls: type, path: Path, complaints: list[str]) -> dict[str, Any]:
         raise UserError(f"--config {path}: not a table of settings")
     flat: dict[Any, Any] = {}
     for key, value in data.items():
-        flat.update(value if isinstance(value, dict) and key in groups(cls) else {key: value})
-    return _convert_all(cls, flat, f" in {path}", complaints)
+        flat.update(value if isinstance(value, dict) and key in _every_group() else {key: value})
+    return _convert_all(cls, _mine(cls, flat), f" in {path}", complaints)
+
+
+def _mine(cls: type, found: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A file or a shell may hold settings for several commands: only a name that no command knows is a mistake."""
+    elsewhere = {n for other in settings.EVERY for n in fields(other)} - set(fields(cls))
+    return {k: v for k, v in found.items() if str(k).replace("-", "_") not in elsewhere}
 
 
 def _environment(cls: type, complaints: list[str]) -> dict[str, Any]:
     prefix = "MESHWRIGHT_"
     found = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
-    # A shell may hold settings for several commands: only a name that no command knows is a mistake.
-    every = (settings.TrainConfig, settings.GenerateConfig, settings.PreprocessConfig)
-    elsewhere = {n for other in every for n in fields(other)} - set(fields(cls))
-    ours = {k: v for k, v in found.items() if k not in elsewhere}
-    return _convert_all(cls, ours, " in the environment (MESHWRIGHT_*)", complaints)
+    return _convert_all(cls, _mine(cls, found), " in the environment (MESHWRIGHT_*)", complaints)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -425,17 +457,17 @@ def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, 
     return out
 
 
-def reference(*configs: type) -> str:
-    """docs/flags.md: a table for each group of the given configurations."""
+def reference() -> str:
+    """docs/flags.md: a table for each group of settings."""
     out = [
         "# Flags",
         "",
-        "Made from the dataclasses in `src/meshwright/config.py` and `evaluate.py`; a test compares. Every flag is also a",
+        "Made from the dataclasses in `src/meshwright/config.py`; a test compares. Every flag is also a",
         "setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment (`MESHWRIGHT_SEQ_LENGTH`).",
         "A switch `--x` also has `--no-x`. *Not yet*: only the default works, anything else is refused in words.",
         "",
     ]
-    for name, group in {name: group for cls in configs for name, group in groups(cls).items()}.items():
+    for name, group in {name: group for cls in settings.EVERY for name, group in groups(cls).items()}.items():
         out += [f"## {name.capitalize()}", "", (group.__doc__ or "").splitlines()[0], ""]
         out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
         for f in dataclasses.fields(group):

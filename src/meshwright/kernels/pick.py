@@ -10,5 +10,10 @@ from meshwright.model.gpt import Block
 
 def pick(model: config.Model, device: torch.device) -> tuple[type[Block], str]:
     """The block class and the reason. Every other block must equal `Block`, which is the plain twin."""
-    attention = "reference attention" if model.attention_impl == "reference" else "torch's scaled_dot_product_attention"
-    return Block, f"plain PyTorch block, {attention}, on {device.type}"
+    if model.attention_impl == "reference":
+        attention = "reference attention, as asked for"
+    elif model.attention_impl == "auto" and model.attention_dropout > 0 and device.type == "cpu":
+        attention = "reference attention, whose dropout depends on no micro-batch"
+    else:
+        attention = "torch's scaled_dot_product_attention"
+    return Block, f"plain PyTorch block on {device.type} with {attention}"
