@@ -12,7 +12,7 @@ import torch
 
 from meshwright import evaluate, tokenizers
 from meshwright.__main__ import main
-from meshwright.config import Model
+from meshwright.config import Model, Tokenizer
 from meshwright.errors import UserError
 from meshwright.generate import engine
 from meshwright.model.attention import Where
@@ -72,7 +72,7 @@ def test_input(score, run, tmp_path):
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
     raw = TEXT[:50].encode()
-    model = engine.load(str(run), {}, evaluate.Tokenizer(), torch.float64, torch.device("cpu"), "read", str).model
+    model = engine.load(str(run), {}, Tokenizer(), torch.float64, torch.device("cpu"), "read", str).model
     with torch.no_grad():
         nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
     assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)

@@ -232,10 +232,10 @@ TABLE = {
         "partitions": "not yet",
     },
     "evaluate": {
-        "input": "test_evaluate.py::test_command",
-        "json_keys": "test_evaluate.py::test_command",
-        "overlapping_eval": "test_evaluate.py::test_command",
-        "json": "test_evaluate.py::test_command",
+        "input": "test_evaluate.py::test_input",
+        "json_keys": "test_evaluate.py::test_json_keys",
+        "overlapping_eval": "test_evaluate.py::test_overlapping_eval",
+        "json": "test_evaluate.py::test_json",
     },
 }  # fmt: skip
 

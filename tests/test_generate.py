@@ -100,7 +100,7 @@ def test_greedy(generate, samples):
 def test_temperature(samples):
     usual = texts(samples(n=60))
     known = [usual.count(s) for s in SENTENCES]
-    assert known[0] == max(known) and min(known) > 0 and sum(known) > 45
+    assert known[0] == max(known) and min(known) > 0 and sum(known) > 30
     assert set(texts(samples("--temperature", "0.01"))) == {CAT}
     assert not set(texts(samples("--temperature", "50"))) & set(SENTENCES)
 

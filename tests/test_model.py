@@ -79,7 +79,7 @@ def test_logits_and_gradients_equal_transformers_gpt2(gelu):
     g = torch.Generator().manual_seed(3)
     state = theirs.state_dict()
     with torch.no_grad():
-        for name, p in store.masters():
+        for _, p in store.masters():
             p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * 0.3)
         for name, p in ours.named_parameters():
             value = p.detach()[:61] if name == "wte.weight" else p.detach()
