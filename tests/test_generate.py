@@ -78,7 +78,7 @@ def samples(generate, tmp_path):
         path = tmp_path / "samples.json"
         status, out, err = generate("--num-samples", n, "--genfile", path, *argv)
         assert status == 0, err
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
 
     return call
 
@@ -174,7 +174,7 @@ def test_num_samples_and_genfile(generate, tmp_path):
     path.write_text("old\n" * 100)
     for n in (1, 7, 8, 9):
         status, out, _ = generate("--num-samples", n, "--genfile", path, "--micro-batch-size", "4")
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
         assert status == 0 and len(rows) == n and all(set(r) == {"text", "length", "finished"} for r in rows)
         assert len(re.findall(r"^Avg s/batch: \d+\.\d+$", out, re.M)) == -(-n // 4)
     status, _, err = generate("--num-samples", "2")
