@@ -474,7 +474,8 @@ def test_logits_that_are_not_finite(generate, monkeypatch, flag):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--top_k=2", "--top_p=0.5"], "--top_k 2 and --top_p 0.5"),
+        (["--micro-batch-size=0"], "--micro-batch-size 0 must be above 0"),
+        (["--seq-length=0"], "--seq-length 0 must be above 0"),
         (["--temperature=0"], "--temperature 0.0 must be above 0"),
         (["--top_p=1.5", "--top_k=-1"], "--top_p 1.5 is above 1"),
         (["--interactive", "--prompt=a"], "four modes"),

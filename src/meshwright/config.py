@@ -438,13 +438,12 @@ class GenerateConfig:
     def problems(self) -> list[str]:
         s = self.sampling
         out = not_yet(self) + precision_problems(self.precision)
+        out += positive(self.training, "micro_batch_size") + positive(self.data, "seq_length")
         out += not_negative(s, "top_k", "top_p", "num_samples") + positive(s, "temperature", "out_seq_length")
         if not self.checkpoint.load:
             out.append("a checkpoint is needed: `meshwright generate DIR` or --load DIR")
         if s.top_p > 1:
             out.append(f"--top_p {s.top_p} is above 1")
-        if s.top_k and s.top_p:
-            out.append(f"--top_k {s.top_k} and --top_p {s.top_p}: give one of them")
         if s.num_samples and not s.genfile:
             out.append(f"--num-samples {s.num_samples} writes to a file: name it with --genfile")
         modes = [bool(s.num_samples), bool(s.sample_input_file), s.interactive, s.prompt is not None]

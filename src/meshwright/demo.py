@@ -44,11 +44,11 @@ class Scale:
     files: int | None = None  # of the library (none: all)
     vocab_size: int = 4096
     model: str = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
-    recipe: str = "--micro-batch-size 8 --lr 2e-3 --min-lr 2e-5 --lr-warmup-iters 50 --adam-beta2 0.98"
+    recipe: str = "--micro-batch-size 8 --lr 4e-3 --min-lr 4e-5 --lr-warmup-iters 50 --adam-beta2 0.98 --init-method-std 0.05"
     iters: int = 1200
     stop: int = 600  # the first log line from here on is followed by SIGTERM
     log_interval: int = 50
-    prompts: tuple[str, ...] = ("import", "def", "class")
+    prompts: tuple[str, ...] = ("import os\n", "def __init__(self,", "class Error(")
     sample: int = 64  # tokens
 
 
