@@ -295,7 +295,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     native.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)}, say=quiet)
     assert bool((want == 1).all())
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 140 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and torch's own
+    assert grown < 160 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and what threads of 16 cores keep
 
 
 def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
