@@ -113,7 +113,7 @@ def tour(folder: Path, scale: Scale) -> None:
 
     with step("7. Let it write Python: nothing to run yet, but see the words, the brackets and the indentation"):
         for prompt in scale.prompts:
-            how = ["--out-seq-length", str(scale.sample), "--temperature", "0.7", "--top_p", "0.9"]
+            how = ["--out-seq-length", str(scale.sample), "--temperature", "0.8", "--top_p", "0.9"]
             call(log, ["generate", trained, "--prompt", prompt, *how])
 
     minutes, seconds = divmod(round(time.perf_counter() - began), 60)
@@ -185,10 +185,8 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
                     child.send_signal(signal.SIGTERM)
                     stop = None  # a second one would end it at once
             status = child.wait()
-        except (
-            BaseException
-        ):  # Ctrl-C reaches us alone, for the child has a process group of its own: it saves, then we go
-            child.kill()
+        except BaseException:  # Ctrl-C reaches us alone: the child has a group of its own; it saves, then we go
+            child.send_signal(signal.SIGINT)
             try:
                 child.wait()
             finally:
