@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"meshwright: no command {argv[0]!r}" + (f"; did you mean {near[0]}?" if near else ""), file=sys.stderr)
         print(usage(), file=sys.stderr)
         return USAGE
+    # Threads that wait soon sleep: on a busy machine those that spin, GNU OpenMP's default, halve the speed or worse.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         status: int | None = importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
         sys.stdout.flush()

@@ -26,7 +26,7 @@ from meshwright.parallel.zero import ParameterStore
 from meshwright.train import train_step
 
 # The demo's model and batch.
-LAYERS, HIDDEN, HEADS, SEQ, VOCAB, BATCH = 4, 128, 4, 128, 2048, 8
+LAYERS, HIDDEN, HEADS, SEQ, VOCAB, BATCH = 4, 128, 4, 128, 4096, 8
 
 
 def main(argv: list[str]) -> int:

@@ -199,12 +199,9 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
 
 
 def environment() -> dict[str, str]:
-    """Threads that soon sleep while they wait: on a busy machine those that spin, GNU's default, halve the speed or worse.
-
-    More than eight only wait for each other in a model this small.
-    """
+    """A child's own; more than eight threads only wait for each other in a model this small."""
     few = {"OMP_NUM_THREADS": "8"} if (os.cpu_count() or 1) > 8 else {}
-    return {"GOMP_SPINCOUNT": "1000", **few, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    return {**few, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def shorten(line: str) -> str | None:

@@ -25,14 +25,26 @@ from meshwright.kernels.dropout import dropout
 from meshwright.model.attention import Where, attend
 
 
+class Linear(nn.Linear):
+    """Without torch's own initial values: `initialise` draws all of them, and drawing twice would cost seconds."""
+
+    def reset_parameters(self) -> None: ...
+
+
+class Embedding(nn.Embedding):
+    """Likewise."""
+
+    def reset_parameters(self) -> None: ...
+
+
 class Attention(nn.Module):
     def __init__(self, m: config.Model, layer: int) -> None:
         super().__init__()
         assert m.hidden_size and m.num_attention_heads
         self.layer, self.head_dim, self.p, self.impl = layer, m.head_dim, m.attention_dropout, m.attention_impl
         width = m.num_attention_heads * m.head_dim
-        self.qkv = nn.Linear(m.hidden_size, 3 * width)  # rows [head, 3, head_dim]
-        self.proj = nn.Linear(width, m.hidden_size)
+        self.qkv = Linear(m.hidden_size, 3 * width)  # rows [head, 3, head_dim]
+        self.proj = Linear(width, m.hidden_size)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         b, t, _ = x.shape
@@ -48,8 +60,8 @@ class MLP(nn.Module):
         super().__init__()
         assert m.hidden_size
         self.gelu = m.gelu
-        self.fc = nn.Linear(m.hidden_size, m.ffn)
-        self.proj = nn.Linear(m.ffn, m.hidden_size)
+        self.fc = Linear(m.hidden_size, m.ffn)
+        self.proj = Linear(m.ffn, m.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(x), approximate=self.gelu))  # type: ignore[no-any-return]
@@ -92,12 +104,12 @@ class GPT(nn.Module):
         super().__init__()
         assert m.hidden_size and m.num_layers
         self.vocab, self.layers, self.recompute = vocab, m.num_layers, recompute
-        self.wte = nn.Embedding(padded, m.hidden_size)
-        self.wpe = nn.Embedding(positions, m.hidden_size)
+        self.wte = Embedding(padded, m.hidden_size)
+        self.wpe = Embedding(positions, m.hidden_size)
         self.h = nn.ModuleDict({str(i): block(m, i) for i in range(m.num_layers)})
         self.ln_f = nn.LayerNorm(m.hidden_size, m.layernorm_epsilon)
         untied = m.untie_embeddings_and_output_weights
-        self.lm_head = nn.Linear(m.hidden_size, padded, bias=False) if untied else None
+        self.lm_head = Linear(m.hidden_size, padded, bias=False) if untied else None
 
     def forward(
         self, tokens: Tensor, where: Where, position_ids: Tensor | None = None, last_only: bool = False
