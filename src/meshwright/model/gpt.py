@@ -26,15 +26,19 @@ from meshwright.model.attention import Where, attend
 
 
 class Linear(nn.Linear):
-    """Without torch's own initial values: `initialise` draws all of them, and drawing twice would cost seconds."""
+    """Draws no initial values where there is no memory yet: `initialise` will, and torch takes a second to draw nothing."""
 
-    def reset_parameters(self) -> None: ...
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Embedding(nn.Embedding):
     """Likewise."""
 
-    def reset_parameters(self) -> None: ...
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Attention(nn.Module):
