@@ -127,6 +127,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, fl
     return root, clean, took
 
 
+@pytest.mark.whole
 def test_twenty_kills_at_random_moments(undisturbed: tuple[Path, str, float]) -> None:
     """Each run is killed until a launch gets through; then the next run begins, until 20 kills have hit."""
     root, clean, took = undisturbed

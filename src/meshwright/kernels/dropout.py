@@ -8,7 +8,8 @@ the layout, and a resumed run must save and restore the stream. Here a number is
 so any layout, any resume and any recomputation gives the same mask, nothing is stored for the backward pass and
 nothing is saved in a checkpoint. Three steps, from rare to frequent: `rows` mixes seed, sample and position with care,
 once a forward pass; each site mixes itself into the row; a number then costs two multiplications. Integer arithmetic
-modulo 2^32 is exact, so every device gives the same bits. On a CPU it costs 8 to 14 times torch's own dropout.
+modulo 2^32 is exact, so every device gives the same bits. On two CPU cores, forward and backward of [4, 1024, 1024] take 30
+ms, torch's own dropout 21.
 """
 
 from __future__ import annotations
