@@ -100,3 +100,19 @@ def test_nothing_unpickles() -> None:
             ):
                 owner = node.func.value
                 assert not (isinstance(owner, ast.Name) and owner.id == "torch"), f"{path}: torch.{node.func.attr}"
+
+
+@pytest.mark.whole
+def test_training_imports_torch_numpy_and_rich_only(tmp_path: Path) -> None:
+    """What else is installed is imported where it is used."""
+    from meshwright.tokenizers import train_bpe
+
+    train_bpe(["some words to learn from"], 270, tmp_path)
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1 --train-iters 1"
+    flags += f" --mock-data --eval-iters 0 --vocab-size 5 --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    code = (
+        "import sys; from meshwright.__main__ import main; assert main(['train', *sys.argv[1:]]) == 0; "
+        "print({m.split('.')[0] for m in sys.modules} & {'tiktoken', 'tokenizers', 'orjson', 'yaml', 'matplotlib', 'regex'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *flags.split()], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stdout[-500:] + done.stderr

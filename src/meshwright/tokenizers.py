@@ -69,8 +69,9 @@ class GPT2BPE:
                     BAD_DATA,
                 )
         self._bytes = _token_bytes(vocab, symbols)
-        self._slow = functools.cache(lambda: self._tokenizers(vocab, merges))  # built at its first use
-        self._fast = self._tiktoken(vocab, merges)
+        # Built at their first use: training needs the sizes alone.
+        self._slow = functools.cache(lambda: self._tokenizers(vocab, merges))
+        self._fast = functools.cache(lambda: self._tiktoken(vocab, merges))
 
     def _tiktoken(self, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Callable[[str], list[int]] | None:
         try:
@@ -98,9 +99,8 @@ class GPT2BPE:
         return lambda text: list(library.encode(text).ids)
 
     def encode(self, text: str) -> list[int]:
-        if self._fast is None or _has_long_space(text):
-            return self._slow()(text)
-        return self._fast(text)
+        fast = self._fast()
+        return self._slow()(text) if fast is None or _has_long_space(text) else fast(text)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self._bytes[i] for i in ids)

@@ -442,9 +442,6 @@ def pick_device(config: Any) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU (nvidia-smi shows whether the driver does)")
-    if wanted == "cpu" and "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun sets one thread per process when it starts several; one process may use the machine
-        torch.set_num_threads(os.cpu_count() or 1)
     return torch.device(wanted)
 
 
