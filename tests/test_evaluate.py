@@ -210,7 +210,7 @@ def test_bad_input(score, tmp_path, name, content, told):
          ["--overlapping-eval 0", "--micro-batch-size 0", "--seq-length -1"]),
         (["--input=FILE", "--num-layers=5", "--seq-length=99"], 65,
          ["--num-layers 5, the checkpoint has 2", "--seq-length 99, the checkpoint has 16"]),
-        (["--input=FILE", "--load=/nowhere"], 65, ["/nowhere"]),
+        (["--input=FILE", "--load=/nowhere"], 2, ["/nowhere", "two folders"]),
     ],
 )  # fmt: skip
 def test_refused(score, tmp_path, flags, status, told):

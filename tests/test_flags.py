@@ -332,7 +332,7 @@ def test_no_effect_takes_its_values():
             for name, (_, why) in flags.NO_EFFECT.items()
             if cls is PreprocessConfig or name not in ("--make-vocab-size-divisible-by", "--pad-vocab-size-to")
         ]
-        assert parse(*argv, cls=cls).notices == wanted
+        assert [n for n in parse(*argv, cls=cls).notices if "is accepted" in n] == wanted
 
 
 def test_padding_is_real_in_training_and_idle_in_preprocessing():
@@ -443,7 +443,7 @@ ONEFLOW = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-
 )  # fmt: skip
 def test_commands_of_the_documents(cls, line, told):
     got = flags.parse(cls, line.split(), "meshwright test")
-    assert len(got.notices) == told
+    assert sum("is accepted" in n for n in got.notices) == told
 
 
 @pytest.mark.parametrize(

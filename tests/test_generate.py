@@ -444,6 +444,18 @@ def test_damaged_checkpoint(generate, run, tmp_path):
     assert generate("--prompt", "a", load=tmp_path / "run")[0] == 65
 
 
+def test_a_damaged_step_gives_way_to_an_older_one(generate, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (whole,) = (tmp_path / "run").glob("iter_*")
+    shutil.copytree(whole, tmp_path / "run" / "iter_0009999")
+    weights = tmp_path / "run/iter_0009999" / "rank_00000.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-9] ^= 1
+    weights.write_bytes(raw)
+    status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
+    assert status == 0 and "step 9999 is damaged" in err and out == generate("--prompt", "a", load=run)[1]
+
+
 def test_no_checkpoint(generate, tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "none"):
         status, _, err = generate("--prompt", "a", load=folder)

@@ -317,8 +317,10 @@ def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
+    assert inspect.main([str(tmp_path)]) == 0
+    capsys.readouterr()
     (store.step_folder(tmp_path, 1) / native.STATE).unlink()
-    assert inspect.main([str(tmp_path), "--tensors"]) == 0
+    error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))  # one damaged step is told, and by the status too
     shown = capsys.readouterr().out
     for part in (
         "iter_0000002  verified: yes", "iter_0000001  verified: NO", "iteration 2 | consumed samples 16",

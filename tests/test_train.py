@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import meshwright.train
 from conftest import TINY_FLAGS
 from meshwright.__main__ import main
 
@@ -210,6 +211,12 @@ def test_exit_interval_saves_and_leaves(tmp_path, capsys):
         (["--max-position-embeddings", "8"], "positions past the table"),
         (["--num-attention-heads", "5"], "not a multiple"),
         (["--device", "cuda"], "torch sees no GPU"),
+        (["--micro-batch-size", "100000000", "--global-batch-size", "100000000"], "for the logits of 100000000 x 16"),
+        (["--hidden-size", "1000000000"], "the device has"),
+        (["--train-iters", "1e30"], "must be below 2147483648"),
+        (["--load", ""], "is a shell variable unset?"),
+        (["--exit-interval", "0"], "must be above 0"),
+        (["--last-epoch-cutoff", "7"], "not in [0, 1]"),
         (["--seed", "-1"], "must not be below 0"),
     ],
 )
@@ -238,7 +245,7 @@ def test_contradicting_architecture_is_refused(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "32" in err and "64" in err
     assert main(["train", *TINY_FLAGS, "--load", run, "--num-attention-heads", "2"]) == 65
-    assert "num_attention_heads 2 against 4" in capsys.readouterr().err
+    assert "--num-attention-heads 2, the checkpoint has 4" in capsys.readouterr().err
 
 
 def test_changed_settings_are_told(tmp_path, capsys):
@@ -331,3 +338,107 @@ def test_deterministic_mode_is_set(tmp_path):
         assert status == 0 and torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
+    """--load of another folder, or of a misspelt one, does not open the door to --save."""
+    train(tmp_path, save="a")
+    train(tmp_path, "--train-iters", "3", save="b")
+    for load in ("b", "misspelt"):
+        status, steps = train(tmp_path, "--load", str(tmp_path / load), save="a")
+        assert status == 73 and len(steps) == 6 and "--save-overwrite" in capsys.readouterr().err
+    status, _ = train(
+        tmp_path, "--load", str(tmp_path / "b"), "--save-overwrite", "--override-opt_param-scheduler", save="a"
+    )
+    assert status == 0 and (tmp_path / "a" / "replaced-1" / "iter_0000006").is_dir()
+    assert rows(tmp_path / "a", "start")[-1]["iteration"] == 3
+
+
+def test_one_step_can_be_loaded_by_its_folder(tmp_path, capsys):
+    train(tmp_path, "--save-interval", "2")
+    status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "run/iter_0000002"), "--save", str(tmp_path / "b")])
+    assert status == 0 and "at iteration 2\n" in capsys.readouterr().out
+    assert [r["loss"] for r in rows(tmp_path / "b")] == [r["loss"] for r in rows(tmp_path / "run")][2:]
+
+
+def test_overwriting_waits_until_the_run_can_begin(tmp_path):
+    train(tmp_path)
+    assert train(tmp_path, "--save-overwrite", "--vocab-file", str(tmp_path / "none.json"))[0] != 0
+    assert (tmp_path / "run/iter_0000006").is_dir()
+
+
+def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
+    good = meshwright.train.evaluate
+
+    def signalled(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return good(*args)
+
+    monkeypatch.setattr(meshwright.train, "evaluate", signalled)
+    status, steps = train(tmp_path, "--eval-interval", "100")
+    assert status == 143 and len(steps) == 6 and (tmp_path / "run/iter_0000006").is_dir()
+    assert rows(tmp_path / "run", "validation") == []
+
+
+def test_a_constant_scale_that_always_overflows_stops(tmp_path, capsys):
+    status, steps = train(tmp_path, "--fp16", "--loss-scale", "1e38", "--train-iters", "40")
+    assert status == 70 and len(steps) == 20 and "1e+38" in capsys.readouterr().err
+
+
+def test_fp16_continues_bf16_with_a_scale_of_its_own(tmp_path):
+    train(tmp_path, "--bf16")
+    _, steps = train(tmp_path, "--fp16", "--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6")
+    assert steps[6]["loss_scale"] == 2.0**32
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(tmp_path, capsys):
+    from meshwright.tokenizers import train_bpe
+
+    for name, text in (("a", "some words to learn from"), ("b", "quite other letters, zz")):
+        train_bpe([text * 50], 262, tmp_path / name)
+    files = [["--vocab-file", f"{tmp_path}/{n}/vocab.json", "--merge-file", f"{tmp_path}/{n}/merges.txt"] for n in "ab"]
+    assert train(tmp_path, *files[0])[0] == 0
+    kept = (tmp_path / "run/tokenizer/merges.txt").read_bytes()
+    more = ["--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6"]
+    assert train(tmp_path, *files[1], *more)[0] == 65 and "vocabulary's files" in capsys.readouterr().err
+    assert (tmp_path / "run/tokenizer/merges.txt").read_bytes() == kept
+    assert train(tmp_path, *files[0], *more)[0] == 0
+
+
+def test_a_finished_run_with_other_settings_is_left_alone(tmp_path, capsys):
+    train(tmp_path)
+    more = ["--load", str(tmp_path / "run"), "--train-iters", "4", "--override-opt_param-scheduler"]
+    assert train(tmp_path, *more)[0] == 0
+    assert "nothing was trained since step 6 was saved" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [["--vocab-size", "0"], ["--micro-batch-size", "0", "--global-batch-size", "4"]])
+def test_dry_run_finds_what_the_run_would(tmp_path, capsys, flags):
+    for more in (["--dry-run"], []):
+        assert main(["train", *TINY_FLAGS, *flags, *more]) == 2
+        assert "must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.whole
+def test_a_training_outlives_the_reader_of_its_log(tmp_path):
+    command = [sys.executable, "-m", "meshwright", "train", *TINY_FLAGS, "--save", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("using world size")
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0, process.stderr.read()
+    assert (tmp_path / "run/iter_0000006").is_dir()
+
+
+@pytest.mark.whole
+def test_a_result_nobody_reads_is_no_failure_but_lost_work_is(tmp_path):
+    shell = f"{sys.executable} -m meshwright"
+    done = subprocess.run(
+        ["bash", "-c", f"{shell} --help | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert done.stdout == "0\n"
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    work = f"cd {tmp_path}; {shell} preprocess --input x.jsonl --output-prefix x --tokenizer-type ByteTokenizer"
+    done = subprocess.run(
+        ["bash", "-c", f"{work} | (exec <&-; sleep 2); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 
-from meshwright.errors import IO, SIGINT, USAGE, UserError
+from meshwright.errors import DONE, IO, SIGINT, USAGE, UserError
 
 COMMANDS = {
     "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three minutes"),
@@ -23,39 +24,55 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    name = argv[0] if argv else ""
+    try:
+        status = _run(name, argv[1:])
+        if sys.stdout:
+            sys.stdout.flush()
+        return status
+    except UserError as e:
+        _tell(f"meshwright {name}: error: {e}")
+        return e.status
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        return SIGINT
+    except BrokenPipeError:  # the reader of our output, such as head, is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return DONE if name in READ_ONLY or set(argv) & PRINTS else IO  # what only prints has done its work
+    except OSError as e:
+        _tell(f"meshwright {name}: error: {f'{e.filename}: {e.strerror}' if e.filename else e}")
+        return IO
+
+
+# Commands and flags whose whole result is what they print.
+READ_ONLY = {"", "-h", "--help", "help", "--version", "inspect", "report", "evaluate"}
+PRINTS = {"-h", "--help", "--print-config", "--dry-run"}
+
+
+def _run(name: str, argv: list[str]) -> int:
+    if name in ("", "-h", "--help", "help"):
         print(usage())
-        return 0 if argv else USAGE
-    if argv[0] == "--version":
+        return DONE if name else USAGE
+    if name == "--version":
         from importlib.metadata import version
 
         print(f"meshwright {version('meshwright')}")
-        return 0
-    if argv[0] not in COMMANDS:
+        return DONE
+    if name not in COMMANDS:
         import difflib
 
-        near = difflib.get_close_matches(argv[0], COMMANDS, 1)
-        print(f"meshwright: no command {argv[0]!r}" + (f"; did you mean {near[0]}?" if near else ""), file=sys.stderr)
-        print(usage(), file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"meshwright: no command {name!r}{hint}\n{usage()}", file=sys.stderr)
         return USAGE
     # Threads that wait soon sleep: on a busy machine those that spin, GNU OpenMP's default, halve the speed or worse.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    try:
-        status: int | None = importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
-        sys.stdout.flush()
-        return status or 0
-    except UserError as e:
-        print(f"meshwright {argv[0]}: error: {e}", file=sys.stderr)
-        return e.status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return SIGINT
-    except BrokenPipeError:  # the reader of our output, such as head, is gone: that is its right
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as e:
-        print(f"meshwright {argv[0]}: error: {e}", file=sys.stderr)
-        return IO
+    return importlib.import_module(COMMANDS[name][0]).main(argv) or DONE
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def usage() -> str:

@@ -9,8 +9,9 @@ so `--help`, `--dry-run` and planning start at once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 def flag(
@@ -373,17 +374,25 @@ class TrainConfig:
         return self.global_batch // (self.training.micro_batch_size or 1)
 
     def problems(self) -> list[str]:
-        out = not_yet(self) + architecture_problems(self.model, self.data) + precision_problems(self.precision)
+        out = (
+            not_yet(self)
+            + unusable(self)
+            + architecture_problems(self.model, self.data)
+            + precision_problems(self.precision)
+        )
         t, o, d, c = self.training, self.optimizer, self.data, self.checkpoint
         out += positive(t, "micro_batch_size", "global_batch_size", "train_iters", "eval_interval")
         out += positive(o, "lr", "lr_decay_iters", "adam_eps") + positive(self.logging, "log_interval")
+        out += positive(t, "exit_interval") + positive(self.parallel, "distributed_timeout_minutes")
+        if not 0 <= d.last_epoch_cutoff <= 1:
+            out.append(f"--last-epoch-cutoff {d.last_epoch_cutoff} is not in [0, 1]")
         out += not_negative(t, "seed", "eval_iters") + not_negative(o, "min_lr", "weight_decay", "clip_grad")
         out += not_negative(o, "lr_warmup_iters") + not_negative(d, "num_workers") + not_negative(c, "save_interval")
         if t.seed >= 2**32 - 2:
             out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and two are added")
         if t.micro_batch_size is None:
             out.append("--micro-batch-size is needed: samples of one forward pass")
-        elif t.global_batch_size and t.global_batch_size % t.micro_batch_size:
+        elif t.micro_batch_size > 0 and t.global_batch_size and t.global_batch_size % t.micro_batch_size:
             out.append(
                 f"--global-batch-size {t.global_batch_size} is not a multiple of --micro-batch-size "
                 f"{t.micro_batch_size}; the nearest multiple is "
@@ -414,11 +423,34 @@ class TrainConfig:
         out += split_problems(d.split)
         if c.save_interval and not c.save:
             out.append(f"--save-interval {c.save_interval} without --save: nowhere to save")
-        if c.save and c.load and c.save_overwrite:
-            out.append("--save-overwrite starts anew and --load continues: give one of them")
+        if c.save and c.load == c.save and c.save_overwrite:
+            out.append("--save-overwrite starts anew and --load continues the same folder: give one of them")
         if self.tokenizer.tokenizer_type == "NullTokenizer" or d.mock_data:
             out += positive(self.tokenizer, "vocab_size")
         return out
+
+    def notices(self) -> list[str]:
+        """Flags that are right and do nothing with the others as they are."""
+        p, t, out = self.precision, self.training, []
+        if p.loss_scale is not None and not p.fp16:
+            out.append(f"--loss-scale {p.loss_scale} has no effect without --fp16")
+        if t.recompute_method and not t.recompute:
+            out.append(f"--recompute-method {t.recompute_method} has no effect without --recompute-granularity")
+        if self.checkpoint.exit_on_missing_checkpoint and not self.checkpoint.load:
+            out.append("--exit-on-missing-checkpoint has no effect without --load")
+        if self.checkpoint.save_overwrite and not self.checkpoint.save:
+            out.append("--save-overwrite has no effect without --save")
+        if self.parallel.distributed_backend:
+            out.append(f"--distributed-backend {self.parallel.distributed_backend} has no effect with one process")
+        return out
+
+
+# Settings that the weights were trained with, so that no later run may change them.
+ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
+                "max_position_embeddings", "layernorm_epsilon", "untie_embeddings_and_output_weights",
+                "bias_gelu_fusion", "openai_gelu")  # fmt: skip
+# Where a default or another flag decides, what is compared is the outcome.
+OUTCOME = {"ffn_hidden_size": "ffn", "kv_channels": "head_dim", "bias_gelu_fusion": "gelu", "openai_gelu": "gelu"}
 
 
 @dataclass(frozen=True)
@@ -435,9 +467,16 @@ class GenerateConfig:
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
+    # Megatron's generation takes every training flag; these are the ones that matter here.
+    USES: ClassVar[frozenset[str]] = frozenset(
+        {f.name for group in (Sampling, Tokenizer) for f in dataclasses.fields(group)}
+        | {*ARCHITECTURE, "attention_impl", "seq_length", "seed", "micro_batch_size", "fp16", "bf16", "params_dtype"}
+        | {"deterministic_mode", "device", "local_rank", "load", "verify", "make_vocab_size_divisible_by"}
+    )
+
     def problems(self) -> list[str]:
         s = self.sampling
-        out = not_yet(self) + precision_problems(self.precision)
+        out = not_yet(self) + unusable(self) + precision_problems(self.precision)
         out += positive(self.training, "micro_batch_size") + positive(self.data, "seq_length")
         out += not_negative(s, "top_k", "top_p", "num_samples") + positive(s, "temperature", "out_seq_length")
         if not self.checkpoint.load:
@@ -446,6 +485,8 @@ class GenerateConfig:
             out.append(f"--top_p {s.top_p} is above 1")
         if s.num_samples and not s.genfile:
             out.append(f"--num-samples {s.num_samples} writes to a file: name it with --genfile")
+        if s.sample_output_file and not s.sample_input_file:
+            out.append("--sample-output-file holds continuations: name the prompts with --sample-input-file")
         modes = [bool(s.num_samples), bool(s.sample_input_file), s.interactive, s.prompt is not None]
         if sum(modes) > 1:
             out.append("--num-samples, --sample-input-file, --prompt and --interactive are four modes: give one")
@@ -461,7 +502,7 @@ class PreprocessConfig:
 
     def problems(self) -> list[str]:
         p = self.preprocess
-        out = not_yet(self) + positive(p, "workers", "log_interval")
+        out = not_yet(self) + unusable(self) + positive(p, "workers", "log_interval")
         if not p.input:
             out.append("--input is needed: a JSON-lines file")
         if not p.output_prefix:
@@ -484,7 +525,7 @@ class EvaluateConfig:
 
     def problems(self) -> list[str]:
         e = self.evaluate
-        out = not_yet(self) + precision_problems(self.precision)
+        out = not_yet(self) + unusable(self) + precision_problems(self.precision)
         out += positive(self.data, "seq_length") + positive(self.training, "micro_batch_size")
         out += positive(e, "overlapping_eval")
         if not self.checkpoint.load:
@@ -495,6 +536,16 @@ class EvaluateConfig:
 
 
 EVERY = (TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig)
+
+
+def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE) -> list[str]:
+    """Every one of these settings that is not what the checkpoint has."""
+    out = []
+    for name in names:
+        ours, theirs = (getattr(m, OUTCOME.get(name, name)) for m in (asked, saved))
+        if ours != theirs and getattr(asked, name) is not None:  # what was left open only follows another flag
+            out.append(f"{spelling(name)} {getattr(asked, name)}, the checkpoint has {theirs}")
+    return out
 
 
 def spelling(name: str) -> str:
@@ -514,6 +565,19 @@ def not_yet(config: Any) -> list[str]:
                 works = " or ".join(str(v) for v in only)
                 when = f"planned for step {f.metadata['step']}" if 0 < f.metadata["step"] < 9 else "not planned"
                 out.append(f"{spelling(f.name)} {value}: not yet ({when}); works: {works}")
+    return out
+
+
+def unusable(config: Any) -> list[str]:
+    """Values that no setting can have: an empty text, often an unset shell variable, and numbers beyond counting."""
+    out = []
+    for group in (getattr(config, f.name) for f in dataclasses.fields(config)):
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name)
+            if f.name != "prompt" and (value == "" or (isinstance(value, list) and "" in value)):
+                out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
+            elif type(value) is int and abs(value) >= 2**31 and f.name != "seed":
+                out.append(f"{spelling(f.name)} {value:.3g} must be below {2**31}")
     return out
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.errors import BAD_DATA, DONE, LOCKED, SIGINT, SIGTERM, UserError
+from meshwright.errors import BAD_DATA, DONE, LOCKED, SIGINT, SIGTERM, UNEXPECTED, UserError
 
 MARK = ".meshwright-demo"  # says that the folder is a demo's; only these names in it are ours to remove:
 OURS = ("train.jsonl", "held_out.jsonl", "tokenizer", "train_text_document.bin", "train_text_document.idx",
@@ -194,7 +194,10 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
             raise
     if status != expected:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-        raise UserError(f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}", status)
+        raise UserError(
+            f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}",
+            status if status > 0 else UNEXPECTED,
+        )
     return said
 
 

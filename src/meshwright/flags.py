@@ -171,6 +171,9 @@ def parse(
     said, unknown = parser.parse_known_args(argv)
     cli = vars(said)
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
+    folder = cli.pop("folder", None)
+    if positional and folder is not None and cli.setdefault(positional, folder) != folder:
+        complaints.append(f"{folder} and {settings.spelling(positional)} {cli[positional]} name two folders: give one")
     notices = [
         f"{name} is accepted and has no effect: {why}"
         for name, (_, why) in NO_EFFECT.items()
@@ -191,15 +194,22 @@ def parse(
     layers.append(("command line", _convert_all(cls, cli, "", complaints)))
     built, sources = build(cls, layers)
     given = {k: v for label, layer in layers[1 if control["preset"] else 0 :] for k, v in layer.items()}
+    notices += getattr(built, "notices", list)()
+    used = getattr(cls, "USES", None)
+    notices += [
+        f"{settings.spelling(name)} has no effect on this command"
+        for name in given
+        if used is not None and name not in used and given[name] != default_of(fields(cls)[name][1])
+    ]
     if check:  # a value that could not be read is not also called missing
         told = {c.split()[0].rstrip(":") for c in complaints}
         complaints += [p for p in built.problems() if p.split()[0] not in told]  # type: ignore[attr-defined]
     if complaints:
-        raise UserError(_listed(complaints))
+        raise UserError(listed(complaints))
     return Parsed(built, sources, given, notices, bool(control["dry_run"]), bool(control["print_config"]))
 
 
-def _listed(complaints: list[str]) -> str:
+def listed(complaints: list[str]) -> str:
     return "\n  ".join(["", *complaints]) if len(complaints) > 1 else complaints[0]
 
 
@@ -219,7 +229,7 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
     parser = _Parser(prog=prog, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS)
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e-3 is a number too
     if positional:
-        parser.add_argument(positional, nargs="?", metavar="DIR", help="folder of a run, the same as --load DIR")
+        parser.add_argument("folder", nargs="?", metavar="DIR", help="folder of a run, the same as --load DIR")
     control = parser.add_argument_group("Where settings come from")
     control.add_argument("--preset", choices=sorted(settings.PRESETS), help="architecture and recipe of a known model")
     control.add_argument("--config", dest="config_file", metavar="FILE", help="TOML or YAML file of these names")
@@ -252,7 +262,10 @@ def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
         on = [name, *(a for a in aliases if a not in off)]
         if not f.name.startswith("no_"):
             off.append("--no-" + name[2:])
-        shown = {True: text if default is False else argparse.SUPPRESS, False: text if default else argparse.SUPPRESS}
+        shown = {
+            True: text if default is False else argparse.SUPPRESS,
+            False: "turn off: " + text if default else argparse.SUPPRESS,
+        }
         section.add_argument(*on, dest=f.name, action="store_const", const=True, help=shown[True])
         if off:
             section.add_argument(*off, dest=f.name, action="store_const", const=False, help=shown[False])
@@ -453,7 +466,7 @@ def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, 
     known, complaints = fields(cls), list[str]()
     out = _convert_all(cls, {k: v for k, v in saved.items() if k in known}, f" in {where}", complaints)
     if complaints:
-        raise UserError(_listed(complaints), BAD_DATA)
+        raise UserError(listed(complaints), BAD_DATA)
     return out
 
 

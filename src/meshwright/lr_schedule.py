@@ -80,8 +80,9 @@ def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Sched
             lines.append(f" > overriding {called} value to {mine}")
             continue
         matters = name != "wd_samples" or ours.wd_style != "constant"  # a constant has no length
+        unit = " samples" if name in ("warmup", "decay", "wd_samples") else ""
         if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
-            different.append(f"{called}: the checkpoint has {theirs}, the flags say {mine} ({by})")
+            different.append(f"{called}: the checkpoint has {theirs}, the flags say {mine}{unit} ({by})")
         values[name] = theirs if matters else mine
         lines.append(f" > using checkpoint value {values[name]} for {called}")
     if different:

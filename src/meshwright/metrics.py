@@ -21,8 +21,12 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "A800"
 
 
 def say(line: str = "") -> None:
-    """One line on stdout, at once: the documents' scripts pipe it into tee."""
-    print(line, flush=True)
+    """One line on stdout, at once: the documents' scripts pipe it into tee. A training outlives its reader."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print("the reader of the log is gone; the run goes on", file=sys.stderr)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -62,7 +66,14 @@ class Metrics:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = json.dumps({"event": event, "attempt": self.attempt, "iteration": iteration, **plain})
-        os.write(self.file, line.encode() + b"\n")
+        data = line.encode() + b"\n"
+        while data:  # a nearly full disk may take a part
+            data = data[os.write(self.file, data) :]
+
+    def sync(self) -> None:
+        """To the disk, so that no power cut leaves a checkpoint that knows more steps than the log."""
+        if self.file >= 0:
+            os.fsync(self.file)
 
     def step(
         self, iteration: int, consumed: int, loss: float, norm: float, lr: float, next_lr: float, scale: float,

@@ -29,8 +29,10 @@ class LossScale:
         self.scale = float(p.initial_loss_scale if self.dynamic else (p.loss_scale or 1.0) if p.fp16 else 1.0)
         self.clean = 0
         self.hysteresis = p.hysteresis
+        self.in_a_row = 0  # overflows
 
     def update(self, overflow: bool) -> None:
+        self.in_a_row = self.in_a_row + 1 if overflow else 0
         if not self.dynamic:
             return
         if overflow:
@@ -44,13 +46,21 @@ class LossScale:
             self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
-        """Whether an overflow at this scale is a mere skip: a dynamic scale at its minimum has nowhere to go."""
-        return not self.dynamic or scale > self.p.min_loss_scale
+        """Whether an overflow at this scale is a mere skip.
+
+        A dynamic scale at its minimum has nowhere to go; a constant one that overflows again and again never had.
+        """
+        return scale > self.p.min_loss_scale if self.dynamic else self.in_a_row < 20
 
     def state(self) -> dict[str, Any]:
-        return {"scale": self.scale, "growth_tracker": self.clean, "hysteresis_tracker": self.hysteresis}
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "growth_tracker": self.clean,
+            "hysteresis_tracker": self.hysteresis,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
-        if self.dynamic:
+        if self.dynamic and state["dynamic"]:  # a scale of 1 from another format says nothing
             self.scale, self.clean = float(state["scale"]), int(state["growth_tracker"])
             self.hysteresis = int(state["hysteresis_tracker"])

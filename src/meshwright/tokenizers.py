@@ -61,6 +61,11 @@ class GPT2BPE:
         missing = [s for s in symbols if s not in vocab]
         if missing:
             raise UserError(f"{vocab_file} is not a byte-level BPE: {len(missing)} of the 256 bytes missing", BAD_DATA)
+        if not merges and self.size > 257:
+            raise UserError(
+                f"{merge_file} has no merges, {vocab_file} has {self.size} tokens: they do not belong together",
+                BAD_DATA,
+            )
         for left, right in merges:
             if left + right not in vocab:
                 raise UserError(
@@ -253,6 +258,14 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     meta = {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": hashes}
     (folder / "meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     os.replace(folder / "meta.json.tmp", folder / "meta.json")
+
+
+def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Whether `folder` keeps this very tokenizer, file for file; true if it keeps none."""
+    if not (folder / "meta.json").is_file():
+        return True
+    meta = _read_json(folder / "meta.json")
+    return bool(meta.get("sha256") == {name: _sha256(source) for name, source in tokenizer.files.items()})
 
 
 def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:

@@ -14,13 +14,13 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshwright import flags
-from meshwright.config import TrainConfig
+from meshwright.config import ARCHITECTURE, Model, TrainConfig, contradictions
 from meshwright.errors import BAD_DATA, DONE, LOCKED, NON_FINITE, SIGINT, SIGTERM, USAGE, UserError
 from meshwright.model import counts
 
@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
         return DONE
+    flags.tell(parsed)
     if dry:
         return dry_run(parsed.config)
-    flags.tell(parsed)
     return run(parsed.config, command=["meshwright", "train", *argv])
 
 
@@ -70,7 +70,7 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
 
     problems = config.problems()
     if problems:
-        raise UserError("\n  ".join(["", *problems]))
+        raise UserError(flags.listed(problems))
     c = config.checkpoint
     refuse_other_ranks()
     require_files(config)
@@ -81,7 +81,11 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
     folder = Path(where) if where else None
 
     with contextlib.ExitStack() as held:
-        for root in {Path(p).resolve(): p for p in (c.save, c.run_dir) if p}.values():
+        for flag, root in {
+            Path(p).resolve(): (n, p) for n, p in (("--run-dir", c.run_dir), ("--save", c.save)) if p
+        }.values():
+            if Path(root).exists() and not Path(root).is_dir():
+                raise UserError(f"{flag} {root} is a file, not a folder")
             held.enter_context(store.lock(root))
         if c.save:
             guard_existing(config)
@@ -109,15 +113,18 @@ def run(config: TrainConfig, command: list[str] | None = None) -> int:
         say("training ...")
         tell_time("before the start of training step")
         with catch_signals(config.training.exit_signal_handler) as asked:
-            reason, status = trainer.train(asked)
-        finished = reason == ALL_DONE
-        if finished:
-            tell_time("after training is done")
-            trainer.validate("valid", "the end of training for val data", ahead=0)
-        if c.save and trainer.progress.iteration:
-            trainer.save()
-        if finished:
-            trainer.validate("test", "the end of training for test data", ahead=0)
+            reason = trainer.train(asked)
+            if reason == ALL_DONE:
+                tell_time("after training is done")
+                trainer.validate("valid", "the end of training for val data", 0, asked)
+            if c.save and trainer.progress.iteration:
+                trainer.save()
+            if reason == ALL_DONE:
+                trainer.validate("test", "the end of training for test data", 0, asked)
+        status = DONE
+        if asked:
+            say(f"exiting program after receiving {asked[0].name}.")
+            reason, status = asked[0].name, SIGINT if asked[0] is signal.SIGINT else SIGTERM
         trainer.metrics.row("end", trainer.progress.iteration, reason=reason, status=status, time=time.time())
         if folder is not None:
             write_report(folder)
@@ -144,9 +151,10 @@ class Trainer:
         self.positions = config.model.max_position_embeddings or config.data.seq_length
         say("building GPT model ...")
         block, self.why = pick(config.model, device)
+        parameters = counts.parameters(config.model, padded, self.positions)
+        require_memory(config, parameters, padded, device)
         with torch.device("meta"):
             self.model = GPT(config.model, vocab, padded, self.positions, block, config.training.recompute)
-        parameters = counts.parameters(config.model, padded, self.positions)
         say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {parameters}")
         say(f" > running the {self.why}")
         self.params = ParameterStore(self.model, config.optimizer, precision.dtype(config.precision), device)
@@ -154,9 +162,10 @@ class Trainer:
         self.schedule = lr_schedule.from_config(config)
         say(f"> learning rate decay style: {self.schedule.style}")
         self.progress = Progress()
+        self.loaded: int | None = None  # the step this run continues from
 
     def load_or_initialise(self, timers: Timers) -> None:
-        from meshwright.checkpoint import native
+        from meshwright.checkpoint import native, store
         from meshwright.metrics import say
         from meshwright.model.gpt import initialise
 
@@ -164,13 +173,16 @@ class Trainer:
         loaded = None
         if c.load:
             timers.start("load-checkpoint")
-            loaded = native.load(c.load, self.params.named_state(), verify=c.verify, say=say, accept=self.accept)
+            root, step = store.split_path(c.load)
+            named = self.params.named_state()
+            loaded = native.load(root, named, verify=c.verify, say=say, accept=self.accept, step=step)
             timers.stop("load-checkpoint")
             timers.tell("load-checkpoint")
             if loaded is None and c.exit_on_missing_checkpoint:
                 raise UserError(
                     f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is set", BAD_DATA
                 )
+            self.loaded = loaded.step if loaded else None
         if loaded is None:
             initialise(self.params.masters(), self.config.model, self.vocab, self.config.training.seed)
         self.params.publish_weights()
@@ -201,13 +213,23 @@ class Trainer:
         """The settings, the vocabulary, the log; the first moment when something is written."""
         import torch
 
+        from meshwright import tokenizers
         from meshwright.checkpoint import native, store
         from meshwright.metrics import Metrics
 
         c, t, seq = self.config, self.config.training, self.config.data.seq_length
         assert t.train_iters is not None and seq
-        if c.checkpoint.save:
+        kept = store.split_path(c.checkpoint.load)[0] / "tokenizer" if c.checkpoint.load else None
+        if self.loaded is not None and kept and tokenizer and not tokenizers.is_same(tokenizer, kept):
+            raise UserError(
+                f"the vocabulary's files are not those in {kept}, which this checkpoint was trained with: the same ids "
+                "would mean other text. Leave the vocabulary flags out to take the run's own",
+                BAD_DATA,
+            )
+        if c.checkpoint.save and self.progress.iteration < t.train_iters:
             store.check_writable(c.checkpoint.save, native.bytes_of(self.params.named_state()))
+        if c.checkpoint.save and c.checkpoint.save_overwrite and store.held(c.checkpoint.save):
+            print(f"moved earlier checkpoints to {store.move_aside(c.checkpoint.save)}")
         if folder is not None:
             keep_settings(folder, c, tokenizer)
         flops = counts.flops_per_token(c.model, self.padded, seq, t.recompute)
@@ -229,8 +251,8 @@ class Trainer:
         batch, number = self.config.training.micro_batch_size, self.config.micro_batches
         return iter(Loader(dataset, batch, number, consumed, workers, self.vocab, wrap=wrap, pin=pin))
 
-    def train(self, asked: list[signal.Signals]) -> tuple[str, int]:
-        """All steps that are left, unless something ends them early: the reason, and the exit status."""
+    def train(self, asked: list[signal.Signals]) -> str:
+        """All steps that are left, unless something ends them early; returns what ended them."""
         import torch
 
         from meshwright.metrics import say
@@ -238,7 +260,8 @@ class Trainer:
         t, c, p = self.config.training, self.config.checkpoint, self.progress
         assert t.train_iters is not None
         if p.iteration >= t.train_iters:
-            return ALL_DONE, DONE
+            say(f" > nothing is left to train: step {p.iteration} of {t.train_iters} is done")
+            return ALL_DONE
         assert self.data["train"] is not None
         with contextlib.closing(self.steps(self.data["train"], p.consumed_train_samples)) as batches:
             last = time.perf_counter()
@@ -267,32 +290,33 @@ class Trainer:
 
                 pause = time.perf_counter()
                 if p.iteration % t.eval_interval == 0:
-                    self.validate("valid", f"iteration {p.iteration}", ahead=-1)
+                    self.validate("valid", f"iteration {p.iteration}", -1, asked)
                 if c.save and c.save_interval and p.iteration % c.save_interval == 0:
                     self.save()
                 last = now + time.perf_counter() - pause  # neither counts as time of a step
                 if asked:
-                    say(f"exiting program after receiving {asked[0].name}.")
-                    return asked[0].name, SIGINT if asked[0] is signal.SIGINT else SIGTERM
+                    return asked[0].name
                 if t.exit_interval and p.iteration % t.exit_interval == 0:
                     say(f"exiting program at iteration {p.iteration}")
-                    return f"--exit-interval {t.exit_interval}", DONE
-        return ALL_DONE, DONE
+                    return f"--exit-interval {t.exit_interval}"
+        return ALL_DONE
 
-    def validate(self, name: str, prefix: str, ahead: int) -> None:
+    def validate(self, name: str, prefix: str, ahead: int, asked: list[signal.Signals]) -> None:
         """Each validation reads the samples after the one before; which ones is a function of the iteration."""
         t, dataset = self.config.training, self.data[name]
-        if dataset is None or not t.eval_iters:
+        if dataset is None or not t.eval_iters or asked:
             return
         before = self.progress.iteration // t.eval_interval + ahead if name == "valid" else 0
         with contextlib.closing(
             self.steps(dataset, before * t.eval_iters * self.config.global_batch, wrap=True)
         ) as steps:
-            loss = evaluate(self.model, steps, t.eval_iters, self.device)
+            loss = evaluate(self.model, steps, t.eval_iters, self.device, asked)
+        if asked:  # a grace of seconds may be running: saving comes first
+            return
         self.metrics.validation(self.progress.iteration, "test" if name == "test" else "validation", prefix, loss)
 
     def save(self) -> None:
-        from meshwright.checkpoint import native
+        from meshwright.checkpoint import native, store
         from meshwright.metrics import say
 
         folder, start = self.config.checkpoint.save, time.perf_counter()
@@ -303,6 +327,12 @@ class Trainer:
             "positions": self.positions,
         }  # fmt: skip
         named, settings = self.params.named_state(), flags.to_dict(self.config)
+        root, _ = store.split_path(self.config.checkpoint.load or folder)
+        again = self.progress.iteration == self.loaded and root.resolve() == Path(folder).resolve()
+        if again and native.as_json(native.read_state(root, self.progress.iteration)) != native.as_json(state):
+            say(f" > nothing was trained since step {self.loaded} was saved: it stays as it is")
+            return
+        self.metrics.sync()
         if native.save(folder, self.progress.iteration, named, state, settings, say=say):
             self.metrics.row("save", self.progress.iteration, seconds=round(time.perf_counter() - start, 3))
 
@@ -319,12 +349,36 @@ def introduce(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | Non
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
     say(f"setting number of micro-batches to constant {config.micro_batches}")
-    tokenizer, vocab, padded = vocabulary(config, folder)
+    tokenizer, vocab, padded = vocabulary(config, folder, say)
     say("> initializing torch distributed ...")
     say("> initialized tensor model parallel with size 1")
     say("> initialized pipeline model parallel with size 1")
     say(f"> setting random seeds to {t.seed} ...")
     return tokenizer, vocab, padded
+
+
+def bytes_per_parameter(config: TrainConfig) -> int:
+    """Weight, gradient, two moments, and a master where the weight is low precision."""
+    return {"float64": 32, "float32": 16}.get(config.precision.dtype, 18)
+
+
+def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
+    """What cannot fit by any means is refused before memory is asked for: the state, and one micro-batch's logits."""
+    import torch
+
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    else:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    t, seq = config.training, config.data.seq_length
+    assert t.micro_batch_size and seq
+    state, logits = parameters * bytes_per_parameter(config), t.micro_batch_size * seq * padded * 4
+    if state + logits > have:
+        raise UserError(
+            f"this needs at least {(state + logits) / 2**30:,.1f} GiB: {state / 2**30:,.1f} for {parameters:,} parameters "
+            f"with their optimizer, {logits / 2**30:,.1f} for the logits of {t.micro_batch_size} x {seq} tokens; the device "
+            f"has {have / 2**30:,.1f} GiB: a smaller model, --micro-batch-size or --seq-length"
+        )
 
 
 def require_files(config: TrainConfig) -> None:
@@ -359,6 +413,7 @@ def train_step(
     total = torch.zeros((), dtype=torch.float64 if params.full is torch.float64 else torch.float32, device=device)
     for batch, mine in zip(batches, unmasked, strict=True):
         where = Where(None, None, seed, int(batch.sample_ids[0]))
+        assert batch.doc_ids is None, "document masks are not built yet"
         b = batch.to(device)
         where.samples = b.sample_ids
         logits = model(b.tokens, where, b.position_ids)  # [B, T, padded vocabulary]
@@ -369,8 +424,10 @@ def train_step(
     return total, params.step(lr, weight_decay, scale, total)
 
 
-def evaluate(model: GPT, batches: Iterator[list[Batch]], steps: int, device: torch.device) -> float:
-    """Mean loss of the unmasked tokens of `steps` global batches, without dropout."""
+def evaluate(
+    model: GPT, batches: Iterator[list[Batch]], steps: int, device: torch.device, asked: list[signal.Signals]
+) -> float:
+    """Mean loss of the unmasked tokens of `steps` global batches, without dropout; given up when asked to stop."""
     import torch
 
     from meshwright.model.attention import Where
@@ -380,6 +437,8 @@ def evaluate(model: GPT, batches: Iterator[list[Batch]], steps: int, device: tor
     total, tokens = 0.0, 0
     with torch.no_grad():
         for _, micro in zip(range(steps), batches, strict=False):
+            if asked:
+                break
             for batch in micro:
                 b = batch.to(device)
                 total += float(loss_sum(model(b.tokens, Where(), b.position_ids), b.labels, b.loss_mask))
@@ -411,7 +470,8 @@ def catch_signals(on: bool) -> Iterator[list[signal.Signals]]:
         if asked:
             os._exit(SIGINT if number == signal.SIGINT else SIGTERM)
         asked.append(signal.Signals(number))
-        print(f"{asked[0].name}: finishing this step and saving; once more to stop at once", file=sys.stderr)
+        with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+            os.write(2, f"{asked[0].name}: finishing this step and saving; once more to stop at once\n".encode())
 
     if not on:
         yield asked
@@ -453,27 +513,26 @@ def be_deterministic() -> None:
 
 
 def guard_existing(config: TrainConfig) -> None:
-    """Starting anew onto a folder that holds checkpoints is refused before the first step, or moves them aside."""
+    """A folder that holds checkpoints of another run is refused before anything is built, unless they may be moved."""
     from meshwright.checkpoint import store
 
     c = config.checkpoint
     assert c.save
     existing = store.held(c.save)
-    if not existing or c.load:
-        return
-    if not c.save_overwrite:
+    continued = c.load and Path(c.load).resolve() == Path(c.save).resolve()
+    if existing and not continued and not c.save_overwrite:
         raise UserError(
             f"--save {c.save} already holds {existing[-1]}: add --load {c.save} to continue it, or --save-overwrite to "
-            "move it aside and start anew",
+            "move it aside" + (f" and continue from {c.load}" if c.load else " and start anew"),
             LOCKED,
         )
-    print(f"moved earlier checkpoints to {store.move_aside(c.save)}")
 
 
-def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
+def vocabulary(
+    config: TrainConfig, folder: Path | None, say: Callable[[str], None]
+) -> tuple[Tokenizer | None, int, int]:
     """The tokenizer if the flags name one, the true and the padded size."""
     from meshwright import tokenizers
-    from meshwright.metrics import say
 
     t, m = config.tokenizer, config.model
     bare = t.vocab_size is not None and not (t.vocab_file or t.merge_file or t.tokenizer_model)
@@ -491,33 +550,28 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
         vocab = tokenizer.size
     assert vocab
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, 1, m.pad_vocab_size_to)
-    say(f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})")
+    say(tokenizers.padding_line(vocab, padded))
     return tokenizer, vocab, padded
 
 
 # Settings that change what a continued run computes: told when they differ from the checkpoint's.
 _WATCHED = ("seed", "data_path", "split", "split_arithmetic", "seq_length", "global_batch_size", "hidden_dropout",
             "attention_dropout", "fp16", "bf16", "params_dtype", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad",
-            "train_iters", "eval_interval", "eval_iters", "loss_mean", "layernorm_epsilon", "bias_gelu_fusion",
-            "num_attention_heads", "kv_channels")  # fmt: skip
+            "train_iters", "eval_interval", "eval_iters", "loss_mean")  # fmt: skip
 
 
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
-    """A line for each setting that is not what the checkpoint was trained with; the heads cannot be changed at all."""
+    """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
+    model = Model(**{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved})
+    contradicted = contradictions(config.model, model, [n for n in ARCHITECTURE if n != "max_position_embeddings"])
+    if contradicted:
+        raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
     ours = flags.to_dict(config)
-    out = []
-    for name in _WATCHED:
-        if name in saved and saved[name] != ours[name]:
-            out.append(f" > note: {name} is {ours[name]}, the checkpoint was trained with {saved[name]}")
-    heads = [n for n in ("num_attention_heads", "kv_channels") if n in saved and saved[n] != ours[n]]
-    if heads:
-        raise UserError(
-            "the flags contradict the checkpoint: "
-            + ", ".join(f"{n} {ours[n]} against {saved[n]}" for n in heads)
-            + "; shapes alone would not show it, the model would only be wrong",
-            BAD_DATA,
-        )
-    return out
+    return [
+        f" > note: {name} is {ours[name]}, the checkpoint was trained with {saved[name]}"
+        for name in _WATCHED
+        if name in saved and saved[name] != ours[name]
+    ]
 
 
 def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
@@ -538,43 +592,69 @@ def write_report(folder: Path) -> None:
 
     try:
         report.write(folder)
-    except (UserError, OSError, ImportError) as e:
+    except Exception as e:
         print(f"note: no report.html: {e}", file=sys.stderr)
 
 
 def dry_run(config: TrainConfig) -> int:
     """Check everything without torch and without writing: settings, files, sizes."""
+    from meshwright import tokenizers
+    from meshwright.data.indexed import Indexed
+
     problems = config.problems()
-    later = [p for p in problems if p.startswith(("--data-path is needed", "--vocab-size"))]
+    later = [p for p in problems if p.startswith("--data-path is needed")]
     if len(problems) > len(later):
-        raise UserError("\n  ".join(["", *(p for p in problems if p not in later)]), USAGE)
+        raise UserError(flags.listed([p for p in problems if p not in later]), USAGE)
+    refuse_other_ranks()
+    if config.checkpoint.save:
+        guard_existing(config)
     m, d, t = config.model, config.data, config.training
     assert d.seq_length and t.train_iters
+    require_files(config)
     for prefix in d.data_path:
-        from meshwright.data.indexed import Indexed
-
         print(f"data {prefix}: {len(Indexed(prefix)):,} documents")
-    from meshwright import tokenizers
-
-    named = config.tokenizer.vocab_file or config.tokenizer.tokenizer_model
-    if named or config.tokenizer.tokenizer_type in ("ByteTokenizer", "NullTokenizer"):
-        vocab = tokenizers.build(config.tokenizer).size
+    v = config.tokenizer
+    if v.tokenizer_type == "GPT2BPETokenizer" and not (v.vocab_file or v.merge_file or v.vocab_size):
+        vocab = 50257
+        later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
     else:
-        vocab = config.tokenizer.vocab_size or 50257
+        where = config.checkpoint.run_dir or config.checkpoint.save
+        _, vocab, _ = vocabulary(config, Path(where) if where else None, lambda line: None)
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, 1, m.pad_vocab_size_to)
     positions = m.max_position_embeddings or d.seq_length
     n = counts.parameters(m, padded, positions)
     tokens = config.global_batch * d.seq_length
     flops = counts.flops_per_token(m, padded, d.seq_length, t.recompute) * tokens
-    each = {"float64": 32, "float32": 16}.get(config.precision.dtype, 18)  # weights, gradients, master and two moments
+    each = bytes_per_parameter(config)
     print(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
-    print(f"one step: {tokens:,} tokens, {flops / 1e12:,.1f} TFLOP, {config.micro_batches} micro-batches")
-    print(f"the run: {t.train_iters:,} steps, {tokens * t.train_iters / 1e9:,.1f} billion tokens")
+    print(f"one step: {tokens:,} tokens, {flops / 1e12:,.3g} TFLOP, {config.micro_batches} micro-batches")
+    print(f"the run: {t.train_iters:,} steps, {tokens * t.train_iters / 1e9:,.3g} billion tokens")
     print(f"memory of weights, gradients and optimizer: {n * each / 2**30:,.1f} GiB, activations apart")
+    if config.checkpoint.load:
+        check_loading(config)
     for p in later:
         print(f"before it can start: {p}")
     print("nothing was built and nothing written")
     return DONE
+
+
+def check_loading(config: TrainConfig) -> None:
+    """What a run would say of its checkpoint before it reads a tensor."""
+    from meshwright import lr_schedule
+    from meshwright.checkpoint import native, store
+
+    assert config.checkpoint.load
+    root, step = store.split_path(config.checkpoint.load)
+    step, notes = (step, []) if step is not None else store.latest(root)
+    told = [
+        f"it would continue from step {step} in {root}"
+        if step is not None
+        else f"no checkpoint in {root}: it starts anew"
+    ]
+    if step is not None:
+        told += differences(config, native.read_config(root, step))
+        lr_schedule.resume(lr_schedule.from_config(config), native.read_state(root, step)["schedule"], config)
+    print("\n".join(notes + told))
 
 
 def _version() -> str:

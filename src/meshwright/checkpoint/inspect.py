@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
     lines, whole = describe(root, step, args.tensors, args.full)
     print("\n".join(lines))
     if not whole:
-        store.latest(root)  # knows why: damaged, another program's, or nothing
-        raise UserError(f"no whole checkpoint {'' if step is None else f'of step {step} '}in {root}", BAD_DATA)
+        store.latest(root)  # knows why there is none: all damaged, another program's, or nothing
+        raise UserError(f"a checkpoint in {root} is damaged or missing, see above", BAD_DATA)
     return DONE
 
 
@@ -37,7 +37,7 @@ def describe(
     root: str | Path, step: int | None = None, tensors: bool = False, full: bool = False
 ) -> tuple[list[str], bool]:
     """Lines about the steps and, closer, about one (the newest whole one if none is given); and whether it is whole."""
-    chosen = None
+    chosen, damaged = None, False
     lines = [f"{root}"]
     for number in store.steps(root) if step is None else [step]:
         folder = store.step_folder(root, number)
@@ -46,6 +46,7 @@ def describe(
             index, state = native.read_index(folder, manifest), native.read_state(root, number)
         except Damaged as damage:
             lines.append(f"  {folder.name}  verified: NO, {damage}")
+            damaged = True
             continue
         parameters = sum(math.prod(t.shape) for name, t in index.items() if "/" not in name)
         how = "every byte" if full else "manifest and sizes; --full checks every byte"
@@ -65,7 +66,7 @@ def describe(
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             size = math.prod(tensor.shape) * native.SIZES[tensor.dtype]
             lines.append(f"  {name:40} {shape:>16} {tensor.dtype:>4} {size:>16,} bytes in {len(tensor.boxes)} boxes")
-    return lines, True
+    return lines, not damaged
 
 
 def settings(saved: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 if TYPE_CHECKING:
     import torch
 
+    from meshwright.generate import engine
     from meshwright.tokenizers import Tokenizer
 
 Complete = Callable[[list[list[int]], int], list[tuple[list[int], bool]]]  # prompts, number of the first
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     flags.tell(parsed)
 
     # torch only now: a mistake in the flags is told at once
-    from meshwright.generate import chat, engine, sampling
+    from meshwright.generate import engine
     from meshwright.precision import dtype
     from meshwright.train import be_deterministic, pick_device
 
@@ -59,6 +60,15 @@ def main(argv: list[str]) -> int:
         be_deterministic()
     device = pick_device(c)
     run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify, say)
+    write(c, run, lines, output)
+    return DONE
+
+
+def write(c: GenerateConfig, run: engine.Run, lines: list[str], output: str) -> None:
+    """The text, in the mode that the flags ask for."""
+    from meshwright.generate import chat, engine, sampling
+
+    s = c.sampling
     eod = run.tokenizer.eod
 
     def options(prompts: list[list[int]], first: int) -> engine.Options:
@@ -99,7 +109,6 @@ def main(argv: list[str]) -> int:
         print()
     else:
         chat.talk(run.tokenizer, one, run.length)
-    return DONE
 
 
 def unconditional(genfile: str, n: int, tokenizer: Tokenizer, complete: Complete, batch: int) -> None:

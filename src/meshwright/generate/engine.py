@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright import flags, tokenizers
+from meshwright import config, flags, tokenizers
 from meshwright.checkpoint import native, store
 from meshwright.checkpoint.store import Say
-from meshwright.config import GenerateConfig, Model, TrainConfig, not_yet, spelling
+from meshwright.config import GenerateConfig, Model, TrainConfig, not_yet
 from meshwright.config import Tokenizer as TokenizerFlags
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.kernels.pick import pick
@@ -24,13 +24,6 @@ from meshwright.tokenizers import Tokenizer
 
 # What `decode` and `complete` take after the model.
 Options = tuple[list[list[int]], int, int, int, Callable[[int, Tensor], int], bool]
-
-# Flags that must equal the checkpoint's if given, since the weights were trained with them.
-ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
-                "max_position_embeddings", "layernorm_epsilon", "untie_embeddings_and_output_weights",
-                "bias_gelu_fusion", "openai_gelu")  # fmt: skip
-# Where a default or another flag decides, what is compared is the outcome.
-OUTCOME = {"ffn_hidden_size": "ffn", "kv_channels": "head_dim", "bias_gelu_fusion": "gelu", "openai_gelu": "gelu"}
 
 
 @dataclass(frozen=True)
@@ -74,33 +67,31 @@ def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, say:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
     state, saved = native.read_state(root, step), native.read_config(root, step)
     where = str(store.step_folder(root, step))
-    config, _ = flags.build(TrainConfig, [("checkpoint", flags.from_saved(TrainConfig, saved, where))])
+    trained, _ = flags.build(TrainConfig, [("checkpoint", flags.from_saved(TrainConfig, saved, where))])
     try:
         vocab, padded, positions = (int(state[n]) for n in ("true_vocab_size", "padded_vocab_size", "positions"))
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{where}/state.json does not tell the sizes of a model", BAD_DATA) from None
-    later = not_yet(GenerateConfig(model=config.model))  # a model of a later version must not load as another one
+    later = not_yet(GenerateConfig(model=trained.model))  # a model of a later version must not load as another one
     if later:
         raise UserError("\n  ".join([f"{where} holds a model that this version cannot run:", *later]), BAD_DATA)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_position_embeddings=positions))
+    impl = given.get("attention_impl", trained.model.attention_impl)
+    model = dataclasses.replace(trained.model, max_position_embeddings=positions, attention_impl=impl)
+    trained = dataclasses.replace(trained, model=model)
     tokenizer = find_tokenizer(vocabulary, [root, *([Path(saved["run_dir"])] if saved.get("run_dir") else [])], vocab)
-    out = contradictions(given, config.model, positions)
+    out = contradictions(given, model, positions)
     if tokenizer.size != vocab:
         out.append(f"the vocabulary has {tokenizer.size} ids, the checkpoint {vocab}")
     if out:
         told = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *out])
         raise UserError(told, BAD_DATA)
-    return Found(root, step, config, vocab, padded, positions, tokenizer)
+    return Found(root, step, trained, vocab, padded, positions, tokenizer)
 
 
 def contradictions(given: Mapping[str, Any], saved: Model, positions: int) -> list[str]:
     """Every flag that says something else than the checkpoint; what was left to a default counts as written out."""
-    asked = dataclasses.replace(saved, **{n: given[n] for n in ARCHITECTURE if n in given})
-    out = []
-    for name in ARCHITECTURE:
-        ours, theirs = (getattr(m, OUTCOME.get(name, name)) for m in (asked, saved))
-        if name in given and ours != theirs:
-            out.append(f"{spelling(name)} {given[name]}, the checkpoint has {theirs}")
+    named = {n: given[n] for n in config.ARCHITECTURE if n in given}
+    out = config.contradictions(dataclasses.replace(saved, **named), saved, named)
     if (given.get("seq_length") or 0) > positions:
         out.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
     return out
@@ -122,8 +113,25 @@ def load(
     folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, dtype: torch.dtype, device: torch.device,
     verify: str, say: Say,
 ) -> Run:  # fmt: skip
-    """The model of `find`, its weights read into `dtype` on `device`."""
-    found = find(folder, given, vocabulary, say)
+    """The model of `find`, its weights read into `dtype` on `device`; of an older step where the newest is damaged."""
+    try:
+        return load_found(find(folder, given, vocabulary, say), given, dtype, device, verify, say)
+    except store.Damaged as damage:
+        root, named = store.split_path(folder)
+        older = None
+        if named is None:
+            whole = store.steps(root)  # from the newest, which is the damaged one
+            older = next((n for n in whole[1:] if n < whole[0]), None)
+        if older is None:
+            raise
+        say(f"WARNING: step {whole[0]} is damaged, step {older} is read instead: {damage}")
+        older_folder = str(store.step_folder(root, older))
+    return load_found(find(older_folder, given, vocabulary, say), given, dtype, device, verify, say)
+
+
+def load_found(
+    found: Found, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device, verify: str, say: Say
+) -> Run:
     with torch.device("meta"):
         block, _ = pick(found.config.model, device)
         model = GPT(found.config.model, found.vocab, found.padded, found.positions, block)
