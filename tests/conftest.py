@@ -10,6 +10,7 @@ for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
 import pytest  # noqa: E402
 
 from meshwright import config as settings  # noqa: E402
+from meshwright import flags  # noqa: E402
 
 TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
 
@@ -37,3 +38,14 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def tiny_flags() -> list[str]:
     return list(TINY_FLAGS)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Every run tells which flags of the vocabulary still answer "not yet"."""
+    later: dict[int, set[str]] = {}
+    for configuration in settings.EVERY:
+        for _, f, _ in flags.fields(configuration).values():
+            if flags.is_not_yet(f):
+                later.setdefault(f.metadata["step"], set()).add(settings.spelling(f.name))
+    for step, names in sorted(later.items()):
+        terminalreporter.write_line(f"not yet, step {step}: {len(names)} flags: {' '.join(sorted(names))}")
