@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import meshwright.checkpoint.native
 import meshwright.train
 from conftest import TINY_FLAGS
 from meshwright.__main__ import main
@@ -442,3 +443,51 @@ def test_a_result_nobody_reads_is_no_failure_but_lost_work_is(tmp_path):
         ["bash", "-c", f"{work} | (exec <&-; sleep 2); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
     )
     assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"
+
+
+def test_changed_data_is_told_on_resume(tmp_path, capsys):
+    import numpy as np
+
+    from meshwright.data.indexed import Writer
+
+    def write(seed):
+        rng = np.random.RandomState(seed)
+        with Writer(tmp_path / "data", np.uint16) as writer:
+            for _ in range(30):
+                writer.add(rng.randint(0, 64, rng.randint(30, 50)))
+                writer.end_document()
+
+    write(1)
+    flags = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", str(tmp_path / "data")]
+    flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--lr-decay-iters", "6"]
+    assert main(["train", *flags]) == main(["train", *flags, "--train-iters", "7"]) == 0
+    assert "have changed" not in capsys.readouterr().out
+    write(2)
+    assert main(["train", *flags, "--train-iters", "8"]) == 0
+    assert "the files of --data-path have changed since the checkpoint" in capsys.readouterr().out
+
+
+def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
+    from meshwright.checkpoint import store
+
+    good, calls = store.os.write, []
+
+    def full(fd, data):
+        calls.append(1)
+        if len(calls) > 40:
+            raise OSError(28, "No space left on device")
+        return good(fd, data)
+
+    def save(*args, **more):
+        if (tmp_path / "run/iter_0000003").exists():
+            monkeypatch.setattr(store.os, "write", full)
+            calls.extend([1] * 40)
+        return real(*args, **more)
+
+    real = meshwright.checkpoint.native.save
+    monkeypatch.setattr(meshwright.checkpoint.native, "save", save)
+    status, _ = train(tmp_path, "--save-interval", "3")
+    monkeypatch.undo()
+    err = capsys.readouterr().err
+    assert status == 74 and "No space left" in err
+    assert store.latest(tmp_path / "run")[0] == 3

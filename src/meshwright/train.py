@@ -326,7 +326,7 @@ class Trainer:
             "optimizer_steps": self.params.steps, "true_vocab_size": self.vocab, "padded_vocab_size": self.padded,
             "positions": self.positions,
         }  # fmt: skip
-        named, settings = self.params.named_state(), flags.to_dict(self.config)
+        named, settings = self.params.named_state(), saved_settings(self.config)
         root, _ = store.split_path(self.config.checkpoint.load or folder)
         again = self.progress.iteration == self.loaded and root.resolve() == Path(folder).resolve()
         if again and native.as_json(native.read_state(root, self.progress.iteration)) != native.as_json(state):
@@ -566,12 +566,24 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     contradicted = contradictions(config.model, model, [n for n in ARCHITECTURE if n != "max_position_embeddings"])
     if contradicted:
         raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
-    ours = flags.to_dict(config)
-    return [
+    ours = saved_settings(config)
+    out = [
         f" > note: {name} is {ours[name]}, the checkpoint was trained with {saved[name]}"
         for name in _WATCHED
         if name in saved and saved[name] != ours[name]
     ]
+    if saved.get("data_path") == ours["data_path"] and saved.get("data_fingerprint") != ours["data_fingerprint"]:
+        out.append(
+            " > note: the files of --data-path have changed since the checkpoint; what follows reads the new ones"
+        )
+    return out
+
+
+def saved_settings(config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint remembers of its making."""
+    from meshwright.data.indexed import fingerprint
+
+    return flags.to_dict(config) | {"data_fingerprint": [fingerprint(prefix) for prefix in config.data.data_path]}
 
 
 def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
