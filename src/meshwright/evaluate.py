@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,10 @@ def main(argv: list[str]) -> int:
 
 
 def read_texts(path: Path, keys: list[str]) -> Iterator[str]:
-    """The documents of one file."""
+    """The documents of one file; `-` is the standard input as one text."""
+    if str(path) == "-":
+        yield sys.stdin.read()
+        return
     if path.suffix in (".jsonl", ".json"):
         yield from preprocess.read_texts([str(path)], keys)
         return
