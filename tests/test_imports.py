@@ -18,6 +18,7 @@ LAYERS = [
     ["tokenizers", "data", "kernels", "model", "lr_schedule"],
     ["precision", "optimizer", "parallel"],
     ["checkpoint", "metrics", "report"],
+    ["preflight"],
     ["train"],
     ["generate", "evaluate"],
     ["demo", "bench"],
@@ -26,7 +27,7 @@ LAYERS = [
 LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 
 # Imported where used: these must start without torch.
-NO_TORCH = ["errors", "config", "flags", "tokenizers", "lr_schedule", "report", "train", "evaluate", "__main__",
+NO_TORCH = ["errors", "config", "flags", "tokenizers", "lr_schedule", "report", "preflight", "train", "evaluate", "__main__",
             "data.indexed", "data.preprocess", "data.samples", "model.counts", "checkpoint.store", "checkpoint.native",
             "checkpoint.inspect", "generate.command"]  # fmt: skip
 

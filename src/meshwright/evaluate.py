@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
     from meshwright.generate import engine
     from meshwright.precision import dtype
-    from meshwright.train import pick_device
+    from meshwright.preflight import pick_device
 
     def say(line: str) -> None:
         if not e.json:

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     # torch only now: a mistake in the flags is told at once
     from meshwright.generate import engine
     from meshwright.precision import dtype
-    from meshwright.train import be_deterministic, pick_device
+    from meshwright.preflight import be_deterministic, pick_device
 
     def say(line: str) -> None:  # stdout is for text
         print(line, file=sys.stderr if s.prompt is not None else sys.stdout, flush=True)
