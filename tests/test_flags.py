@@ -45,7 +45,6 @@ def test_precedence(tmp_path, monkeypatch):
     wanted = {"seq_length": "preset gpt2-117m", "num_layers": str(file), "hidden_size": "environment",
               "num_attention_heads": "command line", "attention_dropout": "default"}  # fmt: skip
     assert {k: got.sources[k] for k in wanted} == wanted
-    assert got.given["num_layers"] == 3 and "seq_length" not in got.given  # a preset is not what the user said
 
 
 def test_none_takes_a_value_back(tmp_path):
@@ -219,7 +218,6 @@ def test_words(argv, words):
         (["--split", "1,2,x"], "is not three numbers"),
         (["--split", "0,0,0"], "not all 0"),
         (["--save-interval", "5"], "nowhere to save"),
-        (["--save", "a", "--load", "a", "--save-overwrite"], "give one of them"),
         (["--no-mock-data"], "--data-path is needed"),
         (["--data-path", "1", "a", "2", "b"], "a blend of files: not yet (planned for step 2)"),
         (["--num-experts", "8"], "--num-experts 8: not yet (not planned); works: None"),

@@ -499,6 +499,14 @@ def test_flags_that_make_no_sense(generate, flags, told):
     assert status == 2 and told in err
 
 
+def test_flags_without_effect_are_told(generate, run):
+    """Those that were typed; a run's own file may hold a whole training."""
+    _, _, err = generate("--prompt", "a", "--train-iters=7")
+    assert "note: --train-iters has no effect on this command" in err
+    status, _, err = generate("--prompt", "a", "--config", str(run / "config.toml"))
+    assert status == 0 and "has no effect" not in err
+
+
 def test_dry_run_writes_nothing(generate, tmp_path):
     status, out, _ = generate("--dry-run", "--num-samples=2", "--genfile", tmp_path / "x", *SHAPE)
     assert status == 0 and not (tmp_path / "x").exists() and "nothing was loaded" in out

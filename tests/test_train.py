@@ -491,3 +491,23 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
     err = capsys.readouterr().err
     assert status == 74 and "No space left" in err
     assert store.latest(tmp_path / "run")[0] == 3
+
+
+def test_overwriting_what_is_continued_is_refused(tmp_path, capsys):
+    """However the folder is spelt: the checkpoint it continues from stays where it is."""
+    train(tmp_path)
+    status, _ = train(tmp_path, "--load", f"{tmp_path}/./run", "--save-overwrite")
+    assert status == 2 and "the same folder" in capsys.readouterr().err
+    assert (tmp_path / "run/iter_0000006").is_dir()
+
+
+def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
+    from meshwright.tokenizers import train_bpe
+
+    train_bpe(["some words to learn from"], 262, tmp_path / "a")
+    files = ["--vocab-file", f"{tmp_path}/a/vocab.json", "--merge-file", f"{tmp_path}/a/merges.txt"]
+    assert train(tmp_path, *files)[0] == 0
+    bare = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
+    assert main(["train", *bare, "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "(vocabulary 262 padded" in out and "--vocab-file and --merge-file are needed" not in out

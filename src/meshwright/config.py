@@ -423,8 +423,6 @@ class TrainConfig:
         out += split_problems(d.split)
         if c.save_interval and not c.save:
             out.append(f"--save-interval {c.save_interval} without --save: nowhere to save")
-        if c.save and c.load == c.save and c.save_overwrite:
-            out.append("--save-overwrite starts anew and --load continues the same folder: give one of them")
         if self.tokenizer.tokenizer_type == "NullTokenizer" or d.mock_data:
             out += positive(self.tokenizer, "vocab_size")
         return out

@@ -130,7 +130,6 @@ class Parsed(Generic[C]):
 
     config: C
     sources: dict[str, str]
-    given: dict[str, Any]  # what file, environment and command line said, without defaults and preset
     notices: list[str]
     dry_run: bool
     print_config: bool
@@ -193,20 +192,19 @@ def parse(
     layers.append(("environment", _environment(cls, complaints)))
     layers.append(("command line", _convert_all(cls, cli, "", complaints)))
     built, sources = build(cls, layers)
-    given = {k: v for label, layer in layers[1 if control["preset"] else 0 :] for k, v in layer.items()}
     notices += getattr(built, "notices", list)()
     used = getattr(cls, "USES", None)
     notices += [
         f"{settings.spelling(name)} has no effect on this command"
-        for name in given
-        if used is not None and name not in used and given[name] != default_of(fields(cls)[name][1])
+        for name, value in layers[-1][1].items()  # a file may be a training's: only what was typed is told
+        if used is not None and name not in used and value != default_of(fields(cls)[name][1])
     ]
     if check:  # a value that could not be read is not also called missing
         told = {c.split()[0].rstrip(":") for c in complaints}
         complaints += [p for p in built.problems() if p.split()[0] not in told]  # type: ignore[attr-defined]
     if complaints:
         raise UserError(listed(complaints))
-    return Parsed(built, sources, given, notices, bool(control["dry_run"]), bool(control["print_config"]))
+    return Parsed(built, sources, notices, bool(control["dry_run"]), bool(control["print_config"]))
 
 
 def listed(complaints: list[str]) -> str:

@@ -70,6 +70,8 @@ def guard_existing(config: TrainConfig) -> None:
     assert c.save
     existing = store.held(c.save)
     continued = c.load and Path(c.load).resolve() == Path(c.save).resolve()
+    if continued and c.save_overwrite:
+        raise UserError("--save-overwrite starts anew and --load continues the same folder: give one of them")
     if existing and not continued and not c.save_overwrite:
         raise UserError(
             f"--save {c.save} already holds {existing[-1]}: add --load {c.save} to continue it, or --save-overwrite to "
@@ -177,13 +179,14 @@ def dry_run(config: TrainConfig) -> int:
     require_files(config)
     for prefix in d.data_path:
         print(f"data {prefix}: {len(Indexed(prefix)):,} documents")
-    v = config.tokenizer
-    if v.tokenizer_type == "GPT2BPETokenizer" and not (v.vocab_file or v.merge_file or v.vocab_size):
+    v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
+    folder = Path(where) if where else None
+    kept = folder is not None and (folder / "tokenizer").is_dir()
+    if v.tokenizer_type == "GPT2BPETokenizer" and not (v.vocab_file or v.merge_file or v.vocab_size or kept):
         vocab = 50257
         later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
     else:
-        where = config.checkpoint.run_dir or config.checkpoint.save
-        _, vocab, _ = vocabulary(config, Path(where) if where else None, lambda line: None)
+        _, vocab, _ = vocabulary(config, folder, lambda line: None)
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, 1, m.pad_vocab_size_to)
     positions = m.max_position_embeddings or d.seq_length
     n = counts.parameters(m, padded, positions)
