@@ -24,7 +24,15 @@ TINY_FLAGS = [
         "--max-position-embeddings=16",
     ),
     *("--micro-batch-size=2", "--global-batch-size=4", "--lr=1e-2", "--train-iters=6", "--eval-interval=3"),
-    *("--eval-iters=1", "--log-interval=1", "--mock-data", "--vocab-size=64", "--num-workers=0", "--device=cpu"),
+    *(
+        "--eval-iters=1",
+        "--log-interval=1",
+        "--mock-data",
+        "--vocab-size=64",
+        "--num-workers=0",
+        "--device=cpu",
+        "--no-tensorboard",
+    ),
 ]
 
 
@@ -41,7 +49,11 @@ def tiny_flags() -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Every run tells which flags of the vocabulary still answer "not yet"."""
+    """Every run tells which flags of the vocabulary still answer "not yet", and shows the tables that tests have made."""
+    for report in terminalreporter.getreports("passed"):
+        for name, table in report.user_properties if report.when == "call" else ():
+            if name == "table":
+                terminalreporter.write_line(f"\n{table}\n")
     later: dict[int, set[str]] = {}
     for configuration in settings.EVERY:
         for _, f, _ in flags.fields(configuration).values():

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,3 +38,42 @@ def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tu
         body(*args)
     finally:
         dist.destroy_process_group()
+
+
+def run_programs(
+    script: Path, argv: list[list[str]], environ: list[dict[str, str]], folder: Path
+) -> tuple[list[int], list[str]]:
+    """`python script argv`, a process for each of these, started as a launcher does: the environment tells each its rank.
+
+    Their exit statuses and what they wrote. Reports are not drawn.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as logs:
+        files = [Path(logs, str(n)) for n in range(len(argv))]
+        started = [
+            context.Process(target=_program, args=(script, *one))
+            for one in zip(argv, environ, [folder] * len(argv), files, strict=True)
+        ]
+        try:
+            for process in started:
+                process.start()
+            for process in started:
+                process.join()
+        finally:
+            for process in started:
+                if process.is_alive():
+                    process.kill()
+        return [p.exitcode or 0 for p in started], [f.read_text(errors="replace") for f in files]
+
+
+def _program(script: Path, argv: list[str], environ: dict[str, str], folder: Path, log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environ)
+    os.chdir(folder)
+    sys.argv = [str(script), *argv]
+    import meshwright.train
+
+    meshwright.train.write_report = lambda folder: None
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,61 +1,25 @@
-"""The commands of the documents people follow today, run word for word; only sizes are made smaller."""
+"""The commands of the documents people follow today, run word for word; only sizes are made smaller.
+
+Those of several ranks are in test_documents_ranks.py.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from documents import ROOT, SMALLER, fill, shell, smaller
+
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
-
-# Values that make a documented run small; everything else stays as the document has it.
-SMALLER = {
-    "num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 32, "max-position-embeddings": 32,
-    "train-iters": 6, "lr-decay-iters": 40, "log-interval": 2, "save-interval": 4, "eval-interval": 3, "eval-iters": 1,
-}  # fmt: skip
-
-
-def smaller(command: str) -> str:
-    for name, value in SMALLER.items():
-        command = re.sub(rf"--{name} +\S+", f"--{name} {value}", command)
-    return command
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as after the documents' downloads: scripts, a corpus, GPT-2's two vocabulary files (ours are smaller)."""
-    from meshwright.tokenizers import train_bpe
-
-    folder = tmp_path_factory.mktemp("documents")
-    for name in ("pretrain_gpt.py", "tools", "src"):
-        (folder / name).symlink_to(ROOT / name)
-    texts = [f"Document {n}. The quick brown fox jumps over the lazy dog {n * n} times; 你好。" * 9 for n in range(60)]
-    lines = [
-        json.dumps({"src": "x", "text": t, "type": "Eng", "id": str(n), "title": "T"}) for n, t in enumerate(texts)
-    ]
-    for name in ("oscar-1GB.jsonl", "my-corpus.json"):
-        (folder / name).write_text("\n".join(lines) + "\n")
-    train_bpe(texts, 320, folder / "words")
-    (folder / "words/vocab.json").rename(folder / "gpt2-vocab.json")
-    (folder / "words/merges.txt").rename(folder / "gpt2-merges.txt")
-    return folder
-
-
-def shell(place: Path, script: str, status: int = 0, **environment: str) -> str:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=place, capture_output=True, text=True,
-        env=os.environ | {"PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
-    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    return fill(tmp_path_factory.mktemp("documents"))
 
 
 PREPROCESS = {
@@ -237,12 +201,6 @@ def test_megatron_345m_under_torchrun(place: Path) -> None:
     assert " iteration        " not in again  # no step was left
 
 
-def test_several_processes_are_refused_under_torchrun(place: Path) -> None:
-    """Until layouts are built: in words, and the launcher sees a failure."""
-    command = smaller(MEGATRON_345M).replace("torchrun ", "torchrun --nproc_per_node 2 ")
-    assert "planned for step 3" in shell(place, command, status=1)
-
-
 def documented(name: str) -> list[str]:
     """The command lines of a README's bash blocks."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.S)
@@ -266,13 +224,14 @@ def test_readme_commands(place: Path) -> None:
         if words[0] == "make":
             continue
         if "--preset" in words:  # later flags win over the preset's
-            line += (
-                " " + " ".join(f"--{k} {v}" for k, v in SMALLER.items()) + " --micro-batch-size 2 --global-batch-size 4"
-            )
+            chosen = {k: v for k, v in SMALLER.items() if k != "save-interval" or "--save" in words}
+            line += " " + " ".join(f"--{k} {v}" for k, v in chosen.items())
+            line += " --micro-batch-size 2 --global-batch-size 4"
         out = shell(home, f"printf 'The quick\\nstop\\n' | {smaller(line)}")
         if "generate" in words:
             assert "The" in out
     assert (home / "gpt2-345m" / "report.html").exists() and (home / "output" / "iter_0000006").is_dir()
+    assert (home / "plain" / "compare.html").exists()
 
 
 def test_make_targets_exist() -> None:

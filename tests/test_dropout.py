@@ -8,9 +8,13 @@ from meshwright.kernels import dropout
 SAMPLES, POSITIONS = torch.arange(7, 11)[:, None], torch.arange(64)
 
 
+def rows(seed, site, samples=SAMPLES, positions=POSITIONS):
+    return dropout.at_site(dropout.rows(seed, samples, positions), site)
+
+
 def test_share_and_scale():
     x = torch.ones(4, 64, 256)
-    y = dropout.dropout(x, dropout.rows(1, SAMPLES, POSITIONS), 3, 0.1)
+    y = dropout.dropout(x, rows(1, 3), 0.1)
     kept = (y != 0).float().mean().item()
     assert kept == pytest.approx(0.9, abs=5 * (0.09 / x.numel()) ** 0.5)
     assert y.unique().tolist() == [0.0, pytest.approx(1 / 0.9)]
@@ -18,14 +22,14 @@ def test_share_and_scale():
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_neighbours_are_independent(axis):
-    keep = dropout.keep(dropout.rows(1, SAMPLES, POSITIONS), 0, 256, 0.5).float()
+    keep = dropout.keep(rows(1, 0), 256, 0.5).float()
     a, b = keep.narrow(axis, 0, keep.shape[axis] - 1) - 0.5, keep.narrow(axis, 1, keep.shape[axis] - 1) - 0.5
     assert abs((a * b).mean().item() / 0.25) < 5 / a.numel() ** 0.5
 
 
 def test_sites_and_seeds_differ():
     pairs = [(seed, site) for seed in (1, 2, 2**40) for site in (0, 1, ~0)]
-    masks = [dropout.keep(dropout.rows(seed, SAMPLES, POSITIONS), site, 64, 0.5) for seed, site in pairs]
+    masks = [dropout.keep(rows(seed, site), 64, 0.5) for seed, site in pairs]
     for i, a in enumerate(masks):
         for b in masks[:i]:
             assert 0.45 < (a == b).float().mean().item() < 0.55
@@ -33,9 +37,19 @@ def test_sites_and_seeds_differ():
 
 def test_depends_on_global_numbers_only():
     """A slice of the batch, the sequence or a later call gives the same mask: no stream, no rank, no batch."""
-    whole = dropout.keep(dropout.rows(3, SAMPLES, POSITIONS), 5, 32, 0.1)
-    part = dropout.keep(dropout.rows(3, SAMPLES[2:3], POSITIONS[16:48]), 5, 32, 0.1)
+    whole = dropout.keep(rows(3, 5), 32, 0.1)
+    part = dropout.keep(rows(3, 5, SAMPLES[2:3], POSITIONS[16:48]), 32, 0.1)
     assert torch.equal(whole[2:3, 16:48], part)
+
+
+def test_sites_together_are_the_sites_alone():
+    """Any number of axes: with heads, as in attention."""
+    base = dropout.rows(3, SAMPLES[:, None], torch.arange(5)[:, None], POSITIONS)
+    assert base.shape == (4, 5, 64) and base.dtype is torch.int32
+    together = dropout.at_sites(base, 8)
+    assert torch.equal(together, torch.stack([dropout.at_site(base, site) for site in range(8)]))
+    assert not torch.equal(dropout.at_site(base, ~3), dropout.at_site(base, 3))
+    assert not torch.equal(dropout.at_site(base, 0), base)
 
 
 def test_large_sample_numbers():
@@ -46,15 +60,15 @@ def test_large_sample_numbers():
 
 def test_backward_uses_the_same_mask():
     x = torch.randn(4, 64, 16, dtype=torch.float64, requires_grad=True)
-    rows = dropout.rows(1, SAMPLES, POSITIONS)
-    y = dropout.dropout(x, rows, 7, 0.3)
+    y = dropout.dropout(x, rows(1, 7), 0.3)
     y.sum().backward()
-    torch.testing.assert_close(x.grad, dropout.keep(rows, 7, 16, 0.3) / torch.tensor(0.7, dtype=torch.float64))
+    torch.testing.assert_close(x.grad, dropout.keep(rows(1, 7), 16, 0.3) / torch.tensor(0.7, dtype=torch.float64))
+    assert torch.equal(y.detach(), dropout.plain(x.detach(), rows(1, 7), 0.3))
 
 
 def test_golden_bits():
     """The mask is part of the checkpoint format: a resumed run must draw it again, whatever the version."""
-    bits = dropout.keep(dropout.rows(1234, torch.tensor([[99]]), torch.arange(4)), 3, 16, 0.5).int()[0]
+    bits = dropout.keep(rows(1234, 3, torch.tensor([[99]]), torch.arange(4)), 16, 0.5).int()[0]
     assert ["".join(map(str, row)) for row in bits.tolist()] == GOLDEN
 
 
@@ -66,11 +80,22 @@ GOLDEN = ["1010100011011100", "1000011010010110", "0011100111100010", "011010011
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("site", [0, 49, ~5])
 def test_triton_equals_plain(columns, dtype, site):
-    rows = dropout.rows(77, SAMPLES.cuda(), POSITIONS.cuda())
-    x = torch.randn(4, 64, columns, device="cuda", dtype=dtype)
     from meshwright.kernels.dropout_triton import drop
 
-    y = drop(x, rows, dropout.salt(site), 0.1)
-    assert torch.equal(y != 0, dropout.keep(rows, site, columns, 0.1) & (x != 0))
-    torch.testing.assert_close(y, dropout.plain(x, rows, site, 0.1))
-    assert torch.equal(rows.cpu(), dropout.rows(77, SAMPLES, POSITIONS))
+    here = rows(77, site, SAMPLES.cuda(), POSITIONS.cuda())
+    x = torch.randn(4, 64, columns, device="cuda", dtype=dtype)
+    y = drop(x, here, 0.1)
+    assert torch.equal(y != 0, dropout.keep(here, columns, 0.1) & (x != 0))
+    torch.testing.assert_close(y, dropout.plain(x, here, 0.1))
+    assert torch.equal(here.cpu(), rows(77, site))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernel needs a GPU")
+def test_triton_forward_and_backward_have_one_mask():
+    """Through a view whose rows do not lie one behind the other, too."""
+    here = rows(77, 3, SAMPLES.cuda(), POSITIONS.cuda())
+    x = torch.randn(64, 4, 32, device="cuda").transpose(0, 1).requires_grad_()
+    y = dropout.dropout(x, here, 0.3)
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(y, dropout.plain(x, here, 0.3))
+    torch.testing.assert_close(x.grad, dropout.plain(torch.ones_like(x), here, 0.3))

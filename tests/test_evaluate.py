@@ -60,7 +60,7 @@ def plain_loss(model, ids, length, stride):
         if at > end:
             end = min(end + stride, len(ids) - 1)
         seen = ids[max(0, end - length) : at]
-        logits = model(torch.tensor([seen]), Where())[0, -1].double().tolist()
+        logits = model(torch.tensor([seen]), Where())[0, -1, : model.vocab].double().tolist()
         log_sum = max(logits) + math.log(math.fsum(math.exp(x - max(logits)) for x in logits))
         total += log_sum - logits[ids[at]]
     return total
@@ -300,3 +300,12 @@ def test_trigram_speed_and_memory():
     seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert bits == pytest.approx(math.log2(26), rel=0.05) and seconds < 10 and peak < 800e6
+
+
+def test_flags_without_effect_are_told(score, tmp_path):
+    """The documents pass a training's flags to every command."""
+    (tmp_path / "a.txt").write_text("some text")
+    status, _, err = score("--input", tmp_path / "a.txt", "--train-iters", 7)
+    assert status == 0 and "note: --train-iters has no effect on this command" in err
+    status, _, err = score("--input", tmp_path / "a.txt", "--micro-batch-size", 2)
+    assert status == 0 and "has no effect" not in err

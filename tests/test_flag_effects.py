@@ -50,9 +50,18 @@ def base(tmp_path_factory):
     return [r["loss"] for r in rows if r["event"] == "step"]
 
 
-def parameters(layers=2, h=32, ffn=128, inner=32, positions=16, vocab=64, untied=False):
-    block = h * 3 * inner + 3 * inner + inner * h + h + 2 * h * ffn + ffn + h + 4 * h
-    return vocab * h * (2 if untied else 1) + positions * h + layers * block + 2 * h
+def parameters(
+    layers=2, h=32, ffn=128, inner=32, kv=None, positions=16, vocab=64, untied=False, gate=1, biases=(1, 1, 1, 1), norm=2,
+    more=0,
+):  # fmt: skip
+    rows = inner + 2 * (kv or inner)
+    weights = h * rows + inner * h + (gate + 1) * h * ffn
+    biased = sum(b * n for b, n in zip(biases, (rows, h, gate * ffn, h), strict=True))
+    block = weights + biased + 2 * norm * h
+    return vocab * h * (2 if untied else 1) + positions * h + layers * block + norm * h + more
+
+
+RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.9"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +75,18 @@ def parameters(layers=2, h=32, ffn=128, inner=32, positions=16, vocab=64, untied
         (["--max-position-embeddings", "20"], parameters(positions=20)),
         (["--vocab-size", "70"], parameters(vocab=70)),
         (["--untie-embeddings-and-output-weights"], parameters(untied=True)),
+        (["--num-query-groups", "2"], parameters(kv=16)),
+        (["--group-query-attention"], parameters(kv=8)),
+        (["--position-embedding-type", "alibi"], parameters(positions=0)),
+        (["--use-rotary-position-embeddings"], parameters(positions=0)),
+        (["--position-embedding-type", "none"], parameters(positions=0)),
+        (["--swiglu"], parameters(ffn=64, gate=2)),
+        (["--glu-activation", "geglu"], parameters(gate=2)),
+        (["--normalization", "RMSNorm"], parameters(norm=1)),
+        (["--disable-bias-linear"], parameters(biases=(0, 0, 0, 0))),
+        (["--no-add-bias-linear", "--add-qkv-bias"], parameters(biases=(1, 0, 0, 0))),
+        (["--qk-layernorm"], parameters(more=2 * 2 * 2 * 8)),
+        (["--embed-layernorm"], parameters(more=2 * 32)),
     ],
 )
 def test_sizes(run, flags, want):
@@ -92,13 +113,24 @@ def test_sizes(run, flags, want):
         ["--adam-eps", "0.1"],
         ["--bf16"],
         ["--params-dtype", "float64"],
+        ["--squared-relu"],
+        ["--no-bias-gelu-fusion", "--squared-relu"],
+        ["--normalization", "RMSNorm"],
+        ["--qk-layernorm"],
+        ["--embed-layernorm"],
+        ["--apply-residual-connection-post-layernorm"],
+        ["--init-method-xavier-uniform"],
+        ["--optimizer", "sgd"],
+        ["--optimizer", "muon"],
+        ["--bf16", "--fp32-residual-connection"],
+        ["--dataloader-type", "cyclic"],
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
 def test_changes_the_losses(run, base, flags):
     got = run(*flags)
     assert got.status == 0 and len(got.losses) == len(base) and got.losses != base
-    first = ("weight-decay", "clip-grad", "adam")  # these act from the second step on
+    first = ("weight-decay", "clip-grad", "adam", "optimizer")  # these act from the second step on
     assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
 
 
@@ -118,6 +150,50 @@ def test_changes_the_losses(run, base, flags):
 )
 def test_another_word_for_the_same(run, base, flags):
     assert run(*flags).losses == pytest.approx(base, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "other"),
+    [
+        (["--rotary-percent", "0.5"], ["--position-embedding-type", "rope"]),
+        (["--rotary-base", "100"], ["--position-embedding-type", "rope"]),
+        (["--fp32-residual-connection"], ["--bf16"]),
+        (["--sgd-momentum", "0"], ["--optimizer", "sgd"]),
+        (["--muon-momentum", "0.5"], ["--optimizer", "muon"]),
+        (["--muon-num-ns-steps", "2"], ["--optimizer", "muon"]),
+        (["--lr-wsd-decay-style", "linear"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
+        (["--lr-wsd-decay-iters", "3"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
+        (["--lr-warmup-init", "0.001"], ["--lr-warmup-iters", "3"]),
+        (["--weight-decay-incr-style", "cosine"], RAMP),
+        (["--start-weight-decay", "0.2"], RAMP),
+        (["--end-weight-decay", "0.7"], RAMP),
+        (["--apply-layernorm-1p"], ["--weight-decay", "0.3"]),
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_changes_the_losses_of_another_run(run, flags, other):
+    a, b = run(*other), run(*other, *flags)
+    assert a.status == b.status == 0 and (a.losses == b.losses) == (flags == ["--apply-layernorm-1p"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--train-samples", "24", "--lr-decay-samples", "20", "--lr-warmup-samples", "8"],
+        ["--train-tokens", "384", "--lr-decay-tokens", "320", "--lr-warmup-tokens", "128"],
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_lengths_in_samples_and_tokens(run, flags):
+    """The same run as in steps of 4 samples of 16 tokens."""
+    want = run("--lr-decay-iters", "5", "--lr-warmup-iters", "2")
+    got = run("--train-iters", "none", *flags)
+    assert got.losses == want.losses and got.column("lr") == want.column("lr")
+
+
+def test_wsd_in_samples(run):
+    a = run("--train-iters", "none", "--train-samples", "24", "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "8")
+    assert a.column("lr") == run("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2").column("lr")
 
 
 def test_smaller_initial_weights(run):
@@ -146,7 +222,7 @@ def test_length_and_validations(run):
     assert got.column("name", "validation") == ["validation"] * 3 + ["test"]
     assert f"    validation: {3 * 3 * 4}\n    test:       {3 * 4}\n" in got.out
     shown = [line.split("/")[0].split()[1] for line in got.out.splitlines() if line.startswith(" iteration ")]
-    assert shown == ["2", "4"]
+    assert shown == ["2", "4", "5"]  # and the last
 
 
 @pytest.mark.parametrize(
@@ -190,15 +266,51 @@ def test_least_loss_scale(run):
     assert got.status == 70 and "least loss scale" in got.err and got.column("loss_scale") == [2.0**32, 2.0**31]
 
 
-@pytest.mark.parametrize("flags", [["--checkpoint-activations"], ["--recompute-granularity", "full"],
-                                   ["--recompute-granularity", "full", "--recompute-method", "uniform"], []])  # fmt: skip
-def test_recompute_runs_each_block_again(run, monkeypatch, flags):
-    from meshwright.model import gpt
+@pytest.mark.parametrize(
+    ("flags", "again"),
+    [
+        (["--checkpoint-activations"], 2),
+        (["--deepspeed-activation-checkpointing"], 2),
+        (["--recompute-granularity", "full"], 2),
+        (["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"], 2),
+        (["--recompute-granularity", "full", "--recompute-method", "block", "--checkpoint-num-layers", "1"], 1),
+        (["--recompute-activations"], 0),
+        ([], 0),
+    ],
+)
+def test_recompute_runs_blocks_again(run, monkeypatch, flags, again):
+    """How many of two layers run a second time; selective recomputation runs the attention alone again."""
+    from meshwright.model import attention, gpt
 
-    calls, real = [], gpt.Block.forward
-    monkeypatch.setattr(gpt.Block, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
+    calls, real = {"block": 0, "attention": 0}, {"block": gpt.Block.forward, "attention": attention.reference}
+
+    def counting(name):
+        def call(*a, **k):
+            calls[name] += 1
+            return real[name](*a, **k)
+
+        return call
+
+    monkeypatch.setattr(gpt.Block, "forward", counting("block"))
+    monkeypatch.setattr(attention, "reference", counting("attention"))
     assert run(*flags, "--train-iters", "1", "--eval-iters", "0").status == 0
-    assert len(calls) == 2 * 2 * (2 if flags else 1)  # layers, micro-batches, passes
+    assert calls["block"] == 2 * (2 + again)  # micro-batches, layers
+    assert calls["attention"] == 2 * (2 + (2 if flags == ["--recompute-activations"] else again))
+
+
+def test_compile(run, base, monkeypatch):
+    """`on` hands each block to the compiler, `off` and, on a CPU, `auto` do not."""
+    import torch
+
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(how) or f)
+    fused = ["--attention-impl", "sdpa"]
+    assert run("--compile", "off").losses == run().losses == base and not made
+    got = run("--compile", "on", *fused)
+    assert made == [{"dynamic": False}] * 2 and "running the compiled PyTorch block" in got.out
+    assert got.losses == run(*fused).losses
+    told = run("--compile", "on")
+    assert "--compile on has no effect on layers with the reference attention" in told.out and len(made) == 2
 
 
 def test_loss_mean_weighs_tokens_or_micro_batches():
@@ -208,8 +320,12 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     from meshwright.data.loader import Batch
     from meshwright.kernels.pick import pick
     from meshwright.model.gpt import GPT, initialise
+    from meshwright.model.loss import token_losses
+    from meshwright.network import Network, train_step
     from meshwright.parallel.zero import ParameterStore
-    from meshwright.train import train_step
+
+    def loss(logits, batch):
+        return token_losses(logits, batch.labels, 64)
 
     cpu, losses = torch.device("cpu"), {}
     tokens = torch.arange(64).view(2, 2, 16)
@@ -217,14 +333,14 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     masks[1, :, 1:] = 0
     for how, parts in (("global", [0, 1]), ("microbatch", [0, 1]), ("first", [0]), ("second", [1])):
         with torch.device("meta"):
-            model = GPT(TINY, 64, 64, 16, pick(TINY, cpu)[0], False)
-        params = ParameterStore(model, Optimizer(lr=1.0), torch.float32, cpu)
+            model = GPT(TINY, 64, 64, 16, pick(TINY, cpu)[0])
+        params = ParameterStore(model, Optimizer(lr=1.0), torch.float32, cpu, 64)
         initialise(params.masters(), TINY, 64, 1)
         params.publish_weights()
         batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
         flag = ["--loss-mean", how] if how in ("global", "microbatch") else []
         mean = parse(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
-        losses[how] = float(train_step(model, params, batches, 1, 0.0, 0.0, 1.0, mean, cpu)[0])
+        losses[how] = float(train_step(Network([model], params, loss, cpu), batches, 1, 0.0, 0.0, 1.0, mean)[0])
     assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
     assert losses["global"] == pytest.approx((32 * losses["first"] + 2 * losses["second"]) / 34)
     assert losses["global"] != pytest.approx(losses["microbatch"], rel=1e-6)
@@ -233,10 +349,10 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
 @pytest.mark.parametrize("flag", ["--exit-signal-handler", "--no-exit-signal-handler"])
 def test_exit_signal_handler(run, monkeypatch, flag):
     """Whose handler SIGTERM has during a step; afterwards the old one is back."""
-    from meshwright import train
+    from meshwright import network
 
-    seen, real, before = [], train.train_step, signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(train, "train_step", lambda *a: seen.append(signal.getsignal(signal.SIGTERM)) or real(*a))
+    seen, real, before = [], network.train_step, signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(network, "train_step", lambda *a: seen.append(signal.getsignal(signal.SIGTERM)) or real(*a))
     assert run(flag, "--train-iters", "1").status == 0
     assert (seen[0] is before) == flag.startswith("--no-") and signal.getsignal(signal.SIGTERM) is before
 
@@ -285,6 +401,20 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
+def test_ends_of_documents(run, files, flag):
+    """Each changes the losses, and needs a tokenizer that knows the end of a document."""
+    flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--data-path", str(files / "a_text_document")]
+    flags += ["--vocab-size", "none", "--seq-length", "40", "--max-position-embeddings", "40"]
+    a, b = run(*flags), run(*flags, flag)
+    assert a.status == b.status == 0 and a.losses != b.losses
+    alibi = [*flags, "--position-embedding-type", "alibi"]
+    c, e = run(*alibi), run(*alibi, flag)
+    assert c.status == e.status == 0 and (c.losses == e.losses) == (flag == "--reset-position-ids")
+    refused = run(flag)
+    assert refused.status == 2 and f"{flag}" in refused.err and "need a tokenizer" in refused.err
+
+
 def test_data_path_and_split(run, files):
     flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--vocab-size", "none", "--split", "80,10,10"]
     a = run(*flags, "--data-path", str(files / "a_text_document"))
@@ -295,5 +425,13 @@ def test_data_path_and_split(run, files):
         assert f"     document indices in {line}" in a.out
     half = run(*flags, "--data-path", str(files / "a_text_document"), "--split", "50,25,25")
     assert "[0, 20) total of 20 documents" in half.out
+    train, valid, test = (["--train-data-path", str(files / "a_text_document")],
+                          ["--valid-data-path", str(files / "b_text_document")],
+                          ["--test-data-path", str(files / "a_text_document")])  # fmt: skip
+    apart = run(*flags, *train, *valid, *test)
+    assert apart.column("name", "validation") == ["validation"] * 3 + ["test"] and apart.losses != a.losses
+    assert run(*flags, *train).column("name", "validation") == []
+    blend = run(*flags, "--data-path", "0.3", str(files / "a_text_document"), "0.7", str(files / "b_text_document"))
+    assert blend.status == 0 and blend.losses not in (a.losses, b.losses) and "dataset 1, input: 0.7" in blend.out
     infer = run(*flags, "--data-path", str(files / "a_text_document"), "--data-impl", "infer")
     assert infer.losses == a.losses

@@ -19,7 +19,7 @@ from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.config import Model, Sampling
 from meshwright.generate import chat, engine, sampling
-from meshwright.model.gpt import GPT
+from meshwright.model.gpt import GPT, initialise
 
 ROOT = Path(__file__).resolve().parents[1]
 CAT, DOG, BEAR = SENTENCES = ["the cat sat.", "a dog ran.", "ein Bär."]
@@ -345,9 +345,10 @@ def test_terminal_bytes_that_are_not_utf8(generate):
 # The engine
 
 
-def little(seed=0, dtype=torch.float64):
-    torch.manual_seed(seed)
-    model = GPT(Model(num_layers=2, hidden_size=16, num_attention_heads=2, init_method_std=1.0), 11, 16, 20)
+def little(seed=1, dtype=torch.float64):
+    m = Model(num_layers=2, hidden_size=16, num_attention_heads=2, init_method_std=1.0)
+    model = GPT(m, 11, 16, 20)
+    initialise(model.named_parameters(), m, 11, seed)
     return model.to(dtype).eval()
 
 

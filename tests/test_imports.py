@@ -14,11 +14,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Each layer may import from itself and from those above it.
 LAYERS = [
-    ["errors", "config", "flags"],
-    ["tokenizers", "data", "kernels", "model", "lr_schedule"],
+    ["errors", "config", "deepspeed", "flags", "device"],
+    ["tokenizers", "data", "kernels", "model", "lr_schedule", "trackers"],
     ["precision", "optimizer", "parallel"],
     ["checkpoint", "metrics", "report"],
-    ["preflight"],
+    ["preflight", "launch", "ending", "fit", "compare"],
+    ["network"],
     ["train"],
     ["generate", "evaluate"],
     ["demo", "bench"],
@@ -27,9 +28,9 @@ LAYERS = [
 LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 
 # Imported where used: these must start without torch.
-NO_TORCH = ["errors", "config", "flags", "tokenizers", "lr_schedule", "report", "preflight", "train", "evaluate", "__main__",
-            "data.indexed", "data.preprocess", "data.samples", "model.counts", "checkpoint.store", "checkpoint.native",
-            "checkpoint.inspect", "generate.command"]  # fmt: skip
+NO_TORCH = ["errors", "config", "deepspeed", "flags", "device", "tokenizers", "lr_schedule", "report", "preflight", "train",
+            "evaluate", "__main__", "launch", "parallel.start", "data.indexed", "data.preprocess", "data.samples",
+            "model.counts", "checkpoint.store", "checkpoint.native", "checkpoint.inspect", "generate.command"]  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:

@@ -22,6 +22,8 @@ import pytest
 from meshwright.__main__ import main
 from meshwright.data.indexed import Writer
 
+pytestmark = pytest.mark.whole  # seconds, not moments
+
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.optim", "pytest", "meshwright.train", "meshwright.report"]
@@ -72,8 +74,8 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
             publish(self)
             if not getattr(self, "told", False):
                 self.told = True  # type: ignore[attr-defined]
-                for g in self.groups:
-                    self.adamw.state[g.master]["exp_avg"].zero_()
+                for piece in self.pieces:
+                    piece.state["exp_avg"].zero_()
 
         ParameterStore.publish_weights = forget_moments  # type: ignore[method-assign]
     train.write_report = lambda folder: None  # drawing takes longer than the run

@@ -128,14 +128,14 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
     named = {f"t.{dtype}": whole(some((3, 5), dtype)) for dtype in DTYPES}
     named |= {"scalar": whole(torch.tensor(3.0)), "empty": whole(torch.empty(0, 4))}
     full = some((4, 6), torch.bfloat16)
-    boxes = [((0, 0), (2, 6)), ((3, 1), (1, 2)), ((0, 0), (0, 6))]
+    boxes = [((0, 0), (3, 6)), ((3, 1), (1, 5)), ((0, 0), (0, 6)), ((3, 0), (1, 1))]
     native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, held(full, boxes))}, {}, say=quiet)
     with safe_open(tmp_path / "iter_0000001" / "rank_00000.safetensors", "pt") as file:
-        assert set(file.keys()) == {*named, "part[0:2,0:6]", "part[3:4,1:3]"}
+        assert set(file.keys()) == {*named, "part[0:3,0:6]", "part[3:4,0:1]", "part[3:4,1:6]"}
         for name, entry in named.items():
             read = file.get_tensor(name)
             assert torch.equal(read, entry.tensor) and read.dtype == entry.tensor.dtype
-        assert torch.equal(file.get_tensor("part[3:4,1:3]"), full[3:4, 1:3])
+        assert torch.equal(file.get_tensor("part[3:4,1:6]"), full[3:4, 1:6])
     index = store.parse_json((tmp_path / "iter_0000001" / native.INDEX).read_bytes(), tmp_path)["tensors"]
     for tensor in index.values():  # every element aligned, for readers that map the file
         assert all(box["begin"] % native.SIZES[tensor["dtype"]] == 0 for box in tensor["boxes"])
@@ -171,9 +171,13 @@ def test_one_bit_of_difference_is_a_different_step(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     native.save(tmp_path, 1, named, state(1), {"other": "settings"}, say=quiet)
     named["ln_f.bias"].tensor.view(torch.int32)[0] ^= 1
-    assert "rank_00000.safetensors" in error_of(lambda: native.save(tmp_path, 1, named, state(1), say=quiet), LOCKED)
+    assert "ln_f.bias would" in error_of(lambda: native.save(tmp_path, 1, named, state(1), say=quiet), LOCKED)
     assert "state.json" in error_of(lambda: native.save(tmp_path, 1, model(), state(2), say=quiet), LOCKED)
-    error_of(lambda: native.save(tmp_path, 1, {"x": whole(torch.ones(1))}, state(1), say=quiet), LOCKED)
+    message = error_of(lambda: native.save(tmp_path, 1, {"x": whole(torch.ones(1))}, state(1), say=quiet), LOCKED)
+    assert "h.0.attn.qkv.weight, " in message and " and 2 more would" in message
+    bent = model() | {"ln_f.bias": whole(model()["ln_f.bias"].tensor.view(torch.int32))}  # the same bits, another type
+    assert "ln_f.bias would" in error_of(lambda: native.save(tmp_path, 1, bent, state(1), say=quiet), LOCKED)
+    assert not native.save(tmp_path, 1, model(), state(1), say=quiet)
 
 
 def test_200_bit_flips_never_load(tmp_path: Path) -> None:
@@ -241,8 +245,8 @@ def hostile(folder: Path, change: Callable[[dict[str, object]], object]) -> None
     index = store.parse_json((folder / native.INDEX).read_bytes(), folder)
     change(index["tensors"]["wte.weight"])
     manifest = store.read_manifest(folder)
-    manifest[native.INDEX] = store.write_file(None, lambda write: write(native.as_json(index)))
-    (folder / native.INDEX).write_bytes(native.as_json(index))
+    (folder / native.INDEX).unlink()
+    manifest[native.INDEX] = store.write_file(folder / native.INDEX, lambda write: write(native.as_json(index)))
     (folder / store.MANIFEST).write_bytes(store.encode_manifest(manifest))
 
 
@@ -303,12 +307,17 @@ def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
         Entry((4,), [((0,), (3,))], torch.zeros(4)),
         Entry((4,), [((2,), (3,))], torch.zeros(3)),
         Entry((4, 1), [((0,), (4,))], torch.zeros(4)),
+        Entry((4,), [((0,), (3,))], torch.zeros(3)),  # a hole
+        Entry((4,), [((0,), (3,)), ((2,), (1,))], torch.zeros(4)),  # twice
         whole(torch.zeros(4, dtype=torch.complex64)),
     ):
         with pytest.raises(ValueError):
             native.save(tmp_path, 1, {"x": entry}, {}, say=quiet)
     with pytest.raises(ValueError):
         native.save(tmp_path, 1, {}, {"loss": float("nan")}, say=quiet)
+    with pytest.raises(UserError, match="would have"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "INDEX_LIMIT", 10)
+        save(tmp_path, 1)
     with pytest.raises(RuntimeError):
         native.save(tmp_path, 1, {"x": whole(torch.zeros(2, 3).t())}, {}, say=quiet)
     assert store.steps(tmp_path) == []
@@ -341,3 +350,25 @@ def test_box_arithmetic() -> None:
     box = native.Box((2, 0, 5), (3, 4, 2))
     points = itertools.product(range(2, 5), range(4), range(5, 7))
     assert [native.position(box, point) for point in points] == list(range(24))
+
+
+def test_overlaps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against every pair of boxes, and fast enough for the boxes of a thousand ranks."""
+    rng = random.Random(0)
+    found = 0
+    for _ in range(2000):
+        shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
+        boxes = [(o, native.plus(o, n)) for o, n in cut(shape, rng)]
+        assert not native.overlapping(boxes)
+        if rng.random() < 0.5:
+            low = tuple(rng.randrange(n) for n in shape)
+            boxes.append((low, tuple(rng.randrange(a, n + 1) for a, n in zip(low, shape, strict=True))))
+        pairs = itertools.combinations(boxes, 2)
+        expected = any(native.not_empty(tuple(map(max, a, c)), tuple(map(min, b, d))) for (a, b), (c, d) in pairs)
+        assert native.overlapping(boxes) == expected
+        found += expected
+    assert 500 < found < 1500
+    compared: list[object] = []
+    monkeypatch.setattr(native, "not_empty", lambda low, high: compared.append(low))
+    rows = [((4 * i, 512 * j), (4 * i + 4, 512 * j + 512)) for i in range(500) for j in range(8)]
+    assert not native.overlapping(rows) and len(compared) < 8 * len(rows)

@@ -277,7 +277,7 @@ def test_damaged_caches_are_rebuilt(tmp_path):
         flipped = bytearray(whole)
         flipped[len(whole) // 2] ^= 64
         damages = [b"", whole[: len(whole) // 2], whole[:-2], foreign.read_bytes() + b" "]
-        damages += [bytes(flipped)] if path.suffix == ".npy" else [b"[]", b'{"epochs": 1, "crc32": 3}']
+        damages += [bytes(flipped)] if path.suffix == ".npy" else [b"[]", b'{"crc32": 3}']
         for damage in damages:
             path.write_bytes(damage)
             made, notices = make()
@@ -314,8 +314,8 @@ def test_small_splits(tmp_path):
     assert made["test"] is None
     assert len(made["valid"]) >= 12  # 5 tokens again and again, as in Megatron
     assert len(notices) == 2
-    assert "the valid split has 5 tokens" in notices[0]
-    assert "test split of 11 documents is empty" in notices[1]
+    assert re.search("the valid split of .*/x has 5 tokens", notices[0])
+    assert re.match("--split 10,1,0: the test split of .*/x of 11 documents is empty, so it is left out", notices[1])
 
     def refused(words, **changes):
         with pytest.raises(UserError, match=words) as caught:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import meshwright.checkpoint.native
+import meshwright.network
 import meshwright.train
 from conftest import TINY_FLAGS
 from meshwright.__main__ import main
@@ -164,15 +165,13 @@ def test_recompute_is_bit_equal(tmp_path):
 
 
 def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
-    from meshwright.model import loss as losses
-
-    calls, good = [], losses.loss_sum
+    calls, good = [], meshwright.network.loss_sum
 
     def bad(*args):
         calls.append(1)
         return good(*args) * (float("nan") if len(calls) == 5 else 1)
 
-    monkeypatch.setattr(losses, "loss_sum", bad)
+    monkeypatch.setattr(meshwright.network, "loss_sum", bad)
     status, steps = train(tmp_path, "--save-interval", "2", "--eval-iters", "0")
     captured = capsys.readouterr()
     assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3
@@ -207,7 +206,7 @@ def test_exit_interval_saves_and_leaves(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tensor-model-parallel-size", "2"], "not yet"),
+        (["--tensor-model-parallel-size", "2"], "start 2, or change a size"),
         (["--global-batch-size", "5"], "the nearest multiple is 4"),
         (["--max-position-embeddings", "8"], "positions past the table"),
         (["--num-attention-heads", "5"], "not a multiple"),
@@ -229,9 +228,9 @@ def test_bad_settings_are_refused_in_words(tmp_path, capsys, flags, words):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_several_processes_are_refused(monkeypatch, capsys):
+def test_half_an_environment_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert main(["train", *TINY_FLAGS]) == 2 and "planned for step 3" in capsys.readouterr().err
+    assert main(["train", *TINY_FLAGS]) == 2 and "RANK is not" in capsys.readouterr().err
 
 
 def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
@@ -369,13 +368,13 @@ def test_overwriting_waits_until_the_run_can_begin(tmp_path):
 
 
 def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
-    good = meshwright.train.evaluate
+    good = meshwright.network.evaluate
 
     def signalled(*args):
         signal.raise_signal(signal.SIGTERM)
         return good(*args)
 
-    monkeypatch.setattr(meshwright.train, "evaluate", signalled)
+    monkeypatch.setattr(meshwright.network, "evaluate", signalled)
     status, steps = train(tmp_path, "--eval-interval", "100")
     assert status == 143 and len(steps) == 6 and (tmp_path / "run/iter_0000006").is_dir()
     assert rows(tmp_path / "run", "validation") == []

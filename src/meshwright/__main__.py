@@ -8,21 +8,27 @@ import os
 import sys
 
 from meshwright.errors import DONE, IO, SIGINT, USAGE, UserError
+from meshwright.parallel.start import die_with_parent
 
 COMMANDS = {
     "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three minutes"),
     "preprocess": ("meshwright.data.preprocess", "JSON lines to .bin/.idx"),
     "train-tokenizer": ("meshwright.data.train_tokenizer", "learn a BPE vocabulary from text"),
     "train": ("meshwright.train", "pre-train a GPT"),
+    "launch": ("meshwright.launch", "start a command or a script as several ranks, on one machine or many"),
     "evaluate": ("meshwright.evaluate", "perplexity and bits per byte of a run on text files"),
     "generate": ("meshwright.generate.command", "samples, continuations, or a dialogue"),
     "inspect": ("meshwright.checkpoint.inspect", "what a checkpoint folder holds, and whether it is whole"),
-    "report": ("meshwright.report", "one page with pictures for a run; --losses prints exact numbers"),
+    "report": (
+        "meshwright.compare",
+        "one page with pictures for a run, or the comparison of two; --losses prints exact numbers",
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
+    die_with_parent()
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else ""
     try:
@@ -31,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except UserError as e:
-        _tell(f"meshwright {name}: error: {e}")
+        if str(e):  # another rank tells it
+            _tell(f"meshwright {name}: error: {e}")
         return e.status
     except KeyboardInterrupt:
         _tell("interrupted")

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from meshwright import config
 from meshwright.data.indexed import Indexed, Writer
-from meshwright.data.loader import Loader, Samples
+from meshwright.data.loader import Batch, Loader, Samples
 from meshwright.model.gpt import GPT, initialise
+from meshwright.model.loss import token_losses
+from meshwright.network import Network, train_step
 from meshwright.parallel.zero import ParameterStore
-from meshwright.train import train_step
 
 # The demo's model and batch.
 LAYERS, HIDDEN, HEADS, SEQ, VOCAB, BATCH = 4, 128, 4, 128, 4096, 8
@@ -66,6 +67,10 @@ def loop(folder: Path, pairs: int, steps: int) -> list[float]:
     return ratios
 
 
+def losses(logits: Tensor, batch: Batch) -> Tensor:
+    return token_losses(logits, batch.labels, VOCAB)
+
+
 def our_steps(prefix: Path) -> Iterator[float]:
     m = config.Model(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
@@ -73,11 +78,12 @@ def our_steps(prefix: Path) -> Iterator[float]:
     with torch.device("meta"):
         model = GPT(m, VOCAB, VOCAB, SEQ)
     cpu = torch.device("cpu")
-    params = ParameterStore(model, config.Optimizer(weight_decay=0.1), torch.float32, cpu)
+    params = ParameterStore(model, config.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB)
     initialise(params.masters(), m, VOCAB, 1)
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
-    for batches in Loader(data, BATCH, 1, 0, 2, VOCAB, wrap=True):
-        loss, norm = train_step(model, params, batches, 1, 1e-3, 0.1, 1.0, "global", cpu)
+    net = Network([model], params, losses, cpu)
+    for batches in Loader(data, BATCH, lambda consumed: BATCH, 0, 2, VOCAB, wrap=True):
+        loss, norm, _ = train_step(net, batches, 1, 1e-3, 0.1, 1.0, "global")
         yield torch.stack((loss, norm)).tolist()[0]
 
 

@@ -14,8 +14,11 @@ SIGTERM = 143
 
 
 class UserError(Exception):
-    """A failure told in words, without a traceback: what is wrong, both numbers, what to change."""
+    """A failure told in words, without a traceback: what is wrong, both numbers, what to change.
 
-    def __init__(self, message: str, status: int = USAGE) -> None:
+    `everywhere`: all ranks of a run raise it, so that one of them tells it.
+    """
+
+    def __init__(self, message: str, status: int = USAGE, everywhere: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.everywhere = status, everywhere

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from meshwright import device as devices
 from meshwright import flags
 from meshwright.config import EvaluateConfig
 from meshwright.data import preprocess
@@ -67,7 +68,6 @@ def main(argv: list[str]) -> int:
 
     from meshwright.generate import engine
     from meshwright.precision import dtype
-    from meshwright.preflight import pick_device
 
     def say(line: str) -> None:
         if not e.json:
@@ -79,10 +79,12 @@ def main(argv: list[str]) -> int:
         found = engine.find(load, given, c.tokenizer, say)
         print(f"{len(texts)} documents; the flags fit step {found.step} in {found.root}; nothing was loaded")
         return DONE
-    run = engine.load(load, given, c.tokenizer, dtype(c.precision), pick_device(c), c.checkpoint.verify, say)
+    run = engine.load(
+        load, given, c.tokenizer, dtype(c.precision), devices.pick(c.parallel.device), c.checkpoint.verify, say
+    )
     length = run.length
     stride = min(e.overlapping_eval or max(1, length // 2), length)
-    s = score(run.model, run.tokenizer, texts, length, stride, c.training.micro_batch_size or 8)
+    s = score(run.model, run.tokenizer, texts, length, stride, int(c.training.micro_batch_size or 8))
     values = {
         "step": run.step, "documents": s.documents, "tokens": s.tokens, "bytes": s.bytes, "loss": s.mean,
         "perplexity": s.perplexity, "bits_per_byte": s.bits_per_byte, "sequence_length": length, "stride": stride,
@@ -131,7 +133,7 @@ def score(model: GPT, tokenizer: TextTokenizer, texts: Iterable[str], length: in
             counted[row, first : len(labels)] = 1
         waiting.clear()
         with torch.inference_mode():
-            losses = token_losses(model(x.to(device), Where()), y.to(device))
+            losses = token_losses(model(x.to(device), Where()), y.to(device), model.vocab)
         return float((losses.double().cpu() * counted).sum())
 
     for text in texts:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meshwright import config as settings
+from meshwright import deepspeed
 from meshwright.errors import BAD_DATA, UserError
 
 C = TypeVar("C")
@@ -53,10 +54,10 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "--attention-softmax-in-fp32": (0, "the softmax is float32 always"),
     "--accumulate-allreduce-grads-in-fp32": (0, "gradients are accumulated in float32 always"),
     "--no-gradient-accumulation-fusion": (0, "gradients are accumulated in float32 in place always"),
-    "--no-async-tensor-model-parallel-allreduce": (0, "there is no tensor parallelism yet"),
+    "--no-async-tensor-model-parallel-allreduce": (0, "the collectives are chosen by the layout"),
     "--no-contiguous-buffers-in-local-ddp": (0, "gradients live in one flat buffer always"),
     "--no-persist-layer-norm": (0, "torch's layer norm is used always"),
-    "--no-scatter-gather-tensors-in-pipeline": (0, "there is no pipeline yet"),
+    "--no-scatter-gather-tensors-in-pipeline": (0, "how stages send activations changes no result"),
     "--use-cpu-initialization": (0, "weights are drawn on the CPU always, so that no layout changes them"),
     "--lazy-mpu-init": (1, "nothing is initialised by an outer program"),
     "--empty-unused-memory-level": (1, "torch's allocator keeps its cache"),
@@ -64,11 +65,12 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "--no-data-sharding": (0, "samples are read in one order, whatever the ranks"),
     "--use-rdma": (0, "NCCL finds InfiniBand by itself"),
     "--no-initialization": (0, "weights are always initialised"),
-    "--no-barrier-with-level-1-timing": (0, "timers need no barrier on one device"),
-    "--distribute-saved-activations": (0, "there is no tensor parallelism yet"),
-    "--standalone-embedding-stage": (0, "there is no pipeline yet"),
-    "--overlap-p2p-communication": (0, "there is no pipeline yet"),
-    "--use-ring-exchange-p2p": (0, "there is no pipeline yet"),
+    "--no-barrier-with-level-1-timing": (0, "timers wait for their own device"),
+    "--distribute-saved-activations": (0, "--sequence-parallel splits activations over tensor ranks"),
+    "--standalone-embedding-stage": (0, "--pipeline-layout can give the first stage fewer layers"),
+    "--overlap-p2p-communication": (0, "how stages send activations changes no result"),
+    "--use-ring-exchange-p2p": (0, "how stages send activations changes no result"),
+    "--no-pipeline-parallel": (0, "with one stage there is no pipeline"),
     "--adlr-autoresume": (0, "it asks a service of NVIDIA's own cluster; SIGTERM saves and leaves anywhere"),
     "--adlr-autoresume-interval": (1, "it asks a service of NVIDIA's own cluster; SIGTERM saves and leaves anywhere"),
     "--codecarbon-dir": (1, "energy is not measured; run codecarbon beside it"),
@@ -82,6 +84,10 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "--zero-contigious-gradients": (0, "gradients live in one flat buffer always"),
     "--zero-reduce-bucket-size": (1, "one bucket is one block of the model"),
     "--zero-allgather-bucket-size": (1, "one bucket is one block of the model"),
+    "--fp16-lm-cross-entropy": (0, "the loss reads half-precision logits and sums in float32 always"),
+    "--cross-entropy-loss-fusion": (0, "the loss is fused always"),
+    "--no-load-rng": (0, "randomness is a function of seed and sample number: there is no state"),
+    "--no-save-rng": (0, "randomness is a function of seed and sample number: there is no state"),
     "--use-pin-memory": (0, "batches are pinned always on a GPU"),
     "--scattered-embeddings": (0, "DeepSpeed's memory layout, which changes no result"),
     "--split-transformers": (0, "DeepSpeed's memory layout, which changes no result"),
@@ -101,7 +107,6 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
 REFUSED = {
     "--data-parallel-random-init": "weights are a function of seed and name; the number of ranks never changes them",
     "--use-bnb-optimizer": "8-bit optimizer state is not planned; see --optimizer",
-    "--save-init": "step 0 is a function of --seed and is never saved",
     "--use-external-dataset": "data is .bin/.idx; see --data-path",
     "--fp8": "8-bit training is not yet there; --bf16 is",
     **{
@@ -192,6 +197,8 @@ def parse(
     layers.append(("environment", _environment(cls, complaints)))
     layers.append(("command line", _convert_all(cls, cli, "", complaints)))
     built, sources = build(cls, layers)
+    if (check or control["dry_run"]) and isinstance(built, settings.TrainConfig):
+        built = _with_deepspeed(built, sources, notices, complaints)
     notices += getattr(built, "notices", list)()
     used = getattr(cls, "USES", None)
     notices += [
@@ -199,12 +206,24 @@ def parse(
         for name, value in layers[-1][1].items()  # a file may be a training's: only what was typed is told
         if used is not None and name not in used and value != default_of(fields(cls)[name][1])
     ]
-    if check:  # a value that could not be read is not also called missing
+    c = getattr(built, "checkpoint", None)
+    later = c is not None and c.use_checkpoint_args and c.load  # a checkpoint will complete them: checked after that
+    if check and not later:  # a value that could not be read is not also called missing
         told = {c.split()[0].rstrip(":") for c in complaints}
         complaints += [p for p in built.problems() if p.split()[0] not in told]  # type: ignore[attr-defined]
     if complaints:
         raise UserError(listed(complaints))
     return Parsed(built, sources, notices, bool(control["dry_run"]), bool(control["print_config"]))
+
+
+def _with_deepspeed(config: Any, sources: dict[str, str], notices: list[str], complaints: list[str]) -> Any:
+    """The file of --deepspeed_config fills what is still at its default."""
+    filled, notes, wrong = deepspeed.merge(config, {n for n, source in sources.items() if source != "default"})
+    before, after = to_dict(config), to_dict(filled)
+    sources.update({n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]})
+    notices += notes
+    complaints += wrong
+    return filled
 
 
 def listed(complaints: list[str]) -> str:
@@ -306,6 +325,9 @@ def _metavar(kind: Any) -> str:
 
 def convert(kind: Any, value: Any) -> Any:
     """A value from a flag, a file or the environment as the field's type; ValueError in words if it is not one."""
+    words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
+    if words and value in words[0]:  # a word beside numbers, as in `int | Literal["auto"]`
+        return value
     choices, inner = _choices(kind), _inner(kind)
     if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
         return None

@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything the curve depends on; saved with a checkpoint and compared on resume."""
+    """Everything the curves depend on; saved with a checkpoint and compared on resume."""
 
     max_lr: float
     min_lr: float
@@ -28,31 +28,51 @@ class Schedule:
     end_wd: float
     wd_samples: int
     wd_style: str
+    init_lr: float = 0.0
+    wsd_samples: int = 0  # of the last part
+    wsd_style: str = "exponential"
 
     def lr(self, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:
-            return self.max_lr * samples / self.warmup
+            return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
         if self.style == "constant":
             return self.max_lr
         if samples > self.decay:
             return self.min_lr
-        ratio = (samples - self.warmup) / (self.decay - self.warmup)
-        left = 1 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1)
-        return self.min_lr + (self.max_lr - self.min_lr) * left
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
+
+    def _left(self, samples: int) -> float:
+        """Which share of the way from the least to the highest rate is left."""
+        if self.style == "WSD":
+            ratio = max(samples - (self.decay - self.wsd_samples), 0) / self.wsd_samples
+            if self.wsd_style == "exponential":
+                return 2.0 * math.pow(0.5, ratio) - 1.0
+            if self.wsd_style == "minus_sqrt":
+                return 1 - math.sqrt(ratio)
+        else:
+            ratio = (samples - self.warmup) / (self.decay - self.warmup)
+        linear = "linear" in (self.style, self.wsd_style if self.style == "WSD" else "")
+        return 1 - ratio if linear else 0.5 * (math.cos(math.pi * ratio) + 1)
 
     def wd(self, samples: int) -> float:
-        return self.end_wd  # ramps are not built yet, so start and end are equal
+        if self.wd_style == "constant" or samples > self.wd_samples:
+            return self.end_wd
+        ratio = samples / self.wd_samples
+        grown = ratio if self.wd_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        return self.start_wd + (self.end_wd - self.start_wd) * grown
 
 
 def from_config(c: TrainConfig) -> Schedule:
     o = c.optimizer
-    assert o.lr is not None and c.training.train_iters is not None
-    batch = c.global_batch
-    decay = (o.lr_decay_iters or c.training.train_iters) * batch
-    warmup = o.lr_warmup_iters * batch if o.lr_warmup_fraction is None else o.lr_warmup_fraction * decay
+    ramp = o.weight_decay_incr_style != "constant"
     return Schedule(
-        max_lr=o.lr, min_lr=o.min_lr, warmup=warmup, decay=decay, style=o.lr_decay_style, start_wd=o.weight_decay,
-        end_wd=o.weight_decay, wd_samples=c.training.train_iters * batch, wd_style=o.weight_decay_incr_style,
+        max_lr=o.lr or 0.0, min_lr=o.min_lr, warmup=c.warmup_samples, decay=c.decay_samples, style=o.lr_decay_style,
+        start_wd=(o.start_weight_decay or 0.0) if ramp else o.weight_decay,
+        end_wd=(o.end_weight_decay or 0.0) if ramp else o.weight_decay,
+        wd_samples=c.samples or c.steps * c.global_batch, wd_style=o.weight_decay_incr_style,
+        init_lr=o.lr_warmup_init, wsd_samples=c.wsd_samples, wsd_style=o.lr_wsd_decay_style,
     )  # fmt: skip
 
 
@@ -60,27 +80,42 @@ def from_config(c: TrainConfig) -> Schedule:
 _CALLED = {
     "max_lr": ("learning rate", "--lr"),
     "min_lr": ("minimum learning rate", "--min-lr"),
-    "warmup": ("warmup iterations", "--lr-warmup-fraction or --lr-warmup-iters"),
-    "decay": ("total number of iterations", "--lr-decay-iters or --global-batch-size"),
+    "warmup": ("warmup iterations", "--lr-warmup-fraction, -iters or -samples"),
+    "decay": ("total number of iterations", "--lr-decay-iters or -samples, or --global-batch-size"),
     "style": ("learning rate decay style", "--lr-decay-style"),
-    "start_wd": ("start weight decay", "--weight-decay"),
-    "end_wd": ("end weight decay", "--weight-decay"),
-    "wd_samples": ("total number of weight decay iterations", "--train-iters or --global-batch-size"),
+    "start_wd": ("start weight decay", "--weight-decay or --start-weight-decay"),
+    "end_wd": ("end weight decay", "--weight-decay or --end-weight-decay"),
+    "wd_samples": (
+        "total number of weight decay iterations",
+        "--train-iters or --train-samples or --global-batch-size",
+    ),
     "wd_style": ("weight decay incr style", "--weight-decay-incr-style"),
+}
+# Beyond Megatron's nine: told only where they differ.
+_OTHERS = {
+    "init_lr": ("initial learning rate", "--lr-warmup-init"),
+    "wsd_samples": ("WSD decay", "--lr-wsd-decay-iters or -samples"),
+    "wsd_style": ("WSD decay style", "--lr-wsd-decay-style"),
 }
 
 
 def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
     """The schedule to go on with, and Megatron's nine lines; a difference nobody decided about is an error."""
     lines, different, values = [], [], {}
-    for name, (called, by) in _CALLED.items():
-        mine, theirs = getattr(ours, name), saved[name]
+    before = Schedule(**saved)
+    others = {
+        n: told
+        for n, told in _OTHERS.items()
+        if getattr(ours, n) != getattr(before, n) and (n == "init_lr" or "WSD" in (ours.style, before.style))
+    }
+    for name, (called, by) in {**_CALLED, **others}.items():
+        mine, theirs = getattr(ours, name), getattr(before, name)
         if c.optimizer.override_opt_param_scheduler:
             values[name] = mine
             lines.append(f" > overriding {called} value to {mine}")
             continue
         matters = name != "wd_samples" or ours.wd_style != "constant"  # a constant has no length
-        unit = " samples" if name in ("warmup", "decay", "wd_samples") else ""
+        unit = " samples" if name in ("warmup", "decay", "wd_samples", "wsd_samples") else ""
         if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
             different.append(f"{called}: the checkpoint has {theirs}, the flags say {mine}{unit} ({by})")
         values[name] = theirs if matters else mine

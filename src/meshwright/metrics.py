@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright import device as devices
+from meshwright import flags
+from meshwright.config import Logging, TrainConfig
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.parallel.team import Team
+from meshwright.trackers import open_trackers, tags, validation_tags
 
 # Dense half-precision peaks in FLOP/s by what the device calls itself, from the vendors' datasheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "H800": 989e12,
          "L40S": 362e12, "V100": 125e12, "RTX 4090": 165e12, "B200": 2250e12}  # fmt: skip
 
 
+_speaks = True
+
+
+def speak(speaks: bool) -> None:
+    """Whether this process is the one of a run that tells."""
+    global _speaks
+    _speaks = speaks
+
+
 def say(line: str = "") -> None:
     """One line on stdout, at once: the documents' scripts pipe it into tee. A training outlives its reader."""
+    if not _speaks:
+        return
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -31,33 +49,37 @@ def say(line: str = "") -> None:
 
 def peak_flops(device: torch.device) -> float | None:
     """The device's peak, or None when unknown (every CPU): then no MFU is claimed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = devices.name(device)
     return next((peak for key, peak in sorted(PEAKS.items(), key=lambda x: -len(x[0])) if key in name), None)
 
 
 class Metrics:
-    """Counts since the last log line, the JSON-lines file and the progress bar of one attempt."""
+    """Counts since the last log line, the JSON-lines file, the trackers and the progress bar of one attempt."""
 
     def __init__(
-        self, folder: Path | None, train_iters: int, batch: int, seq: int, flops_per_token: float,
-        device: torch.device, log_interval: int, progress: bool,
+        self, folder: Path | None, config: TrainConfig, flops_per_token: float, device: torch.device, timers: Timers,
+        done: int, consumed: int, team: Team,
     ) -> None:  # fmt: skip
-        self.folder, self.train_iters, self.batch, self.seq = folder, train_iters, batch, seq
-        self.flops, self.device, self.log_interval = flops_per_token, device, log_interval
+        """Of every rank; those that do not lead have no folder and tell nothing."""
+        assert config.data.seq_length
+        self.world = team.size
+        self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
+        self.flops, self.device, self.timers, self.steps_in_all = flops_per_token, device, timers, config.steps
         self.peak = peak_flops(device)
         self.file, self.attempt = -1, 1
         if folder is not None:
             self.attempt = 1 + _count_starts(folder / "metrics.jsonl")
             self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self.bar = _bar(train_iters) if progress and sys.stderr.isatty() else None
+        name = folder.resolve().name if folder is not None else "meshwright"
+        told = flags.to_dict(config)
+        self.trackers = open_trackers(self.g, folder, told, name, done + 1, consumed) if team.leads else []
+        self.bar = _bar(self.steps_in_all) if self.g.progress and sys.stderr.isatty() and team.leads else None
         self._reset()
         self.memory_told = False
 
     def _reset(self) -> None:
         self.losses: list[float] = []
-        self.steps = self.skipped = self.nan = 0
+        self.steps = self.samples = self.skipped = self.nan = 0
         self.seconds = 0.0
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
@@ -75,46 +97,67 @@ class Metrics:
         if self.file >= 0:
             os.fsync(self.file)
 
-    def step(
-        self, iteration: int, consumed: int, loss: float, norm: float, lr: float, next_lr: float, scale: float,
-        skipped: bool, seconds: float,
-    ) -> None:  # fmt: skip
-        """Record one step; every --log-interval steps print the line. It shows the next step's rate, as Megatron's."""
+    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, **values: Any) -> None:
+        """Record one step; every --log-interval steps print the line. It shows the next step's rate, as Megatron's.
+
+        Values: batch, loss, grad_norm, lr, loss_scale, skipped; num_zeros and params_norm where asked for.
+        """
+        batch, loss = values["batch"], values["loss"]
         self.steps += 1
+        self.samples += batch
         self.seconds += seconds
-        self.skipped += skipped
+        self.skipped += values["skipped"]
         self.nan += not math.isfinite(loss)
-        if not skipped:
+        if not values["skipped"]:
             self.losses.append(loss)
-        tokens = self.batch * self.seq / seconds
-        self.row(
-            "step", iteration, consumed_samples=consumed, loss=loss, grad_norm=norm, lr=lr, loss_scale=scale,
-            skipped=skipped, ms=round(seconds * 1e3, 3), tokens_per_second=round(tokens, 1),
-            tflops=round(tokens * self.flops / 1e12, 4),
-            mfu=round(tokens * self.flops / self.peak, 4) if self.peak else None, memory=self._memory(),
-        )  # fmt: skip
+        tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
+        row = values | {
+            "ms": round(seconds * 1e3, 3), "tokens_per_second": round(tokens, 1),
+            "tflops": round(tokens * self.flops / self.world / 1e12, 4),  # of one device, as the share of its peak
+            "mfu": round(tokens * self.flops / self.world / self.peak, 4) if self.peak else None,
+            "memory": memory,
+        }  # fmt: skip
+        self.row("step", iteration, consumed_samples=consumed, **row)
+        if self.trackers:
+            extra: dict[str, Any] = {
+                "iteration": iteration,
+                "world_size": self.world,
+                "timers": self.timers.of_this_step(),
+            }
+            if self.g.log_memory_to_tensorboard and memory is not None:
+                stats = devices.memory_stats(self.device)
+                extra |= {"reserved": stats["reserved_bytes.all.current"], "memory": stats["allocated_bytes.all.current"],
+                          "allocated_count": stats.get("allocation.all.current", 0)}  # fmt: skip
+            self._track(tags(self.g, row | extra), iteration, consumed)
         if self.bar is not None:
             self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
-        if iteration % self.log_interval == 0 or not math.isfinite(loss):
-            self._line(iteration, consumed, norm, next_lr, scale)
+        if iteration % self.g.log_interval == 0 or iteration == self.steps_in_all or not math.isfinite(loss):
+            self._line(iteration, consumed, next_lr, values)
 
-    def _line(self, iteration: int, consumed: int, norm: float, lr: float, scale: float) -> None:
-        per_step = self.seconds / self.steps
-        samples = self.batch / per_step
-        rate = samples * self.seq * self.flops
-        left = datetime.timedelta(seconds=round(per_step * (self.train_iters - iteration)))
+    def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
+        for tracker in self.trackers:
+            tracker.scalars(values, iteration, consumed)
+
+    def _line(self, iteration: int, consumed: int, lr: float, values: dict[str, Any]) -> None:
+        samples = self.samples / self.seconds
+        rate = samples * self.seq * self.flops / self.world
+        in_all = self.config.samples
+        left = (in_all - consumed if in_all else (self.steps_in_all - iteration) * values["batch"]) / samples
         parts = [
-            f" iteration {iteration:8d}/{self.train_iters:8d}",
+            f" iteration {iteration:8d}/{self.steps_in_all:8d}",
             f"consumed samples: {consumed:12d}",
-            f"elapsed time per iteration (ms): {per_step * 1e3:.1f}",
+            f"elapsed time per iteration (ms): {self.seconds / self.steps * 1e3:.1f}",
             f"learning rate: {lr:.3E}",
-            f"global batch size: {self.batch:5d}",
+            f"global batch size: {values['batch']:5d}",
         ]
         if self.losses:
             parts.append(f"lm loss: {sum(self.losses) / len(self.losses):.6E}")
+        parts += [f"loss scale: {values['loss_scale']:.1f}", f"grad norm: {values['grad_norm']:.3f}"]
+        if "num_zeros" in values:
+            parts.append(f"num zeros: {values['num_zeros']:.1f}")
+        if "params_norm" in values:
+            parts.append(f"params norm: {values['params_norm']:.3f}")
         parts += [
-            f"loss scale: {scale:.1f}",
-            f"grad norm: {norm:.3f}",
             f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {self.nan:3d}",
             f"samples per second: {samples:.3f}",
@@ -123,33 +166,39 @@ class Metrics:
         ]
         if self.peak:
             parts.append(f"MFU: {100 * rate / self.peak:.1f}% of {self.peak / 1e12:.0f} TFLOP/s")
-        memory = self._memory()
+        memory = devices.peak_memory(self.device)
         if memory:
             parts.append(f"memory (GiB): {memory / 2**30:.2f}")
-        say(" | ".join([*parts, f"ETA: {left}"]) + " |")
-        if self.device.type == "cuda" and not self.memory_told:
-            self.memory_told, mb, c = True, 2**20, torch.cuda
+        say(" | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(max(left, 0)))}"]) + " |")
+        if memory is not None and not self.memory_told:
+            self.memory_told, stats = True, devices.memory_stats(self.device)
+            mb = {
+                f"{x} {n}": stats[f"{x}_bytes.all.{n}"] / 2**20
+                for x in ("allocated", "reserved")
+                for n in ("current", "peak")
+            }
             say(
-                f"[Rank 0] (after {iteration} iterations) memory (MB) | allocated: {c.memory_allocated() / mb} | "
-                f"max allocated: {c.max_memory_allocated() / mb} | reserved: {c.memory_reserved() / mb} | "
-                f"max reserved: {c.max_memory_reserved() / mb}"
+                f"[Rank 0] (after {iteration} iterations) memory (MB) | allocated: {mb['allocated current']} | "
+                f"max allocated: {mb['allocated peak']} | reserved: {mb['reserved current']} | "
+                f"max reserved: {mb['reserved peak']}"
             )
+        self.timers.tell_steps(self.steps)
         self._reset()
 
-    def _memory(self) -> int | None:
-        """Peak bytes on the device."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-
-    def validation(self, iteration: int, name: str, prefix: str, loss: float) -> None:
+    def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float) -> None:
         """Megatron's framed line; perplexity is exp(loss), capped as there."""
         ppl = math.exp(min(20, loss)) if math.isfinite(loss) else math.nan
         line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
         say("-" * (len(line) + 1))
         say(line)
         say("-" * (len(line) + 1))
-        self.row("validation", iteration, name=name, loss=loss, ppl=ppl)
+        end = {"end": True} if prefix.startswith("the end") else {}  # it may follow another one at the same iteration
+        self.row("validation", iteration, name=name, loss=loss, ppl=ppl, **end)
+        self._track(validation_tags(self.g, {"name": name, "loss": loss, "ppl": ppl}), iteration, consumed)
 
     def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
         if self.bar is not None:
             self.bar[0].stop()
             self.bar = None
@@ -186,11 +235,17 @@ def _bar(total: int) -> tuple[Any, Any]:
 
 
 class Timers:
-    """Wall time of named phases, printed as Megatron does."""
+    """Wall time of named phases, printed as Megatron does. Within a step only those of --timing-log-level are taken."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, level: int = 0, option: str = "minmax", device: torch.device | None = None, team: Team | None = None
+    ) -> None:  # fmt: skip
+        self.level, self.option, self.team = level, option, team or Team()
+        self.device = device
         self.started: dict[str, float] = {}
         self.took: dict[str, float] = {}
+        self.of_steps: dict[str, float] = {}  # since they were last told
+        self.before: dict[str, float] = {}  # of these, until the last step
 
     def start(self, name: str) -> None:
         self.started[name] = time.perf_counter()
@@ -198,10 +253,71 @@ class Timers:
     def stop(self, name: str) -> None:
         self.took[name] = 1e3 * (time.perf_counter() - self.started.pop(name))
 
+    @contextlib.contextmanager
+    def time(self, name: str, level: int) -> Iterator[None]:
+        """A phase of a step, summed until the next log line."""
+        if level > self.level or not self.level:
+            yield
+            return
+        devices.synchronize(self.device)
+        start = time.perf_counter()
+        yield
+        devices.synchronize(self.device)
+        self.of_steps[name] = self.of_steps.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+
+    def of_this_step(self) -> dict[str, float]:
+        """Since it was last asked."""
+        new = {name: ms - self.before.get(name, 0.0) for name, ms in self.of_steps.items()}
+        self.before = dict(self.of_steps)
+        return new
+
+    def tell_steps(self, steps: int) -> None:
+        """Means of the steps since the last time."""
+        if self.of_steps:
+            self._tell({name: ms / steps for name, ms in self.of_steps.items()})
+        self.of_steps.clear()
+        self.before.clear()
+
     def tell(self, *names: str) -> None:
-        say("(min, max) time across ranks (ms):")
-        for n in names:
-            say(f"    {n} {'.' * (47 - len(n))}: ({self.took[n]:.2f}, {self.took[n]:.2f})")
+        self._tell({name: self.took[name] for name in names})
+
+    def _tell(self, times: dict[str, float]) -> None:
+        titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
+        say(f"{titles[self.option]} across ranks (ms):")
+        told = self.team.gather(times)
+        for name in times:
+            ms = [of_rank.get(name, 0.0) for of_rank in told]
+            ranks = "".join(f"\n     rank {rank:2d}: {one:.2f}" for rank, one in enumerate(ms))
+            value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
+            say(f"    {name} {'.' * (47 - len(name))}{value[self.option]}")
+
+
+@contextlib.contextmanager
+def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """To be called before each step with its number: from --profile-step-start to --profile-step-end torch's profiler runs,
+    and leaves a trace and a table of what took longest."""
+
+    @contextlib.contextmanager
+    def traced() -> Iterator[None]:
+        with torch.profiler.profile(activities=devices.profiled(device)) as profile:
+            yield
+        order = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
+        say(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
+        if folder is not None:
+            trace = folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
+            trace.parent.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(trace))
+            say(f" > wrote {trace} (open it at ui.perfetto.dev or chrome://tracing)")
+
+    with contextlib.ExitStack() as running:
+
+        def before(iteration: int) -> None:
+            if g.profile and iteration == g.profile_step_start:
+                running.enter_context(traced())
+            elif iteration == g.profile_step_end:
+                running.close()
+
+        yield before
 
 
 def tell_time(what: str) -> None:

@@ -42,7 +42,7 @@ class LossScale:
                 self.scale = max(self.scale / 2, self.p.min_loss_scale)
             return
         self.clean += 1
-        if self.clean == self.p.loss_scale_window:
+        if self.clean >= self.p.loss_scale_window:
             self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
@@ -58,9 +58,11 @@ class LossScale:
             "scale": self.scale,
             "growth_tracker": self.clean,
             "hysteresis_tracker": self.hysteresis,
+            "in_a_row": self.in_a_row,
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        self.in_a_row = int(state.get("in_a_row", 0))
         if self.dynamic and state["dynamic"]:  # a scale of 1 from another format says nothing
             self.scale, self.clean = float(state["scale"]), int(state["growth_tracker"])
             self.hysteresis = int(state["hysteresis_tracker"])

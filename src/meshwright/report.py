@@ -1,12 +1,13 @@
 """What a run did: `meshwright report DIR` writes one page with pictures, `--losses` prints exact numbers to compare.
 
+With several folders it compares their runs: compare.py.
+
 The page is one file without outside resources, so that it can be mailed or archived. Pictures are SVG with their text
 left as text, and their colours are the page's variables: they stay sharp, and follow the reader's light or dark theme.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import html
@@ -22,37 +23,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
+from meshwright.errors import BAD_DATA, USAGE, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="meshwright report", description="One page with pictures for a run.")
-    parser.add_argument("folder", metavar="DIR", type=Path, help="run folder: --run-dir, or --save, of the training")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--output", metavar="FILE", type=Path, help="where to write the page (default: DIR/report.html)"
-    )
-    either.add_argument(
-        "--losses", action="store_true",
-        help="print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text is equal bits",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
-    if args.losses:
-        for s in read_rows(args.folder).steps:
-            print(s.iteration, s.loss.hex(), s.grad_norm.hex(), s.lr.hex())
-    else:
-        print(write(args.folder, args.output))
-    return DONE
-
-
 def write(run_dir: Path, output: Path | None = None) -> Path:
-    """Write the page of a run folder, whole or not at all; return where."""
-    text = page(run_dir, read_rows(run_dir), read_settings(run_dir))
-    target = output or run_dir / "report.html"
+    """Write the page of a run folder; return where."""
+    return write_whole(output or run_dir / "report.html", page(run_dir, read_rows(run_dir), read_settings(run_dir)))
+
+
+def write_whole(target: Path, text: str) -> Path:
+    """Write a file whole or not at all."""
+    if target.exists() and not target.is_file():
+        raise UserError(f"{target} is no plain file: the page needs a name of its own", USAGE)
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         # A command line of bytes that are no text comes back as lone surrogates, which UTF-8 does not know.
@@ -121,7 +107,7 @@ def read_rows(folder: Path) -> Rows:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a run writes it with --save or --run-dir", BAD_DATA) from None
     steps: dict[int, Step] = {}
-    validations: dict[tuple[str, int], Validation] = {}
+    validations: dict[tuple[str, int, bool], Validation] = {}  # by name, iteration, and whether at the end of a run
     attempts: list[Attempt] = []
     with file:
         for number, line in enumerate(file, 1):
@@ -132,6 +118,7 @@ def read_rows(folder: Path) -> Rows:
                     steps = {i: s for i, s in steps.items() if i <= iteration}
                     validations = {k: v for k, v in validations.items() if k[1] <= iteration}
                     attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
+                    row["time"] = float(row.get("time", 0))
                 elif event == "step":
                     steps[iteration] = step = _step(row)
                     if attempts:
@@ -139,11 +126,12 @@ def read_rows(folder: Path) -> Rows:
                         attempts[-1].seconds += step.ms / 1e3
                 elif event == "validation":
                     v = Validation(iteration, str(row["name"]), float(row["loss"]), float(row["ppl"]))
-                    validations[v.name, iteration] = v
+                    validations[v.name, iteration, bool(row.get("end"))] = v
                 elif event == "save" and attempts:
                     attempts[-1].seconds += float(row["seconds"])
                 elif event == "end" and attempts:
                     attempts[-1].end = row
+                    row["time"] = float(row.get("time", 0))
             except (ValueError, TypeError, KeyError, OverflowError) as e:
                 if not line.endswith(b"\n"):
                     break  # the last line, cut by a kill
@@ -189,33 +177,38 @@ def page(run_dir: Path, rows: Rows, settings: dict[str, dict[str, Any]]) -> str:
         for a in rows.attempts
     ]  # fmt: skip
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(name)}: report</title><style>{STYLE}</style></head><body>",
-        f'<h1>{_text(name)}</h1><p class="quiet">{_text(state)}</p>',
+        f'<h1>{escaped(name)}</h1><p class="quiet">{escaped(state)}</p>',
         '<dl class="cards">',
-        *(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in headlines(rows, settings)),
+        *(f"<div><dt>{escaped(k)}</dt><dd>{escaped(v)}</dd></div>" for k, v in headlines(rows, settings)),
         "</dl>",
         f'<div class="pictures">{"".join(pictures(rows))}</div>',
         "<h2>Attempts</h2>",
-        _table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
+        table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
         "<h2>Repeat this run</h2>",
-        f"<pre>meshwright train --config {_text(shlex.quote(str(run_dir / 'config.toml')))}</pre>",
+        f"<pre>meshwright train --config {escaped(shlex.quote(str(run_dir / 'config.toml')))}</pre>",
         '<p class="quiet">Where the settings name --save and --load, this continues from the last checkpoint; '
         "give both a new folder to start afresh.</p>",
         f"<details><summary>Settings ({sum(map(len, settings.values()))})</summary>",
         *(
-            f"<h3>{_text(group)}</h3>"
-            + _table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
+            f"<h3>{escaped(group)}</h3>"
+            + table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
             for group, values in settings.items()
         ),
         "</details>",
-        f'<footer class="quiet">Meshwright {_text(last.start.get("version", "") if last else "")}. Exact numbers: '
-        f"<code>meshwright report --losses {_text(shlex.quote(str(run_dir)))}</code></footer>",
-        "</body></html>\n",
+        f'<footer class="quiet">Meshwright {escaped(last.start.get("version", "") if last else "")}. Exact numbers: '
+        f"<code>meshwright report --losses {escaped(shlex.quote(str(run_dir)))}</code></footer>",
     ]
-    return "\n".join(parts)
+    return document(f"{name}: report", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    head = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escaped(title)}</title><style>{THEME}{STYLE}</style></head><body>",
+    ]
+    return "\n".join([*head, *parts, "</body></html>\n"])
 
 
 def headlines(rows: Rows, settings: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -251,19 +244,20 @@ def headlines(rows: Rows, settings: dict[str, dict[str, Any]]) -> list[tuple[str
         memory = [s.memory for s in rows.steps if s.memory is not None]
         if memory:
             out.append(("peak memory", f"{max(memory) / 2**30:.2f} GiB"))
-    out += [_wall_time(rows.attempts), ("attempts", str(len(rows.attempts)))]
+    called, seconds = wall_time(rows.attempts)
+    out += [(called, duration(seconds)), ("attempts", str(len(rows.attempts)))]
     return out + [(k, str(start[k])) for k in ("device", "dtype", "torch") if start.get(k)]
 
 
-def _wall_time(attempts: Sequence[Attempt]) -> tuple[str, str]:
+def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:
     """From start to end where every attempt's end is dated; else, as after a kill, the steps and saves known of."""
     dated = [a.end["time"] - a.start["time"] for a in attempts if a.end and "time" in a.end and "time" in a.start]
     if dated and len(dated) == len(attempts):
-        return "wall time", _duration(sum(dated))
-    return "time in steps and saves", _duration(sum(a.seconds for a in attempts))
+        return "wall time", sum(dated)
+    return "time in steps and saves", sum(a.seconds for a in attempts)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, s = divmod(round(seconds), 60)
@@ -287,13 +281,13 @@ def _ended(attempt: Attempt, last: bool) -> str:
     return f"{attempt.end.get('reason', 'ended')} (exit status {attempt.end.get('status', '?')})"
 
 
-def _text(value: object) -> str:
+def escaped(value: object) -> str:
     return html.escape(str(value))
 
 
-def _table(body: Iterable[list[str]], kind: str, head: Sequence[str] = ()) -> str:
-    top = "<tr>" + "".join(f"<th>{_text(h)}</th>" for h in head) + "</tr>" if head else ""
-    lines = ("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in line) + "</tr>" for line in body)
+def table(body: Iterable[list[str]], kind: str, head: Sequence[str] = ()) -> str:
+    top = "<tr>" + "".join(f"<th>{escaped(h)}</th>" for h in head) + "</tr>" if head else ""
+    lines = ("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in line) + "</tr>" for line in body)
     return f'<div class="scroll"><table class="{kind}">{top}{"".join(lines)}</table></div>'
 
 
@@ -318,57 +312,62 @@ def pictures(rows: Rows) -> list[str]:
         ("Peak memory", "GiB", "memory", 2.0**-30, False),
     ):
         if any(getattr(s, column) is not None for s in rows.steps):
-            figure, axes = _axes(rows, (4.8, 2.7))
+            figure, axes = blank_axes((4.8, 2.7), _resumed(rows))
             _line(axes, rows.steps, column, scale, smooth)
             if column == "grad_norm":
                 _log_if_spiky(axes, rows.steps)
-            out.append(_figure(title, unit, _svg(figure, title)))
+            out.append(framed(title, unit, svg_of(figure, title)))
     return out
 
 
 def _loss(rows: Rows) -> str:
     import numpy as np
 
-    figure, axes = _axes(rows, (7.6, 3.4))
+    figure, axes = blank_axes((7.6, 3.4), _resumed(rows))
     width = _line(axes, rows.steps, "loss", smooth=True)
     legend = [("line", "━", f"training, median of {width} steps" if width > 1 else "training")]
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
         points = [v for v in rows.validations if v.name == name and math.isfinite(v.loss)]
         if points:
             x, y = np.array([(v.iteration, v.loss) for v in points]).T
-            axes.plot(*_thinned(x, y), color=POINT, lw=1, marker=marker if len(points) < 200 else "", ms=4)
+            axes.plot(*thinned(x, y), color=POINT, lw=1, marker=marker if len(points) < 200 else "", ms=4)
             legend.append(("point", sign, name))
     if not all(math.isfinite(s.loss) for s in rows.steps):
         legend.append(("bad", "×", "not finite"))
     if _resumed(rows):
         legend.append(("ink", "┆", "resumed"))
     key = "".join(f'<span><b style="color: var(--{colour})">{sign}</b> {text}</span>' for colour, sign, text in legend)
-    return _figure("Loss", "", f'<div class="legend quiet">{key}</div>' + _svg(figure, "Loss"), "wide")
+    return framed("Loss", "", f'<div class="legend quiet">{key}</div>' + svg_of(figure, "Loss"), "wide")
 
 
 def _resumed(rows: Rows) -> list[int]:
     return sorted({a.began for a in rows.attempts[1:] if 0 < a.began < rows.steps[-1].iteration})
 
 
-def _axes(rows: Rows, size: tuple[float, float]) -> tuple[Figure, Axes]:
+def blank_axes(size: tuple[float, float], resumed: Iterable[int] = (), x: str = "iteration") -> tuple[Figure, Axes]:
     """A picture in the page's colours with the resumes marked; without pyplot, so that nothing global is touched."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     figure = Figure(figsize=size, layout="constrained")
     figure.patch.set_visible(False)
     axes = figure.add_subplot()
+    furnish(axes, x)
+    for i in resumed:
+        axes.axvline(i, color=INK, lw=0.9, ls=(0, (4, 3)), alpha=0.6)
+    return figure, axes
+
+
+def furnish(axes: Axes, x: str) -> None:
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
     axes.patch.set_visible(False)
     axes.grid(color=FAINT, lw=0.6)
     axes.spines[:].set_visible(False)
     axes.tick_params(which="both", colors=INK, length=0, labelsize=9)
     axes.yaxis.offsetText.set_color(INK)
-    axes.set_xlabel("iteration", color=INK)
+    axes.set_xlabel(x, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    for i in _resumed(rows):
-        axes.axvline(i, color=INK, lw=0.9, ls=(0, (4, 3)), alpha=0.6)
-    return figure, axes
 
 
 def _line(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1.0, smooth: bool = False) -> int:
@@ -383,14 +382,14 @@ def _line(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1.0, sm
     x, y = x[known], y[known]
     half = max(1, len(y) // 50)
     if not smooth or len(y) <= 20:
-        axes.plot(*_thinned(x, y), color=LINE, lw=1.2, marker="." if len(y) <= 30 else "")
+        axes.plot(*thinned(x, y), color=LINE, lw=1.2, marker="." if len(y) <= 30 else "")
         return 1
-    axes.plot(*_thinned(x, y), color=LINE, lw=0.7, alpha=0.45)
-    axes.plot(*_smoothed(x, y, half), color=LINE, lw=1.6)
+    axes.plot(*thinned(x, y), color=LINE, lw=0.7, alpha=0.45)
+    axes.plot(*smoothed(x, y, half), color=LINE, lw=1.6)
     return 2 * half + 1
 
 
-def _thinned(x: Any, y: Any) -> tuple[Any, Any]:
+def thinned(x: Any, y: Any) -> tuple[Any, Any]:
     """At most POINTS points: the lowest and the highest of each stretch, so that a spike still shows."""
     import numpy as np
 
@@ -401,7 +400,7 @@ def _thinned(x: Any, y: Any) -> tuple[Any, Any]:
     return x[keep], y[keep]
 
 
-def _smoothed(x: Any, y: Any, half: int) -> tuple[Any, Any]:
+def smoothed(x: Any, y: Any, half: int) -> tuple[Any, Any]:
     """Median of up to `half` neighbours on each side: unlike a mean it shows no plateau around a spike.
 
     At the start it takes as many after as before, so that a steep fall is not flattened.
@@ -424,7 +423,7 @@ def _log_if_spiky(axes: Axes, steps: Sequence[Step]) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _svg(figure: Figure, title: str) -> str:
+def svg_of(figure: Figure, title: str) -> str:
     import matplotlib
 
     file = io.StringIO()
@@ -439,19 +438,21 @@ def _svg(figure: Figure, title: str) -> str:
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)  # the page gives the size
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_text(title)}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escaped(title)}"', 1)
 
 
-def _figure(title: str, unit: str, drawing: str, kind: str = "") -> str:
-    caption = _text(title) + (f' <span class="quiet">{_text(unit)}</span>' if unit else "")
+def framed(title: str, unit: str, drawing: str, kind: str = "") -> str:
+    caption = escaped(title) + (f' <span class="quiet">{escaped(unit)}</span>' if unit else "")
     return f'<figure class="{kind}"><figcaption>{caption}</figcaption>{drawing}</figure>'
 
 
-STYLE = """
+THEME = """
 :root { color-scheme: light dark; --paper: #fff; --card: #f5f6f8; --ink: #1d2129; --quiet: #5c6470; --faint: #dfe2e7;
   --line: #2563b0; --point: #c2570c; --bad: #c01f2e }
 @media (prefers-color-scheme: dark) { :root { --paper: #15181d; --card: #1f242b; --ink: #e4e7ec; --quiet: #9aa3b0;
   --faint: #343b45; --line: #6aa9f4; --point: #f3a056; --bad: #ff7b84 } }
+"""
+STYLE = """
 * { box-sizing: border-box }
 body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 62rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif }

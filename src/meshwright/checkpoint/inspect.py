@@ -21,11 +21,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("dir", help="the --save folder, or one iter_... folder in it")
     parser.add_argument("--step", type=int, help="look at this step (none: all, and the newest more closely)")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, bytes")
+    parser.add_argument("--boxes", action="store_true", help="and where each part of it lies: file, ranges of elements")
     parser.add_argument("--full", action="store_true", help="verify every byte")
     args = parser.parse_args(argv)
     root, step = store.split_path(args.dir)
     step = step if args.step is None else args.step
-    lines, whole = describe(root, step, args.tensors, args.full)
+    lines, whole = describe(root, step, args.tensors or args.boxes, args.full, args.boxes)
     print("\n".join(lines))
     if not whole:
         store.latest(root)  # knows why there is none: all damaged, another program's, or nothing
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def describe(
-    root: str | Path, step: int | None = None, tensors: bool = False, full: bool = False
+    root: str | Path, step: int | None = None, tensors: bool = False, full: bool = False, boxes: bool = False
 ) -> tuple[list[str], bool]:
     """Lines about the steps and, closer, about one (the newest whole one if none is given); and whether it is whole."""
     chosen, damaged = None, False
@@ -51,10 +52,12 @@ def describe(
         parameters = sum(math.prod(t.shape) for name, t in index.items() if "/" not in name)
         how = "every byte" if full else "manifest and sizes; --full checks every byte"
         lines.append(f"  {folder.name}  verified: yes ({how})")
+        ranks = sum(name.startswith("rank_") for name in manifest)
         lines.append(
             f"    iteration {state.get('iteration', number)} | "
             f"consumed samples {state.get('consumed_train_samples', 'not recorded')} | "
-            f"parameters {parameters:,} | {sum(file.size for file in manifest.values()):,} bytes"
+            f"parameters {parameters:,} | {sum(file.size for file in manifest.values()):,} bytes, "
+            f"written by {ranks} rank{'s' * (ranks != 1)}"
         )
         chosen = number if chosen is None else chosen
     if chosen is None:
@@ -65,7 +68,11 @@ def describe(
         for name, tensor in sorted(native.read_index(folder, store.verify(folder)).items()):
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             size = math.prod(tensor.shape) * native.SIZES[tensor.dtype]
-            lines.append(f"  {name:40} {shape:>16} {tensor.dtype:>4} {size:>16,} bytes in {len(tensor.boxes)} boxes")
+            files = len({box.file for box in tensor.boxes})
+            where = f"{len(tensor.boxes)} boxes, {files} files"
+            lines.append(f"  {name:40} {shape:>16} {tensor.dtype:>4} {size:>16,} bytes in {where}")
+            for stored in tensor.boxes if boxes else ():
+                lines.append(f"    {stored.file} {native.ranges(stored.box)}")
     return lines, not damaged
 
 

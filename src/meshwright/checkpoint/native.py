@@ -5,14 +5,19 @@ global one, each box's elements in row order, one box after the other. A whole p
 buffer is at most three. Loading takes the same structure and fills its tensors, by intersecting boxes, reading only
 what is wanted, at most 16 MiB of a tensor at a time.
 
-A step folder holds `rank_00000.safetensors`, `index.json` (per tensor: global shape, dtype, boxes with file and byte
-range), `state.json` (counters and schedules) and `config.json`. The safetensors file is written by hand, a header and
-raw bytes, because the library gives no way to hash while it writes, and serialising to memory would double it; any
-safetensors reader reads it. We read by the index alone: it is hashed, and a hostile header is never parsed.
+On many ranks all call `save` and `load` together, each with what it holds or wants. The boxes saved must cover every
+tensor exactly once: of copies one rank gives the boxes, and the others none.
+
+A step folder holds a `rank_00000.safetensors` of each rank that has elements, `index.json` (per tensor: global shape,
+dtype, boxes with file and byte range), `state.json` (counters and schedules) and `config.json`. The safetensors files
+are written by hand, a header and raw bytes, because the library gives no way to hash while it writes, and serialising
+to memory would double it; any safetensors reader reads them. We read by the index alone: it is hashed, and a hostile
+header is never parsed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -21,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint import store
-from meshwright.checkpoint.store import Damaged, Manifest, Say, Write
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.checkpoint.store import Damaged, Manifest, Produce, Say, Write
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.parallel.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +40,7 @@ TORCH = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
+INDEX_LIMIT = 32 << 20  # bytes: some 250,000 boxes
 PART = 16 << 20  # most bytes of a tensor in flight
 
 Shape = tuple[int, ...]
@@ -64,9 +71,9 @@ def whole(tensor: torch.Tensor) -> Entry:
     return Entry(shape, [((0,) * len(shape), shape)], tensor)
 
 
-def bytes_of(named: Named) -> int:
-    """What a checkpoint of these takes, for store.check_writable()."""
-    return sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())
+def bytes_of(named: Named, team: Team = ALONE) -> int:
+    """What a checkpoint of these takes on all ranks, for store.check_writable()."""
+    return sum(team.gather(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())))
 
 
 # Saving
@@ -89,15 +96,25 @@ def save(
     config: Mapping[str, Any] | None = None,
     *,
     say: Say = print,
+    team: Team = ALONE,
 ) -> bool:
     """Write one step; False if it is there already, with the same tensors and state (`config` may differ).
 
-    The caller holds store.lock(root). `state` must be JSON without NaN and hold nothing of this attempt such as times.
+    Rank 0 holds store.lock(root); its state, its config and its `say` are what counts. `state` must be JSON without NaN
+    and hold nothing of this attempt such as times. Whether a step is the same is judged by its elements, not its files:
+    one written in another layout counts as well.
     """
+    say = say if team.leads else silent
     say(f"saving checkpoint at iteration {step:7d} to {root}")
-    file = "rank_00000.safetensors"
-    head, runs = lay_out(named)
-    index = {"tensors": index_of(named, runs, file, len(head))}
+    file = f"rank_{team.rank:05d}.safetensors"
+    head, runs = b"", list[Run]()
+    texts: dict[str, bytes] = {}
+
+    def describe() -> dict[str, Any]:
+        nonlocal head, runs
+        texts.update({STATE: as_json(state), CONFIG: as_json(config or {})})
+        head, runs = lay_out(named)
+        return index_of(named, runs, file, len(head))
 
     def tensors(write: Write) -> None:
         write(head)
@@ -105,17 +122,73 @@ def save(
             for part in parts_of(run.flat):
                 write(part)
 
-    texts = {INDEX: as_json(index), STATE: as_json(state), CONFIG: as_json(config or {})}
-    written = store.publish(
-        root,
-        step,
-        {name: lambda write, text=text: write(text) for name, text in texts.items()} | {file: tensors},
-        say=say,
-        bytes_needed=len(head) + bytes_of(named) + sum(map(len, texts.values())),
-        may_differ=[CONFIG],
-    )
+    def differ(folder: Path, manifest: Manifest) -> list[str]:
+        if team.leads and as_json(store.read_json(folder, manifest, STATE)) != texts[STATE]:
+            return [STATE]
+        return differences(folder, manifest, index, named)
+
+    index = merged(team.all(describe))
+    check_cover(index)
+    texts[INDEX] = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
+    if len(texts[INDEX]) > INDEX_LIMIT:
+        raise UserError(f"{INDEX} would have {len(texts[INDEX]):,} bytes, more than the {INDEX_LIMIT:,} we read", IO)
+    files: dict[str, Produce] = {}
+    if team.leads:
+        files |= {name: lambda write, text=text: write(text) for name, text in texts.items()}  # type: ignore[misc]
+    if runs:
+        files[file] = tensors
+    size = sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
+    size += len(head) + sum(map(len, texts.values()))
+    written = store.publish(root, step, files, differ=differ, say=say, bytes_needed=size, team=team)
     say(f"  successfully saved checkpoint at iteration {step:7d} to {root}")
     return written
+
+
+def silent(line: str) -> None:
+    """Rank 0 speaks for all."""
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks say of their tensors, put together."""
+    tensors: dict[str, Any] = {}
+    for rank, part in enumerate(parts):
+        for name, mine in part.items():
+            known = tensors.setdefault(name, {**mine, "boxes": []})
+            if (tuple(mine["shape"]), mine["dtype"]) != (tuple(known["shape"]), known["dtype"]):
+                raise ValueError(
+                    f"{name}: {mine['shape']} {mine['dtype']} on rank {rank}, {known['shape']} {known['dtype']} before it"
+                )
+            known["boxes"] += mine["boxes"]
+    return tensors
+
+
+def check_cover(index: Mapping[str, Any]) -> None:
+    """Every element of every tensor exactly once."""
+    for name, tensor in index.items():
+        boxes = [(tuple(box["offset"]), plus(tuple(box["offset"]), tuple(box["size"]))) for box in tensor["boxes"]]
+        held, size = sum(math.prod(minus(high, low)) for low, high in boxes), math.prod(tensor["shape"])
+        overlap = overlapping(boxes)
+        if held != size or overlap:
+            raise ValueError(
+                f"{name} {tuple(tensor['shape'])} has {size:,} elements, the boxes of all ranks hold {held:,}"
+                f"{', some of them twice' if overlap else ''}"
+            )
+
+
+def differences(folder: Path, manifest: Manifest, index: Mapping[str, Any], named: Named) -> list[str]:
+    """Names of tensors that a step on disk has otherwise, bit by bit; `named`: this rank's, all are in `index`."""
+    stored = read_index(folder, manifest)
+    kinds = {name: (tuple(tensor["shape"]), tensor["dtype"]) for name, tensor in index.items()}
+    out = {n for n in kinds.keys() | stored.keys() if n not in stored or stored[n][:2] != kinds.get(n)}
+    if not out:
+        out = {name for name, theirs, ours in read(folder, manifest, stored, named) if not same_bits(theirs, ours)}
+    return sorted(out)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    import torch
+
+    return torch.equal(*(x.cpu().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def lay_out(named: Named) -> tuple[bytes, list[Run]]:
@@ -125,8 +198,7 @@ def lay_out(named: Named) -> tuple[bytes, list[Run]]:
         flat = flat_of(name, shape, boxes, tensor)
         start = 0
         for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
-            ranges = ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.size, strict=True))
-            key = name if box.size == tuple(shape) else f"{name}[{ranges}]"
+            key = name if box.size == tuple(shape) else name + ranges(box)
             count = math.prod(box.size)
             if not count and box.size != tuple(shape):
                 continue  # a rank whose slice of a flat buffer is empty
@@ -143,10 +215,15 @@ def lay_out(named: Named) -> tuple[bytes, list[Run]]:
     return len(text).to_bytes(8, "little") + text, runs
 
 
+def ranges(box: Box) -> str:
+    return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.size, strict=True)) + "]"
+
+
 def index_of(named: Named, runs: list[Run], file: str, begin: int) -> dict[str, Any]:
     """Where each box lies, in bytes of its file."""
     tensors: dict[str, Any] = {
-        name: {"shape": shape, "dtype": dtype_name(tensor), "boxes": []} for name, (shape, _, tensor) in named.items()
+        name: {"shape": tuple(shape), "dtype": dtype_name(tensor), "boxes": []}
+        for name, (shape, _, tensor) in named.items()
     }
     for run in runs:
         end = begin + run.flat.numel() * SIZES[run.dtype]
@@ -210,6 +287,7 @@ class Loaded(NamedTuple):
 class Copy(NamedTuple):
     """A box to be read, and where its elements go."""
 
+    name: str
     dtype: str
     stored: Stored
     target: torch.Tensor  # flat
@@ -233,16 +311,23 @@ def load(
     step: int | None = None,
     optimizer: bool = True,
     accept: Accept = lambda state, config: None,
+    team: Team = ALONE,
 ) -> Loaded | None:
     """Fill the wanted tensors from the newest whole step, or from `step`; None if there is no checkpoint at all.
 
     `verify`: "read" hashes the chunks that are read, "full" every byte. A step found damaged on the way is said aloud
     and the next older one is loaded. Without `optimizer` its tensors (`name/exp_avg` …) may stay unread. `accept` sees
-    the state and the configuration before any tensor is read, and may refuse them.
+    the state and the configuration before any tensor is read, and may refuse them. All ranks load the same step: damage
+    that one of them finds, and a refusal, are everybody's.
     """
+    say = say if team.leads else silent
     if step is not None:
-        return load_step(Path(root), step, want, verify, say, optimizer, accept)
-    found, notes = store.latest(root)
+        return load_step(Path(root), step, want, verify, say, optimizer, accept, team)
+
+    def newest(below: int | None = None) -> Any:
+        return team.lead(lambda: store.latest(root, below))
+
+    found, notes = newest()
     while True:
         for note in notes:
             say(note)
@@ -251,54 +336,83 @@ def load(
             say("    will not load any checkpoints and will start from random")
             return None
         try:
-            return load_step(Path(root), found, want, verify, say, optimizer, accept)
+            return load_step(Path(root), found, want, verify, say, optimizer, accept, team)
         except Damaged as damage:
             say(f"WARNING: skipping {store.step_folder(root, found).name}, it is damaged: {damage}")
             try:
-                found, notes = store.latest(root, below=found)
+                found, notes = newest(below=found)
             except Damaged as no_older:
                 raise Damaged(f"{damage}; {no_older}") from damage
 
 
-def load_step(root: Path, step: int, want: Named, verify: str, say: Say, optimizer: bool, accept: Accept) -> Loaded:
+def load_step(
+    root: Path, step: int, want: Named, verify: str, say: Say, optimizer: bool, accept: Accept, team: Team
+) -> Loaded:
     say(f" loading checkpoint from {root} at iteration {step}")
     folder = store.step_folder(root, step)
-    manifest = store.verify(folder, full=verify == "full")
-    state = store.read_json(folder, manifest, STATE)
-    stored = read_index(folder, manifest)
-    check_names(folder, stored, want, optimizer)
+    manifest, stored = Manifest(), dict[str, Tensor]()
+    state, config = dict[str, Any](), dict[str, Any]()
+
+    def look() -> list[Any]:
+        nonlocal manifest, state, config, stored
+        if not team.leads:
+            store.must_see(folder, team)
+        manifest = store.verify(folder, verify == "full", team)
+        state, config = (store.read_json(folder, manifest, name) for name in (STATE, CONFIG))
+        stored = read_index(folder, manifest)
+        return [index_of(want, [], "", 0), store.sha256([store.encode_manifest(manifest)])]
+
+    told = team.all(look)
+    for rank, (_, sha256) in enumerate(told):
+        if sha256 != told[0][1]:
+            raise UserError(f"rank {rank} sees another {folder} than rank 0: all nodes must share it", BAD_DATA)
     say(" checkpoint version 3.0")
-    accept(state, store.read_json(folder, manifest, CONFIG))
-    for note in conversions(stored, want):
+    team.all(lambda: accept(state, config))
+    asked = merged([part for part, _ in told])
+    check_names(folder, stored, asked, optimizer)
+    for note in conversions(stored, asked):
         say(note)
+
+    def fill() -> None:
+        for _, theirs, ours in read(folder, manifest, stored, want):
+            ours.copy_(theirs)
+
+    team.all(fill)
+    say(f"  successfully loaded checkpoint from {root} at iteration {step}")
+    return Loaded(step, state)
+
+
+Pair = tuple[str, "torch.Tensor", "torch.Tensor"]
+
+
+def read(folder: Path, manifest: Manifest, stored: Mapping[str, Tensor], want: Named) -> Iterator[Pair]:
+    """What is wanted, piece by piece: its name, the elements in the file, and their place in our tensor."""
     by_file: dict[str, list[Copy]] = {}
     for name, (shape, boxes, tensor) in want.items():
         for copy in plan(folder, name, stored[name], flat_of(name, shape, boxes, tensor), boxes):
             by_file.setdefault(copy.stored.file, []).append(copy)
     for file, copies in sorted(by_file.items()):
-        read_file(folder / file, manifest[file], copies)
-    say(f"  successfully loaded checkpoint from {root} at iteration {step}")
-    return Loaded(step, state)
+        yield from read_file(folder / file, manifest[file], copies)
 
 
-def read_file(path: Path, file: store.File, copies: list[Copy]) -> None:
-    """Carry out the copies of one file, from its beginning to its end."""
+def read_file(path: Path, file: store.File, copies: list[Copy]) -> Iterator[Pair]:
+    """The pieces of one file, from its beginning to its end."""
     import torch
 
     copies = sorted(copies, key=lambda copy: copy.bytes)
     chunks: set[int] = set()
     for begin, end in (copy.bytes for copy in copies):
         chunks.update(range(begin // store.CHUNK, (end - 1) // store.CHUNK + 1))
-    with store.Reader(path, file, sorted(chunks)) as reader, torch.no_grad():
+    with store.Reader(path, file, sorted(chunks)) as reader:
         for copy in copies:
             dtype = getattr(torch, TORCH[copy.dtype])
             for low, high in pieces(copy):
                 begin, end = enclosing(copy.stored, copy.dtype, low, high)
                 data = torch.frombuffer(reader.read(begin, end), dtype=dtype)
                 size = minus(high, low)
-                source = data.as_strided(size, strides(copy.stored.box.size), 0)
+                theirs = data.as_strided(size, strides(copy.stored.box.size), 0)
                 to = copy.start + position(copy.wanted, low) + copy.target.storage_offset()
-                copy.target.as_strided(size, strides(copy.wanted.size), to).copy_(source)
+                yield copy.name, theirs, copy.target.as_strided(size, strides(copy.wanted.size), to)
 
 
 def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
@@ -328,13 +442,9 @@ def plan(
             low = tuple(map(max, wanted.offset, piece.box.offset))
             high = tuple(map(min, plus(wanted.offset, wanted.size), plus(piece.box.offset, piece.box.size)))
             if not_empty(low, high):
-                mine.append(Copy(stored.dtype, piece, target, start, wanted, low, high))
+                mine.append(Copy(name, stored.dtype, piece, target, start, wanted, low, high))
         found = sum(math.prod(minus(copy.high, copy.low)) for copy in mine)
-        overlap = any(
-            not_empty(tuple(map(max, a.low, b.low)), tuple(map(min, a.high, b.high)))
-            for i, a in enumerate(mine)
-            for b in mine[:i]
-        )
+        overlap = overlapping([(copy.low, copy.high) for copy in mine])
         if found != math.prod(wanted.size) or overlap:
             raise Damaged(
                 f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}, has {math.prod(wanted.size):,} "
@@ -348,7 +458,7 @@ def plan(
 def read_index(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     """The index, with every box checked against its tensor and its file."""
     path = folder / INDEX
-    index = store.read_json(folder, manifest, INDEX)
+    index = store.read_json(folder, manifest, INDEX, INDEX_LIMIT)
     tensors = {}
     try:
         for name, tensor in index["tensors"].items():
@@ -373,24 +483,30 @@ def numbers(values: Any) -> Shape:
     return tuple(values)
 
 
-def check_names(folder: Path, stored: Mapping[str, Tensor], want: Named, optimizer: bool) -> None:
-    """Names and shapes must agree before any tensor is touched; all differences are told together."""
+def check_names(folder: Path, stored: Mapping[str, Tensor], want: Mapping[str, Any], optimizer: bool) -> None:
+    """Names and shapes must agree before any tensor is touched; all differences are told together.
+
+    `want`: of all ranks, as in an index; a pipeline stage wants its own part only.
+    """
     out = []
-    for name, (shape, _, _) in want.items():
+    for name, shape in ((name, tuple(tensor["shape"])) for name, tensor in want.items()):
         if name not in stored:
-            out.append(f"{name}: the model has {tuple(shape)}, the checkpoint has none")
-        elif stored[name].shape != tuple(shape):
-            out.append(f"{name}: the model has {tuple(shape)}, the checkpoint {stored[name].shape}")
+            out.append(f"{name}: the model has {shape}, the checkpoint has none")
+        elif stored[name].shape != shape:
+            out.append(f"{name}: the model has {shape}, the checkpoint {stored[name].shape}")
     for name, tensor in stored.items():
         if name not in want and (optimizer or "/" not in name):
             out.append(f"{name}: the model has none, the checkpoint has {tensor.shape}")
     if out:
         shown = out[:20] + [f"and {len(out) - 20} more"] * (len(out) > 20)
+        missing = [name for name in want if name not in stored]
+        if missing and all("/" in name for name in missing):
+            shown.append("saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune")
         raise UserError(f"{folder} does not fit the model that the flags describe:\n  " + "\n  ".join(shown), BAD_DATA)
 
 
-def conversions(stored: Mapping[str, Tensor], want: Named) -> list[str]:
-    kinds = Counter((stored[name].dtype, dtype_name(tensor)) for name, (_, _, tensor) in want.items())
+def conversions(stored: Mapping[str, Tensor], want: Mapping[str, Any]) -> list[str]:
+    kinds = Counter((stored[name].dtype, tensor["dtype"]) for name, tensor in want.items())
     return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]
 
 
@@ -407,6 +523,21 @@ def minus(a: Shape, b: Shape) -> Shape:
 
 def not_empty(low: Shape, high: Shape) -> bool:
     return all(a < b for a, b in zip(low, high, strict=True))
+
+
+def overlapping(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether two of these (low, high) share an element. Compared only where they meet along the dimension that cuts
+    most: a thousand ranks give a tensor thousands of boxes."""
+    dims = range(len(boxes[0][0]) if boxes else 0)
+    if not dims:
+        return len(boxes) > 1
+    d = max(dims, key=lambda d: len({low[d] for low, _ in boxes}))
+    boxes = sorted(boxes, key=lambda box: box[0][d])
+    for i, (low, high) in enumerate(boxes):
+        for a, b in itertools.takewhile(lambda box: box[0][d] < high[d], boxes[i + 1 :]):  # noqa: B023, used at once
+            if not_empty(tuple(map(max, low, a)), tuple(map(min, high, b))):
+                return True
+    return False
 
 
 def strides(size: Shape) -> Shape:

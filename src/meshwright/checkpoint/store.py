@@ -5,6 +5,9 @@ each 16 MiB chunk. It is written as `iter_0005000.tmp/`: files and fsync, manife
 parent, and last `latest_checkpointed_iteration.txt`, Megatron's tracker, by replacement. A process killed anywhere
 leaves the step published and whole, or a `.tmp` that the next writer clears. Published folders are never written into.
 
+Many ranks write one step: each its own files, rank 0 all the rest, and what one of them finds is everybody's outcome.
+They share the folder through a file system, and nothing but names, sizes and hashes goes through the `Team`.
+
 Truth is the newest folder whose manifest holds, not the tracker: the tracker is for other programs, and to notice
 that another program wrote something newer. Written by hand because no library offers it: torch's checkpoint has no
 checksums, overwrites in place and unpickles on load; safetensors has neither checksums nor steps.
@@ -24,12 +27,13 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
+from meshwright.parallel.team import ALONE, Team
 
 FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes of one hash; at most this much is read too much at each end of a slice
@@ -38,11 +42,13 @@ AHEAD = 4  # chunks read and hashed before they are asked for: 64 MiB of memory
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
 JSON_LIMIT = 16 << 20
+SEEN_WITHIN = 5.0  # seconds: a network file system shows one node's new files to another after a while
 TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"  # ours: the step of the least validation loss
 
 Say = Callable[[str], None]
 Write = Callable[[bytes | bytearray | memoryview], None]
-Produce = Callable[[Write], None]  # writes a file's bytes, in order; the same bytes each time it is called
+Produce = Callable[[Write], None]  # writes a file's bytes, in order
 
 
 class Damaged(UserError):
@@ -58,6 +64,7 @@ class File(NamedTuple):
 
 
 Manifest = dict[str, File]
+Differ = Callable[[Path, Manifest], list[str]]  # what a rank would write otherwise than a step that is there
 
 
 def reached(point: str) -> None:
@@ -76,26 +83,47 @@ def publish(
     step: int,
     files: dict[str, Produce],
     *,
+    differ: Differ,
     say: Say,
     bytes_needed: int = 0,
-    may_differ: Collection[str] = (),
+    team: Team = ALONE,
 ) -> bool:
-    """Write a step. False: it is there already, whole and the same (but for files in `may_differ`).
+    """Write a step, of which `files` are this rank's. False: it is there already, whole, and nothing differs.
 
-    The caller holds the lock of `root`. A damaged step is moved aside and written anew; a different one is refused.
+    Rank 0 holds the lock of `root`. A damaged step is moved aside and written anew; a different one is refused.
     """
     root = Path(root)
+    folder = root / f"iter_{step:07d}.tmp"
+    telling = telling_failures(root, step, bytes_needed)
     reached("begin")
-    with telling_failures(root, step, bytes_needed):
+
+    def begin() -> None:
         root.mkdir(parents=True, exist_ok=True)
         clear_unfinished(root)
-        if is_there(root, step, files, may_differ, say):
-            write_tracker(root, step)
-            return False
-        folder = root / f"iter_{step:07d}.tmp"
-        folder.mkdir()
+
+    def write() -> Manifest:
+        if files:
+            must_see(folder, team)
+        return {name: write_file(folder / name, produce) for name, produce in files.items()}
+
+    def finish() -> None:
+        for name in manifest:
+            must_see(folder / name, team)
+        commit(root, step, manifest)
+
+    team.lead(telling(begin))
+    if is_there(root, step, differ, say, team):
+        team.lead(telling(lambda: write_tracker(root, step)))
+        return False
+    try:
+        team.lead(telling(folder.mkdir))
         reached("after_mkdir")
-        commit(root, step, {name: write_file(folder / name, produce) for name, produce in files.items()})
+        manifest = {name: File(*file) for part in team.all(telling(write)) for name, file in part.items()}
+        team.lead(telling(finish))
+    except UserError:
+        if team.leads:  # nobody writes any more
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return True
 
 
@@ -119,25 +147,27 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     write_tracker(root, step)
 
 
-def is_there(root: Path, step: int, files: dict[str, Produce], may_differ: Collection[str], say: Say) -> bool:
-    """Whether the step exists, verifies and is the same. Compared by hashing what we would write."""
+def is_there(root: Path, step: int, differ: Differ, say: Say, team: Team) -> bool:
+    """Whether the step exists, verifies and is the same: every rank looks at a part of it, all conclude alike."""
     target = step_folder(root, step)
-    if not target.exists():
+
+    def look() -> list[str]:
+        return differ(target, verify(target, True, team))
+
+    foreign = team.lead(lambda: is_foreign(target) if target.exists() else None)
+    if foreign is None:
         return False
     what = "a Megatron checkpoint"
-    if not is_foreign(target):
+    if not foreign:
         try:
-            old = verify(target, full=True)
+            different = sorted({name for part in team.all(look) for name in part})
         except Damaged as damage:
             say(f"WARNING: {damage}; written anew, the damaged one is kept as {target.name}.damaged")
             return False
-        different = [name for name in set(old) ^ set(files) if name not in may_differ]
-        for name in sorted(set(old) & set(files) - set(may_differ)):
-            if not different and write_file(None, files[name]) != old[name]:
-                different.append(name)
         if not different:
             return True
-        what = f"something else ({', '.join(sorted(different))} would differ)"
+        more = f" and {len(different) - 5} more" if len(different) > 5 else ""
+        what = f"something else ({', '.join(different[:5])}{more} would differ)"
     raise UserError(
         f"{target} holds {what}: a checkpoint is never overwritten; "
         "save to another folder, or start anew with --save-overwrite, which moves the old ones aside",
@@ -145,8 +175,21 @@ def is_there(root: Path, step: int, files: dict[str, Produce], may_differ: Colle
     )
 
 
-def write_file(path: Path | None, produce: Produce) -> File:
-    """Write and fsync one new file; its chunks are hashed in threads meanwhile. No path: only hash.
+def must_see(path: Path, team: Team) -> None:
+    """What another rank has just made."""
+    until = time.monotonic() + SEEN_WITHIN
+    while team.size > 1 and not path.exists():
+        if time.monotonic() > until:
+            raise UserError(
+                f"rank {team.rank} on {socket.gethostname()} does not see {path}, which another rank has: the folder "
+                f"must be on a file system that all nodes share",
+                IO,
+            )
+        time.sleep(0.05)
+
+
+def write_file(path: Path, produce: Produce) -> File:
+    """Write and fsync one new file; its chunks are hashed in threads meanwhile.
 
     Nothing is copied, so what `produce` hands over must not change until this returns.
     """
@@ -154,10 +197,8 @@ def write_file(path: Path | None, produce: Produce) -> File:
     parts: list[memoryview] = []  # of the chunk that is being filled
     size = 0
     with ThreadPoolExecutor(THREADS) as pool, contextlib.ExitStack() as stack:
-        fd = -1
-        if path is not None:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            stack.callback(os.close, fd)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        stack.callback(os.close, fd)
 
         def hash_chunk() -> None:
             digests.append(pool.submit(sha256, tuple(parts)))
@@ -170,8 +211,7 @@ def write_file(path: Path | None, produce: Produce) -> File:
             view = memoryview(data).cast("B")
             while len(view):
                 part = view[: CHUNK - size % CHUNK]
-                if path is not None:
-                    write_all(fd, part, path)
+                write_all(fd, part, path)
                 parts.append(part)
                 size += len(part)
                 if size % CHUNK == 0:
@@ -181,11 +221,10 @@ def write_file(path: Path | None, produce: Produce) -> File:
         produce(write)
         if parts:
             hash_chunk()
-        if path is not None:
-            reached("written_unsynced")
-            with naming(path):
-                os.fsync(fd)
-            reached("shard_done")
+        reached("written_unsynced")
+        with naming(path):
+            os.fsync(fd)
+        reached("shard_done")
         return File(size, "".join(digest.result() for digest in digests))
 
 
@@ -214,13 +253,35 @@ def write_durably(path: Path, data: bytes, point: str = "") -> None:
         os.close(fd)
 
 
-def write_tracker(root: Path, step: int) -> None:
-    new = root / f"{TRACKER}.tmp"
+def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
+    """Which step is the newest, or with BEST as its name the one of the least validation loss."""
+    root = Path(root)
+    new = root / f"{name}.tmp"
     write_durably(new, str(step).encode())
     reached("before_tracker")
-    new.replace(root / TRACKER)
+    new.replace(root / name)
     sync_folder(root)
     reached("after_tracker")
+
+
+def prune(root: str | Path, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
+    """Remove older steps and return their numbers; the caller holds the lock.
+
+    The newest `keep_last` whole steps stay, and with them multiples of `keep_every` and the best. A damaged step neither
+    counts nor is removed. A step loses its name before its files, so that a kill leaves nothing that looks whole.
+    """
+    root, whole = Path(root), []
+    for step in steps(root):
+        with contextlib.suppress(Damaged):
+            verify(step_folder(root, step))
+            whole.append(step)
+    removed = [n for n in whole[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
+    for step in removed:
+        unnamed = root / f"iter_{step:07d}.tmp"
+        step_folder(root, step).rename(unnamed)
+        sync_folder(root)
+        shutil.rmtree(unnamed)
+    return removed
 
 
 def sync_folder(folder: Path) -> None:
@@ -252,11 +313,10 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]:
-    """Turn an OSError during a save into words, with nothing half-written left behind."""
+    """Turn an OSError during a save into words."""
     try:
         yield
     except OSError as error:
-        shutil.rmtree(root / f"iter_{step:07d}.tmp", ignore_errors=True)
         try:
             newest = latest(root)[0]
         except (UserError, OSError):
@@ -274,17 +334,30 @@ def telling_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]
         ) from error
 
 
-def check_writable(root: str | Path, bytes_needed: int) -> None:
-    """Before the first step: can we write here, and is there room for two checkpoints?"""
+def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE) -> None:
+    """Before the first step: can every rank write here, do they see each other's files, is there room for two?"""
     root = Path(root)
-    probe = root / f".write-test-{os.getpid()}"
+    probe = root / f".write-test-{team.rank}-{os.getpid()}"
+
+    def write() -> str:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            write_durably(probe, b"x")
+        except OSError as error:
+            raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
+        return probe.name
+
+    def look() -> int:
+        for name in probes:
+            must_see(root / name, team)
+        return shutil.disk_usage(root).free
+
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        write_durably(probe, b"x")
-        probe.unlink()
-        free = shutil.disk_usage(root).free
-    except OSError as error:
-        raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
+        probes = team.all(write)
+        free = team.lead(look)
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
     if free < 2 * bytes_needed:
         raise UserError(
             f"{root} has {free:,} bytes free; a checkpoint needs about {bytes_needed:,} and there must be room for "
@@ -369,17 +442,23 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: str | Path, full: bool = False) -> Manifest:
-    """Check manifest and sizes, and with `full` every byte; the manifest, or Damaged naming file and offset."""
+def verify(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manifest:
+    """Check manifest and sizes, and with `full` every byte; the manifest, or Damaged naming file and offset.
+
+    Every rank of a team hashes its share of the chunks.
+    """
     folder = Path(folder)
     manifest = read_manifest(folder)
     for name, file in manifest.items():
         check_size(folder / name, file)
-    if full:
-        for name, file in manifest.items():
-            with Reader(folder / name, file, range(len(file.sha256) // 64)) as reader:
-                for index in range(len(file.sha256) // 64):
-                    reader.chunk(index)
+    number = 0
+    for name, file in manifest.items() if full else ():
+        count = len(file.sha256) // 64
+        mine = [index for index in range(count) if (number + index) % team.size == team.rank]
+        number += count
+        with Reader(folder / name, file, mine) as reader:
+            for index in mine:
+                reader.chunk(index)
     return manifest
 
 
@@ -452,13 +531,13 @@ class Reader:
         return data
 
 
-def read_json(folder: Path, manifest: Manifest, name: str) -> Any:
+def read_json(folder: Path, manifest: Manifest, name: str, limit: int = JSON_LIMIT) -> Any:
     """A JSON file of a step, verified."""
     path = folder / name
     if name not in manifest:
         raise Damaged(f"{path}: not in the manifest")
-    if manifest[name].size > JSON_LIMIT:
-        raise Damaged(f"{path}: {manifest[name].size:,} bytes of JSON, more than {JSON_LIMIT:,} are not read")
+    if manifest[name].size > limit:
+        raise Damaged(f"{path}: {manifest[name].size:,} bytes of JSON, more than {limit:,} are not read")
     with Reader(path, manifest[name]) as reader:
         return parse_json(bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path)
 
@@ -533,7 +612,7 @@ def listing(root: Path) -> list[str]:
         return []
     except OSError as error:
         raise UserError(f"cannot read the folder {root}: {error.strerror}", BAD_DATA) from error
-    pattern = rf"iter_\d{{7,}}(\.tmp|\.damaged)?|global_step\d+|latest|release|{re.escape(TRACKER)}"
+    pattern = rf"iter_\d{{7,}}(\.tmp|\.damaged)?|global_step\d+|latest|release|{re.escape(TRACKER)}|{re.escape(BEST)}"
     return sorted(name for name in names if re.fullmatch(pattern, name))
 
 

@@ -7,67 +7,129 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.config import TrainConfig
+from meshwright.config import TrainConfig, blend
+from meshwright.data.blend import Blend, normalised, samples_needed
 from meshwright.data.indexed import Indexed
-from meshwright.data.loader import Dataset, Mock, Samples
+from meshwright.data.loader import Cyclic, Dataset, Mock, Samples
 from meshwright.data.samples import Say, quiet, split_bounds, to_stderr
 from meshwright.errors import BAD_DATA, UserError
+
+TITLES = {"train": "train", "valid": "validation", "test": "test"}
+Part = tuple[Indexed, range]  # token files, and the documents of them that a split has
 
 
 def build_datasets(
     config: TrainConfig, vocab_size: int, say: Say = quiet, notice: Say = to_stderr
 ) -> dict[str, Dataset | None]:
-    """The data of "train", "valid" and "test"; None where a split has no document. Prints what Megatron prints."""
+    """The data of "train", "valid" and "test"; None where there is nothing to read, or no need to."""
     t, d = config.training, config.data
-    assert t.train_iters and d.seq_length
+    assert d.seq_length
     targets = {
-        "train": t.train_iters * config.global_batch,
-        "valid": (t.train_iters // t.eval_interval + 1) * t.eval_iters * config.global_batch,
+        "train": config.samples or config.steps * config.global_batch,
+        "valid": (config.steps // t.eval_interval + 1) * t.eval_iters * config.global_batch,
         "test": t.eval_iters * config.global_batch,
     }
     say("> building train, validation, and test datasets ...")
     say(" > datasets target sizes (minimum size):")
-    say(f"    train:      {targets['train']}")
-    say(f"    validation: {targets['valid']}")
-    say(f"    test:       {targets['test']}")
+    for title, samples in zip(("train:      ", "validation: ", "test:       "), targets.values(), strict=True):
+        say(f"    {title}{samples}")
     say("> building train, validation, and test datasets for GPT ...")
-    out: dict[str, Dataset | None] = {}
+    wanted = [name for name in targets if targets[name] and not (name == "train" and t.skip_train)]
+    out: dict[str, Dataset | None] = dict.fromkeys(targets)
     if d.mock_data:
-        for n, (name, samples) in enumerate(targets.items()):
-            out[name] = Mock(vocab_size, samples, d.seq_length, t.seed + n)
-        say("> finished creating GPT datasets ...")
-        return out
-
-    prefix = d.data_path[0]
-    say("Single data path provided for train, valid & test")
-    say(f"data_prefix: {d.data_path}")
-    indexed = open_indexed(prefix, d.mmap_warmup, vocab_size, say)
-    bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
-    say(" > dataset split:")
-    for title, a, b in zip(("train", "validation", "test"), bounds, bounds[1:], strict=False):
-        say(f"    {title}:")
-        say(f"     document indices in [{a}, {b}) total of {b - a} documents")
-
-    cache_dir = Path(d.data_cache_path) if d.data_cache_path else Path(prefix).parent / "index-cache"
-    for name, a, b in zip(targets, bounds, bounds[1:], strict=False):
-        tokens = int(indexed.sizes[a:b].sum(dtype=np.int64))
-        if name == "train" and tokens <= d.seq_length:
-            raise UserError(
-                f"the training split ({b - a} of {len(indexed)} documents) has {tokens} tokens, but one sample takes "
-                f"--seq-length {d.seq_length} + 1: give more data, a shorter --seq-length or another --split",
-                BAD_DATA,
-            )
-        if tokens == 0:
-            notice(f"--split {d.split}: the {name} split of {len(indexed)} documents is empty, so it is left out")
-            out[name] = None
-            continue
-        if tokens <= d.seq_length:
-            notice(f"the {name} split has {tokens} tokens: each sample of {d.seq_length} + 1 repeats its documents")
-        out[name] = Samples(
-            indexed, range(a, b), targets[name], d.seq_length, t.seed, d.last_epoch_cutoff, cache_dir, name, say, notice
-        )
+        for n, name in enumerate(targets):
+            out[name] = Mock(vocab_size, targets[name], d.seq_length, t.seed + n) if name in wanted else None
+    else:
+        for name, (weights, parts) in open_parts(config, wanted, vocab_size, say).items():
+            out[name] = build_split(config, name, weights, parts, targets[name], say, notice)
+    if d.dataloader_type == "cyclic":
+        out = {name: None if dataset is None else Cyclic(dataset) for name, dataset in out.items()}
     say("> finished creating GPT datasets ...")
     return out
+
+
+def open_parts(
+    config: TrainConfig, wanted: list[str], vocab_size: int, say: Say
+) -> dict[str, tuple[list[float] | None, list[Part]]]:
+    """The documents of each wanted split, with the weights of a blend."""
+    d = config.data
+    if d.data_path:
+        say("Single data path provided for train, valid & test")
+        say(f"data_prefix: {d.data_path}")
+        weights, prefixes = blend(d.data_path)
+        shared: dict[str, list[Part]] = {name: [] for name in TITLES}
+        for prefix in prefixes:
+            indexed = open_indexed(prefix, d.mmap_warmup, vocab_size, say)
+            bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
+            say(" > dataset split:")
+            for name, a, b in zip(TITLES, bounds, bounds[1:], strict=False):
+                say_documents(name, a, b, say)
+                shared[name].append((indexed, range(a, b)))
+        return {name: (weights, shared[name]) for name in wanted}
+    say("Separate data paths provided for train, valid & test. Split string will be ignored.")
+    out = {}
+    for name, values in zip(TITLES, (d.train_data_path, d.valid_data_path, d.test_data_path), strict=True):
+        if values and name in wanted:
+            weights, prefixes = blend(values)
+            parts: list[Part] = []
+            for prefix in prefixes:
+                indexed = open_indexed(prefix, d.mmap_warmup, vocab_size, say)
+                say_documents(name, 0, len(indexed), say)
+                parts.append((indexed, range(len(indexed))))
+            out[name] = weights, parts
+    return out
+
+
+def say_documents(name: str, a: int, b: int, say: Say) -> None:
+    say(f"    {TITLES[name]}:")
+    say(f"     document indices in [{a}, {b}) total of {b - a} documents")
+
+
+def build_split(
+    config: TrainConfig, name: str, weights: list[float] | None, parts: list[Part], size: int, say: Say, notice: Say
+) -> Dataset | None:
+    """The samples of one split: of one pair of files, or a blend of several that leaves out what has no token."""
+    d, seed = config.data, config.training.seed
+    assert d.seq_length
+    flag = f"--split {d.split}" if d.data_path else f"--{name}-data-path"
+    kept: list[tuple[float, Indexed, range, int]] = []
+    for n, (indexed, documents) in enumerate(parts):
+        tokens = int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        weight = weights[n] if weights else float(tokens)
+        if tokens and weight:
+            kept.append((weight, indexed, documents, tokens))
+            continue
+        why = f"of {len(indexed)} documents is empty" if not tokens else "has the weight 0"
+        notice(f"{flag}: the {name} split of {indexed.prefix} {why}, so it is left out")
+    total = sum(tokens for *_, tokens in kept)
+    if name == "train" and total <= d.seq_length:
+        used, there = sum(len(documents) for _, documents in parts), sum(len(indexed) for indexed, _ in parts)
+        raise UserError(
+            f"the training split ({used} of {there} documents) has {total} tokens, but one sample takes "
+            f"--seq-length {d.seq_length} + 1: give more data, a shorter --seq-length or another {flag.split()[0]}",
+            BAD_DATA,
+        )
+    if not kept:
+        return None
+    plain = weights is None and len(parts) == 1
+    shares = normalised([weight for weight, *_ in kept])
+    made = []
+    for share, (_, indexed, documents, tokens) in zip(shares, kept, strict=True):
+        if tokens <= d.seq_length:
+            notice(
+                f"the {name} split of {indexed.prefix} has {tokens} tokens: each sample of {d.seq_length} + 1 repeats "
+                "its documents"
+            )
+        number = size if plain else samples_needed(size, share)
+        folder = cache_folder(d.data_cache_path, indexed)
+        made.append(
+            Samples(indexed, documents, number, d.seq_length, seed, d.last_epoch_cutoff, folder, name, say, notice)
+        )
+    return made[0] if plain else Blend(made, shares, size, cache_folder(d.data_cache_path, kept[0][1]), say, notice)
+
+
+def cache_folder(given: str | None, indexed: Indexed) -> Path:
+    return Path(given) if given else Path(indexed.prefix).parent / "index-cache"
 
 
 def open_indexed(prefix: str, warmup: bool, vocab_size: int, say: Say) -> Indexed:

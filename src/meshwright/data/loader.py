@@ -1,6 +1,6 @@
 """From disk to batches: what one data-parallel rank reads in each step, a pure function of the consumed samples.
 
-There is no state to save. Step n after `consumed` samples reads the samples consumed + n x global batch and on; each
+There is no state to save. A step that begins after `consumed` samples reads the next batch(consumed) of them; each
 block of micro-batch x ranks consecutive samples is cut into one slice for each rank (Megatron's `single` order). A
 background thread reads ahead: torch releases the interpreter while it computes, so a thread is enough, costs no
 second process, and hands its errors to the loop that asks for the batch.
@@ -8,19 +8,22 @@ second process, and hands its errors to the loop that asks for the batch.
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice, starmap
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from meshwright import device as devices
 from meshwright.data.indexed import Indexed, fingerprint
 from meshwright.data.samples import VERSION, Ints, Say, build_indices, cached_indices, quiet, to_stderr
 from meshwright.errors import BAD_DATA, UserError
@@ -58,18 +61,22 @@ class Samples:
     ) -> None:
         self.indexed, self.seq_length = indexed, seq_length
 
-        def build() -> tuple[Ints, Ints, Ints, int]:
-            return build_indices(indexed.sizes, documents, num_samples, seq_length, seed, cutoff, say)
+        def build() -> list[Ints]:
+            *arrays, _ = build_indices(indexed.sizes, documents, num_samples, seq_length, seed, cutoff, say)
+            return arrays
 
         if cache_dir is None:
-            self.doc_idx, self.sample_idx, self.shuffle_idx, self.epochs = build()
+            self.doc_idx, self.sample_idx, self.shuffle_idx = build()
         else:
             key = {
                 "version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "first": documents.start,
                 "end": documents.stop, "samples": num_samples, "seq_length": seq_length, "seed": seed, "cutoff": cutoff,
             }  # fmt: skip
-            cached = cached_indices(Path(cache_dir), key, build, say, notice)
-            self.doc_idx, self.sample_idx, self.shuffle_idx, self.epochs = cached
+            names = ("doc", "sample", "shuffle")
+            self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(
+                Path(cache_dir), key, names, build, say, notice
+            )
+        self.epochs = len(self.doc_idx) // len(documents)
         say(f"    total number of samples: {len(self.sample_idx)}")
         say(f"    total number of epochs: {self.epochs}")
 
@@ -125,6 +132,59 @@ class Mock:
         return f"token {position} of mock sample {k}"
 
 
+class Cyclic:
+    """Megatron's `cyclic` order: every epoch reads all samples in a new order. It never runs out.
+
+    Megatron gives each data-parallel rank a part of the samples to shuffle; here one order serves all, the one that
+    Megatron has with a single rank and a length that is a multiple of the micro-batch. So the layout changes nothing.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self._order = lru_cache(maxsize=2)(self._shuffled)  # a step can lie in two epochs
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        return self.dataset[self._number(k)]
+
+    def locate(self, k: int, position: int) -> str:
+        return self.dataset.locate(self._number(k), position)
+
+    def _number(self, k: int) -> int:
+        epoch, place = divmod(k, len(self.dataset))
+        return int(self._order(epoch)[place])
+
+    def _shuffled(self, epoch: int) -> Tensor:
+        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch))
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What the ends of documents inside a sample change. An end belongs to the document before it."""
+
+    eod: int
+    mask_loss: bool
+    reset_positions: bool
+    reset_attention: bool
+
+    def of(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
+        """These fields of a Batch, for tokens [B, S]."""
+        ends = tokens == self.eod
+        out: dict[str, npt.NDArray[Any]] = {}
+        if self.mask_loss:
+            out["loss_mask"] = (~ends).astype(np.float32)
+        if self.reset_positions:
+            places = np.arange(tokens.shape[1])
+            begins = np.zeros_like(tokens)
+            begins[:, 1:] = np.where(ends[:, :-1], places[1:], 0)
+            out["position_ids"] = places - np.maximum.accumulate(begins, axis=1)
+        if self.reset_attention:
+            out["doc_ids"] = np.cumsum(ends, axis=1, dtype=np.int32) - ends
+        return {name: torch.from_numpy(values) for name, values in out.items()}
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch. None stands for the trivial value, so that nothing is computed or copied for it."""
@@ -132,69 +192,100 @@ class Batch:
     tokens: Tensor  # [B, S] int64
     labels: Tensor  # [B, S] int64: the next tokens
     sample_ids: Tensor  # [B] int64: global sample numbers
-    loss_mask: Tensor | None = None  # [B, S]; None: all ones
-    position_ids: Tensor | None = None  # [B, S]; None: 0 ... S - 1
-    doc_ids: Tensor | None = None  # [B, S]; None: one document, causal attention over all of it
+    loss_mask: Tensor | None = None  # [B, S] float32; None: all ones
+    position_ids: Tensor | None = None  # [B, S] int64; None: 0 ... S - 1
+    doc_ids: Tensor | None = None  # [B, S] int32; None: one document, causal attention over all of it
+    first_sample: int = -1  # sample_ids[0] and the tokens that count, read while the batch is on the host
+    unmasked: int = -1
+
+    def __post_init__(self) -> None:
+        if self.unmasked < 0:
+            unmasked = self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
+            object.__setattr__(self, "unmasked", unmasked)
+            object.__setattr__(self, "first_sample", int(self.sample_ids[0]))
+
+    def part(self, columns: slice) -> Batch:
+        """Some columns of each sample; attention sees the documents of all, and `unmasked` stays that of all."""
+        cut = {n: getattr(self, n) for n in ("tokens", "labels", "loss_mask", "position_ids")}
+        return replace(self, **{n: x[:, columns].contiguous() for n, x in cut.items() if x is not None})
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on a device; to a GPU the copy runs beside the computation, from pinned memory."""
+        """The batch on a device; to an accelerator from pinned memory, so that nobody waits for the copy."""
         device = torch.device(device)
-        if device.type == "cuda":
-            return self._map(lambda t: t.pin_memory().to(device, non_blocking=True))
-        return self._map(lambda t: t.to(device))
-
-    def pin_memory(self) -> Batch:
-        return self._map(lambda t: t.pin_memory())
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return replace(self, **{name: change(value) for name, value in vars(self).items() if value is not None})
+        if self.tokens.device == device or (device.index is None and self.tokens.device.type == device.type):
+            return self
+        pinned = devices.is_accelerator(device)
+        moved: dict[str, Any] = {
+            name: (t.pin_memory() if pinned else t).to(device, non_blocking=pinned)
+            for name, t in vars(self).items()
+            if isinstance(t, Tensor)
+        }
+        return replace(self, **moved)
 
 
 class Loader:
     """An iterable over steps; each item is the list of a step's micro-batches for this rank.
 
-    `wrap=True`, for validation, starts again at the first sample when the data set runs out (sample numbers go on
-    counting); without it, running out is an error that names both numbers.
+    A step that begins after `consumed` samples has batch(consumed) of them. `wrap=True`, for validation, starts again
+    at the first sample when the data set runs out (sample numbers go on counting); without it, running out is an
+    error that names both numbers.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         micro_batch: int,
-        micro_batches_per_step: int,
+        batch: Callable[[int], int],
         consumed: int,
         workers: int,
         vocab_size: int,
+        marks: Marks | None = None,
         rank: int = 0,
         ranks: int = 1,
         wrap: bool = False,
-        pin: bool = False,
+        device: torch.device | None = None,
+        columns: slice | None = None,
     ) -> None:
-        self.dataset, self.vocab_size = dataset, vocab_size
-        self.micro_batch, self.micro_batches, self.consumed = micro_batch, micro_batches_per_step, consumed
-        self.workers, self.rank, self.ranks, self.wrap, self.pin = workers, rank, ranks, wrap, pin
+        """`rank` of `ranks` read each their own samples; `columns`: of each sample, where several ranks share it."""
+        self.dataset, self.vocab_size, self.marks = dataset, vocab_size, marks
+        self.micro_batch, self.batch, self.consumed = micro_batch, batch, consumed
+        self.workers, self.rank, self.ranks = workers, rank, ranks
+        self.wrap, self.device, self.columns = wrap, device, columns
         if not len(dataset):
             raise UserError("the data set has no sample", BAD_DATA)
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
         """Endless: the caller stops. Closing the iterator ends the thread."""
+        steps = self.steps()
         if self.workers == 0:
-            yield from map(self.step, itertools.count())
-        thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+            yield from starmap(self.step, steps)
+        thread = ThreadPoolExecutor(1, "read-ahead", devices.use, (self.device,))
         try:
-            ahead = deque(thread.submit(self.step, n) for n in range(self.workers))
-            for n in itertools.count(self.workers):
+            ahead = deque(thread.submit(self.step, *where) for where in islice(steps, self.workers))
+            for where in steps:
                 batches = ahead.popleft().result()
-                ahead.append(thread.submit(self.step, n))
+                ahead.append(thread.submit(self.step, *where))
                 yield batches
         finally:
             thread.shutdown(cancel_futures=True)
 
-    def step(self, n: int) -> list[Batch]:
-        """The micro-batches of the n-th step from `consumed` on."""
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """First sample and number of samples of each step."""
+        consumed, block = self.consumed, self.micro_batch * self.ranks
+        while True:
+            samples = self.batch(consumed)
+            if samples % block or not samples:
+                raise UserError(
+                    f"a step of {samples} samples is not a multiple of {self.micro_batch} (--micro-batch-size) x "
+                    f"{self.ranks} ranks: change --global-batch-size or --rampup-batch-size"
+                )
+            yield consumed, samples
+            consumed += samples
+
+    def step(self, first: int, samples: int) -> list[Batch]:
+        """This rank's slice of each block of the step."""
         block = self.micro_batch * self.ranks
-        first = self.consumed + n * block * self.micro_batches + self.rank * self.micro_batch
-        return [self.read(first + m * block) for m in range(self.micro_batches)]
+        return [self.read(k + self.rank * self.micro_batch) for k in range(first, first + samples, block)]
 
     def read(self, first: int) -> Batch:
         """The micro-batch of the samples from number `first` on."""
@@ -218,5 +309,8 @@ class Loader:
             tokens=torch.from_numpy(text[:, :-1].copy()),
             labels=torch.from_numpy(text[:, 1:].copy()),
             sample_ids=torch.arange(numbers.start, numbers.stop),
+            **(self.marks.of(text[:, :-1]) if self.marks else {}),
         )
-        return batch.pin_memory() if self.pin else batch
+        if self.columns is not None:
+            batch = batch.part(self.columns)
+        return batch if self.device is None else batch.to(self.device)

@@ -5,8 +5,8 @@ Three index arrays make the order. The documents of a split, repeated for as man
 sample begins); the samples are shuffled (`shuffle_idx`). A sample takes S + 1 tokens, its last being the next one's
 first. Everything is vectorised numpy, so nothing compiles.
 
-The arrays are cached under a hash of all that they depend on. A `.json` file written last makes the three arrays of
-a cache entry valid and holds their checksums: a damaged or half-written entry is built again.
+The arrays are cached under a hash of all that they depend on. A `.json` file written last makes the arrays of a cache
+entry valid and holds their checksums: a damaged or half-written entry is built again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -127,11 +127,11 @@ def cut(sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Ints:
 
 
 def cached_indices(
-    folder: Path, key: dict[str, Any], build: Callable[[], tuple[Ints, Ints, Ints, int]], say: Say, notice: Say
-) -> tuple[Ints, Ints, Ints, int]:
+    folder: Path, key: dict[str, Any], parts: Sequence[str], build: Callable[[], list[Ints]], say: Say, notice: Say
+) -> list[Ints]:
     """The arrays from the cache; built, and put there, where they are missing or damaged."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    paths = {part: folder / f"{name}_{part}_idx.npy" for part in ("doc", "sample", "shuffle")}
+    paths = {part: folder / f"{name}_{part}_idx.npy" for part in parts}
     record = folder / f"{name}.json"
     if not record.exists():
         say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
@@ -141,15 +141,15 @@ def cached_indices(
             return loaded
         notice(f"{record} is damaged ({loaded}): building the indices again")
 
-    *arrays, epochs = built = build()
+    built = build()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, values in zip(paths.values(), arrays, strict=True):
+        for path, values in zip(paths.values(), built, strict=True):
             with replacing(path) as file:
                 np.save(file, values, allow_pickle=False)
         checksums = {part: checksum(path) for part, path in paths.items()}
         with replacing(record) as file:
-            file.write(json.dumps({**key, "epochs": epochs, "crc32": checksums}, indent=1).encode() + b"\n")
+            file.write(json.dumps({**key, "crc32": checksums}, indent=1).encode() + b"\n")
     except OSError as error:
         notice(f"{folder} takes no index cache ({error.strerror or error}): the indices stay in memory")
         return built
@@ -178,12 +178,11 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def load_indices(paths: dict[str, Path], record: Path, say: Say) -> tuple[Ints, Ints, Ints, int] | str:
+def load_indices(paths: dict[str, Path], record: Path, say: Say) -> list[Ints] | str:
     """The arrays of a cache entry, memory-mapped, or what is wrong with it."""
     start = time.perf_counter()
     try:
-        described = json.loads(record.read_bytes())
-        epochs, checksums = int(described["epochs"]), described["crc32"]
+        checksums = json.loads(record.read_bytes())["crc32"]
         for part, path in paths.items():
             if checksum(path) != checksums[part]:
                 return f"the checksum of {path.name} differs"
@@ -194,5 +193,4 @@ def load_indices(paths: dict[str, Path], record: Path, say: Say) -> tuple[Ints, 
     for part, path in paths.items():
         say(f" > loading {part}-idx mapping from {path}")
     say(f"    loaded indexed file in {time.perf_counter() - start:.3f} seconds")
-    doc_idx, sample_idx, shuffle_idx = arrays
-    return doc_idx, sample_idx, shuffle_idx, epochs
+    return arrays

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright import device as devices
 from meshwright import flags
 from meshwright.config import GenerateConfig
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     # torch only now: a mistake in the flags is told at once
     from meshwright.generate import engine
     from meshwright.precision import dtype
-    from meshwright.preflight import be_deterministic, pick_device
+    from meshwright.preflight import be_deterministic
 
     def say(line: str) -> None:  # stdout is for text
         print(line, file=sys.stderr if s.prompt is not None else sys.stdout, flush=True)
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
         return DONE
     if c.precision.deterministic_mode:
         be_deterministic()
-    device = pick_device(c)
+    device = devices.pick(c.parallel.device)
     run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify, say)
     write(c, run, lines, output)
     return DONE
@@ -90,7 +91,7 @@ def write(c: GenerateConfig, run: engine.Run, lines: list[str], output: str) -> 
     for stream in (sys.stdin, sys.stdout):  # a model may write, and a terminal send, what its encoding does not have
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    batch = c.training.micro_batch_size or 8
+    batch = int(c.training.micro_batch_size or 8)
     if s.num_samples:
         assert s.genfile
         unconditional(s.genfile, s.num_samples, run.tokenizer, complete, batch)

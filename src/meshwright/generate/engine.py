@@ -19,7 +19,7 @@ from meshwright.config import Tokenizer as TokenizerFlags
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.kernels.pick import pick
 from meshwright.model.attention import Cache, Where
-from meshwright.model.gpt import GPT
+from meshwright.model.gpt import GPT, OURS
 from meshwright.tokenizers import Tokenizer
 
 # What `decode` and `complete` take after the model.
@@ -66,6 +66,10 @@ def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, say:
     if step is None:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
     state, saved = native.read_state(root, step), native.read_config(root, step)
+    if state.get("network", OURS) != OURS:
+        raise UserError(
+            f"step {step} in {root} holds a {state['network']}, which only the program that made it builds", BAD_DATA
+        )
     where = str(store.step_folder(root, step))
     trained, _ = flags.build(TrainConfig, [("checkpoint", flags.from_saved(TrainConfig, saved, where))])
     try:
@@ -167,7 +171,7 @@ def decode(
     caches = {i: Cache(len(prompts), max(ends)) for i in range(model.layers)} if use_cache else {}
     fed, column = 0, min(map(len, prompts))
     while not all(done):
-        where = Where(positions=torch.arange(fed, column, device=device), caches=caches)
+        where = Where(columns=torch.arange(fed, column, device=device), caches=caches)
         with torch.inference_mode():
             logits = model(tokens[:, fed:column], where, last_only=True)[:, 0, : model.vocab]
         fed = column if use_cache else 0

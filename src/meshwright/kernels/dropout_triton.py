@@ -11,17 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-def _kernel(x, rows, out, columns, salt, threshold, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _kernel(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK)
-    # dropout._mix of the row with its site and of the column number, then dropout.keep
-    r = tl.load(rows + row).to(tl.uint32, bitcast=True) ^ salt.to(tl.uint32, bitcast=True)
-    r = r ^ (r >> 16)
-    r = r * 0x7FEB352D
-    r = r ^ (r >> 15)
-    r = r * 0x846CA68B
-    r = r ^ (r >> 16)
+    # dropout._mix of the column number, then dropout.keep
+    r = tl.load(rows + row).to(tl.uint32, bitcast=True)
     h = c.to(tl.uint32) + 0x9E3779B9
     h = h ^ (h >> 16)
     h = h * 0x7FEB352D
@@ -39,15 +34,14 @@ def _kernel(x, rows, out, columns, salt, threshold, scale, BLOCK: tl.constexpr):
     tl.store(out + at, tl.where(keep, value * scale, 0.0).to(value.dtype), mask=c < columns)
 
 
-def drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
+def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     """x * keep / (1 - p)."""
-    salt -= (salt >> 31) << 32  # the same bits as a signed number, so that every site is one compiled kernel
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(columns)
-    with torch.cuda.device(x.device):
+    with torch.accelerator.device_index(x.device.index):
         _kernel[(x.numel() // columns,)](
-            x, rows.contiguous(), out, columns, salt, round(p * 2**32) - 2**31, 1.0 / (1.0 - p), block,
+            x, rows.contiguous(), out, columns, round(p * 2**32) - 2**31, 1.0 / (1.0 - p), block,
             num_warps=min(8, max(1, block // 256)),
         )  # fmt: skip
     return out

@@ -1,36 +1,67 @@
-"""Causal attention: torch's fused kernel, and the plain twin it is tested against."""
+"""Causal attention: torch's fused kernels, and the plain twin they are tested against; positions that enter here."""
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from meshwright import device as devices
+from meshwright.config import Model
 from meshwright.kernels import dropout
+from meshwright.model.layers import Linear, Norm
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+BLOCK = 128  # of FlexAttention's masks
 
 
 @dataclass
 class Where:
-    """Where the numbers of a forward pass stand in the run: all that randomness may depend on."""
+    """Where the numbers of a forward pass stand in the run: all that randomness and positions may depend on."""
 
     samples: Tensor | None = None  # [B] global sample numbers; None: no dropout
-    positions: Tensor | None = None  # [T] positions within the sample
+    columns: Tensor | None = None  # [T] places within the sample; None: from 0 on
     seed: int = 0
     first_sample: int = 0  # samples[0] on the host, to seed the fused kernel without waiting for the device
+    position_ids: Tensor | None = None  # [B, T] where positions restart; None: the places
+    documents: Tensor | None = None  # [B, T] numbers of documents that do not see each other
+    # Where only a part of the network's work is done here:
+    stream: Stream | None = None  # of the residual stream, where it is laid out otherwise than attention
+    length: int | None = None  # tokens that attention sees, where these are only some columns of them
+    heads: range | None = None  # which of the model's heads
     caches: dict[int, Cache] = field(default_factory=dict)  # generation: layer -> keys and values so far
 
-    @functools.cached_property
-    def rows(self) -> Tensor:
-        """[B, T] hashes of (seed, sample, position), shared by every dropout of the residual stream."""
-        assert self.samples is not None and self.positions is not None
-        return dropout.rows(self.seed, self.samples[:, None], self.positions)
+
+@dataclass
+class Stream:
+    """Sample and place of each row of the residual stream, [1, N]; its position, where that is not the place."""
+
+    samples: Tensor | None
+    columns: Tensor
+    position_ids: Tensor | None
+
+
+@dataclass
+class Shared:
+    """What the layers of one forward pass share, made once by `share`."""
+
+    where: Where
+    rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines [1 or B, T, 1, rotating / 2]
+    mask: Tensor | BlockMask | None = None  # None: causal. bool, or float where ALiBi adds to the scores
+    slopes: Tensor | None = None  # [heads] of ALiBi, where the kernel adds it itself
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, in buffers of the full length: [B, length, heads, head_dim]."""
+    """Keys and values of the tokens seen so far, in buffers of the full length: [B, length, groups, head_dim]."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.used = batch, length, 0
@@ -45,40 +76,205 @@ class Cache:
         return self.k[:, :end], self.v[:, :end]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, p: float, impl: str, layer: int, where: Where) -> Tensor:
-    """q [B, T, n, d] over k, v [B, S, n, d] with S >= T: query t sees keys up to t + S - T. Returns [B, T, n, d]."""
-    if impl == "reference" or (impl == "auto" and p > 0 and q.device.type == "cpu"):
-        return reference(q, k, v, p, layer, where)
-    return fused(q, k, v, p, layer, where)
+class Attention(nn.Module):
+    def __init__(self, m: Model, layer: int, recompute: bool) -> None:
+        super().__init__()
+        assert m.hidden_size and m.num_attention_heads
+        self.layer, self.head_dim, self.per_group = layer, m.head_dim, m.num_attention_heads // m.groups
+        width = m.num_attention_heads * m.head_dim
+        self.qkv = Linear(
+            m.hidden_size, width + 2 * m.groups * m.head_dim, m.qkv_bias
+        )  # rows [group, q.. k v, head_dim]
+        self.ln_q = Norm(m, m.head_dim) if m.qk_layernorm else None
+        self.ln_k = Norm(m, m.head_dim) if m.qk_layernorm else None
+        self.attend = Attend(m, layer, recompute)
+        self.proj = Linear(width, m.hidden_size, m.add_bias_linear)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        qkv = self.qkv(x)
+        b, t, _ = qkv.shape
+        qkv = qkv.view(b, t, -1, self.per_group + 2, self.head_dim)
+        q, k, v = qkv.split((self.per_group, 1, 1), dim=3)
+        q, k, v = (y.reshape(b, t, -1, self.head_dim) for y in (q, k, v))  # [B, T, heads or groups, head_dim]
+        if self.ln_q is not None and self.ln_k is not None:
+            q, k = self.ln_q(q), self.ln_k(k)
+        if shared.rotation is not None:
+            q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
+        if shared.where.caches:
+            k, v = shared.where.caches[self.layer].append(k, v)
+        return self.proj(self.attend(q, k, v, shared).reshape(b, t, -1))  # type: ignore[no-any-return]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, p: float, layer: int, where: Where) -> Tensor:
-    """torch's scaled_dot_product_attention.
+class Attend(nn.Module):
+    """Queries [B, T, heads, d], keys and values [B, S, groups, d] to outputs [B, T, heads, d]: no weights, only the kernel."""
 
-    Its dropout draws from the device's generator, which is seeded here from (seed, layer, first sample of the
-    micro-batch): equal on resume and when recomputed, not equal to another micro-batch size.
+    def __init__(self, m: Model, layer: int, recompute: bool) -> None:
+        super().__init__()
+        self.layer, self.recompute, self.p, self.impl = layer, recompute, m.attention_dropout, m.attention_impl
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
+        p = self.p if self.training and shared.where.samples is not None else 0.0
+        if is_reference(self.impl, p, q.device):
+            return self.perhaps_again(reference, p, q, k, v, shared, p, self.layer)
+        return self.perhaps_again(fused, p, q, k, v, shared, p)
+
+    def perhaps_again(self, attend: Any, p: float, *arguments: Any) -> Tensor:
+        """Selective recomputation keeps only queries, keys and values for the backward pass."""
+        if self.recompute and self.training:
+            return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=p > 0)  # type: ignore[no-any-return]
+        return attend(*arguments)  # type: ignore[no-any-return]
+
+
+def is_reference(impl: str, p: float, device: torch.device) -> bool:
+    """On a CPU the fused kernel's dropout would depend on the micro-batch, and is no faster."""
+    return impl == "reference" or (impl == "auto" and p > 0 and device.type == "cpu")
+
+
+def seed_dropout(where: Where, layer: int, device: torch.device) -> None:
+    """The fused kernel's dropout draws from the device's generator.
+
+    Seeded here, before a layer runs, from (seed, layer, first sample of the micro-batch, first head), it is equal on resume
+    and when recomputed; it is not equal to another micro-batch size.
     """
-    if p > 0:
-        mixed = where.seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + where.first_sample * 0x94D049BB133111EB
-        (torch.cuda if q.device.type == "cuda" else torch.random).manual_seed(mixed & 0x7FFFFFFFFFFFFFFF)
-    t, s = q.shape[1], k.shape[1]
-    # A mask is only needed when several new tokens follow cached ones; "causal" alone would align them at the start.
-    mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t) if 1 < t < s else None
+    mixed = where.seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + where.first_sample * 0x94D049BB133111EB
+    mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
+    devices.seed(device, mixed & 0x7FFFFFFFFFFFFFFF)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:
+    """q [B, T, n, d] over k, v [B, S, g, d] with S >= T: query t sees keys up to t + S - T. Returns [B, T, n, d]."""
+    t, s, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=t == s and t > 1)
+    if shared.mask is None:
+        o = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=t == s and t > 1, enable_gqa=grouped)
+    elif isinstance(shared.mask, Tensor):
+        mask = shared.mask if shared.mask.dtype is torch.bool else shared.mask.to(q.dtype)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, enable_gqa=grouped)
+    else:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        slopes = shared.slopes
+
+        def nearer(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            assert slopes is not None
+            return score + slopes[h] * (j - i)
+
+        scores = nearer if slopes is not None else None
+        o = flex_attention(q, k, v, scores, block_mask=shared.mask, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, p: float, layer: int, where: Where) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: int) -> Tensor:
     """Softmax of scaled scores, written out; dropout is a function of (seed, layer, sample, head, query, key)."""
-    t, s = q.shape[1], k.shape[1]
+    t, s, where = q.shape[1], k.shape[1], shared.where
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     upcast = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = torch.einsum("btnd,bsnd->bnts", q.to(upcast), k.to(upcast)) * q.shape[-1] ** -0.5
-    later = torch.ones(t, s, dtype=torch.bool, device=q.device).triu(s - t + 1)
-    probabilities = scores.masked_fill(later, float("-inf")).softmax(-1)
+    if shared.mask is None:
+        seen: Any = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
+    else:
+        seen = shared.mask
+    scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype is torch.bool else scores + seen
+    probabilities = scores.softmax(-1)
     if p > 0:
-        assert where.samples is not None and where.positions is not None
-        heads = torch.arange(q.shape[2], device=q.device)[:, None]
-        rows = dropout.rows(where.seed, where.samples[:, None, None], heads, where.positions)
-        probabilities = dropout.dropout(probabilities, rows, ~layer, p)
+        assert where.samples is not None and where.columns is not None
+        first = where.heads.start if where.heads else 0
+        heads = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
+        rows = dropout.rows(where.seed, where.samples[:, None, None], heads, where.columns)
+        probabilities = dropout.dropout(probabilities, dropout.at_site(rows, ~layer), p)
     return torch.einsum("bnts,bsnd->btnd", probabilities.to(v.dtype), v)
+
+
+def share(m: Model, where: Where, tokens: Tensor, dtype: torch.dtype, flex: bool) -> Shared:
+    """Positions and masks of one forward pass; fills in the places. `flex`: the layers are compiled."""
+    t, device = tokens.shape[1], tokens.device
+    whole = where.length or t
+    if where.columns is None:
+        where.columns = torch.arange(t, device=device)
+    before = next(iter(where.caches.values())).used if where.caches else 0
+    shared = Shared(where)
+    if m.position == "rope":
+        ids = (where.columns if where.position_ids is None else where.position_ids).view(-1, t, 1, 1)
+        shared.rotation = rotations(m, ids, torch.float64 if dtype is torch.float64 else torch.float32)
+    alibi = m.position == "alibi"
+    marked = alibi or where.documents is not None
+    flex = flex and devices.has_kernels(device)  # nowhere else can it be trained
+    if flex and marked and not where.caches and not (m.attention_dropout and where.samples is not None):
+        shared.mask = blocks(where.documents, whole, device)
+        shared.slopes = slopes_of(m, where.heads, device).float() if alibi else None
+    elif marked or 1 < t < before + t:  # "causal" alone would align cached keys wrongly
+        shared.mask = dense(m, where, whole, before, dtype, device)
+    return shared
+
+
+def blocks(documents: Tensor | None, t: int, device: torch.device) -> BlockMask:
+    """For FlexAttention, which passes over blocks of scores that no query sees.
+
+    Numbers of documents only grow along a sample, so a block's first and last tell all about it; torch's own
+    create_block_mask would look at every score.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def seen(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) if documents is None else (i >= j) & (documents[batch, i] == documents[batch, j])
+
+    count = -(-t // BLOCK)
+    number = torch.arange(count, device=device)
+    some, whole = (number[:, None] >= number)[None, None], (number[:, None] > number)[None, None]  # [1, 1, query, key]
+    if documents is not None:
+        first = documents[:, ::BLOCK]
+        last = documents[:, (BLOCK * (number + 1) - 1).clamp(max=t - 1)]
+        some = some & (last[:, None, None, :] >= first[:, None, :, None])
+        whole = whole & (first[:, None, None, :] == last[:, None, :, None])
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+        return chosen.sum(-1, dtype=torch.int32), order.int()
+
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(t, t)
+    )
+
+
+def dense(m: Model, where: Where, t: int, before: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1 or B, 1 or heads, T, S]: what is seen, or what is added to the scores."""
+    places = torch.arange(before + t, device=device)
+    distance = places - places[before:, None]  # [T, S], 0 and below for what came before
+    seen = (distance <= 0)[None, None]
+    if where.documents is not None:
+        seen = seen & (where.documents[:, None, :, None] == where.documents[:, None, None, :])
+    if m.position != "alibi":
+        return seen
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    bias = slopes_of(m, where.heads, device).to(exact)[:, None, None] * distance
+    return bias[None].masked_fill(~seen, float("-inf"))
+
+
+def slopes_of(m: Model, heads: range | None, device: torch.device) -> Tensor:
+    of_all = slopes(m.num_attention_heads or 1, device)
+    return of_all if heads is None else of_all[heads.start : heads.stop]
+
+
+@functools.cache  # made once: a copy from the host would wait for the device
+def slopes(heads: int, device: torch.device) -> Tensor:
+    """Press et al. 2021: 2^(-8/n), its square, ...; heads beyond a power of two take every other slope of the next one."""
+    power = 2 ** math.floor(math.log2(heads))
+    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+    with torch.inference_mode(False):  # whoever asks first, a training may be next
+        return torch.tensor(first + rest, dtype=torch.float64, device=device)
+
+
+def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position x frequency, the frequencies falling from 1 to 1 / base."""
+    powers = torch.arange(0, m.rotating, 2, dtype=dtype, device=ids.device) / m.rotating
+    angles = ids.to(dtype) * (1.0 / m.rotary_base**powers)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (i, i + rotating / 2) of each head, as Megatron and Llama pair them; the rest of a head stays."""
+    cos, sin = rotation
+    half = cos.shape[-1]
+    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)

@@ -5,23 +5,40 @@ from __future__ import annotations
 from meshwright.config import Model
 
 
+def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of every matrix product of one layer."""
+    assert m.hidden_size and m.num_attention_heads
+    h, width = m.hidden_size, m.num_attention_heads * m.head_dim
+    return {
+        "attn.qkv": (width + 2 * m.groups * m.head_dim, h),
+        "attn.proj": (h, width),
+        "mlp.fc": ((2 if m.gated else 1) * m.ffn, h),
+        "mlp.proj": (h, m.ffn),
+    }
+
+
 def parameters(m: Model, vocab: int, positions: int) -> int:
     """Weights and biases; `vocab` is the padded size for Megatron's printed count, the true one for a saved model."""
-    assert m.num_layers and m.hidden_size and m.num_attention_heads
-    h, width = m.hidden_size, m.num_attention_heads * m.head_dim
-    attention = 3 * width * (h + 1) + h * (width + 1)
-    mlp = m.ffn * (h + 1) + h * (m.ffn + 1)
-    head = vocab * h if m.untie_embeddings_and_output_weights else 0
-    return vocab * h + positions * h + m.num_layers * (attention + mlp + 4 * h) + 2 * h + head
+    assert m.num_layers and m.hidden_size
+    h, norm = m.hidden_size, 2 if m.normalization == "LayerNorm" else 1  # numbers of a norm for each column
+    layer = 2 * norm * h + (2 * norm * m.head_dim if m.qk_layernorm else 0)
+    for name, (outputs, inputs) in layer_matrices(m).items():
+        biased = m.qkv_bias if name == "attn.qkv" else m.add_bias_linear
+        layer += outputs * (inputs + biased)
+    total = vocab * h + m.num_layers * layer + norm * h
+    total += positions * h if m.position == "learned" else 0
+    total += norm * h if m.embed_layernorm else 0
+    return total + (vocab * h if m.untie_embeddings_and_output_weights else 0)
 
 
-def flops_per_token(m: Model, vocab: int, seq: int, recompute: bool = False) -> float:
-    """Of training: forward once, backward twice, and once more when activations are recomputed.
+def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None) -> float:
+    """Of training: forward once, backward twice, and once more what is recomputed.
 
     Matrix products only, attention counted over the full square as Megatron does:
     with ffn = 4h and width = h this is 24 L h^2 (1 + S/6h + V/12Lh) times 3 or 4, the recomputation leaving out the head.
     """
     assert m.num_layers and m.hidden_size and m.num_attention_heads
-    h, width = m.hidden_size, m.num_attention_heads * m.head_dim
-    layer = 2 * (3 * h * width + width * h + 2 * h * m.ffn) + 4 * seq * width
-    return (4 if recompute else 3) * m.num_layers * layer + 3 * 2 * h * vocab
+    attention = 4 * seq * m.num_attention_heads * m.head_dim
+    layer = sum(2 * outputs * inputs for outputs, inputs in layer_matrices(m).values()) + attention
+    again = {"full": layer, "selective": attention}.get(recompute or "", 0)
+    return m.num_layers * (3 * layer + again) + 3 * 2 * m.hidden_size * vocab

@@ -1,168 +1,213 @@
-"""GPT-2: the whole network in one file. It knows no ranks, no groups, no files.
+"""GPT: the whole network in one file. It knows no ranks, no groups, no files.
 
-    tokens -> wte + wpe -> [ln_1 -> attn -> +, ln_2 -> mlp -> +] x layers -> ln_f -> logits by the token table
+    tokens -> wte (+ wpe) -> [ln_1 -> attn -> +, ln_2 -> mlp -> +] x layers -> ln_f -> logits by the token table
 
 A block takes and returns (residual, pending): pending is the last branch's output before dropout and the addition, so
-that a fused kernel can join that addition with the next norm. `Block.join` adds; the places where it happens are
-numbered (0: the embedding's dropout, 2i+1: after attention i, 2i+2: after MLP i), and that number is the dropout's site.
+that a fused kernel can join that addition with the next norm. `join` adds; the places where it happens are numbered
+(0: the embedding's dropout, 2i+1: after attention i, 2i+2: after MLP i), and that number is the dropout's site.
 
-Names are those of the checkpoint: wte, wpe, h.{i}.ln_1, h.{i}.attn.qkv, h.{i}.attn.proj, h.{i}.ln_2, h.{i}.mlp.fc,
-h.{i}.mlp.proj, ln_f, lm_head (only when untied). i is the layer's number in the whole model.
+Names are those of the checkpoint: wte, wpe, ln_emb, h.{i}.ln_1, h.{i}.attn.qkv, h.{i}.attn.ln_q, h.{i}.attn.ln_k,
+h.{i}.attn.proj, h.{i}.ln_2, h.{i}.mlp.fc, h.{i}.mlp.proj, ln_f, lm_head. i is the layer's number in the whole model;
+what an option switches off is not there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright import config
-from meshwright.kernels.dropout import dropout
-from meshwright.model.attention import Where, attend
+from meshwright.config import Model
+from meshwright.kernels import dropout
+from meshwright.model.attention import Attention, Shared, Where, is_reference, seed_dropout, share
+from meshwright.model.layers import MLP, Embedding, Linear, Norm
 
 
-class Linear(nn.Linear):
-    """Draws no initial values where there is no memory yet: `initialise` will, and torch takes a second to draw nothing."""
+@dataclass(frozen=True)
+class Options:
+    """How the network is run, which changes no result but its rounding."""
 
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
-class Embedding(nn.Embedding):
-    """Likewise."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
-class Attention(nn.Module):
-    def __init__(self, m: config.Model, layer: int) -> None:
-        super().__init__()
-        assert m.hidden_size and m.num_attention_heads
-        self.layer, self.head_dim, self.p, self.impl = layer, m.head_dim, m.attention_dropout, m.attention_impl
-        width = m.num_attention_heads * m.head_dim
-        self.qkv = Linear(m.hidden_size, 3 * width)  # rows [head, 3, head_dim]
-        self.proj = Linear(width, m.hidden_size)
-
-    def forward(self, x: Tensor, where: Where) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = self.qkv(x).view(b, t, -1, 3, self.head_dim).unbind(3)  # each [B, T, heads, head_dim]
-        if self.layer in where.caches:
-            k, v = where.caches[self.layer].append(k, v)
-        p = self.p if self.training and where.samples is not None else 0.0
-        return self.proj(attend(q, k, v, p, self.impl, self.layer, where).reshape(b, t, -1))  # type: ignore[no-any-return]
-
-
-class MLP(nn.Module):
-    def __init__(self, m: config.Model) -> None:
-        super().__init__()
-        assert m.hidden_size
-        self.gelu = m.gelu
-        self.fc = Linear(m.hidden_size, m.ffn)
-        self.proj = Linear(m.ffn, m.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.gelu(self.fc(x), approximate=self.gelu))  # type: ignore[no-any-return]
+    recompute: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_layers: int = 1
+    fp32_residual: bool = False
+    compiled: bool = False  # each block by torch.compile
 
 
 class Block(nn.Module):
-    def __init__(self, m: config.Model, layer: int) -> None:
+    def __init__(self, m: Model, layer: int, options: Options) -> None:
         super().__init__()
         assert m.hidden_size
-        self.layer, self.p = layer, m.hidden_dropout
-        self.ln_1 = nn.LayerNorm(m.hidden_size, m.layernorm_epsilon)
-        self.attn = Attention(m, layer)
-        self.ln_2 = nn.LayerNorm(m.hidden_size, m.layernorm_epsilon)
+        self.p, self.post_norm = m.hidden_dropout, m.apply_residual_connection_post_layernorm
+        self.ln_1 = Norm(m, m.hidden_size)
+        self.attn = Attention(m, layer, options.recompute == "selective")
+        self.ln_2 = Norm(m, m.hidden_size)
         self.mlp = MLP(m)
 
-    def forward(self, residual: Tensor | None, pending: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-        residual = self.join(residual, pending, 2 * self.layer, where)
-        residual = self.join(residual, self.attn(self.ln_1(residual), where), 2 * self.layer + 1, where)
-        return residual, self.mlp(self.ln_2(residual))
+    def forward(
+        self, residual: Tensor | None, pending: Tensor, shared: Shared, before: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`before` and `after` are the dropout's rows at this block's two joins; None: no dropout."""
+        x = join(residual, pending, before, self.p)
+        y = self.ln_1(x)
+        x = join(y.to(x.dtype) if self.post_norm else x, self.attn(y, shared), after, self.p)
+        z = self.ln_2(x)
+        return z.to(x.dtype) if self.post_norm else x, self.mlp(z)
 
-    def join(self, residual: Tensor | None, pending: Tensor, site: int, where: Where) -> Tensor:
-        """residual + dropout(pending); there is no residual yet behind the embedding."""
-        if self.p > 0 and self.training and where.samples is not None:
-            pending = dropout(pending, where.rows, site, self.p)
-        return pending if residual is None else residual + pending
+
+def join(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float) -> Tensor:
+    """residual + dropout(pending); there is no residual yet behind the embedding. A float32 residual stays float32."""
+    if rows is not None:
+        pending = dropout.dropout(pending, rows, p)
+    return pending if residual is None else residual + pending
 
 
 class GPT(nn.Module):
     """The model. `padded` rows beyond `vocab` exist for the speed of the matrix products: zero, never a prediction."""
 
     def __init__(
-        self,
-        m: config.Model,
-        vocab: int,
-        padded: int,
-        positions: int,
-        block: type[Block] = Block,
-        recompute: bool = False,
-    ) -> None:
+        self, m: Model, vocab: int, padded: int, positions: int, block: type[Block] = Block, options: Options | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
         assert m.hidden_size and m.num_layers
-        self.vocab, self.layers, self.recompute = vocab, m.num_layers, recompute
+        self.m, self.options = m, options or Options()
+        self.vocab, self.layers = vocab, m.num_layers
         self.wte = Embedding(padded, m.hidden_size)
-        self.wpe = Embedding(positions, m.hidden_size)
-        self.h = nn.ModuleDict({str(i): block(m, i) for i in range(m.num_layers)})
-        self.ln_f = nn.LayerNorm(m.hidden_size, m.layernorm_epsilon)
+        self.wpe = Embedding(positions, m.hidden_size) if m.position == "learned" else None
+        self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
+        self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
+        self.first, self.last = True, True  # whether it begins with the embedding, ends with the head
+        self.ln_f = Norm(m, m.hidden_size)
         untied = m.untie_embeddings_and_output_weights
         self.lm_head = Linear(m.hidden_size, padded, bias=False) if untied else None
 
-    def forward(
-        self, tokens: Tensor, where: Where, position_ids: Tensor | None = None, last_only: bool = False
-    ) -> Tensor:
-        """tokens [B, T] -> logits [B, T, padded] (of the last token alone: [B, 1, padded]); padded rows give -inf."""
-        if where.positions is None:
-            where.positions = torch.arange(tokens.shape[1], device=tokens.device)
-        residual, pending = None, self.wte(tokens) + self.wpe(where.positions if position_ids is None else position_ids)
-        for block in self.h.values():
-            if self.recompute and self.training:  # dropout needs no saved random state: its mask is a function
+    def keep(self, layers: range, first: bool, last: bool) -> None:
+        """Become a part of the network: these layers, and perhaps what is before the first and behind the last one."""
+        self.first, self.last = first, last
+        for i in set(map(int, self.h)) - set(layers):
+            del self.h[str(i)]
+        if not first:
+            self.wpe = self.ln_emb = None
+        if not last:
+            del self.ln_f
+            self.lm_head = None
+        if not first and (not last or self.lm_head is not None):
+            del self.wte
+
+    def forward(self, tokens: Tensor, where: Where, last_only: bool = False, stream: Tensor | None = None) -> Tensor:
+        """tokens [B, T] -> logits [B, T, padded], of the last token alone [B, 1, padded]; only the first `vocab` count.
+
+        A part that is not the first continues the residual `stream`, one that is not the last returns it.
+        """
+        shared = share(self.m, where, tokens, next(self.parameters()).dtype, self.options.compiled)
+        sites = self.dropout_rows(where)
+        here = [int(i) for i in self.h]
+        if stream is not None:
+            sites[2 * here[0]] = None  # the part before has added its last branch
+        residual, pending = None, self.embed(tokens, where) if stream is None else stream
+        for layers, again in self.stretches():
+            if self.training and again:  # dropout is a function: there is no state to keep
                 residual, pending = checkpoint(
-                    block, residual, pending, where, use_reentrant=False, preserve_rng_state=False
+                    self.run, residual, pending, shared, sites, layers, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                residual, pending = block(residual, pending, where)
-        x = self.finish(residual, pending, where)
+                residual, pending = self.run(residual, pending, shared, sites, layers)
+        x = join(residual, pending, sites[2 * here[-1] + 2], self.m.hidden_dropout)
+        if not self.last:
+            return x
         return self.head(x[:, -1:] if last_only else x)
 
-    def finish(self, residual: Tensor | None, pending: Tensor, where: Where) -> Tensor:
-        """The last addition."""
-        return self.h[str(self.layers - 1)].join(residual, pending, 2 * self.layers, where)  # type: ignore[operator,no-any-return]
+    def embed(self, tokens: Tensor, where: Where) -> Tensor:
+        x = self.wte(tokens)
+        if self.ln_emb is not None:
+            x = self.ln_emb(x)
+        if self.wpe is not None:
+            at = where.stream or where
+            x = x + self.wpe(at.columns if at.position_ids is None else at.position_ids)
+        assert isinstance(x, Tensor)
+        return x.float() if self.options.fp32_residual and x.dtype is not torch.float64 else x
+
+    def stretches(self) -> list[tuple[list[int], bool]]:
+        """The layers in the portions in which they are run; a recomputed portion keeps only its input."""
+        here, n = [int(i) for i in self.h], self.options.recompute_layers
+        if self.options.recompute != "full":
+            return [(here, False)]
+        if self.options.recompute_method == "block":
+            return [([i], True) for i in here[:n]] + [(here[n:], False)]
+        return [(here[i : i + n], True) for i in range(0, len(here), n)]
+
+    def run(
+        self, residual: Tensor | None, pending: Tensor, shared: Shared, sites: list[Tensor | None], layers: list[int]
+    ) -> tuple[Tensor | None, Tensor]:
+        drops = self.training and shared.where.samples is not None and self.m.attention_dropout
+        for i in layers:
+            if drops and not is_reference(self.m.attention_impl, drops, pending.device):
+                seed_dropout(shared.where, i, pending.device)
+            residual, pending = self.h[str(i)](residual, pending, shared, sites[2 * i], sites[2 * i + 1])
+        return residual, pending
+
+    def dropout_rows(self, where: Where) -> list[Tensor | None]:
+        """Of each site the hashes of (seed, sample, place, site), [B, T], or as the residual stream lies."""
+        count = 2 * self.layers + 1
+        if not (self.m.hidden_dropout and self.training and where.samples is not None):
+            return [None] * count
+        if where.stream is not None and where.stream.samples is not None:
+            rows = dropout.rows(where.seed, where.stream.samples, where.stream.columns)
+        else:
+            assert where.columns is not None
+            rows = dropout.rows(where.seed, where.samples[:, None], where.columns)
+        return list(dropout.at_sites(rows, count).unbind())
 
     def head(self, x: Tensor) -> Tensor:
-        logits = F.linear(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
-        if logits.shape[-1] > self.vocab:
-            logits[..., self.vocab :] = float("-inf")  # in place: no second copy of the largest tensor
-        return logits
+        return F.linear(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
+
+
+OURS = "GPT of Block"
+
+
+def name_of(model: nn.Module) -> str:
+    """Which network it is: kept with a checkpoint, since names and shapes of tensors do not tell what is done with them."""
+    blocks = [type(block).__name__ for block in getattr(model, "h", nn.ModuleDict()).children()]
+    return " of ".join([type(model).__name__, *blocks[:1]])
 
 
 @torch.no_grad()
-def initialise(masters: Iterable[tuple[str, Tensor]], m: config.Model, vocab: int, seed: int) -> None:
+def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed: int) -> None:
     """Fill the weights: normal(0, std), the two projections into the residual std / sqrt(2 layers), biases 0, norms 1.
 
     Each tensor is drawn whole, at the true vocabulary size, in float32 on the CPU, from a generator seeded by (seed,
     name): so the values depend on no device, no precision, no padding, no layout and no other tensor.
     """
-    assert m.num_layers
-    for name, p in masters:
+    layers = m.num_layers or 0
+
+    def fill(name: str, p: Tensor) -> None:
         kind = name.removesuffix(".weight").split(".")[-1]
         if name.endswith("bias"):
             p.zero_()
-        elif kind.startswith("ln_"):
-            p.fill_(1.0)
+        elif p.ndim == 1:
+            p.fill_(0.0 if m.apply_layernorm_1p and kind.startswith("ln_") else 1.0)
         else:
-            std = m.init_method_std / (2 * m.num_layers) ** 0.5 if kind == "proj" else m.init_method_std
             true_rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
             name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
-            draw = torch.empty(true_rows, p.shape[1]).normal_(
-                0, std, generator=torch.Generator().manual_seed(name_seed)
-            )
+            random = torch.Generator().manual_seed(name_seed)
+            draw = torch.empty(true_rows, *p.shape[1:])
+            if m.init_method_xavier_uniform:  # of the matrix [out, in]: a gate's two are one
+                bound = math.sqrt(6 / (draw.numel() // draw.shape[-1] + draw.shape[-1]))
+                draw.uniform_(-bound, bound, generator=random)
+            else:
+                std = m.init_method_std / (2 * layers) ** 0.5 if kind == "proj" else m.init_method_std
+                draw.normal_(0, std, generator=random)
             p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # torch draws without holding the interpreter
+        list(threads.map(torch.no_grad()(fill), *zip(*masters, strict=True)))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Loss of each token, [B, T], in float32 (float64 stays). Padded logits are -inf and so weigh nothing."""
-    logits = logits.flatten(0, 1)
-    if logits.dtype is not torch.float64:
-        logits = logits.float()
-    return F.cross_entropy(logits, labels.flatten(), reduction="none").view(labels.shape)
+from meshwright.kernels.cross_entropy import Combine, cross_entropy
 
 
-def loss_sum(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, combine: Combine | None = None) -> Tensor:
+    """Loss of each token, [B, T], in float32 (float64 stays); logits beyond `vocab` weigh nothing.
+
+    The backward pass writes the gradient over the logits, the largest tensor of a step.
+    """
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), vocab, first, combine).view(labels.shape)
+
+
+def loss_sum(losses: Tensor, mask: Tensor | None) -> Tensor:
     """Sum of the losses of unmasked tokens; the caller divides by the global batch's count of them."""
-    losses = token_losses(logits, labels)
     return losses.sum() if mask is None else (losses * mask).sum()

@@ -1,0 +1,357 @@
+"""The peer of gpu_layouts.py: megatron-core from PyPI on three of the same cells, in the same call on the same machine.
+
+usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/peer_megatron.py OUT [--model 1.3B] [--steps 10 20]
+
+GPTModel of megatron-core's local layers, bfloat16, no dropout; its distributed optimizer with gradients reduced in float32 and
+both overlaps (gradients, parameters), its own pipeline schedule, its fused GELU, bias-dropout-add and cross entropy. Neither
+Transformer Engine nor apex is there (too large to carry to this machine), so what they would do is done as well as torch does:
+attention is scaled_dot_product_attention (cuDNN's), AdamW is torch's fused one, norm and scaling of gradients are torch's
+foreach kernels; LayerNorm is torch's, and accumulation of gradients is not fused into their matrix product. Of three
+micro-batches, tried for a few steps each, the fastest is measured. Tokens are random and already on the device. Speed is
+reckoned as gpu_layouts.py does; where its rows are in OUT, the ratio is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpu_layouts import MODELS, PEAK, in_words, note, read, tell, versions
+from torch import Tensor
+
+VOCAB = 50257
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    name: str
+    ours: str  # in gpu_layouts.CELLS
+    tp: int
+    pp: int
+    micros: tuple[int, ...]
+    stages: tuple[int, int] | None = None  # layers of the first and the last, as ours has them
+
+
+CELLS = {
+    "1.3B": (
+        64,
+        [
+            Cell("DP4 distributed optimizer", "DP4 ZeRO-1", 1, 1, (16, 8, 4)),
+            Cell("PP2xDP2", "PP2xDP2", 1, 2, (4, 2, 8), (13, 11)),
+            Cell("TP2xDP2", "TP2xDP2", 2, 1, (16, 8, 32)),
+        ],
+    ),
+    "tiny": (
+        16,
+        [
+            Cell("DP4 distributed optimizer", "DP4 ZeRO-1", 1, 1, (4, 2, 1)),
+            Cell("PP2xDP2", "PP2xDP2", 1, 2, (2, 4), (5, 3)),
+            Cell("TP2xDP2", "TP2xDP2", 2, 1, (4, 2)),
+        ],
+    ),
+}
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", choices=CELLS, default="1.3B")
+    parser.add_argument("--steps", type=int, nargs=2, default=(10, 20), help="not counted, and counted (default 10 20)")
+    parser.add_argument("--limit", type=float, default=200, help="seconds in all, then it ends (default 200)")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    faulthandler.dump_traceback_later(given.limit, exit=True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    torch._dynamo.config.automatic_dynamic_shapes = False  # its small fusions: each micro-batch its own, fast, kernels
+    torch._dynamo.config.recompile_limit = 64
+    model, (batch, cells) = of_flags(given.model), CELLS[given.model]
+    path = given.out / f"peer-{given.model}.jsonl"
+    if RANK == 0:
+        path.unlink(missing_ok=True)
+    for cell in cells:
+        begin, row, error = time.perf_counter(), None, None
+        try:
+            row = measure(cell, model, batch, given.steps, device)
+        except Exception as e:
+            import traceback
+
+            traceback.print_exc()
+            error = f"{type(e).__name__}: {e}"[:1000]
+        bad = anyone(error is not None)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if RANK:
+            continue
+        about = {
+            "model": given.model, "cell": cell.name, "ours": cell.ours, "seconds": time.perf_counter() - begin,
+            "command": " ".join(["torchrun --nproc-per-node 4", *sys.argv]), "megatron_core": version("megatron-core"),
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), "gpus": dist.get_world_size(),
+            "left_bytes": torch.cuda.memory_allocated(), "still_held": [], **versions(device),
+        }  # fmt: skip
+        row = {"event": "failed", **about, "error": error or "another rank failed"} if bad else {**about, **(row or {})}
+        note(path, row)
+        tell("megatron-core " + in_words(row))
+    if RANK == 0:
+        write_ratios(given.out, given.model)
+    faulthandler.cancel_dump_traceback_later()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def of_flags(model: str) -> Any:
+    from meshwright.config import TrainConfig
+    from meshwright.flags import parse
+
+    return parse(
+        TrainConfig,
+        [*MODELS[model].split(), "--mock-data", "--lr=1e-4", "--train-iters=1", "--micro-batch-size=1"],
+        "peer",
+    ).config
+
+
+def anyone(flag: bool) -> bool:
+    """Whether it is so on any rank."""
+    told = torch.tensor(float(flag))  # over gloo: a GPU may have had an error
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told)
+
+
+def measure(cell: Cell, config: Any, batch: int, steps: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    from megatron.core import parallel_state as mpu
+
+    from meshwright.model.counts import flops_per_token
+
+    start = time.perf_counter()
+    m, seq = config.model, config.data.seq_length
+    peer = Peer(cell, m, seq, batch, device)
+    built = time.perf_counter() - start
+    tried: dict[int, float] = {}
+    for micro in cell.micros:
+        if batch % (micro * mpu.get_data_parallel_world_size()):
+            continue
+        error = None
+        try:
+            ms = [peer.step(micro)[0] for _ in range(5)]
+        except torch.OutOfMemoryError as e:
+            error = str(e)[:200]
+        if anyone(error is not None):
+            tell(f"megatron-core {cell.name}: micro-batch {micro} does not fit")
+            peer.clear()
+            continue
+        tried[micro] = statistics.median(slowest(ms)[2:])
+    best = min(tried, key=lambda micro: tried[micro])
+    torch.cuda.reset_peak_memory_stats()
+    done = [peer.step(best) for _ in range(sum(steps))]
+    ms = slowest([x[0] for x in done])
+    kept = statistics.median(ms[steps[0] :])
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated()))
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    losses = torch.tensor([x[1] for x in done])  # the last stage knows them
+    dist.all_reduce(losses, op=dist.ReduceOp.MAX)
+    speed = batch * seq / kept * 1e3
+    flops = flops_per_token(m, padded(1), seq)
+    settings = peer.settings
+    return {
+        "event": "done", "micro": best, "batch": batch, "steps": list(steps), "ms": kept, "tokens_per_second": speed,
+        "flops_per_token": flops, "mfu": speed * flops / (PEAK * dist.get_world_size()), "peak_bytes": float(peak),
+        "shares": None, "times": {"build": built}, "tried_ms": tried, "losses": losses.tolist(), "settings": settings,
+        "all_ms": [round(x, 2) for x in ms],
+    }  # fmt: skip
+
+
+def slowest(ms: list[float]) -> list[float]:
+    """Of each step, the slowest rank's time."""
+    told = torch.tensor(ms, dtype=torch.float64)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return told.tolist()
+
+
+def padded(tp: int) -> int:
+    """Megatron's: a multiple of 128 for each tensor rank."""
+    return -(-VOCAB // (128 * tp)) * 128 * tp
+
+
+class Peer:
+    """Set up as Megatron-LM's training.py does."""
+
+    def __init__(self, cell: Cell, m: Any, seq: int, batch: int, device: torch.device) -> None:
+        from megatron.core import parallel_state as mpu
+        from megatron.core import tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.transformer.module import Float16Module
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        self.seq, self.batch, self.device = seq, batch, device
+        mpu.destroy_model_parallel()
+        mpu.initialize_model_parallel(cell.tp, cell.pp, create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(123)
+        first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+        self.last, self.dp = last, mpu.get_data_parallel_world_size()
+        config = dict(
+            num_layers=m.num_layers, hidden_size=m.hidden_size, num_attention_heads=m.num_attention_heads,
+            ffn_hidden_size=m.ffn, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16, tensor_model_parallel_size=cell.tp, pipeline_model_parallel_size=cell.pp,
+            bias_activation_fusion=True, bias_dropout_fusion=True, masked_softmax_fusion=False,
+            attention_softmax_in_fp32=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
+            cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native", deallocate_pipeline_outputs=True,
+            batch_p2p_comm=True, overlap_p2p_comm=False, sequence_parallel=False, use_cpu_initialization=False,
+        )  # fmt: skip
+        if cell.stages:
+            names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+            config |= dict(zip(names, cell.stages, strict=True))
+        of_model = dict(
+            vocab_size=padded(cell.tp), max_sequence_length=seq, position_embedding_type="learned_absolute",
+            share_embeddings_and_output_weights=True, pre_process=first, post_process=last, parallel_output=True,
+        )  # fmt: skip
+        of_data = dict(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True,
+            check_for_nan_in_grad=False,
+        )  # fmt: skip
+        of_optimizer = dict(
+            optimizer="adam", lr=1e-4, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=1.0,
+            weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, overlap_param_gather=True,
+        )  # fmt: skip
+        self.settings = {
+            name: {k: str(v) for k, v in values.items()}
+            for name, values in (
+                ("TransformerConfig", config), ("GPTModel", of_model),
+                ("DistributedDataParallelConfig", of_data), ("OptimizerConfig", of_optimizer),
+            )
+        }  # fmt: skip
+        self.settings["beside"] = {
+            "layers": "get_gpt_layer_local_spec, core_attention by scaled_dot_product_attention(is_causal=True)",
+            "AdamW": "torch's fused", "norm and scaling of gradients": "torch._foreach_norm, torch._foreach_mul_",
+        }  # fmt: skip
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = foreach_norm, foreach_scale
+        transformer = TransformerConfig(**config)
+        spec = get_gpt_layer_local_spec()
+        spec.submodules.self_attention.submodules.core_attention = attention_by_torch()
+        network = Float16Module(transformer, GPTModel(transformer, spec, **of_model).to(device))
+        network.train()
+        self.model = DistributedDataParallel(transformer, DistributedDataParallelConfig(**of_data), network)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(**of_optimizer), [self.model], use_gloo_process_groups=False
+        )
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for group in one.optimizer.param_groups:
+                group |= {"fused": True, "foreach": False}
+        transformer.no_sync_func = self.model.no_sync
+        transformer.finalize_model_grads_func = finalize_model_grads
+        transformer.grad_scale_func = self.optimizer.scale_loss
+        self.run = get_forward_backward_func()
+        self.tokens = torch.randint(VOCAB, (4, batch // self.dp, seq + 1), device=device)
+        self.positions = torch.arange(seq, device=device)
+        self.number = 0
+
+    def clear(self) -> None:
+        """What a step that ran out of memory left."""
+        for p in self.model.parameters():
+            p.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def step(self, micro: int) -> tuple[float, float]:
+        """Milliseconds and the loss, which only the last stage knows."""
+        self.number += 1
+        start = time.perf_counter()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        count = self.batch // self.dp // micro
+        told = self.run(
+            forward_step_func=self.forward, data_iterator=self.batches(micro), model=[self.model], num_microbatches=count,
+            seq_length=self.seq, micro_batch_size=micro, forward_only=False,
+        )  # fmt: skip
+        self.optimizer.step()
+        loss = float(torch.stack([x["loss"] for x in told]).mean()) if self.last else 0.0
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3, loss
+
+    def batches(self, micro: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for rows in self.tokens[self.number % len(self.tokens)].split(micro):
+            yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), self.positions.expand(len(rows), -1)
+
+    def forward(self, batches: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        tokens, labels, positions = next(batches)
+        out = model(tokens, positions, None, labels=labels)
+
+        def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach().clone()}  # the schedule divides it in place
+
+        return out, mean
+
+
+def attention_by_torch() -> type:
+    from megatron.core.transformer.module import MegatronModule
+
+    class Attention(MegatronModule):
+        def __init__(self, config: Any, *unused: Any, **more: Any) -> None:
+            super().__init__(config=config)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **more: Any) -> Tensor:
+            s, b, heads, size = query.shape
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return y.permute(2, 0, 1, 3).reshape(s, b, heads * size)
+
+    return Attention
+
+
+def foreach_norm(chunk: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """In the place of megatron-core's loop, which waits for the device at each tensor."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
+
+
+def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: float) -> None:
+    torch._foreach_mul_(lists[1], scale)  # the same tensors as lists[0]
+
+
+def write_ratios(out: Path, model: str) -> None:
+    ours = {r["cell"]: r for r in read(out / f"layouts-{model}.jsonl") if r["event"] == "done"}
+    lines = [
+        "| cell | megatron-core, tokens/s | micro-batch (tried: ms a step) | GiB a GPU | ours, tokens/s | ours / theirs |"
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for r in read(out / f"peer-{model}.jsonl"):
+        if r["event"] != "done":
+            lines.append(f"| {r['cell']} | failed: {r['error'][:100]} | | | | |")
+            continue
+        tried = ", ".join(f"{micro}: {ms:.1f}" for micro, ms in r["tried_ms"].items())
+        us = ours.get(r["ours"])
+        mine = (
+            (f"{us['tokens_per_second']:,.0f}", f"{us['tokens_per_second'] / r['tokens_per_second']:.3f}")
+            if us
+            else ("", "")
+        )
+        lines.append(
+            f"| {r['cell']} | {r['tokens_per_second']:,.0f} | {r['micro']} ({tried}) | {r['peak_bytes'] / 2**30:.1f} | "
+            f"{mine[0]} | {mine[1]} |"
+        )
+    text = "\n".join(lines) + "\n"
+    (out / "peer.md").write_text(text)
+    print("\n" + text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

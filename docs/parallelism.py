@@ -1,0 +1,262 @@
+"""Draws the pictures and reckons the tables of parallelism.md: `python docs/parallelism.py` makes both anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from meshwright import config, report
+from meshwright.model.counts import parameters
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.pipeline_schedule import Kind, simulate
+
+PAGE = Path(__file__).with_suffix(".md")
+MODELS = {"345M": "ascend-345m", "1.3B": "ascend-1.3b", "2.7B": "ascend-2.7b"}
+VOCABULARY = 50_304
+RANKS, TOKENS, MICRO_TOKENS = 4, 2**18, 2**12  # of the tables: ranks, tokens of a step, tokens of a micro-batch
+HALF, FULL = 2, 4  # bytes of a bf16 and of a float32 number
+
+# Bytes
+
+
+def moved(
+    what: str, n: int, weights: int, layers: int, hidden: int, tokens: int, micro_batches: int = 1, chunks: int = 1
+) -> float:
+    """Bytes that one of `n` ranks sends in a step; `tokens` of the step that these ranks work on together.
+
+    A ring: an all-gather or a reduce-scatter of x bytes sends x (n - 1) / n from each rank, an all-reduce twice that.
+    `micro_batches`: of one rank, which matters only where something moves with each of them.
+    """
+    one = (n - 1) / n
+    stream = tokens * hidden * HALF  # the residual stream of the whole step, at one place of the model
+    gradients, gathered = one * FULL * weights, one * HALF * weights
+    return {
+        "ZeRO 0": 2 * gradients,
+        "ZeRO 1": gradients + gathered,
+        "ZeRO 2": micro_batches * gradients + gathered,
+        "ZeRO 3": micro_batches * (gradients + 2 * gathered),
+        # Four all-reduces a layer, one behind the embedding, one before the head; three numbers a token for the loss.
+        "tensor": 2 * one * ((4 * layers + 2) * stream + 3 * tokens * FULL),
+        "pipeline": 2 * chunks * stream * (n > 1),  # of a rank in the middle: forward on, backward back
+        "context": 2 * 4 * layers * one * stream / n,  # q, k, v and o of its own tokens, forward and backward
+    }[what]
+
+
+def of_model(preset: str) -> dict[str, int]:
+    m = config.Model(**{k: v for k, v in config.PRESETS[preset].items() if k in config.Model.__dataclass_fields__})
+    assert m.num_layers and m.hidden_size
+    positions = config.PRESETS[preset]["seq_length"]
+    return {"weights": parameters(m, VOCABULARY, positions), "layers": m.num_layers, "hidden": m.hidden_size}
+
+
+def table(rows: dict[str, Callable[[dict[str, int]], float]]) -> str:
+    lines = [f"| gigabytes a step | {' | '.join(MODELS)} |", "|---|" + "---:|" * len(MODELS)]
+    for name, reckon in rows.items():
+        cells = [f"{reckon(of_model(preset)) / 1e9:.2f}" for preset in MODELS.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    each = TOKENS // RANKS // MICRO_TOKENS  # micro-batches of one data-parallel rank
+    layout = Layout(pp=2, shard=2, tp=2)
+    order = ["| group | ranks |", "|---|---|"]
+    for name, dimensions in (("tensor", ("tp",)), ("data", ("replicas", "shard")), ("pipeline", ("pp",))):
+        order.append(f"| {name} | {', '.join('-'.join(map(str, g)) for g in layout.members(*dimensions))} |")
+    return {
+        "order": "\n".join(order),
+        "data": table(
+            {
+                f"ZeRO {stage}": lambda m, stage=stage: moved(f"ZeRO {stage}", RANKS, tokens=0, micro_batches=each, **m)  # type: ignore[misc]
+                for stage in range(4)
+            }
+        ),
+        "tensor": table({"`--tensor-model-parallel-size 4`": lambda m: moved("tensor", RANKS, tokens=TOKENS, **m)}),
+        "pipeline": table(
+            {
+                "`--pipeline-model-parallel-size 4`": lambda m: moved("pipeline", RANKS, tokens=TOKENS, **m),
+                "and two pieces on each rank": lambda m: moved("pipeline", RANKS, tokens=TOKENS, chunks=2, **m),
+            }
+        ),
+        "context": table({"`--context-parallel-size 4`": lambda m: moved("context", RANKS, tokens=TOKENS, **m)}),
+    }
+
+
+def page() -> str:
+    """The page with its tables reckoned anew: each follows a comment with its name, up to an empty line."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, lines in tables().items():
+        text, found = re.subn(rf"(<!-- table: {name} -->\n).*?(?=\n\n)", lambda m, s=lines: m[1] + s, text, flags=re.S)  # type: ignore[misc]
+        assert found == 1, name
+    return text
+
+
+# Pictures
+
+SHADES = ((report.LINE, 0.75), (report.LINE, 0.3), (report.POINT, 0.75), (report.POINT, 0.3))  # of ranks 0 to 3
+
+
+def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where: float) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height))
+    figure.patch.set_visible(False)
+    figure.subplots_adjust(**{"left": 0.02, "right": 0.98, "top": 0.9, "bottom": 0.05, **where})
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for one in axes:
+        one.set_axis_off()
+    return figure, axes
+
+
+def box(
+    axes: Axes, x: float, y: float, w: float, h: float, colour: str = report.INK, alpha: float = 0.0, **more: Any
+) -> None:
+    axes.add_patch(Rectangle((x, y), w, h, facecolor=colour, alpha=alpha, lw=0, **more) if alpha else
+                   Rectangle((x, y), w, h, fill=False, edgecolor=colour, lw=0.8, **more))  # fmt: skip
+
+
+def write(axes: Axes, x: float, y: float, text: str, size: float = 8, **more: Any) -> None:
+    axes.text(x, y, text, **{"fontsize": size, "ha": "center", "va": "center", "color": report.INK, **more})
+
+
+def data() -> Figure:
+    """Four ranks at each stage of ZeRO: bars of bytes for each weight, filled where the rank holds them."""
+    kinds = (("weights", 2), ("gradients", 4), ("optimizer state", 12))
+    figure, axes = canvas(8, 3.5, columns=4, left=0.13, bottom=0.08, top=0.92)
+    bytes_of = (
+        "18",
+        "2 + 4 + 16/4 = 10",
+        "2 + 16/4 = 6",
+        "16/4 = 4",
+    )  # from ZeRO 1 on a sum's own part is kept as well
+    for stage, one in enumerate(axes):
+        one.set(xlim=(-0.2, 4.2), ylim=(-4.2, 19.6))
+        one.set_title(f"ZeRO {stage}", color=report.INK, fontsize=10)
+        top = 18.9
+        for kind, (name, size) in enumerate(kinds):
+            cut = stage >= 3 - kind
+            for rank in range(RANKS):
+                box(one, rank + 0.1, top - size, 0.8, size, report.INK, alpha=0.07)
+                part = size / RANKS if cut else size
+                begin = top - (rank + 1) * part if cut else top - size
+                box(
+                    one, rank + 0.1, begin, 0.8, part, report.LINE if kind < 2 else report.POINT, (0.75, 0.4, 0.6)[kind]
+                )
+            if stage == 0:
+                write(
+                    one, -0.3, top - size / 2, f"{name},\n{size} bytes each" if size > 2 else f"{name}, 2", ha="right"
+                )
+            top -= size + 0.45
+        for rank in range(RANKS):
+            write(one, rank + 0.5, -1.0, f"rank {rank}", 6.5)
+        write(one, 2, -3.2, bytes_of[stage], 8)
+    return figure
+
+
+def tensor() -> Figure:
+    """The model on two ranks, from left to right, without and with sequence parallelism; grey: what a rank lacks."""
+    figure, axes = canvas(8.6, 4.6, rows=2, hspace=0.12, top=0.95, bottom=0.01)
+    parts = (
+        ("tokens", "rows"), "leave", ("norm", "stream"), "enter", ("qkv", "rows"), ("attention", "rows"),
+        ("proj", "columns"), "leave", ("norm", "stream"), "enter", ("fc", "rows"), ("GELU", "rows"),
+        ("proj", "columns"), "leave", ("norm", "stream"), "enter", ("head", "rows"), ("loss", "rows"),
+    )  # fmt: skip
+    signs = {"leave": ("sum", "rows of\nthe sum"), "enter": ("sum, in\nbackward", "all\nrows")}
+    for sequence, one in enumerate(axes):
+        one.set(xlim=(-1.6, 21.8), ylim=(-1.0, 5.2))
+        title = "Tensor and sequence parallelism" if sequence else "Tensor parallelism"
+        one.set_title(title, loc="left", color=report.INK, fontsize=10)
+        for rank in range(2):
+            write(one, -0.2, 3.4 - 2.1 * rank, f"rank {rank}", ha="right")
+        x = 0.1
+        for part in parts:
+            if isinstance(part, str):
+                box(one, x + 0.2, 0.3, 0.3, 4.2, report.POINT, 0.75 if sequence or part == "leave" else 0.35)
+                write(one, x + 0.35, -0.3, signs[part][sequence], 6.5)
+                x += 0.8
+                continue
+            name, cut = part
+            write(one, x + 0.625, 4.7, name, 7)
+            for rank in range(2):
+                y = 2.5 - 2.1 * rank
+                low, height = (
+                    (y + 0.9 * (1 - rank), 0.9) if cut == "rows" or (cut == "stream" and sequence) else (y, 1.8)
+                )
+                left, width = (x + 0.625 * rank, 0.625) if cut == "columns" else (x, 1.25)
+                box(one, x, y, 1.25, 1.8, report.INK, 0.07)
+                weights = name in ("tokens", "qkv", "proj", "fc", "head")
+                box(one, left, low, width, height, report.LINE, 0.75 if weights else 0.3)
+            x += 1.4
+    return figure
+
+
+def pipeline() -> Figure:
+    cases: tuple[tuple[str, Kind, int], ...] = (
+        ("GPipe", "gpipe", 1), ("1F1B", "1f1b", 1), ("interleaved 1F1B, two pieces on each rank", "1f1b", 2),
+    )  # fmt: skip
+    figure, axes = canvas(8, 6.2, rows=3, left=0.07, hspace=0.35, top=0.95, bottom=0.02)
+    for one, (title, kind, chunks) in zip(axes, cases, strict=True):
+        run = simulate(kind, 4, 8, chunks)
+        one.set(xlim=(0, 33.2), ylim=(-4, 0.1))
+        held = ", ".join(f"{live / chunks:g}" for live in run.live)
+        said = f"{title}: waiting {run.bubble:.0%}, micro-batches held at most {held}"
+        one.set_title(said, loc="left", color=report.INK, fontsize=9)
+        for rank, ran in enumerate(run.spans):
+            write(one, -0.3, -rank - 0.5, f"rank {rank}", ha="right")
+            box(one, 0, -rank - 0.95, run.total, 0.9, report.INK, 0.07)
+            for (op, chunk, microbatch), (start, end) in ran.items():
+                colour = report.LINE if op == "F" else report.POINT
+                box(one, start, -rank - 0.95, end - start, 0.9, colour, 0.35 if chunk else 0.75)
+                box(one, start, -rank - 0.95, end - start, 0.9, report.FAINT)
+                write(one, (start + end) / 2, -rank - 0.5, str(microbatch), 7 if chunks == 1 else 5.5)
+    return figure
+
+
+def context() -> Figure:
+    """Who holds which tokens of which heads, around the attention kernel."""
+    figure, axes = canvas(8, 2.6, columns=3, top=0.86, bottom=0.12, left=0.05, wspace=0.35)
+    for step, one in enumerate(axes):
+        title = (
+            "q, k, v: some tokens, all heads",
+            "attention: all tokens, some heads",
+            "output: some tokens, all heads",
+        )[step]
+        one.set_title(title, color=report.INK, fontsize=9)
+        one.set(xlim=(0, 4), ylim=(0, 4))
+        for tokens in range(RANKS):
+            for heads in range(RANKS):
+                rank = heads if step == 1 else tokens
+                box(one, tokens + 0.03, 3.03 - heads, 0.94, 0.94, *SHADES[rank])
+                write(one, tokens + 0.5, 3.5 - heads, f"rank {rank}", 7)
+        write(one, 2, -0.25, "tokens", 8)
+        write(one, -0.2, 2, "heads", 8, rotation=90)
+        if step < 2:
+            one.annotate(
+                "", (4.95, 2), (4.1, 2), annotation_clip=False, arrowprops={"arrowstyle": "->", "color": report.INK}
+            )
+            write(one, 4.5, 2.4, "all to\nall", 7)
+    return figure
+
+
+PICTURES = {"data": data, "tensor": tensor, "pipeline": pipeline, "context": context}
+
+
+def path(name: str) -> Path:
+    return PAGE.with_name(f"parallelism-{name}.svg")
+
+
+def draw(name: str) -> str:
+    svg = report.svg_of(PICTURES[name](), f"Parallelism {name}")
+    style = f"<style>{report.THEME}svg {{ background: var(--paper); font-family: system-ui, sans-serif }}</style>"
+    at = svg.index(">") + 1
+    return svg[:at] + style + svg[at:]
+
+
+if __name__ == "__main__":
+    for name in PICTURES:
+        print(report.write_whole(path(name), draw(name)))
+    print(report.write_whole(PAGE, page()))

@@ -1,0 +1,168 @@
+"""The device that a process computes on. No other file names a kind of accelerator: where kinds differ, it is asked here.
+
+torch.accelerator serves every kind. Memory alone is asked of the kind's own module, all of which have torch.cuda's names
+(torch.npu and torch.xpu too): of torch.accelerator not every backend has the counterparts, and they take ten times as
+long, which a step would feel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.profiler import ProfilerActivity
+
+# What shows whether the driver sees a device, and what may hide some from torch.
+TOOLS = {"cuda": "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
+HIDES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+
+
+def pick(wanted: str, local_rank: int = 0) -> torch.device:
+    """--device, or an accelerator if there is one: of several, that of this process's number on its machine."""
+    import torch
+
+    kind, _, index = wanted.partition(":")
+    if kind == "npu":
+        _load_torch_npu()
+    there = torch.accelerator.current_accelerator(check_available=True) if kind != "cpu" else None
+    if kind == "cpu" or (kind == "auto" and there is None):
+        return torch.device("cpu")
+    if there is None or kind not in ("auto", there.type):
+        seen = f"torch sees {there.type} devices" if there is not None else "torch sees no such device"
+        if there is None and kind == "cuda":
+            seen = "torch sees no GPU"
+        raise UserError(
+            f"--device {wanted}: {seen}" + (f" ({TOOLS[kind]} shows whether the driver does)" if kind in TOOLS else "")
+        )
+    number, count = int(index or local_rank), torch.accelerator.device_count()
+    if number >= count:
+        hides = f", or see whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
+        raise UserError(
+            f"process {local_rank} of this machine wants {there.type}:{number}, but torch sees {count} of them: start at "
+            f"most {count} here (--nproc-per-node {count}){hides}"
+        )
+    device = torch.device(there.type, number)
+    use(device)
+    return device
+
+
+def _load_torch_npu() -> None:
+    """torch does so by itself where TORCH_DEVICE_BACKEND_AUTOLOAD does not forbid it."""
+    if importlib.util.find_spec("torch_npu") is None:
+        raise UserError("--device npu: torch_npu is not installed; its version must be that of torch")
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:  # a library of the driver's is missing, or torch is of another version
+        raise UserError(
+            f"--device npu: torch_npu does not load: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from error
+
+
+def count() -> int:
+    """Accelerators of this machine."""
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it is of the kind that torch works with here: then the host copies to it from pinned memory, unawaited."""
+    import torch
+
+    there = torch.accelerator.current_accelerator()
+    return there is not None and there.type == device.type
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether our Triton kernels, FlexAttention's backward pass and compiled blocks run there: NVIDIA's and AMD's."""
+    return device.type == "cuda"
+
+
+def use(device: torch.device | None) -> None:
+    """Make it the current device of this thread: a new thread begins with the first."""
+    import torch
+
+    if device is not None and device.index is not None and is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return f"cpu, {torch.get_num_threads()} threads"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Of the device's generator."""
+    import torch
+
+    (torch.random if device.type == "cpu" else torch.get_device_module(device)).manual_seed(number)
+
+
+def synchronize(device: torch.device | None) -> None:
+    """Wait until everything asked for is done; a CPU already has."""
+    import torch
+
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def profiled(device: torch.device) -> list[ProfilerActivity]:
+    """What torch's profiler is to record."""
+    from torch.profiler import ProfilerActivity as Kinds
+
+    other = [] if device.type == "cpu" else [getattr(Kinds, device.type.upper(), Kinds.PrivateUse1)]
+    return [Kinds.CPU, *other]
+
+
+# Memory
+
+
+def total_memory(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(_module(device).get_device_properties(device).total_memory)
+
+
+def free_memory(device: torch.device) -> int:
+    """Of an accelerator: what nobody has, and what this process holds in reserve or uses."""
+    return int(_module(device).mem_get_info(device)[0] + _module(device).memory_reserved(device))
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes held by tensors at once; None where nobody counts them, as on a CPU."""
+    stats = getattr(_module(device), "memory_stats_as_nested_dict", None)  # a tenth of max_memory_allocated()'s time
+    return int(stats(device)["allocated_bytes"]["all"]["peak"]) if stats is not None else None
+
+
+def memory_stats(device: torch.device) -> dict[str, int]:
+    """The allocator's counts under torch's names; empty where there are none, as on a CPU."""
+    stats = getattr(_module(device), "memory_stats", None)
+    return dict(stats(device)) if stats is not None else {}
+
+
+def forget_memory(device: torch.device) -> None:
+    """Give back what is held in reserve, and begin the peak anew."""
+    _module(device).empty_cache()
+    _module(device).reset_peak_memory_stats(device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch_npu raises a mere RuntimeError in some versions."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory. Tried to allocate" in str(error)
+
+
+def _module(device: torch.device) -> Any:
+    import torch
+
+    return torch.get_device_module(device)

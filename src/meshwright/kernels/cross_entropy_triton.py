@@ -1,0 +1,61 @@
+"""The cross entropy of cross_entropy.py as two Triton kernels: one program a row, the row read in blocks.
+
+Used on CUDA only; tests compare it with the plain twin.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  # with 4 and 8 warps the fastest of 20 forms on an H200: 1.2 and 1.9 ms for 32,768 rows of 50,304
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward(logits, labels, lses, picked, stride, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    high = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = tl.load(logits + row * stride + start + c, mask=start + c < vocab, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(high, tl.max(x, 0))
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        total = total * tl.exp(high - safe) + tl.sum(tl.exp(x - safe), 0)
+        high = new
+    lse = high + tl.log(total)
+    label = tl.load(labels + row)
+    tl.store(lses + row, lse)
+    here = (label >= 0) & (label < vocab)
+    tl.store(picked + row, tl.load(logits + row * stride + label, mask=here, other=0.0).to(tl.float32))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward(logits, labels, lses, grads, stride, vocab, padded, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits + row * stride + c
+    x = tl.load(at, mask=c < vocab, other=-float("inf")).to(tl.float32)
+    p = tl.exp(x - tl.load(lses + row))
+    p = tl.where(c == tl.load(labels + row), p - 1.0, p) * tl.load(grads + row)
+    tl.store(at, tl.where(c < vocab, p, 0.0).to(logits.dtype.element_ty), mask=c < padded)
+
+
+def forward(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps and the labels' logits [N], 0 for a label that is not here."""
+    assert logits.stride(1) == labels.stride(0) == 1
+    lses, picked = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    with torch.accelerator.device_index(logits.device.index):
+        _forward[(len(logits),)](logits, labels, lses, picked, logits.stride(0), vocab, BLOCK, num_warps=4)
+    return lses, picked
+
+
+def backward(logits: Tensor, labels: Tensor, lses: Tensor, grads: Tensor, vocab: int) -> None:
+    """The gradient over the logits, in their place."""
+    n, padded = logits.shape
+    with torch.accelerator.device_index(logits.device.index):
+        _backward[(n, triton.cdiv(padded, BLOCK))](
+            logits, labels, lses, grads.contiguous(), logits.stride(0), vocab, padded, BLOCK, num_warps=8
+        )

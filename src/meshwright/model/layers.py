@@ -1,0 +1,93 @@
+"""The parts of a layer beside attention: linear maps, norms, the MLP with each of its activations."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Model
+from meshwright.kernels.linear import linear
+
+
+class Linear(nn.Linear):
+    """Draws no initial values where there is no memory yet: `initialise` will, and torch takes a second to draw nothing."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """Likewise."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, computed in the input's format, returned in the weight's.
+
+    The formats differ only where the residual stream is float32. With --apply-layernorm-1p the weight is stored minus
+    one, so that weight decay, were there any, would pull it to one.
+    """
+
+    def __init__(self, m: Model, width: int) -> None:
+        super().__init__()
+        self.eps, self.plus = m.layernorm_epsilon, 1.0 if m.apply_layernorm_1p else 0.0
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - self.plus))
+        self.bias = nn.Parameter(torch.zeros(width)) if m.normalization == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype) + self.plus if self.plus else self.weight.to(x.dtype)
+        if self.bias is None:
+            y = F.rms_norm(x, weight.shape, weight, self.eps)
+        else:
+            y = F.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), self.eps)
+        return y.to(self.weight.dtype)
+
+
+class Gated(nn.Module):
+    """Two maps of one input in one product: the gate and what it gates, weight [2, F, H]."""
+
+    def __init__(self, hidden: int, ffn: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Linear(hidden, 2 * ffn, bias=False).weight.detach().view(2, ffn, hidden))
+        self.bias = nn.Parameter(torch.zeros(2, ffn)) if bias else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = linear(x, self.weight, None if self.bias is None else self.bias.flatten())
+        gate, up = y.chunk(2, dim=-1)
+        return gate, up
+
+
+class MLP(nn.Module):
+    def __init__(self, m: Model) -> None:
+        super().__init__()
+        assert m.hidden_size
+        self.activation = m.activation
+        self.fc: Gated | Linear
+        if m.gated:
+            self.fc = Gated(m.hidden_size, m.ffn, m.add_bias_linear)
+        else:
+            self.fc = Linear(m.hidden_size, m.ffn, m.add_bias_linear)
+        self.proj = Linear(m.ffn, m.hidden_size, m.add_bias_linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(activate(self.activation, self.fc(x)))  # type: ignore[no-any-return]
+
+
+def activate(kind: str, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """One of the activations; a gated kind takes the pair (gate, up) and is Shazeer's 2020 family."""
+    if isinstance(x, tuple):
+        gate, up = x
+        if kind == "swiglu":
+            return F.silu(gate) * up
+        return (F.gelu(gate) if kind == "geglu" else F.relu(gate) if kind == "reglu" else gate) * up
+    if kind == "squared-relu":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if kind == "gelu-tanh" else "none")

@@ -1,0 +1,112 @@
+"""Which rank does what: the sizes of every dimension, this rank's place in each, and the groups that talk.
+
+Rank order is Megatron's, from the fastest: tensor, context, data, pipeline. Data ranks are `replicas` x `shard`: ZeRO
+divides over the ranks of one replica (and over its context ranks, which hold the same weights), replicas hold the same.
+
+Hand-written over torch.distributed groups: DeviceMesh makes a group for each dimension, those of size 1 too, and has no
+public name for the unions of dimensions needed here. A group exists only where more than one rank belongs to it; with
+all sizes 1 there is none and nothing is ever sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DIMENSIONS = ("pp", "replicas", "shard", "cp", "tp")  # slowest first
+# Groups by the dimensions that their ranks differ in.
+GROUPS = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("replicas", "shard"),  # who reads other samples
+    "gradients": ("replicas", "shard", "cp"),  # who sums gradients of the same weights
+    "shard": ("shard", "cp"),  # who divides optimizer state
+    "replicas": ("replicas",),
+    "pp": ("pp",),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes, and this rank's number. `groups` is filled by `connect`."""
+
+    pp: int = 1
+    replicas: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    rank: int = 0
+    groups: dict[str, ProcessGroup] = field(default_factory=dict, compare=False)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.pp, self.replicas, self.shard, self.cp, self.tp)
+
+    @property
+    def dp(self) -> int:
+        return self.replicas * self.shard
+
+    def at(self, *names: str) -> int:
+        """This rank's place in a dimension, or among the combined ones."""
+        place, left = {}, self.rank
+        for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
+            left, place[name] = divmod(left, size)
+        number = 0
+        for name in DIMENSIONS:
+            if name in names:
+                number = number * getattr(self, name) + place[name]
+        return number
+
+    def size(self, *names: str) -> int:
+        return math.prod(getattr(self, name) for name in names)
+
+    def members(self, *names: str) -> list[list[int]]:
+        """All groups of ranks that differ in these dimensions only, each in order."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            other = replace(self, rank=rank)
+            groups.setdefault(tuple(other.at(n) for n in DIMENSIONS if n not in names), []).append(rank)
+        return list(groups.values())
+
+    def group(self, name: str) -> ProcessGroup | None:
+        """None: nobody but this rank."""
+        return self.groups.get(name)
+
+
+def connect(layout: Layout) -> Layout:
+    """The same layout with its groups; torch.distributed is initialised. Every rank must come here."""
+    if layout.world == 1:
+        return layout
+    groups = {name: make(layout.members(*dims), layout.rank) for name, dims in GROUPS.items()}
+    if layout.pp > 1:
+        pipelines = layout.members("pp")
+        groups["embedding"] = make([[g[0], g[-1]] for g in pipelines], layout.rank)
+        for lane in LANES:  # one direction each, so that no message waits behind one that waits for it
+            groups[lane] = make(pipelines, layout.rank)
+    return replace(layout, groups={name: g for name, g in groups.items() if g is not None})
+
+
+LANES = ("forward", "backward", "forward around", "backward around")
+
+
+def make(members: Sequence[Sequence[int]], rank: int) -> ProcessGroup | None:
+    import torch.distributed as dist
+
+    from meshwright.parallel.start import timeout
+
+    mine = None
+    for ranks in members:
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), timeout=timeout())
+            if rank in ranks:
+                mine = group
+    return mine

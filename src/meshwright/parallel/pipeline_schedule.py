@@ -1,0 +1,102 @@
+"""A pipeline schedule is a list, made by a pure function. No torch.
+
+The executor runs the list, `simulate` times it, docs/parallelism.py draws it, and tests check it without a process
+group. A rank holds `chunks` stages: chunk c of rank r is stage c * pp + r, so that a micro-batch passes all ranks once
+for each chunk. Backward passes of a chunk come in micro-batch order in every schedule: gradients are added in one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev"]
+OWN = ("1f1b", "gpipe")  # the others are torch's
+V_SHAPED = ("zbv", "dualpipev")  # rank r has the stages r and 2 pp - 1 - r
+
+
+class Action(NamedTuple):
+    op: Literal["F", "B", "I", "W"]  # I and W: the backward pass of activations, and later that of weights
+    chunk: int
+    microbatch: int
+
+
+def schedule(kind: Kind, pp: int, rank: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """What one pipeline rank does, in order: GPipe, 1F1B, or with more chunks Megatron's interleaved 1F1B. (The other kinds
+    are torch's: pipeline.py.)"""
+    if kind == "gpipe" and chunks > 1:
+        raise ValueError(f"gpipe has one chunk of layers on each rank, not {chunks}")
+    if chunks > 1 and microbatches % pp:
+        raise ValueError(f"interleaving needs micro-batches ({microbatches}) that are a multiple of the stages ({pp})")
+    total = microbatches * chunks
+    if kind == "gpipe":
+        ahead = total
+    elif chunks == 1:
+        ahead = pp - rank - 1  # as many as the first micro-batch needs to come back
+    else:  # Megatron's: twice as far, since forward and backward of a step belong to different chunks
+        ahead = 2 * (pp - rank - 1) + (chunks - 1) * pp
+    ahead = min(ahead, total)
+
+    def forward(k: int) -> Action:
+        """The k-th: rounds of pp micro-batches, each through all chunks before the next."""
+        if chunks == 1:
+            return Action("F", 0, k)
+        turn, place = divmod(k, pp * chunks)
+        return Action("F", place // pp, turn * pp + place % pp)
+
+    def backward(k: int) -> Action:
+        _, chunk, microbatch = forward(k)
+        return Action("B", chunks - 1 - chunk, microbatch)
+
+    actions = [forward(k) for k in range(ahead)]
+    for k in range(total - ahead):
+        actions += [forward(ahead + k), backward(k)]
+    return actions + [backward(k) for k in range(total - ahead, total)]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    total: float
+    bubble: float  # share of the ranks' time in which they wait
+    live: list[int]  # of each rank, the most (chunk, micro-batch) whose activations are held at once
+    spans: list[dict[Action, tuple[float, float]]]  # of each rank, when an action starts and ends
+
+
+def simulate(
+    kind: Kind, pp: int, microbatches: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0
+) -> Timeline:
+    """Run all ranks' lists against a clock. `forward`, `backward`: of one micro-batch on all chunks of a rank."""
+    lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
+    cost = {"F": forward / chunks, "B": backward / chunks}
+    last = pp * chunks - 1
+    done: dict[tuple[str, int, int], float] = {}  # op, stage, micro-batch -> when
+    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
+    clock, held, live = [0.0] * pp, [0] * pp, [0] * pp
+
+    def ready(rank: int, action: Action) -> float | None:
+        """When its input is there; None: what makes it has not run yet."""
+        op, chunk, microbatch = action
+        stage = chunk * pp + rank
+        if op == "F":
+            return done.get(("F", stage - 1, microbatch)) if stage else 0.0
+        if ("F", stage, microbatch) not in done:
+            return None
+        return done.get(("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch))
+
+    while any(len(ran) < len(todo) for ran, todo in zip(spans, lists, strict=True)):
+        moved = False
+        for rank, todo in enumerate(lists):
+            for action in todo[len(spans[rank]) :]:
+                if (at := ready(rank, action)) is None:
+                    break
+                start = max(clock[rank], at)
+                clock[rank] = start + cost[action.op]
+                spans[rank][action] = (start, clock[rank])
+                done[action.op, action.chunk * pp + rank, action.microbatch] = clock[rank]
+                held[rank] += 1 if action.op == "F" else -1
+                live[rank] = max(live[rank], held[rank])
+                moved = True
+        if not moved:
+            raise RuntimeError(f"the schedule {kind} deadlocks: {pp=} {microbatches=} {chunks=}")
+    total = max(clock)
+    return Timeline(total, 1 - microbatches * (forward + backward) / total, live, spans)

@@ -1,0 +1,607 @@
+"""How the processes of a run find one another, connect, are compared, and learn that one is gone.
+
+torch.distributed carries everything. By hand is what it lacks: it knows torchrun's variables only, and what goes wrong
+at the start is minutes of silence and then a C++ trace. Here every launcher's variables become one `World`; ranks count
+one another on the store before they connect, so that who is missing has a name within START_SECONDS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import HANG, UNAVAILABLE, UNEXPECTED, USAGE, UserError
+from meshwright.parallel.team import Team
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store, TCPStore
+
+START_SECONDS = 30.0  # from a process's start until all ranks must be there
+LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for what it starts; no setting, hence the underscore
+RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
+
+
+@dataclass(frozen=True)
+class World:
+    """What the launcher told this process. One process by itself is World()."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str | None = None  # where rank 0 listens
+    port: int | None = None
+    launcher: str = "none"
+
+
+# Finding: the variables of each launcher.
+
+
+def find(environ: Mapping[str, str], local_rank: int | None = None) -> World:
+    """This process's place by its environment; `local_rank` is the flag that some launchers pass, the environment wins.
+
+    torchrun's variables come first, for torchrun may itself be started by srun or mpirun; then MPI's, whose processes
+    can stand inside a SLURM step of other sizes; then srun's.
+    """
+    if "RANK" in environ:
+        return _by_torch(environ, local_rank)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _by_mpi(environ, "OpenMPI", "OMPI_COMM_WORLD_", "LOCAL_RANK", "LOCAL_SIZE")
+    pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
+    if pmi[0] is not None and pmi != (environ.get("SLURM_PROCID"), environ.get("SLURM_NTASKS")):
+        return _by_mpi(environ, "MPI", "PMI_", "LOCAL_RANK", "LOCAL_SIZE")
+    if _in_srun(environ):
+        return _by_slurm(environ)
+    if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") > 1:
+        raise UserError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set and RANK is not: set RANK for each process, as torchrun does, "
+            "or unset WORLD_SIZE"
+        )
+    return World(local_rank=local_rank or 0)
+
+
+def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
+    """torchrun, torch.distributed.launch, deepspeed, and ours."""
+    if "WORLD_SIZE" not in environ:
+        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not: set both, or neither for one process")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    address, port = _master(environ)
+    if size > 1:
+        missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None]
+        if missing:
+            raise UserError(f"WORLD_SIZE={size} is set, but {' and '.join(missing)} is not: where does rank 0 listen?")
+    one_node = address in ("localhost", "127.0.0.1", "::1")
+    name = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in environ), None)
+    local_size = _number(environ, name) if name else size if one_node else 1
+    if "LOCAL_RANK" in environ:
+        local_rank = _number(environ, "LOCAL_RANK")
+    else:  # a process alone on its node, unless all are on this one
+        local_rank = flag if flag is not None else rank if one_node else 0
+        local_size = max(local_size, local_rank + 1) if name is None else local_size
+    by = "deepspeed" if "CROSS_RANK" in environ else "RANK and WORLD_SIZE"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        by = "meshwright launch" if environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID) else "torchrun"
+    return _checked(World(rank, size, local_rank, local_size, address, port, by), "RANK", "WORLD_SIZE")
+
+
+def _by_mpi(environ: Mapping[str, str], by: str, prefix: str, local_rank: str, local_size: str) -> World:
+    if f"{prefix}SIZE" not in environ:
+        raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
+    rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
+    places = [prefix + local_rank, "MPI_LOCALRANKID"]  # the second is Hydra's: MPICH and Intel
+    counts = [prefix + local_size, "MPI_LOCALNRANKS"]
+    place = next((_number(environ, n) for n in places if n in environ), None)
+    count = next((_number(environ, n) for n in counts if n in environ), None)
+    address, port = _master(environ)
+    here = count is None or count == size  # told nothing else, all processes are on this node
+    if size > 1 and address is None:
+        if not here:
+            raise UserError(
+                f"{by} started {size} ranks, {count} of them on this node: set MASTER_ADDR to the address of rank 0's "
+                "node and pass it on (mpirun -x MASTER_ADDR, or -genv)"
+            )
+        address = "127.0.0.1"
+    if size > 1 and port is None:
+        job = next(
+            (environ[n] for n in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID") if n in environ), ""
+        )
+        if not (job or here):
+            raise UserError(
+                f"{by} started {size} ranks on several nodes: set MASTER_PORT to a free port of rank 0's node"
+            )
+        port = _port(job or str(os.getppid()))
+    found = World(rank, size, rank if place is None else place, size if count is None else count, address, port, by)
+    return _checked(found, f"{prefix}RANK", f"{prefix}SIZE")
+
+
+def _in_srun(environ: Mapping[str, str]) -> bool:
+    """A batch script itself has SLURM_PROCID=0 and the job's SLURM_NTASKS too, but is no step and one process."""
+    if "SLURM_PROCID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
+        return False
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    return step is not None or environ.get("ENVIRONMENT") != "BATCH"
+
+
+def _by_slurm(environ: Mapping[str, str]) -> World:
+    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
+    address, port = _master(environ)
+    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST")))
+    if address is None:
+        if not nodes:
+            raise UserError(
+                f"srun started {size} ranks, but SLURM_NODELIST is not set: set MASTER_ADDR to rank 0's node"
+            )
+        address = first_host(nodes)
+    if port is None:
+        job = [environ.get(n, "0") for n in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+        port = _port(".".join(job))  # steps of one job may run side by side
+    local_rank = _number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else 0
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
+    if per_node is not None:
+        node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
+        counts = tasks_per_node(per_node)
+        local_size = counts[min(node, len(counts) - 1)]
+    else:
+        local_size = _number(environ, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in environ else local_rank + 1
+    found = World(rank, size, local_rank, local_size, address, port, "srun")
+    return _checked(found, "SLURM_PROCID", "SLURM_NTASKS")
+
+
+def first_host(nodes: str) -> str:
+    """node01 of SLURM's node[01-03,07],gpu5."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes.strip())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """[2, 2, 2, 1] of SLURM's 2(x3),1."""
+    out: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not found:
+            raise UserError(f"SLURM_TASKS_PER_NODE={text} is not of the form 2(x3),1")
+        out += [int(found[1])] * int(found[2] or 1)
+    return out
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not re.fullmatch(r"\d{1,9}", text.strip()):
+        raise UserError(f"{name}={text!r} in the environment is not a number from 0")
+    return int(text)
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    if port is not None and not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} is no port: 1 to 65535")
+    return environ.get("MASTER_ADDR") or None, port
+
+
+def _port(job: str) -> int:
+    """The same port in every process of a job, another for another job, below those that systems hand out."""
+    return 20000 + zlib.crc32(job.encode()) % 10000
+
+
+def _checked(world: World, rank: str, size: str) -> World:
+    if world.size < 1:
+        raise UserError(f"{size}={world.size}: at least 1 process runs")
+    if world.rank >= world.size:
+        raise UserError(f"{rank}={world.rank} does not fit {size}={world.size}: ranks count from 0 to {world.size - 1}")
+    if world.local_size > world.size:
+        raise UserError(
+            f"{world.local_size} ranks on this node, but {size}={world.size} in all: the launcher's variables disagree"
+        )
+    if world.local_rank >= world.local_size:
+        raise UserError(
+            f"local rank {world.local_rank} does not fit {world.local_size} ranks on this node: they count from 0"
+        )
+    return world
+
+
+def check_size(world: World, wanted: int | None) -> None:
+    """What a flag says of the number of processes must be what the launcher started."""
+    if wanted is not None and wanted != world.size:
+        by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
+        raise UserError(
+            f"--world-size {wanted}, but started as {by}: start {wanted}, for example with meshwright launch "
+            f"--nproc-per-node {wanted}, or change --world-size to {world.size}"
+        )
+
+
+# Connecting.
+
+_minutes = 10.0  # of the time-out that `join` was given
+
+
+def join(
+    world: World,
+    backend: str = "gloo",
+    timeout_minutes: float = 10,
+    device: torch.device | None = None,
+    seconds: float | None = None,
+) -> Team:
+    """Connect all ranks. `backend` is "gloo", the device's own, or both as "cpu:gloo,cuda:nccl".
+
+    The team's group serves CPU tensors through gloo always. Whoever is not there in time is named.
+    """
+    global _minutes
+    die_with_parent()
+    _minutes = timeout_minutes
+    if world.size == 1:
+        return Team()
+    assert world.address is not None and world.port is not None
+    until = deadline(START_SECONDS if seconds is None else seconds)
+    hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = connect(world.address, world.port, hosts, until, "rank 0")
+
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    # A restarted run meets again on the same store; another job that came to the wrong port must not be counted.
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    mine = PrefixStore("/".join(["meshwright", *(os.environ.get(n, "0") for n in names)]), store)
+    try:
+        meet(mine, world.rank, world.size, until)
+    except UserError:
+        if hosts:
+            time.sleep(1)  # the others still ask this process what is wrong
+        raise
+    store.set_timeout(timeout())
+    _choose_interface(world.address, world.port)
+    if ":" not in backend and backend != "gloo":
+        assert device is not None
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    probe = None
+    bound = device if device is not None and device.type != "cpu" else None
+    try:
+        if world.size > world.local_size:  # between nodes a firewall may pass the store's port and no other
+            left = datetime.timedelta(seconds=max(until - time.monotonic(), 10.0))
+            probe = dist.ProcessGroupGloo(PrefixStore("probe", mine), world.rank, world.size, left)
+        if bound is not None:
+            torch.accelerator.set_device_index(bound)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("run", mine),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout(),
+        )  # without a device_id, with which messages between two ranks would wait for those of their whole group
+    except RuntimeError as error:
+        if lost(error) is None:
+            raise
+        raise UserError(
+            f"rank {world.rank} reached the store at {world.address}:{world.port} but could not connect to every other "
+            f"rank: all ports between the nodes must be open ({_first_line(error)})",
+            HANG,
+        ) from None
+    del probe  # not before: others may still have been connecting to it
+    return Team(world.rank, world.size, dist.group.WORLD)
+
+
+def timeout() -> datetime.timedelta:
+    """The time-out of this run's collectives: torch gives a new group its own default, not the first group's."""
+    return datetime.timedelta(minutes=_minutes)
+
+
+def leave() -> None:
+    """Give the connections back, after an error too: torch otherwise aborts the process when Python ends."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+
+    def destroy() -> None:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+    # In a thread, for a device's library may wait there for a rank that is gone.
+    ending = threading.Thread(target=destroy, daemon=True)
+    ending.start()
+    ending.join(10)
+    # gloo's threads may still hold the last tensors: giving them back while Python ends would abort the process.
+    time.sleep(0.1)
+
+
+def deadline(seconds: float) -> float:
+    """`seconds` after this process's start on time.monotonic(), for importing torch counts; a third of it is left."""
+    now = time.monotonic()
+    began = now
+    with contextlib.suppress(OSError, AttributeError, ValueError, IndexError), open("/proc/self/stat") as f:
+        ticks = int(f.read().rpartition(")")[2].split()[19])
+        began -= time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return max(began + seconds, now + seconds / 3)
+
+
+def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCPStore:
+    """The store at address:port, opened by who hosts it (port 0: any free one); what stands in the way, in words.
+
+    Plain sockets try first: torch's store tells its failures as C++ traces, and waits forever for a program that
+    accepts the connection and says nothing.
+    """
+    if hosts:
+        _require_free(port)
+    else:
+        _require_reached(address, port, until, who)
+    made: list[TCPStore] = []
+    failed: list[RuntimeError] = []
+
+    def make() -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        left = datetime.timedelta(seconds=max(until - time.monotonic(), 1.0))
+        try:
+            # multi_tenant: an agent of torch in this process that asks for the port gets the same store
+            made.append(TCPStore(address, port, None, hosts, left, wait_for_workers=False, multi_tenant=True))
+        except RuntimeError as error:
+            failed.append(error)
+
+    import torch.distributed  # noqa: F401  before the clock of the thread runs
+
+    thread = threading.Thread(target=make, daemon=True)
+    with no_stderr():
+        thread.start()
+        thread.join(max(until - time.monotonic(), 1.0) + 1)
+    if made:
+        return made[0]
+    if failed and "EADDRINUSE" in str(failed[0]):
+        raise _occupied(port)
+    if hosts:
+        raise UserError(
+            f"this is {who}, which must be reached at {address}, and cannot reach itself there: is it an address of this "
+            f"machine ({socket.gethostname()})? Set MASTER_ADDR or --master-addr to one",
+            UNAVAILABLE,
+        )
+    raise UserError(
+        f"{address}:{port} answers, but not as {who} of this run: another program has the port; choose another "
+        "MASTER_PORT or --master-port",
+        UNAVAILABLE,
+    )
+
+
+def _require_free(port: int) -> None:
+    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                s.bind((host, port))
+            return  # ::, where there is IPv6, stands for both
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _occupied(port) from None
+            if error.errno == errno.EACCES:
+                raise UserError(f"port {port} needs root's rights: choose one from 1024 on", UNAVAILABLE) from None
+
+
+def _occupied(port: int) -> UserError:
+    return UserError(
+        f"port {port} of this machine ({socket.gethostname()}) is in use, perhaps by another run: choose another "
+        "MASTER_PORT or --master-port",
+        UNAVAILABLE,
+    )
+
+
+def _require_reached(address: str, port: int, until: float, who: str) -> None:
+    began = time.monotonic()
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(min(left, 5.0), 0.1)).close()
+            return
+        except socket.gaierror as error:
+            why = f"no address is known by the name {address} ({error.strerror})"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() > until - 0.2:
+            raise UserError(
+                f"{who} at {address}:{port} could not be reached within {time.monotonic() - began:.0f} s: {why}. Is it "
+                "started, are MASTER_ADDR and MASTER_PORT the same everywhere, and does a firewall let the port through?",
+                UNAVAILABLE,
+            )
+        time.sleep(min(0.2, max(left, 0.0)))
+
+
+def meet(store: Store, me: int, size: int, until: float, noun: str = "rank") -> None:
+    """Return when all are here; otherwise everyone raises the same words.
+
+    Every one counts itself; who finds all present, or something wrong, writes the verdict that all wait for. They ask
+    again and again, for torch's own waiting writes lines about each time-out.
+    """
+    try:
+        with no_stderr():
+            _await_verdict(store, me, size, until, noun)
+            verdict = json.loads(store.get("verdict"))
+    except RuntimeError as error:
+        raise UserError(
+            f"{noun} 0, or its launcher, went away while all were gathering: its words tell why", HANG
+        ) from error
+    if verdict["words"]:
+        raise UserError(verdict["words"], verdict["status"])
+
+
+def _await_verdict(store: Store, me: int, size: int, until: float, noun: str) -> None:
+    began = time.monotonic()
+    theirs = int(store.compare_set("size", "", str(size)))
+    if theirs != size:
+        _judge(
+            store,
+            f"{noun} {me} was started as one of {size} {noun}s, others as one of {theirs}: give all the same number",
+            USAGE,
+        )
+    elif store.add(f"arrived/{me}", 1) > 1:
+        _judge(
+            store,
+            f"two processes came as {noun} {me} of {size}: each needs its own number, or another run has this port",
+        )
+    elif store.add("count", 1) == size:
+        _judge(store, "")
+    pause = 0.01
+    while not store.check(["verdict"]):
+        if time.monotonic() > until:
+            missing = [n for n in range(size) if not store.check([f"arrived/{n}"])]
+            came = f"{size - len(missing)} of {size} {noun}s came within {time.monotonic() - began:.0f} s"
+            gone = f"missing: {noun} {ranges(missing)}" if missing else "one of them went away again"
+            _judge(store, f"{came}; {gone}. Did it fail before this, or was it not started?", HANG)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def _judge(store: Store, words: str, status: int = UNAVAILABLE) -> None:
+    store.compare_set("verdict", "", json.dumps({"words": words, "status": status}))
+
+
+def _choose_interface(address: str, port: int) -> None:
+    """gloo takes the address of the machine's name, which is often 127.0.1.1 or of another network: take the interface
+    that leads to rank 0 instead, unless the user chose."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+        return
+    import fcntl
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((socket.gethostbyname(address), port))  # sends nothing: it looks up the route
+        own = s.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(found[20:24]) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
+
+
+@contextlib.contextmanager
+def no_stderr() -> Iterator[None]:
+    """The process's own error output goes nowhere: C++ writes to it directly."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def die_with_parent() -> None:
+    """A rank ends with our launcher, even when that is killed: else it could train beside the run that follows it."""
+    text = os.environ.pop(LAUNCHER_PID, None)  # what this process starts is not the launcher's child
+    if not text or not text.isdigit():
+        return
+    launcher = int(text)
+    if os.getppid() == launcher and sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher and not _alive(launcher):  # it went before this was set
+        os._exit(UNEXPECTED)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# Comparing.
+
+SHOWN = 20  # differing fields
+
+
+def compare(team: Team, mine: dict[str, Any]) -> None:
+    """Named values that must be the same on every rank; everyone raises what differs and who has what."""
+    if team.size == 1:
+        return
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    if len(set(team.gather(digest))) == 1:
+        return
+    everyone: list[dict[str, Any]] = team.gather(mine)
+    names = list(dict.fromkeys(name for values in everyone for name in values))
+    differing = []
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for rank, values in enumerate(everyone):
+            holders.setdefault(_shown(values[name]) if name in values else "nothing", []).append(rank)
+        if len(holders) > 1:
+            told = [f"{value} on rank{'s' * (len(ranks) > 1)} {ranges(ranks)}" for value, ranks in holders.items()]
+            differing.append(f"{name}: {', '.join(told)}")
+    if not differing:
+        return
+    more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
+    head = "the ranks were not started alike; give all of them the same command, files and versions:"
+    raise UserError("\n  ".join([head, *differing[:SHOWN], *more]))
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
+
+
+def ranges(numbers: list[int]) -> str:
+    """0-2, 5 of [0, 1, 2, 5]."""
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][-1] + 1:
+            out[-1][1:] = [n]
+        else:
+            out.append([n])
+    return ", ".join("-".join(map(str, pair)) for pair in out)
+
+
+# Losing.
+
+
+def lost(error: BaseException) -> UserError | None:
+    """The words for torch's error when another rank went away or did not answer in time; None for any other error."""
+    if not isinstance(error, RuntimeError):
+        return None
+    import torch.distributed as dist
+
+    text = str(error)
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        gone = True
+    elif isinstance(error, dist.DistBackendError):  # NCCL's, wrong use of it among them
+        gone = bool(_NCCL.search(text))
+    else:
+        gone = "gloo/" in text and "enforce fail" not in text and bool(_GLOO.search(text))
+        gone |= text.startswith("Application timeout caused pair closure")  # gloo's too, of what waited beside it
+    if not gone:
+        return None
+    return UserError(
+        f"another rank ended, or did not answer within --distributed-timeout-minutes {_minutes:g}: its own words, if it "
+        f"had any, are above or in its node's log ({_first_line(error)})",
+        HANG,
+    )
+
+
+_GLOO = re.compile(
+    r"closed by peer|reset by peer|Socket closed|Broken pipe|[Tt]imed? ?out|No route to host|Network is unreachable|"
+    r"Connection refused"
+)
+_NCCL = re.compile(
+    r"ncclRemoteError|ncclSystemError|communicator was aborted|[Tt]imed out|[Tt]imeout|Connection (closed|reset)"
+)
+
+
+def _first_line(error: BaseException) -> str:
+    """What torch said, without its place in the sources and its advice."""
+    line = str(error).strip().split("\n")[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).split(". This is typically")[0][:200]

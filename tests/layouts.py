@@ -1,0 +1,374 @@
+"""One small network under any flags on any number of ranks, what its steps leave, and sets of flags that cover all pairs.
+
+A layout is a line of flags. Every process makes the real Trainer and takes real steps; beside the network only the data and
+the log are stand-ins. Ranks are forked once for many lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright import flags
+from meshwright.config import Parallel, TrainConfig
+from ranks import run_ranks
+
+NEAR = 1e-9
+MOST = 8  # ranks
+VOCAB = 37  # a multiple of nothing
+EOD = 5  # an end of document in every other sample of 16 random tokens
+FLAGS = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 1e-2 --lr-decay-style constant --weight-decay 0.1
+    --clip-grad 0.25 --hidden-dropout 0.1 --attention-dropout 0 --seed 7 --eval-iters 1 --mock-data --vocab-size 37
+    --make-vocab-size-divisible-by 8 --num-workers 0 --device cpu --params-dtype float64 --log-params-norm
+"""
+
+
+@functools.cache
+def parse(line: str) -> TrainConfig:
+    return flags.parse(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test").config
+
+
+def alone(config: TrainConfig) -> TrainConfig:
+    """The same run by one process, which keeps everything."""
+    t = dataclasses.replace(
+        config.training, micro_batch_size=2, recompute_granularity=None, recompute_method=None, recompute_num_layers=1
+    )
+    return dataclasses.replace(config, training=t, parallel=Parallel(world_size=1, device="cpu"))
+
+
+# What a run leaves
+
+
+class Told:
+    """In the place of the log."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []  # loss; norms of gradients and weights; loss scale; whether it was skipped
+
+    def step(self, *numbers: float, **named: Any) -> None:
+        names = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
+        self.rows.append([float(named[n]) for n in names])
+
+    def validation(self, *told: Any) -> None:
+        self.rows.append([told[-1], 0.0, 0.0, 0.0, 0.0])
+
+    def row(self, *told: Any, **more: Any) -> None:
+        pass
+
+
+# A name of the run, its trainer, the number of the step: entered for each step.
+Around = Callable[[str, Any, int], contextlib.AbstractContextManager[Any]]
+
+
+def untouched(name: str, trainer: Any, step: int) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def rows_of(trainer: Any) -> Any:
+    return trainer.metrics.rows
+
+
+def trained(config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None) -> Any:
+    """The trainer after some steps and a validation."""
+    from meshwright.data.loader import Marks, Mock
+    from meshwright.ending import Ending
+    from meshwright.metrics import Timers
+    from meshwright.parallel.team import Team
+    from meshwright.preflight import layout_of, vocabulary
+    from meshwright.train import Trainer
+
+    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
+    layout = layout_of(config, team.rank) if connect is None else connect(layout_of(config, team.rank))
+    _, vocab, padded = vocabulary(config, None, lambda line: None)
+    trainer = Trainer(config, torch.device("cpu"), vocab, padded, None, None, Timers(), layout, team)
+    trainer.load_or_initialise()
+    d = config.data
+    marked = d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask
+    trainer.marks = Marks(EOD, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask) if marked else None
+    trainer.data = {name: Mock(VOCAB, 10**6, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
+    trainer.metrics = Told()
+    ending = Ending(config.training, time.perf_counter(), saves=False)
+    batches = trainer.batches(trainer.data["train"], 0, config.batch)
+    for step in range(steps):
+        with around(name, trainer, step):
+            trainer.step(batches, ending)
+    trainer.validate("valid", "", 0, ending)
+    return trainer
+
+
+class Connected:
+    """Groups are made anew only where the sizes change, and those before them given back."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.groups: dict[str, Any] = {}
+
+    def __call__(self, layout: Any) -> Any:
+        from meshwright.parallel.layout import connect
+
+        if layout.shape != self.shape:
+            for group in self.groups.values():
+                dist.destroy_process_group(group)
+            self.shape, self.groups = layout.shape, connect(layout).groups
+        return dataclasses.replace(layout, groups=self.groups)
+
+
+def _train_all(
+    folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, look: Callable[[Any], Any]
+) -> None:
+    from meshwright import metrics
+    from meshwright.parallel import start
+    from meshwright.parallel.team import Team
+
+    metrics.speak(False)
+    start._minutes = 2  # so that ranks that wait for one another end in time
+    team, connected, results = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), Connected(), []
+    for name, config in jobs:
+        if team.leads:
+            Path(folder, "now").write_text(name)
+        try:
+            results.append(team.gather(look(trained(config, steps, around, name, connected))))
+        except Exception as error:
+            error.add_note(f"with {name}")
+            raise
+    if team.leads:
+        Path(folder, "results").write_text(json.dumps(results))
+
+
+Rows = list[list[float]]
+
+
+def run_all(
+    configs: dict[str, TrainConfig], world: int, steps: int = 10, around: Around = untouched,
+    look: Callable[[Any], Any] = rows_of,
+) -> dict[str, list[Any]]:  # fmt: skip
+    """Name -> what is seen on each rank after the steps and a validation of such a run: as a rule its rows."""
+    jobs = sorted(configs.items(), key=lambda job: (sizes(job[1]), job[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_ranks(_train_all, world, folder, jobs, steps, around, look)
+        except BaseException as error:
+            now = Path(folder, "now")
+            error.add_note(f"{world} ranks were at: {now.read_text() if now.exists() else 'the start'}")
+            raise
+        results = json.loads(Path(folder, "results").read_text())
+    return dict(zip((name for name, _ in jobs), results, strict=True))
+
+
+def sizes(config: TrainConfig) -> tuple[int, ...]:
+    p = config.parallel
+    return (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size, config.dp,
+            p.num_distributed_optimizer_instances)  # fmt: skip
+
+
+def compared(lines: list[str], steps: int = 10, around: Around = untouched) -> dict[str, tuple[list[Rows], Rows]]:
+    """Of each line of flags, what its ranks leave and what one process leaves."""
+    configs = {line: parse(line) for line in lines}
+    ones = {repr(alone(c)): alone(c) for c in configs.values()}
+    plain = run_all(ones, 1, steps, around)
+    got: dict[str, list[Rows]] = {}
+    for world in sorted({c.world for c in configs.values()}):
+        got |= run_all({line: c for line, c in configs.items() if c.world == world}, world, steps, around)
+    return {line: (got[line], plain[repr(alone(c))][0]) for line, c in configs.items()}
+
+
+def furthest(got: Rows, want: Rows) -> float:
+    """The largest relative difference of two numbers."""
+    numbers = zip(itertools.chain(*got), itertools.chain(*want), strict=True)
+    return max(0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in numbers)
+
+
+def check(lines: list[str], steps: int = 10, around: Around = untouched) -> float:
+    """All ranks of each of these tell the same, and to 1e-9 what one process tells."""
+    wrong, most = [], 0.0
+    for line, (ranks, want) in compared(lines, steps, around).items():
+        far = furthest(ranks[0], want)
+        most = max(most, far)
+        if not far < NEAR:
+            wrong.append(f"{far:.1e} from one process: {line}\n    {ranks[0]}\n    {want}")
+        if any(rows != ranks[0] for rows in ranks):
+            wrong.append(f"ranks tell different numbers: {line}\n    {ranks}")
+        assert len(want) == steps + 1 and all(norm > parse("").optimizer.clip_grad for _, norm, *_ in want[:-1])
+    assert not wrong, "\n".join(wrong)
+    return most
+
+
+# Sets of flags
+
+# Dimension -> value -> flags. The first value of each refuses nothing, whatever the others are.
+LAYOUT = {
+    "tensor": {str(n): f"--tensor-model-parallel-size {n}" if n > 1 else "" for n in (1, 2, 4)},
+    "pipeline": {str(n): f"--pipeline-model-parallel-size {n}" if n > 1 else "" for n in (1, 2, 4)},
+    "context": {str(n): f"--context-parallel-size {n}" if n > 1 else "" for n in (1, 2)},
+    "data": {str(n): "" for n in (1, 2, 4)},
+    "zero": {"0": "", "1": "--use-distributed-optimizer", "2": "--zero-stage 2", "3": "--zero-stage 3"},
+    "sequence": {"whole": "", "parallel": "--sequence-parallel"},
+    "schedule": {
+        "1f1b": "",
+        "gpipe": "--pipeline-schedule gpipe",
+        "interleaved": "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
+        "interleaved by hand": "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --pipeline-layout 3,1,1,3 "
+        "--global-batch-size 8",
+        "zero-bubble": "--pipeline-schedule zero-bubble",
+    },
+    "split": {
+        "even": "",
+        "uneven": "--num-layers 5",
+        "by hand": "--pipeline-layout 1,3",
+        "by list": "--num-layers 5 --pipeline-layout [0]+[1]*2+[2,3]",
+    },
+    "copies": {"1": "", "2": "--num-distributed-optimizer-instances 2"},
+}
+OTHERS = {
+    "micro": {"1": "", "2": "--micro-batch-size 2 --global-batch-size 8"},
+    "recompute": {
+        "full": "--recompute-granularity full",
+        "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        "selective": "--recompute-granularity selective",
+        "none": "",
+    },
+    "host": {"no": "", "state": "--cpu-optimizer", "shards": "--remote-device cpu"},
+    "marks": {
+        "none": "",
+        "masks": "--eod-mask-loss --reset-attention-mask",
+        "positions": "--eod-mask-loss --reset-position-ids",
+    },
+    "network": {
+        "gpt2": "",
+        "llama": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --ffn-hidden-size 48 "
+        "--disable-bias-linear --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm",
+        "bloom": "--position-embedding-type alibi --embed-layernorm --no-bias-gelu-fusion",
+    },
+}  # fmt: skip
+DIMENSIONS = LAYOUT | OTHERS
+FIRST = {name: next(iter(values)) for name, values in OTHERS.items()}
+Case = dict[str, str]  # a value of each dimension
+
+
+def ranks_of(case: Case) -> int:
+    return int(case["tensor"]) * int(case["pipeline"]) * int(case["context"]) * int(case["data"])
+
+
+def line_of(case: Case) -> str:
+    return " ".join(
+        [f"--world-size {ranks_of(case)}", *(DIMENSIONS[n][v] for n, v in case.items() if DIMENSIONS[n][v])]
+    )
+
+
+@functools.cache
+def settings(said: str) -> dict[str, dict[str, Any]]:
+    """Group -> setting -> value, of what these flags change."""
+    got = flags.parse(TrainConfig, [*FLAGS.split(), *said.split()], "meshwright test", check=False).config
+    out: dict[str, dict[str, Any]] = {}
+    for f in dataclasses.fields(TrainConfig):
+        group, plain = getattr(got, f.name), getattr(parse(""), f.name)
+        for g in dataclasses.fields(group):
+            if getattr(group, g.name) != getattr(plain, g.name):
+                out.setdefault(f.name, {})[g.name] = getattr(group, g.name)
+    return out
+
+
+def config_of(case: Case, more: str = "") -> TrainConfig:
+    """As parsed, without the parser, which takes its time: a later flag wins."""
+    changed: dict[str, dict[str, Any]] = {"parallel": {"world_size": ranks_of(case)}}
+    for said in (*(DIMENSIONS[name][value] for name, value in case.items()), more):
+        for group, values in settings(said).items():
+            changed[group] = changed.get(group, {}) | values
+    return dataclasses.replace(
+        parse(""), **{g: dataclasses.replace(getattr(parse(""), g), **values) for g, values in changed.items()}
+    )
+
+
+def is_legal(case: Case) -> bool:
+    """Nothing is refused, and nothing said has no effect: else a pair would be met in name only."""
+    config = config_of(case)
+    return not config.notices() and not config.problems()
+
+
+def legal_layouts() -> list[Case]:
+    names = [n for n in LAYOUT if n not in ("tensor", "pipeline", "context", "data")]
+    out = []
+    for t, p, c, d in itertools.product(*(LAYOUT[n] for n in ("tensor", "pipeline", "context", "data"))):
+        if int(t) * int(p) * int(c) * int(d) > MOST:
+            continue
+        for values in itertools.product(*(LAYOUT[n] for n in names)):
+            case = {"tensor": t, "pipeline": p, "context": c, "data": d, **dict(zip(names, values, strict=True))}
+            if is_legal(case):
+                out.append(case)
+    return out
+
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def pairs(case: Case) -> set[Pair]:
+    return set(itertools.combinations(((n, case[n]) for n in DIMENSIONS if n in case), 2))
+
+
+def legal_pairs(layouts: list[Case]) -> list[Pair]:
+    """All that occur in any legal case. One of another dimension needs a case in which the rest of these have their first
+    value, which refuses nothing."""
+    found = {p for case in layouts for p in itertools.combinations(case.items(), 2)}
+    out = []
+    items = [(name, value) for name, values in DIMENSIONS.items() for value in values]
+    for a, b in itertools.combinations(items, 2):
+        if a[0] == b[0]:
+            continue
+        if b[0] in LAYOUT:
+            legal = (a, b) in found
+        else:
+            fits = (c for c in layouts if a[0] in OTHERS or c[a[0]] == a[1])
+            legal = any(is_legal({**c, **FIRST, **dict([a, b])}) for c in fits)
+        if legal:
+            out.append((a, b))
+    return out
+
+
+@functools.cache
+def covering() -> tuple[list[Case], list[Pair]]:
+    """Legal cases in which every legal pair of values occurs, few and on few ranks, and these pairs.
+
+    Greedy: for the first pair that is missing, the layout with the most missing pairs for its ranks; then one dimension
+    after the other the value with the most.
+    """
+    layouts = legal_layouts()
+    wanted = legal_pairs(layouts)
+    missing, cases = dict.fromkeys(wanted), []
+
+    def gain(case: Case) -> int:
+        return sum(p in missing for p in pairs(case))
+
+    while missing:
+        asked = dict(next(iter(missing)))
+        fixed = {n: v for n, v in asked.items() if n in OTHERS}
+        fits = [c for c in layouts if all(c[n] == v for n, v in asked.items() if n in LAYOUT)]
+        fits.sort(key=lambda c: -gain(c | fixed) / cost(c))
+        case = next(c for c in fits if is_legal({**c, **FIRST, **fixed}))
+        for name in (n for n in OTHERS if n not in fixed):
+            legal = [v for v in OTHERS[name] if is_legal({**FIRST, **fixed, **case, name: v})]
+            case = {**case, name: max(reversed(legal), key=lambda v: gain({**case, **fixed, name: v}))}
+        case = {n: {**case, **fixed}[n] for n in DIMENSIONS}
+        cases.append(case)
+        for p in pairs(case):
+            missing.pop(p, None)
+    return sorted(cases, key=cost), wanted
+
+
+def cost(case: Case) -> int:
+    """What takes time on few cores: messages of ranks that wait for one another in every layer."""
+    return 16 + ranks_of(case) * int(case["tensor"]) * int(case["context"])

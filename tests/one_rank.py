@@ -1,0 +1,77 @@
+"""What a started process does in the tests of starting: join the others, say what it was told, and end as it is asked.
+
+Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the others, --size=N as
+--world-size, and one word: an exit status for rank 1, `kill` (rank 1, by SIGKILL), `once` (rank 1 fails on its first
+attempt), `slow` (all stay, and say which signal they get).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.parallel import start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", "--local-rank", type=int)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--size", type=int)
+    parser.add_argument("act", nargs="?", default="")
+    said = parser.parse_args()
+    try:
+        world = start.find(os.environ, said.local_rank)
+        start.check_size(world, said.size)
+        team = start.join(world, "gloo", 1, seconds=said.seconds)
+        told = team.gather([world.rank, world.local_rank, world.local_size, os.getpid()])
+        if team.leads:
+            line = json.dumps({"launcher": world.launcher, "ranks": told})
+            os.write(1, f"{line}\n".encode())  # whole, whatever others write
+        return act(said.act, world, team)
+    except UserError as error:
+        print(f"words: {error}", file=sys.stderr, flush=True)
+        return error.status
+    except RuntimeError as error:
+        words = start.lost(error)
+        if words is None:
+            raise
+        print(f"words: {words}", file=sys.stderr, flush=True)
+        return words.status
+    finally:
+        start.leave()
+
+
+def act(what: str, world: start.World, team: Any) -> int:
+    if world.rank == 1:
+        if what.isdigit():
+            return int(what)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            return 1
+    if what == "slow":
+        signals: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, frame: signals.append(n))
+        os.write(1, b"ready\n")
+        for _ in range(200):
+            time.sleep(0.1)
+            if signals:
+                time.sleep(0.5)  # as if it saved
+                os.write(1, f"rank {world.rank} got {signals[0]}\n".encode())
+                return 128 + signals[0]
+        return 0
+    for _ in range(2):
+        team.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

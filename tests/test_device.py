@@ -1,0 +1,240 @@
+"""The device: which one a process takes, what it is asked for, and that one file alone knows the kinds of accelerator."""
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import TINY_FLAGS
+from meshwright import device as devices
+from meshwright.__main__ import main
+from meshwright.data.loader import Loader
+from meshwright.errors import UserError
+
+SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
+CPU = torch.device("cpu")
+
+
+def spelled(path):
+    """Where a file's code names a kind: in a name, or in a string that is no sentence. Docstrings are for people."""
+    tree = ast.parse(path.read_text())
+    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        words = [getattr(node, name, None) for name in ("id", "attr", "arg", "name", "module")]
+        if isinstance(node, ast.Constant) and id(node) not in prose and " " not in str(node.value).strip():
+            words.append(node.value)
+        for word in words:
+            if isinstance(word, str) and any(kind in word.lower() for kind in ("cuda", "torch_npu", "torch.xpu")):
+                yield f"{path.relative_to(SOURCE)}:{node.lineno}: {word}"
+
+
+def test_one_file_names_the_kinds_of_accelerator():
+    found = [x for path in SOURCE.rglob("*.py") if path != SOURCE / "device.py" for x in spelled(path)]
+    assert not found, "\n".join(found)
+    assert len(list(spelled(SOURCE / "device.py"))) > 5  # the search finds them where they are
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["torch.cuda.synchronize()", "x.cuda()", "from torch import cuda", "import torch.cuda", "y = f'cuda:{n}'", "x.is_cuda",
+     "ok = device.type == 'cuda'", "from torch.cuda import amp", "f(device='cuda')", "kinds = [Activity.CUDA]"],
+)  # fmt: skip
+def test_what_counts_as_naming_one(line, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    (tmp_path / "a.py").write_text(f'"""cuda"""\n{line}  # cuda\nraise E("no cuda here")\n')
+    assert [x.split(": ")[0] for x in spelled(tmp_path / "a.py")] == ["a.py:2"]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(kind, count): torch sees so many devices of a kind; used: the indices that were made current."""
+    used = []
+
+    def arrange(kind, count):
+        there = torch.device(kind) if kind else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: there)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: there is not None)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda d: used.append((d, threading.get_ident())))
+        return used
+
+    return arrange
+
+
+def test_without_an_accelerator(machine):
+    machine(None, 0)
+    assert devices.pick("auto") == devices.pick("cpu", 3) == devices.pick("cpu:0") == CPU
+    assert devices.count() == 0
+    for wanted, words in (
+        ("cuda", "--device cuda: torch sees no GPU (nvidia-smi shows"),
+        ("cuda:1", "--device cuda:1: torch sees no GPU (nvidia-smi shows"),
+        ("xpu", "--device xpu: torch sees no such device (xpu-smi discovery shows"),
+        ("npu", "--device npu: torch_npu is not installed"),
+        ("bogus", "--device bogus: torch sees no such device"),
+    ):
+        with pytest.raises(UserError) as error:
+            devices.pick(wanted)
+        assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_each_process_takes_its_own(machine, kind):
+    used = machine(kind, 4)
+    assert devices.pick("auto", 3) == devices.pick(kind, 3) == devices.pick(f"{kind}:3", 1) == torch.device(kind, 3)
+    assert [d for d, _ in used] == [torch.device(kind, 3)] * 3
+    assert devices.pick(kind) == torch.device(kind, 0)
+    assert devices.pick("cpu", 3) == CPU and len(used) == 4 and devices.count() == 4
+
+
+def test_too_many_processes_and_another_kind(machine):
+    machine("cuda", 2)
+    with pytest.raises(
+        UserError, match=r"process 2 .* wants cuda:2, but torch sees 2 .* CUDA_VISIBLE_DEVICES hides some"
+    ):
+        devices.pick("auto", 2)
+    with pytest.raises(UserError, match=r"process 0 .* wants cuda:7, but torch sees 2 .*--nproc-per-node 2"):
+        devices.pick("cuda:7")
+    with pytest.raises(UserError, match=r"--device xpu: torch sees cuda devices"):
+        devices.pick("xpu")
+    machine("mtia", 1)  # a kind of which nothing is known
+    assert devices.pick("auto") == torch.device("mtia", 0)
+    with pytest.raises(UserError, match=r"start at most 1 here \(--nproc-per-node 1\)$"):
+        devices.pick("mtia", 1)
+
+
+FAKE_NPU = """
+import types, torch
+torch.utils.rename_privateuse1_backend("npu")
+stats = {"allocated_bytes": {"all": {"peak": 7}}}
+torch._register_device_module("npu", types.SimpleNamespace(
+    is_available=lambda: True, device_count=lambda: 2, get_device_name=lambda d: f"Ascend {d.index}",
+    memory_stats_as_nested_dict=lambda d: stats, memory_stats=lambda d: {"allocated_bytes.all.peak": 7},
+    get_device_properties=lambda d: types.SimpleNamespace(total_memory=64), mem_get_info=lambda d: (5, 64),
+    memory_reserved=lambda d: 3, empty_cache=lambda: done.append("empty"), manual_seed=lambda n: done.append(n),
+    reset_peak_memory_stats=lambda d: done.append("reset")))
+a, done = torch.accelerator, []
+a.current_accelerator = lambda check_available=False: torch.device("npu")
+a.set_device_index = a.synchronize = lambda d: done.append(str(d))
+"""
+USE_NPU = """
+import torch
+from torch.profiler import ProfilerActivity
+from meshwright import device as devices
+from meshwright.errors import UserError
+npu = devices.pick("npu", 1)
+import torch_npu
+assert npu == devices.pick("auto", 1) == devices.pick("npu:1") == torch.device("npu", 1) and devices.count() == 2
+assert torch_npu.done == ["npu:1"] * 3 and devices.is_accelerator(npu) and not devices.has_kernels(npu)
+del torch_npu.done[:]
+devices.synchronize(npu); devices.seed(npu, 5); devices.forget_memory(npu); devices.use(npu)
+assert torch_npu.done == ["npu:1", 5, "empty", "reset", "npu:1"]
+assert (devices.name(npu), devices.total_memory(npu), devices.free_memory(npu)) == ("Ascend 1", 64, 8)
+assert devices.peak_memory(npu) == 7 and devices.memory_stats(npu) == {"allocated_bytes.all.peak": 7}
+assert devices.profiled(npu) == [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
+try:
+    devices.pick("npu", 2)
+except UserError as e:
+    assert "npu:2, but torch sees 2 of them" in str(e) and "ASCEND_RT_VISIBLE_DEVICES" in str(e), e
+else:
+    raise AssertionError
+"""
+
+
+def with_torch_npu(folder, package, program):
+    (folder / "torch_npu.py").write_text(package)
+    path = os.pathsep.join([str(folder), str(SOURCE.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.whole
+def test_ascend_through_torch_npu(tmp_path):
+    """A package of that name makes torch know a kind "npu"; all that is asked of a device is asked of its module."""
+    assert with_torch_npu(tmp_path, FAKE_NPU, USE_NPU) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "error", ["ImportError('libascend_hal.so: no such file')", "RuntimeError('two accelerators\\nmore')"]
+)
+def test_a_torch_npu_that_does_not_load(monkeypatch, tmp_path, error):
+    (tmp_path / "torch_npu.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^--device npu: torch_npu does not load: (libascend_hal.so: no such file|two acc\w+)$"
+    ):
+        devices.pick("npu")
+    assert "torch_npu" not in sys.modules
+
+
+def test_a_cpu_is_asked_the_same_things():
+    assert devices.name(CPU) == f"cpu, {torch.get_num_threads()} threads"
+    assert devices.peak_memory(CPU) is None and devices.memory_stats(CPU) == {}
+    assert devices.profiled(CPU) == [torch.profiler.ProfilerActivity.CPU]
+    assert not devices.is_accelerator(CPU) and not devices.has_kernels(CPU)
+    devices.synchronize(CPU)
+    devices.synchronize(None)
+    devices.use(CPU)
+    devices.use(None)
+    devices.seed(CPU, 5)
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_kernels_and_profiles_by_kind():
+    assert devices.has_kernels(torch.device("cuda", 1)) and not devices.has_kernels(torch.device("xpu"))
+    kinds = torch.profiler.ProfilerActivity
+    assert devices.profiled(torch.device("cuda")) == [kinds.CPU, kinds.CUDA]
+    assert devices.profiled(torch.device("xpu")) == [kinds.CPU, kinds.XPU]
+
+
+def test_out_of_memory_in_every_wording():
+    assert devices.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert devices.is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 52.00 MiB (NPU 0; 60.96 GiB"))
+    assert not devices.is_out_of_memory(RuntimeError("a defect"))
+
+
+def test_the_reading_thread_works_on_the_same_device(machine, monkeypatch):
+    """A new thread begins on the first device: copies and pinned memory would go there."""
+
+    class Numbers:
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, k):
+            return np.arange(9)
+
+        def locate(self, k, column):
+            return "here"
+
+    used = machine("cuda", 4)
+    monkeypatch.setattr("meshwright.data.loader.Batch.to", lambda batch, device: batch)
+    batches = iter(Loader(Numbers(), 2, lambda consumed: 2, 0, 2, 9, device=torch.device("cuda", 3)))
+    next(batches)
+    batches.close()
+    (device, thread), *others = used
+    assert device == torch.device("cuda", 3) and thread != threading.get_ident() and not others
+    next(iter(Loader(Numbers(), 2, lambda consumed: 2, 0, 2, 9, device=CPU)))
+    assert len(used) == 1
+
+
+@pytest.mark.whole
+def test_the_log_tells_an_accelerators_memory(monkeypatch, capsys):
+    counts = {"allocated_bytes.all.current": 1, "allocated_bytes.all.peak": 3, "reserved_bytes.all.current": 4,
+              "reserved_bytes.all.peak": 5}  # fmt: skip
+    monkeypatch.setattr(devices, "peak_memory", lambda device: 3 << 30)
+    monkeypatch.setattr(devices, "memory_stats", lambda device: {name: n << 20 for name, n in counts.items()})
+    assert main(["train", *TINY_FLAGS, "--log-interval=1", "--train-iters=2", "--eval-iters=0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("| memory (GiB): 3.00 |") == 2
+    line = (
+        "(after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 3.0 | reserved: 4.0 | max reserved: 5.0\n"
+    )
+    assert out.count("[Rank 0]") == out.count(f"[Rank 0] {line}") == 1

@@ -1,0 +1,367 @@
+"""Many ranks write one step and read it in any other cutting; what one of them meets is everybody's outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import ranks
+from meshwright.checkpoint import inspect, native, store
+from meshwright.checkpoint.native import Entry, whole
+from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, UserError
+from meshwright.parallel import shard
+from meshwright.parallel.team import ALONE, Team
+from ranks import run_ranks
+from test_native import DTYPES, cut, flip, held, quiet, same, some
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def team() -> Team:
+    return Team(dist.get_rank(), dist.get_world_size())
+
+
+def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
+    """The error, which must be the same on every rank."""
+    with pytest.raises(UserError) as caught:
+        call()
+    told = team().gather([type(caught.value).__name__, str(caught.value), caught.value.status])
+    assert all(one == told[0] for one in told) and told[0][2] == status, told
+    return str(caught.value)
+
+
+def entry(full: torch.Tensor, boxes: list[Box]) -> Entry:
+    return Entry(tuple(full.shape), boxes, held(full, boxes) if boxes else full.new_empty(0))
+
+
+def blank(named: native.Named) -> dict[str, Entry]:
+    return {name: Entry(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()}
+
+
+def sharded(shape: tuple[int, ...], dim: int, tp: int, zero: int, rank: int) -> list[Box]:
+    """As tensor parallelism and ZeRO cut it: a slice, in row order, of this rank's part along `dim`."""
+    part, slice_ = rank % tp, rank // tp % zero
+    local = shape[:dim] + (shape[dim] // tp,) + shape[dim + 1 :]
+    shift = tuple(part * local[dim] if d == dim else 0 for d in range(len(shape)))
+    n = torch.Size(local).numel()
+    boxes = shard.boxes(local, n * slice_ // zero, n * (slice_ + 1) // zero)
+    return [(native.plus(offset, shift), size) for offset, size in boxes]
+
+
+def any_cutting(root: Path) -> None:
+    everybody = team()
+    some_of_us = {n: dist.new_group(list(range(n))) for n in (2, 3)}
+    teams = [ALONE, *(Team(everybody.rank, n, group) for n, group in some_of_us.items()), everybody]
+    for trial in range(16):
+        how = ("one rank", "random boxes", "slices", "columns and slices")[trial % 4]
+        common, own = random.Random(trial), random.Random(100 * trial + everybody.rank)
+        store.CHUNK, native.PART = common.choice([64, 200, 4096]), common.choice([16, 64, 1000])
+        fulls, saved = {}, {}
+        for i in range(5):
+            shape = tuple(common.randrange(1, 9) for _ in range(common.randrange(1, 4) if i else 0))
+            if how.startswith("columns"):
+                shape = shape[:-1] + tuple(2 * n for n in shape[-1:])
+            full = fulls[f"t{i}"] = some(shape, common.choice(DTYPES), 100 * trial + i)
+            if how == "one rank":
+                boxes: list[Box] = whole(full).boxes * everybody.leads  # type: ignore[operator]
+            elif how == "random boxes" or not shape:
+                boxes = [box for box in cut(shape, common) if common.randrange(4) == everybody.rank]
+            elif how == "slices":
+                boxes = sharded(shape, 0, 1, 4, everybody.rank)
+            else:
+                boxes = sharded(shape, len(shape) - 1, 2, 2, everybody.rank)
+            if boxes or own.random() < 0.5:  # who holds nothing of it may name it or not
+                saved[f"t{i}"] = entry(full, boxes)
+        native.save(root, trial, saved, {"trial": trial}, say=quiet, team=everybody)
+        for number, holds in enumerate(everybody.gather(any(e.boxes for e in saved.values()))):
+            assert (store.step_folder(root, trial) / f"rank_{number:05d}.safetensors").exists() == holds
+        for t in teams:
+            if everybody.rank < t.size:
+                want = {}
+                for name, full in fulls.items():
+                    boxes = [box for box in cut(tuple(full.shape), own) if own.random() < 0.7]
+                    if boxes or t.leads or own.random() < 0.5:
+                        want[name] = entry(full, boxes)
+                filled = blank(want)
+                verify = common.choice(["read", "full"])
+                assert native.load(root, filled, verify=verify, say=quiet, team=t) == (trial, {"trial": trial})
+                assert same(want, filled)
+            everybody.wait()
+
+
+def test_any_cutting_to_any_other(tmp_path: Path) -> None:
+    """Saved by one rank or four, read by one, two, three and four; with small chunks, borders fall everywhere."""
+    run_ranks(any_cutting, 4, tmp_path)
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    shapes = {
+        "wte.weight": (48, 8),
+        "h.0.mlp.fc.weight": (2, 16, 8),
+        "h.1.mlp.fc.weight": (2, 16, 8),
+        "ln_f.bias": (8,),
+    }
+    return {name: some(shape, torch.float32, seed + i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def mine(t: Team, seed: int = 0) -> dict[str, Entry]:
+    """Two stages; the first and the last thing with one rank, a layer with the ranks of its stage."""
+    fulls = model(seed)
+    stage, place = divmod(t.rank, t.size // 2)
+    fc = f"h.{stage}.mlp.fc.weight"
+    out = {fc: entry(fulls[fc], sharded((2, 16, 8), 1, 1, t.size // 2, place))}
+    if stage == 0:
+        out["wte.weight"] = entry(fulls["wte.weight"], sharded((48, 8), 1, t.size // 2, 1, place))
+    else:
+        out["ln_f.bias"] = entry(fulls["ln_f.bias"], [((0,), (8,))] if place == 0 else [])
+    return out
+
+
+def save(root: Path, step: int, named: native.Named, say: store.Say = quiet) -> bool:
+    return native.save(root, step, named, {"iteration": step}, {"of": team().size}, say=say, team=team())
+
+
+def whole_ones(seed: int = 0) -> dict[str, Entry]:
+    return {name: whole(full) for name, full in model(seed).items()}
+
+
+def the_same_step(root: Path) -> None:
+    t = team()
+    said: list[str] = []
+    assert save(root, 5, mine(t), said.append)
+    assert said == t.leads * [
+        f"saving checkpoint at iteration       5 to {root}", f"  successfully saved checkpoint at iteration       5 to {root}",
+    ]  # fmt: skip
+    written = store.step_folder(root, 5).stat().st_ino
+    assert not save(root, 5, mine(t))
+    alone = whole_ones() if t.leads else {}
+    assert not save(root, 5, alone)  # another layout, the same numbers
+    assert store.step_folder(root, 5).stat().st_ino == written
+    bent = mine(t)
+    if t.rank == 3:
+        bent["h.1.mlp.fc.weight"].tensor.view(torch.int32)[-1] ^= 1
+    assert "(h.1.mlp.fc.weight would differ)" in error_of(lambda: save(root, 5, bent), LOCKED)
+    if t.leads:
+        alone["ln_f.bias"].tensor[0] += 1
+    assert "(ln_f.bias would differ)" in error_of(lambda: save(root, 5, alone), LOCKED)
+    if t.leads:
+        flip(store.step_folder(root, 5) / "rank_00002.safetensors", 8 * 600)
+    t.wait()
+    said.clear()
+    assert save(root, 5, mine(t), said.append)
+    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[1:2] * t.leads
+    assert (root / "iter_0000005.damaged").is_dir()
+    store.verify(store.step_folder(root, 5), full=True)
+
+
+def test_the_same_step_in_any_layout_is_not_written_again(tmp_path: Path) -> None:
+    run_ranks(the_same_step, 4, tmp_path)
+
+
+def disk_full(root: Path) -> None:
+    t = team()
+    assert save(root, 1, mine(t))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if t.rank == 2:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    message = error_of(lambda: save(root, 2, mine(t, 7)), IO)
+    needed = sum(t.gather(sum(e.tensor.numel() * 4 for e in mine(t).values())))
+    assert "iter_0000002.tmp/rank_00002.safetensors while saving iteration 2" in message
+    assert "iter_0000001, is intact" in message
+    assert needed < int(message.split("needs ")[1].split(" bytes")[0].replace(",", "")) < needed + 8000
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    t.wait()
+    assert store.listing(root) == ["iter_0000001", store.TRACKER]
+    assert native.bytes_of(mine(t), t) == needed
+    message = error_of(lambda: store.check_writable(root, 1 << 60, t), IO)
+    assert f"{2 << 60:,}" in message
+    t.wait()
+    assert not list(root.glob(".write*"))
+    assert save(root, 2, mine(t, 7))
+
+
+def test_one_ranks_full_disk_fails_the_save_of_all(tmp_path: Path) -> None:
+    run_ranks(disk_full, 4, tmp_path)
+
+
+def defects(root: Path) -> None:
+    t = team()
+
+    def refused(named: native.Named, *words: str) -> None:
+        with pytest.raises(ValueError) as caught:
+            save(root, 1, named)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    full = model()["wte.weight"]
+    refused({"x": entry(full, [((0, 0), (48, 8))])}, "384 elements", "768", "twice")
+    refused({"x": entry(full, [((0, 0), (48, 8))] if t.rank > 7 else [])}, "384 elements", "hold 0")
+    refused({"x": entry(full, [((24 * t.rank, 0), (24, 7))])}, "384 elements", "336")
+    refused({"x": entry(full[: 48 - t.rank], [])}, "[47, 8] F32 on rank 1", "48, 8")
+    refused({"x": entry(full.to([torch.float32, torch.float16][t.rank]), [])}, "F16 on rank 1", "F32")
+    bad = {"x": Entry((4,), [((0,), (3,))], torch.zeros(4))} if t.rank == 1 else {}
+    with pytest.raises(ValueError if t.rank == 1 else UserError) as caught:  # its own defect has its traceback
+        save(root, 1, bad)
+    if t.leads:
+        assert str(caught.value).startswith("rank 1: ValueError: x") and caught.value.status == UNEXPECTED  # type: ignore[union-attr,attr-defined]
+    t.wait()
+    assert store.listing(root) == []
+
+
+def test_the_boxes_of_all_ranks_cover_every_tensor_once(tmp_path: Path) -> None:
+    run_ranks(defects, 2, tmp_path)
+
+
+def loading(root: Path) -> None:
+    t = team()
+    said: list[str] = []
+    assert native.load(root / "none", mine(t), say=said.append, team=t) is None
+    assert len(said) == 2 * t.leads
+    for step in (1, 2, 3):
+        save(root, step, mine(t, 10 * step))
+    if t.leads:  # a part that rank 2 alone reads
+        flip(store.step_folder(root, 3) / "rank_00002.safetensors", 8 * 600)
+    t.wait()
+    want, seen = blank(mine(t)), list[int]()
+    said.clear()
+
+    def accept(state: dict[str, int], config: dict[str, int]) -> None:
+        assert config == {"of": 4}
+        seen.append(state["iteration"])
+
+    loaded = native.load(root, want, say=said.append, accept=accept, team=t)
+    assert loaded == (2, {"iteration": 2}) and same(mine(t, 20), want) and seen == [3, 2]
+    assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.leads
+    message = error_of(lambda: native.load(root, want, say=quiet, step=3, team=t))
+    assert "rank_00002" in message
+    if t.leads:  # full verification is shared out, and finds what nobody reads
+        flip(store.step_folder(root, 2) / native.CONFIG, 8)
+    t.wait()
+    assert native.load(root, want, verify="full", say=quiet, team=t) == (1, {"iteration": 1})
+    assert same(mine(t, 10), want)
+
+    def refuse(state: object, config: object) -> None:
+        if t.rank == 1:
+            raise UserError("not this one", 2)
+
+    assert error_of(lambda: native.load(root, want, say=quiet, accept=refuse, team=t), 2) == "not this one"
+    if t.rank == 1:
+        want["x"] = whole(torch.zeros(3))
+    if t.rank > 1:
+        del want["ln_f.bias"]
+    message = error_of(lambda: native.load(root, want, say=quiet, team=t))
+    assert "x: the model has (3,), the checkpoint has none" in message
+    assert "ln_f.bias: the model has none, the checkpoint has (8,)" in message and message.count("\n") == 2
+    half = {n: Entry(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()}
+    said.clear()
+    native.load(root, half, say=said.append, step=1, team=t)
+    assert (" 4 tensors converted from F32 to BF16" in said) == t.leads
+    if t.leads:
+        for step in (1, 2, 3):
+            (store.step_folder(root, step) / native.STATE).unlink()
+    t.wait()
+    message = error_of(lambda: native.load(root, half, say=quiet, team=t))
+    assert all(f"iter_000000{step}" in message for step in (1, 2, 3))
+
+
+def test_all_ranks_load_the_same_step(tmp_path: Path) -> None:
+    run_ranks(loading, 4, tmp_path)
+
+
+def not_shared(root: Path) -> None:
+    """Rank 1 has a folder of the same name that rank 0 does not see: here another one, as on another node."""
+    t = team()
+    store.SEEN_WITHIN = 0.1
+    here = root / f"node{t.rank}"
+    with pytest.raises(UserError, match="all nodes share"):
+        store.check_writable(here, 1, t)
+    with pytest.raises(UserError, match="all nodes share"):
+        save(here, 1, mine(t))
+    if t.rank:
+        (here / "iter_0000001.tmp").mkdir()
+    with pytest.raises(UserError, match=r"rank 0 on .* does not see .*rank_00001.*all nodes share"):
+        save(here, 1, mine(t))
+    t.wait()
+    assert not t.leads or not list(here.iterdir())  # rank 0 looks: it goes on to save there
+    native.save(root / "node0", 1, whole_ones(), {}, say=quiet) if t.leads else None
+    t.wait()
+    with pytest.raises(UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"):
+        native.load(here, blank(mine(t)), say=quiet, team=t)
+    if t.rank:
+        native.save(here, 1, whole_ones(1), {}, say=quiet)
+    t.wait()
+    with pytest.raises(UserError, match="rank 1 sees another"):
+        native.load(here, blank(mine(t)), say=quiet, team=t)
+    if t.rank:
+        shutil.rmtree(here)
+        shutil.copytree(root / "node0", here)
+    t.wait()
+    assert native.load(here, want := blank(mine(t)), say=quiet, team=t)  # copies are as good
+    assert same(mine(t), want)
+
+
+def test_a_folder_that_nodes_do_not_share_is_told(tmp_path: Path) -> None:
+    run_ranks(not_shared, 2, tmp_path)
+
+
+def killed(root: Path, who: int, point: str) -> None:
+    t = team()
+    save(root, 1, mine(t))
+
+    def reached(name: str) -> None:
+        if t.rank == who and name == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store.reached = reached
+    save(root, 2, mine(t, 7))
+
+
+POINTS = ("begin", "after_mkdir", "written_unsynced", "shard_done")
+OF_RANK_0 = ("manifest_unsynced", "before_rename", "after_rename", "before_tracker", "after_tracker")
+
+
+@pytest.mark.parametrize(("who", "point"), [*((0, p) for p in POINTS + OF_RANK_0), *((1, p) for p in POINTS)])
+def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str) -> None:
+    root, files = tmp_path / "run", str(tmp_path / "store")
+    args = (killed, 2, files, (root, who, point))
+    context = mp.start_processes(ranks._rank, args, 2, join=False, start_method="forkserver")
+    for process in context.processes:
+        process.join(30)
+    assert [p.exitcode for p in context.processes] == [-signal.SIGKILL if n == who else 1 for n in range(2)]
+    step, _ = store.latest(root)
+    assert step == (2 if point in OF_RANK_0[2:] else 1)
+    store.verify(store.step_folder(root, step), full=True)
+    native.save(root, 2, whole_ones(7), {"iteration": 2}, say=quiet)
+    assert store.latest(root) == (2, []) and not list(root.glob("*.tmp"))
+    native.load(root, want := blank(whole_ones()), say=quiet)
+    assert same(whole_ones(7), want)
+
+
+def write(root: Path) -> None:
+    save(root, 1, mine(team()))
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(write, 4, tmp_path)
+    assert inspect.main([str(tmp_path), "--boxes", "--full"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "written by 4 ranks", "1,024 bytes in 2 boxes, 2 files", "32 bytes in 1 boxes, 1 files",
+        "rank_00001.safetensors [0:48,4:8]", "rank_00003.safetensors [1:2,0:16,0:8]",
+    ):  # fmt: skip
+        assert part in shown, (part, shown)
+    (store.step_folder(tmp_path, 1) / "rank_00003.safetensors").unlink()
+    with pytest.raises(UserError, match="rank_00003"):
+        inspect.main([str(tmp_path)])
+    assert json.loads((store.step_folder(tmp_path, 1) / native.INDEX).read_text())

@@ -1,0 +1,175 @@
+"""Schedules as lists: complete, without deadlock, in the order of their messages, with the bubbles of the textbook."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.parallel import pipeline_schedule
+from meshwright.parallel.pipeline_schedule import Action, schedule, simulate
+
+SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
+CASES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("1f1b", 4)]
+
+
+def microbatches(pp, chunks):
+    return [pp * n for n in (1, 2, 3, 5)] if chunks > 1 else [1, 2, 3, 5, 8, 13]
+
+
+@pytest.mark.parametrize("pp", SIZES)
+@pytest.mark.parametrize(("kind", "chunks"), CASES)
+def test_complete_in_order_and_free_of_deadlock(kind, chunks, pp):
+    for m in microbatches(pp, chunks):
+        lists = [schedule(kind, pp, rank, m, chunks) for rank in range(pp)]
+        for todo in lists:
+            assert sorted(todo) == sorted(Action(op, c, i) for op in "FB" for c in range(chunks) for i in range(m))
+            for op in "FB":
+                for c in range(chunks):
+                    assert [a.microbatch for a in todo if a[:2] == (op, c)] == list(range(m))
+        timeline = simulate(kind, pp, m, chunks)  # raises on deadlock
+        assert [list(ran) for ran in timeline.spans] == lists
+        for ran in timeline.spans:
+            ends = [0.0, *(end for _, end in ran.values())]
+            assert all(start >= end for (start, _), end in zip(ran.values(), ends[:-1], strict=True))
+
+
+@pytest.mark.parametrize("pp", SIZES[1:])
+@pytest.mark.parametrize(("kind", "chunks"), CASES)
+def test_messages_are_received_in_the_order_of_sending(kind, chunks, pp):
+    """On each channel: two ranks, a direction, and whether it leads around between the last rank and the first."""
+    last = pp * chunks - 1
+    for m in microbatches(pp, chunks):
+        sent, received = {}, {}
+        for rank in range(pp):
+            for op, chunk, i in schedule(kind, pp, rank, m, chunks):
+                stage, step = chunk * pp + rank, 1 if op == "F" else -1
+                for messages, begin, end in ((sent, stage, stage + step), (received, stage - step, stage)):
+                    if 0 <= begin <= last and 0 <= end <= last:
+                        channel = (begin % pp, end % pp, op, max(begin, end) % pp == 0)
+                        messages.setdefault(channel, []).append((end, i))
+        assert sent == received
+        assert len(sent) == 2 * (pp - 1) + (2 if chunks > 1 else 0)
+
+
+@pytest.mark.parametrize("pp", SIZES)
+@pytest.mark.parametrize("forward", [1.0, 2.0])
+def test_bubbles(pp, forward):
+    for m in (pp, 2 * pp, 5 * pp):
+        idle = (pp - 1) / (m + pp - 1)
+        for kind in ("gpipe", "1f1b"):
+            timeline = simulate(kind, pp, m, forward=forward)
+            assert timeline.bubble == pytest.approx(idle)
+            assert timeline.total == pytest.approx((m + pp - 1) * (forward + 2))
+        for chunks in (2, 4):
+            timeline = simulate("1f1b", pp, m, chunks, forward=forward)
+            assert timeline.total == pytest.approx((m + (pp - 1) / chunks) * (forward + 2))
+            assert timeline.bubble == pytest.approx((pp - 1) / (m * chunks + pp - 1))
+
+
+@pytest.mark.parametrize("pp", SIZES)
+def test_live_activations(pp):
+    for m in (1, pp, 3 * pp):
+        assert simulate("1f1b", pp, m).live == [min(pp - rank, m) for rank in range(pp)]
+        assert simulate("gpipe", pp, m).live == [m] * pp
+    for chunks in (2, 3):
+        for rank, live in enumerate(simulate("1f1b", pp, 3 * pp, chunks).live):
+            assert live <= 2 * (pp - rank - 1) + (chunks - 1) * pp + 1
+
+
+def test_refused():
+    with pytest.raises(ValueError, match=r"micro-batches \(6\) that are a multiple of the stages \(4\)"):
+        schedule("1f1b", 4, 0, 6, 2)
+    with pytest.raises(ValueError, match="gpipe has one chunk"):
+        schedule("gpipe", 4, 0, 8, 2)
+
+
+def test_deadlock_is_seen(monkeypatch):
+    monkeypatch.setattr(pipeline_schedule, "schedule", lambda *_: [Action("B", 0, 0), Action("F", 0, 0)])
+    with pytest.raises(RuntimeError, match="deadlocks: pp=2 microbatches=1"):
+        simulate("1f1b", 2, 1)
+
+
+# torch's own schedules
+
+
+def plain(actions, pp):
+    """Torch's actions as ours, without its waiting slots."""
+    found = [(a.computation_type.value, a.stage_index // pp, a.microbatch_index) for a in actions if a]
+    return [Action(*a) for a in found if a[0] in "FB"]
+
+
+@pytest.mark.parametrize("pp", SIZES)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_same_lists_as_torch(chunks, pp):
+    from torch.distributed.pipelining import schedules as torchs
+
+    for m in microbatches(pp, 2):
+        for rank in range(pp):
+            oracle = object.__new__(torchs.ScheduleInterleaved1F1B)  # its constructor wants a process group
+            oracle.pp_group_size, oracle.n_local_stages, oracle._n_microbatches = pp, chunks, m
+            oracle.number_of_rounds, oracle.microbatches_per_round = m // pp, pp
+            if chunks > 1:
+                theirs = oracle._calculate_single_rank_operations(rank)
+            else:  # torch's interleaved schedule of one chunk warms up twice as long as 1F1B: ask its helper for 1F1B
+                ahead = min(m, pp - rank - 1)
+                theirs = torchs._get_1f1b_rank_ops(
+                    1, pp, ahead, m - ahead, ahead, rank, lambda k, rank=rank: rank, lambda k, rank=rank: rank
+                )
+            assert plain(theirs, pp) == schedule("1f1b", pp, rank, m, chunks)
+
+
+@pytest.mark.parametrize("pp", SIZES[1:])
+def test_same_order_as_torchs_1f1b_and_gpipe(pp):
+    from torch.distributed.pipelining import schedules as torchs
+
+    for kind, cls in (("1f1b", torchs.Schedule1F1B), ("gpipe", torchs.ScheduleGPipe)):
+        oracle = object.__new__(cls)
+        oracle._num_stages, oracle._n_microbatches = pp, 3 * pp
+        for rank, theirs in oracle._get_pipeline_order().items():
+            ours, theirs = schedule(kind, pp, rank, 3 * pp), plain(theirs, 2 * pp)
+            assert [a.op for a in ours] == [a.op for a in theirs]
+            if rank < pp - 1 or kind == "gpipe":  # torch 2.13 numbers the last rank's forwards of 1F1B from 1
+                assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", ["zero-bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_torchs_lists_can_be_run(kind, pp):
+    """Every forward once, and a whole backward pass in one part or two, in micro-batch order; messages arrive as sent."""
+    from meshwright.parallel.pipeline import listed, stages_of
+
+    chunks, microbatches = (1 if kind == "zero-bubble" else 2), 2 * pp
+    lists = [listed(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
+    stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
+    assert sorted(s for mine in stages for s in mine) == list(range(pp * chunks))
+    for actions in lists:
+        for chunk in range(chunks):
+            mine = [a for a in actions if a.chunk == chunk]
+            assert [a.microbatch for a in mine if a.op == "F"] == list(range(microbatches))
+            assert [a.microbatch for a in mine if a.op in "BI"] == list(range(microbatches))
+            assert [a.microbatch for a in mine if a.op in "BW"] == list(range(microbatches))
+            for a in mine:
+                if a.op == "W":
+                    assert mine.index(a._replace(op="I")) < mine.index(a)
+    done, at = set(), [0] * pp
+    while any(at[r] < len(lists[r]) for r in range(pp)):  # no deadlock
+        before = list(at)
+        for rank, actions in enumerate(lists):
+            while at[rank] < len(actions):
+                op, chunk, i = actions[at[rank]]
+                stage = stages[rank][chunk]
+                needs = {"F": ("F", stage - 1, i), "W": ("I", stage, i)}.get(op, ("I", stage + 1, i))
+                ends = (op == "F" and stage == 0) or (op in "BI" and stage == pp * chunks - 1)
+                if not ends and needs not in done:
+                    break
+                done.add(("I" if op == "B" else op, stage, i))
+                at[rank] += 1
+        assert at != before
+
+
+def test_another_torch_is_refused(monkeypatch):
+    from meshwright.errors import UserError
+    from meshwright.parallel import pipeline
+
+    monkeypatch.setattr(pipeline.torch, "__version__", "2.99.0")
+    with pytest.raises(UserError, match=r"tried with torch 2\.13; this is 2\.99"):
+        pipeline.listed("zbv", 2, 0, 4, 2)

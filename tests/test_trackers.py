@@ -1,0 +1,188 @@
+"""TensorBoard is read back from its files; Weights & Biases is played by a module of the same interface."""
+
+import sys
+import time
+import types
+
+import pytest
+
+from meshwright import config, flags
+from meshwright.errors import UserError
+from meshwright.trackers import TAGS, open_trackers, tags, validation_tags
+
+ROW = {"iteration": 6, "loss": 2.5, "grad_norm": 0.5, "lr": 0.25, "loss_scale": 8.0, "ms": 500.0, "memory": 4096,
+       "batch": 16, "params_norm": 3.0, "num_zeros": 7, "reserved": 8192, "allocated_count": 9, "world_size": 2,
+       "timers": {"optimizer": 125.0}}  # fmt: skip
+CHECK = {"name": "validation", "loss": 2.0, "ppl": 7.5}
+EVERYTHING = {f"log_{what}_to_tensorboard": True
+              for what in ("timers", "batch_size", "memory", "world_size", "validation_ppl")}  # fmt: skip
+
+
+def logging(**values):
+    return config.Logging(**values)
+
+
+def read(folder):
+    """Tag -> [(step, value)] as TensorBoard shows it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}, found
+
+
+def test_names_are_megatrons():
+    assert tags(logging(**EVERYTHING), ROW) == {
+        "lm loss": 2.5, "grad-norm": 0.5, "learning-rate": 0.25, "loss-scale": 8.0, "batch-size": 16.0,
+        "num-zeros": 7.0, "params-norm": 3.0, "world-size": 2.0, "mem-reserved-bytes": 8192.0,
+        "mem-allocated-bytes": 4096.0, "mem-allocated-count": 9.0, "iteration-time": 0.5, "optimizer-time": 0.125,
+    }  # fmt: skip
+    assert validation_tags(logging(**EVERYTHING), CHECK) == {"lm loss validation": 2.0, "lm loss validation ppl": 7.5}
+
+
+def test_flags_choose():
+    always = {"lm loss", "grad-norm", "num-zeros", "params-norm"}
+    assert tags(logging(), ROW).keys() == always | {"learning-rate", "loss-scale"}
+    none = logging(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
+    assert tags(none, ROW).keys() == always
+    assert validation_tags(logging(), CHECK) == {"lm loss validation": 2.0}
+    assert {flag for _, flag in TAGS.values() if flag} <= flags.fields(config.TrainConfig).keys()
+
+
+def test_what_is_missing_is_left_out_and_a_skipped_step_has_no_loss():
+    assert tags(logging(**EVERYTHING), {"loss": 1.0, "memory": None}) == {"lm loss": 1.0}
+    skipped = tags(logging(), {**ROW, "skipped": True, "loss": float("inf"), "grad_norm": float("nan")})
+    assert "lm loss" not in skipped and "grad-norm" not in skipped and skipped["loss-scale"] == 8.0
+
+
+def test_interval():
+    assert tags(logging(tensorboard_log_interval=3), ROW) and not tags(logging(tensorboard_log_interval=4), ROW)
+
+
+def test_tensorboard_files(tmp_path):
+    (tracker,) = open_trackers(logging(), tmp_path, {"lr": 0.1, "data_path": ["a"]}, "run")
+    tracker.scalars({"lm loss": 2.5}, 1, 4)
+    tracker.scalars({}, 2, 8)
+    tracker.scalars({"lm loss": 1.5}, 3, 12)
+    tracker.close()
+    curves, found = read(tmp_path / "tensorboard")
+    assert curves == {"lm loss": [(1, 2.5), (3, 1.5)]}
+    text = found.Tensors("arguments/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == '    lr: 0.1\n    data_path: ["a"]'
+    assert read(tmp_path / "tensorboard" / "samples")[0] == {"lm loss vs samples": [(4, 2.5), (12, 1.5)]}
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
+    """Killed after step 5, gone on from step 3: no point twice, and the curve over samples is whole too."""
+    real = time.time
+    for first, last, loss in ((1, 5, 2.0), (4, 6, 1.0)):
+        # Later by seconds, as attempts are: TensorBoard orders its files by name, and those of one second by a number as text.
+        monkeypatch.setattr(time, "time", lambda later=10 * first: real() + later)
+        (tracker,) = open_trackers(logging(), tmp_path, {}, "run", first, 4 * (first - 1))
+        for i in range(first, last + 1):
+            tracker.scalars({"lm loss": loss}, i, 4 * i)
+        tracker.close()
+    expected = [(i, 2.0 if i < 4 else 1.0) for i in range(1, 7)]
+    assert read(tmp_path / "tensorboard")[0]["lm loss"] == expected
+    over_samples = read(tmp_path / "tensorboard" / "samples")[0]["lm loss vs samples"]
+    assert over_samples == [(4 * i, loss) for i, loss in expected]
+
+
+def test_where_and_whether(tmp_path, monkeypatch):
+    assert open_trackers(logging(tensorboard=False), tmp_path, {}, "run") == []
+    assert open_trackers(logging(), None, {}, "run") == [] and not list(tmp_path.iterdir())
+    open_trackers(logging(tensorboard_dir=str(tmp_path / "here")), None, {}, "run")[0].close()
+    assert any((tmp_path / "here").glob("events*"))
+    for name in [n for n in sys.modules if n.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    assert open_trackers(logging(), tmp_path, {}, "run") == []
+    with pytest.raises(UserError, match=r"--tensorboard-dir needs .*pip install 'meshwright\[log\]'") as e:
+        open_trackers(logging(tensorboard_dir="x"), tmp_path, {}, "run")
+    assert e.value.status == 69
+
+
+@pytest.mark.parametrize("fails", ["scalars", "text", "close"])
+def test_a_tracker_that_fails_says_so_once_and_is_off(tmp_path, capsys, monkeypatch, fails):
+    (tracker,) = open_trackers(logging(), tmp_path, {}, "run")
+    backend, calls = tracker.backend, []
+
+    def fail(*_):
+        calls.append(1)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(backend, fails, fail)
+    for i in range(1, 4):
+        tracker.scalars({"lm loss": 1.0}, i, i)
+        tracker.text("arguments", "")
+    tracker.close()
+    tracker.close()
+    assert calls == [1]
+    assert capsys.readouterr().err == "TensorBoard failed and is off, the run goes on: OSError: disk full\n"
+    backend.over_iterations.close(), backend.over_samples.close()
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module with wandb's init, and what was done with it."""
+    module = types.ModuleType("wandb")
+    module.inits, module.logged, module.finished = [], [], 0
+
+    class Run:
+        summary = {}
+
+        def log(self, values, step):
+            module.logged.append((step, values))
+
+        def finish(self):
+            module.finished += 1
+
+    def init(**values):
+        module.inits.append(values)
+        return Run()
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb(tmp_path, wandb):
+    asked = logging(tensorboard=False, wandb_project="gpt", wandb_exp_name="first")
+    (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")
+    tracker.scalars({"lm loss": 2.5}, 3, 12)
+    tracker.text("note", "words")
+    assert tracker.backend.run.summary == {"note": "words"}
+    tracker.close()
+    assert wandb.logged == [(3, {"lm loss": 2.5, "samples": 12})] and wandb.finished == 1
+    (init,) = wandb.inits
+    known = init.pop("id")
+    assert init == {"project": "gpt", "name": "first", "dir": str(tmp_path), "config": {"lr": 0.1}, "resume": "allow"}
+    open_trackers(asked, tmp_path, {}, "run", first=4)  # resumed: the same run there
+    open_trackers(asked, tmp_path, {}, "run")  # begun anew: another
+    again, anew = (i["id"] for i in wandb.inits[1:])
+    assert again == known != anew
+
+
+def test_wandb_beside_tensorboard_with_defaults_and_without_a_folder(tmp_path, wandb):
+    both = open_trackers(logging(wandb_project="gpt", wandb_save_dir="there"), tmp_path, {}, "run")
+    assert [t.name for t in both] == ["TensorBoard", "Weights & Biases"]
+    both[0].close()
+    assert (wandb.inits[0]["name"], wandb.inits[0]["dir"]) == ("run", "there")
+    open_trackers(logging(wandb_project="gpt"), None, {}, "run")
+    assert wandb.inits[1]["dir"] is None
+
+
+def test_wandb_that_is_missing_or_refuses_is_told_before_the_first_step(tmp_path, wandb, monkeypatch):
+    asked = logging(tensorboard=False, wandb_project="gpt")
+
+    def init(**_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(UserError, match="--wandb-project gpt: no API key .*WANDB_MODE=offline"):
+        open_trackers(asked, tmp_path, {}, "run")
+    assert not (tmp_path / "wandb-id").exists()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb") as e:
+        open_trackers(asked, tmp_path, {}, "run")
+    assert e.value.status == 69

@@ -1,0 +1,146 @@
+"""Two network namespaces of this machine, joined by a cable, are two machines: own addresses, and a link that can be cut.
+
+The machine's name leads to neither address (it is on both, and mostly 127.0.0.1), so gloo must be told the interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import TINY_FLAGS
+from documents import ROOT, end, environment
+from meshwright.__main__ import main
+from meshwright.errors import HANG
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+
+ADDRESSES = ("192.168.0.1", "192.168.0.2")
+MINUTES = 0.2  # a busy machine may well keep a rank waiting for seconds
+LAUNCH = "-m meshwright launch --nproc-per-node 2"
+TORCHRUN = f"-m torch.distributed.run --nproc_per_node 2 --nnodes 2 --master_addr {ADDRESSES[0]}"
+
+
+def ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[str, str]]:
+    """The names of two namespaces; the cable's ends are called cable-a and cable-b."""
+    if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("only root makes network namespaces, with the command ip of iproute2")
+    names = (f"meshwright-{os.getpid()}-a", f"meshwright-{os.getpid()}-b")
+    try:
+        try:
+            for name in names:
+                ip(f"netns add {name}")
+            ip(f"link add cable-a netns {names[0]} type veth peer name cable-b netns {names[1]}")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this system does not let network namespaces be made: {error.stderr.strip()}")
+        for name, address, cable in zip(names, ADDRESSES, ("cable-a", "cable-b"), strict=True):
+            ip(f"-n {name} addr add {address}/24 dev {cable}")
+            ip(f"-n {name} link set lo up")
+            ip(f"-n {name} link set {cable} up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Python with these arguments on each machine, its words in log-0 and log-1; what is left at the end is killed."""
+    processes = []
+    try:
+        for n, (machine, command) in enumerate(zip(machines, commands, strict=True)):
+            with (folder / f"log-{n}").open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", machine, sys.executable, *command.split()],
+                        cwd=folder,
+                        stdout=log,
+                        stderr=log,
+                        env=environment(),
+                        start_new_session=True,
+                    )  # fmt: skip
+                )
+        yield processes
+    finally:
+        end(processes)
+
+
+def training(folder: Path, **more: object) -> str:
+    """Flags of TP2 x DP2 in float64."""
+    flags = {"tensor-model-parallel-size": 2, "params-dtype": "float64", "run-dir": folder / "run"}
+    return " ".join([*TINY_FLAGS, *(f"--{k.replace('_', '-')}={v}" for k, v in (flags | more).items())])
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if row["event"] == "step"]
+
+
+def as_one_process(folder: Path, flags: str) -> list[float]:
+    alone = ["--tensor-model-parallel-size=1", f"--run-dir={folder / 'alone'}"]
+    assert main(["train", *flags.split(), *alone]) == 0
+    return losses(folder / "alone")
+
+
+def said(folder: Path) -> list[str]:
+    return [(folder / f"log-{n}").read_text() for n in range(2)]
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)],
+        [f"{LAUNCH} --node-ips {','.join(ADDRESSES)} train"] * 2,  # each finds its own number
+    ],
+    ids=["torchrun", "--node-ips"],
+)
+def test_losses_are_those_of_one_process(machines: tuple[str, str], tmp_path: Path, commands: list[str]) -> None:
+    flags = training(tmp_path)
+    with started(machines, [f"{command} {flags}" for command in commands], tmp_path) as processes:
+        assert [p.wait() for p in processes] == [0, 0], said(tmp_path)
+    ours, alone = losses(tmp_path / "run"), as_one_process(tmp_path, flags)
+    assert len(ours) == 6 and ours == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("commands", "status"),
+    [
+        ([f"{LAUNCH} --nnodes 2 --node-rank {n} --master-addr {ADDRESSES[0]} train" for n in range(2)], HANG),
+        pytest.param(
+            [f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)], 1, marks=pytest.mark.long
+        ),  # torchrun makes every status 1
+    ],
+    ids=["--node-rank", "torchrun"],
+)
+def test_a_cut_cable_ends_both(machines: tuple[str, str], tmp_path: Path, commands: list[str], status: int) -> None:
+    """In words, soon after the time-out of a collective; the losses until then are those of one process."""
+    steps = 10
+    flags = training(tmp_path, train_iters=5000, distributed_timeout_minutes=MINUTES)
+    with started(machines, [f"{command} {flags}" for command in commands], tmp_path) as processes:
+        while f" iteration {steps:>8}/" not in said(tmp_path)[0]:
+            assert [p.poll() for p in processes] == [None, None], said(tmp_path)
+            time.sleep(0.1)
+        ip(f"-n {machines[0]} link set cable-a down")
+        cut = time.monotonic()
+        assert [p.wait() for p in processes] == [status] * 2, said(tmp_path)
+        took = time.monotonic() - cut
+    for log in said(tmp_path):
+        assert f"another rank ended, or did not answer within --distributed-timeout-minutes {MINUTES}" in log
+        assert "Traceback" not in log or status == 1  # torchrun's own
+    assert took < MINUTES * 60 + 30  # leaving lasts up to 10 s, the launchers' ends some more
+    alone = as_one_process(tmp_path, f"{flags} --exit-interval={steps}")
+    assert losses(tmp_path / "run")[:steps] == pytest.approx(alone, rel=1e-9)
