@@ -15,6 +15,7 @@ from meshwright import config, report
 from meshwright.model.counts import parameters
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import Kind, simulate
+from meshwright.presets import PRESETS
 
 PAGE = Path(__file__).with_suffix(".md")
 MODELS = {"345M": "ascend-345m", "1.3B": "ascend-1.3b", "2.7B": "ascend-2.7b"}
@@ -49,9 +50,9 @@ def moved(
 
 
 def of_model(preset: str) -> dict[str, int]:
-    m = config.Model(**{k: v for k, v in config.PRESETS[preset].items() if k in config.Model.__dataclass_fields__})
+    m = config.Model(**{k: v for k, v in PRESETS[preset].items() if k in config.Model.__dataclass_fields__})
     assert m.num_layers and m.hidden_size
-    positions = config.PRESETS[preset]["seq_length"]
+    positions = PRESETS[preset]["seq_length"]
     return {"weights": parameters(m, VOCABULARY, positions), "layers": m.num_layers, "hidden": m.hidden_size}
 
 

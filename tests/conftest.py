@@ -1,16 +1,22 @@
 """Shared by all tests: few threads, because two tests run at once, and a small model to train."""
 
+import contextlib
+import io
 import os
+from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
     del os.environ[name]
 
+import numpy.typing as npt  # noqa: E402
 import pytest  # noqa: E402
 
 from meshwright import config as settings  # noqa: E402
-from meshwright import flags  # noqa: E402
+from meshwright import console, flags  # noqa: E402
+from meshwright.data.indexed import Indexed  # noqa: E402
 
 TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
 
@@ -41,6 +47,31 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Drawing takes a second, a tiny run a tenth: only tests marked `pictures` draw."""
     if request.node.get_closest_marker("pictures") is None:
         monkeypatch.setattr("meshwright.train.write_report", lambda folder: None)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_said() -> None:
+    """By the process of the tests, whatever a command before chose."""
+    console.speak("stdout")
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[tuple[list[str], list[str]]]:
+    """Lines that are said in the block, and notices; filled at its end."""
+    out, err = io.StringIO(), io.StringIO()
+    said: tuple[list[str], list[str]] = ([], [])
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield said
+    finally:
+        said[0].extend(out.getvalue().splitlines())
+        said[1].extend(err.getvalue().splitlines())
+
+
+def tokens_of(indexed: Indexed, i: int) -> npt.NDArray[Any]:
+    """Of one sequence."""
+    start = int(indexed.pointers[i]) // indexed.dtype.itemsize
+    return indexed.tokens[start : start + int(indexed.sizes[i])]
 
 
 @pytest.fixture

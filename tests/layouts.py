@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright import flags
+from meshwright import checks, flags
 from meshwright.config import Parallel, TrainConfig
 from ranks import run_ranks
 
@@ -89,11 +89,11 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     from meshwright.metrics import Timers
     from meshwright.parallel.team import Team
     from meshwright.preflight import layout_of, vocabulary
-    from meshwright.train import Trainer
+    from meshwright.trainer import Trainer
 
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
     layout = layout_of(config, team.rank) if connect is None else connect(layout_of(config, team.rank))
-    _, vocab, padded = vocabulary(config, None, lambda line: None)
+    _, vocab, padded = vocabulary(config, None)
     trainer = Trainer(config, torch.device("cpu"), vocab, padded, None, None, Timers(), layout, team)
     trainer.load_or_initialise()
     d = config.data
@@ -130,11 +130,11 @@ class Connected:
 def _train_all(
     folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, look: Callable[[Any], Any]
 ) -> None:
-    from meshwright import metrics
+    from meshwright import console
     from meshwright.parallel import start
     from meshwright.parallel.team import Team
 
-    metrics.speak(False)
+    console.speak(None)
     start._minutes = 2  # so that ranks that wait for one another end in time
     team, connected, results = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), Connected(), []
     for name, config in jobs:
@@ -297,7 +297,7 @@ def config_of(case: Case, more: str = "") -> TrainConfig:
 def is_legal(case: Case) -> bool:
     """Nothing is refused, and nothing said has no effect: else a pair would be met in name only."""
     config = config_of(case)
-    return not config.notices() and not config.problems()
+    return not checks.notices(config) and not checks.problems(config)
 
 
 def legal_layouts() -> list[Case]:

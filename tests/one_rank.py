@@ -2,7 +2,7 @@
 
 Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the others, --size=N as
 --world-size, and one word: an exit status for rank 1, `kill` (rank 1, by SIGKILL), `once` (rank 1 fails on its first
-attempt), `slow` (all stay, and say which signal they get).
+attempt), `slow` (all stay, and say which signal they get), `again` (all leave and join once more).
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def act(what: str, world: start.World, team: Any) -> int:
                 os.write(1, f"rank {world.rank} got {signals[0]}\n".encode())
                 return 128 + signals[0]
         return 0
+    if what == "again":
+        start.leave()
+        team = start.join(world, "gloo", 1, seconds=20)
     for _ in range(2):
         team.wait()
     return 0

@@ -8,6 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from conftest import heard
+from meshwright import checks
 from meshwright.config import Data, Tokenizer, TrainConfig, Training
 from meshwright.data import blend
 from meshwright.data.blend import Blend, normalised, order
@@ -102,9 +104,10 @@ def build(vocab=3000, **settings):
         data=Data(**{"seq_length": 8, "split": "700,200,100", **settings}), training=Training(**{**training, **inner}),
         tokenizer=Tokenizer(),
     )  # fmt: skip
-    assert not [p for p in config.problems() if "data" in p]
-    lines, notices = [], []
-    return build_datasets(config, vocab, lines.append, notices.append), lines, notices
+    assert not [p for p in checks.problems(config) if "data" in p]
+    with heard() as (lines, notices):
+        made = build_datasets(config, vocab)
+    return made, lines, notices
 
 
 def paths(folder, *values):
@@ -272,7 +275,10 @@ def test_cache_is_used_checked_and_keyed(tmp_path, monkeypatch):
     notices = []
 
     def make(weights, size):
-        return Blend(parts, weights, size, tmp_path / "cache", notice=notices.append)
+        with heard() as (_, told):
+            made = Blend(parts, weights, size, tmp_path / "cache")
+        notices.extend(told)
+        return made
 
     first = make([0.2, 0.3, 0.5], 50)
     again = make([0.2, 0.3, 0.5], 50)

@@ -1,6 +1,7 @@
 """A DeepSpeed JSON file as settings: what is taken, what is refused, and in which words."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from meshwright import deepspeed, flags
 from meshwright.__main__ import main
 from meshwright.config import Parallel, TrainConfig
 from meshwright.errors import USAGE, UserError
+from meshwright.train import run
 
 # What args_deepspeed_gpt.sh of seed 003 writes, whatever its USE_FP16 says.
 CONFIG_003 = """{
@@ -229,7 +231,7 @@ def test_contradictions(refusal, file, line, words):
         ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "not a power of two from -100 to 100"),
         ({"amp": {"enabled": True}}, '"amp" is not there: apex is not used'),
         ({"sparse_attention": {"mode": "fixed"}}, '"sparse_attention" is not there: attention is dense here'),
-        ({"checkpoint": {"load_universal": True}}, "--universal-checkpoint True: not yet (planned for step 5)"),
+        ({"checkpoint": {"load_universal": True}}, "--universal-checkpoint: not yet in this version; leave it out"),
         ([1], "not a table of settings"),
         ("{", "line 1, column 2: Expecting property name"),
         ('{\n  "a": 1,\n  // ours\n  "b": 2\n}', "line 3, column 3: Expecting property name enclosed in double quotes; "
@@ -272,3 +274,19 @@ def test_every_key_is_of_one_kind_and_every_setting_is_real():
     groups = flags.fields(TrainConfig)
     for group, name, _ in deepspeed.MAPPED.values():
         assert groups[name][0] == group
+
+
+def test_from_python_the_file_counts_too(tmp_path, capsys):
+    """run(config) merges it; what is not at its default was said, and a file that says otherwise is refused."""
+    (tmp_path / "ds.json").write_text(json.dumps({"gradient_clipping": 0.5, "train_batch_size": 4}))
+    argv = [*SMALL, "--micro-batch-size=2", "--eval-iters=0", "--device=cpu", "--run-dir", str(tmp_path / "run")]
+    config = flags.parse(TrainConfig, argv, "meshwright test").config
+    parallel = replace(config.parallel, deepspeed_config=str(tmp_path / "ds.json"))
+    assert run(replace(config, parallel=parallel)) == 0
+    told = capsys.readouterr()
+    assert "ds.json sets --clip-grad 0.5, --global-batch-size 4" in told.err and "global batch size:     4 " in told.out
+    clipped = replace(config, parallel=parallel, optimizer=replace(config.optimizer, clip_grad=0.25))
+    with pytest.raises(UserError, match="but --clip-grad is 0.25"):
+        run(clipped)
+    line = [*argv, "--deepspeed_config", str(tmp_path / "ds.json")]
+    assert main(["train", *line]) == 0 and capsys.readouterr().err.count("ds.json sets") == 1

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 import meshwright.checkpoint.native
 import meshwright.precision
-import meshwright.train
+import meshwright.resume
 from meshwright import config, flags
 from meshwright.__main__ import main
 from meshwright.checkpoint.store import step_folder
@@ -273,9 +273,9 @@ def forget_adams_time(monkeypatch):
 
 
 def forget_schedule(monkeypatch):
-    load = meshwright.train.Trainer.accept
+    load = meshwright.resume.State.accept
     monkeypatch.setattr(
-        "meshwright.train.Trainer.accept", lambda self, s, c: load(self, s | {"schedule_samples": 100}, c)
+        "meshwright.resume.State.accept", lambda self, s, c: load(self, s | {"schedule_samples": 100}, c)
     )
 
 

@@ -329,3 +329,17 @@ def test_muon_without_layers(example):
     settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon"))
     with pytest.raises(UserError, match="of which this model has none"):
         train.run(settings, bigram(), None, parts(example)[2])
+
+
+def test_data_of_ones_own_needs_no_files(tmp_path: Path) -> None:
+    """Paths that are there by habit are neither looked for nor remembered."""
+    from conftest import TINY_FLAGS
+    from meshwright import flags
+    from meshwright.checkpoint import native
+    from meshwright.config import TrainConfig
+
+    argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
+    config = flags.parse(TrainConfig, argv, "test").config
+    data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
+    assert train.run(config, datasets=data) == 0
+    assert native.read_config(tmp_path, 6)["data_fingerprint"] == []

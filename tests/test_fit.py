@@ -380,3 +380,21 @@ def test_which_reason_is_told(clock, tmp_path):
         reason = Ending(Training(kill_switch_path=str(path), exit_duration_in_mins=1.0), 1000.0).reason()
         assert (reason or "").startswith("kill switch" if there else "1.02 minutes" if late else "")
         assert (reason is None) == (not there and not late)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_containers_limit(tmp_path, monkeypatch, version):
+    """What its processes have counts, but for cached files, which give way."""
+    monkeypatch.setattr(fit, "CGROUP", tmp_path)
+    whole, free = fit.total_memory(), fit.free_memory()
+    assert fit.container() == (None, 0) and 0 < free <= whole
+    limit, used, stat = (tmp_path / name for name in fit.CGROUP_FILES[version % 2])
+    limit.parent.mkdir(exist_ok=True)
+    stat.write_text("anon 5\ninactive_file 300\nactive_file 200\n")
+    used.write_text("1500\n")
+    limit.write_text("4000\n")
+    assert fit.total_memory() == 4000 and fit.free_memory() == 3000
+    limit.write_text(f"{whole * 2}\n")
+    assert fit.total_memory() == whole and fit.free_memory() <= whole
+    limit.write_text("max\n")
+    assert fit.container()[0] is None and fit.total_memory() == whole

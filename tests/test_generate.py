@@ -454,7 +454,27 @@ def test_a_damaged_step_gives_way_to_an_older_one(generate, run, tmp_path):
     raw[-9] ^= 1
     weights.write_bytes(raw)
     status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
-    assert status == 0 and "step 9999 is damaged" in err and out == generate("--prompt", "a", load=run)[1]
+    assert (
+        status == 0 and "skipping iter_0009999, it is damaged" in err and out == generate("--prompt", "a", load=run)[1]
+    )
+
+
+def test_several_damaged_steps_give_way(generate, run, tmp_path):
+    """The newest has a bad manifest, the next one a bad chunk, the third is whole."""
+    shutil.copytree(run, tmp_path / "run")
+    (whole,) = (tmp_path / "run").glob("iter_*")
+    for name in ("iter_0009998", "iter_0009999"):
+        shutil.copytree(whole, tmp_path / "run" / name)
+    (tmp_path / "run/iter_0009999/manifest.json").write_text("{}")
+    weights = tmp_path / "run/iter_0009998/rank_00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
+    assert status == 0 and out == generate("--prompt", "a", load=run)[1]
+    assert "skipping iter_0009999" in err and "skipping iter_0009998" in err
+    for path in (whole / "rank_00000.safetensors", weights):
+        path.unlink()
+    status, _, err = generate("--prompt", "a", load=tmp_path / "run")
+    assert status == 65 and whole.name in err and "iter_0009998" in err
 
 
 def test_no_checkpoint(generate, tmp_path, capsys):

@@ -14,12 +14,15 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Each layer may import from itself and from those above it.
 LAYERS = [
-    ["errors", "config", "deepspeed", "flags", "device"],
+    ["errors", "console", "files", "values", "config", "presets", "checks", "foreign_flags", "deepspeed", "flags"],
+    ["command", "device"],
     ["tokenizers", "data", "kernels", "model", "lr_schedule", "trackers"],
     ["precision", "optimizer", "parallel"],
     ["checkpoint", "metrics", "report"],
-    ["preflight", "launch", "ending", "fit", "compare"],
+    ["launch", "launched", "agent", "ending", "compare"],
     ["network"],
+    ["resume", "run_folder", "preflight", "fit"],
+    ["trainer"],
     ["train"],
     ["generate", "evaluate"],
     ["demo", "bench"],
@@ -29,7 +32,8 @@ LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 
 # Imported where used: these must start without torch.
 NO_TORCH = ["errors", "config", "deepspeed", "flags", "device", "tokenizers", "lr_schedule", "report", "preflight", "train",
-            "evaluate", "__main__", "launch", "parallel.start", "data.indexed", "data.preprocess", "data.samples",
+            "console", "files", "resume", "run_folder",
+            "evaluate", "__main__", "launch", "launched", "parallel.start", "data.indexed", "data.preprocess", "data.samples",
             "model.counts", "checkpoint.store", "checkpoint.native", "checkpoint.inspect", "generate.command"]  # fmt: skip
 
 
@@ -111,7 +115,7 @@ def test_training_imports_torch_numpy_and_rich_only(tmp_path: Path) -> None:
 
     train_bpe(["some words to learn from"], 270, tmp_path)
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1 --train-iters 1"
-    flags += f" --mock-data --eval-iters 0 --vocab-size 5 --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    flags += f" --mock-data --eval-iters 0 --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
     code = (
         "import sys; from meshwright.__main__ import main; assert main(['train', *sys.argv[1:]]) == 0; "
         "print({m.split('.')[0] for m in sys.modules} & {'tiktoken', 'tokenizers', 'orjson', 'yaml', 'matplotlib', 'regex'})"

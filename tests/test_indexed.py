@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import tokens_of
 from meshwright.data.indexed import HEADER, Indexed, Writer, fingerprint, token_dtype
 from meshwright.errors import BAD_DATA, IO, UserError
 
@@ -55,10 +56,7 @@ def test_read_back(tmp_path, dtype):
     assert len(data) == 50
     assert data.doc_idx.tolist() == list(range(51))
     for i, [ids] in enumerate(documents):
-        assert data.get(i).tolist() == ids
-        assert data.get(i, 2).tolist() == ids[2:]
-        if len(ids) > 3:
-            assert data.get(i, 1, 2).tolist() == ids[1:3]
+        assert tokens_of(data, i).tolist() == ids
     whole = [(i, t) for i, [ids] in enumerate(documents) for t in ids]
     assert [data.sequence_at(n) for n in range(len(whole))] == [i for i, _ in whole]
     assert not data.tokens.flags.writeable

@@ -43,7 +43,7 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from meshwright import train
+    from meshwright import resume, train
     from meshwright.checkpoint import store
 
     torch.set_num_threads(1)
@@ -57,14 +57,14 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
 
         store.reached = reached
     if control == "data":
-        original = train.Progress
+        original = resume.Progress
 
         @dataclasses.dataclass
         class Forgetful(original):  # type: ignore[misc,valid-type]
             def __post_init__(self) -> None:
                 self.consumed_train_samples = 0
 
-        train.Progress = Forgetful  # type: ignore[misc]
+        resume.Progress = Forgetful  # type: ignore[misc]
     if control == "optimizer":
         from meshwright.parallel.zero import ParameterStore
 

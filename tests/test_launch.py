@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from meshwright import launch
+from meshwright import launch, launched
 from meshwright.config import Parallel
 from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
 from meshwright.launch import Plan
@@ -274,12 +274,12 @@ def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_first_failure_counts() -> None:
     def of(**failed: int) -> str:
-        return "ab"[launch.first({"ab".index(n): code for n, code in failed.items()})[0]]
+        return "ab"[launched.first({"ab".index(n): code for n, code in failed.items()})[0]]
 
     assert of(a=75, b=65) == "b" and of(a=1, b=70) == "b" and of(a=75, b=-9) == "b"  # a lost b
     assert of(a=75, b=143) == "b" and of(a=-15, b=1) == "b" and of(a=-6, b=1) == "b"
     assert of(a=75) == of(a=75, b=75) == "a"
-    assert [launch.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and launch.patience(143) > 60
+    assert [launched.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and launched.patience(143) > 60
 
 
 # OneFlow's flags: train starts itself.

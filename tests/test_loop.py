@@ -2,14 +2,21 @@
 
 import gzip
 import json
+import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import TINY_FLAGS
-from meshwright import network, train
+from meshwright import network, report, trainer
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, store
 from meshwright.data.indexed import Writer
@@ -71,7 +78,7 @@ def test_kill_switch(run, after, tmp_path):
 
 
 def test_exit_duration_in_mins(run, after, tmp_path, monkeypatch):
-    clock, real = [0.0], train.time.perf_counter
+    clock, real = [0.0], trainer.time.perf_counter
     monkeypatch.setattr("time.perf_counter", lambda: real() + clock[0])
     after(3, lambda: clock.__setitem__(0, 61.0))
     got = run("--exit-duration-in-mins", "1", "--save", tmp_path / "save")
@@ -86,8 +93,8 @@ def test_exit_interval_does_not_leave_where_it_began(run, tmp_path):
 
 
 def test_a_signal_before_the_first_step_trains_nothing(run, monkeypatch, tmp_path):
-    real = train.Trainer.train
-    monkeypatch.setattr(train.Trainer, "train", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a))
+    real = trainer.Trainer.train
+    monkeypatch.setattr(trainer.Trainer, "train", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a))
     got = run("--save", tmp_path / "save")
     assert got.status == 143 and got.column("iteration") == [] and steps_in(tmp_path / "save") == []
 
@@ -215,7 +222,7 @@ def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
     save = tmp_path / "save"
     run("--save", save, "--save-interval", 2)
     (save / "iter_0000004" / "state.json").write_text("{}")
-    assert store.prune(save, 1, None, None) == [2] and steps_in(save) == [4, 6]
+    assert store.prune(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
 
 
 def test_finetune_takes_the_weights_alone(run, tmp_path):
@@ -337,7 +344,201 @@ def test_profile(run, tmp_path):
     assert "Self CPU" in run("--profile", "--profile-step-start", 1, "--profile-step-end", 100).out  # ends with the run
 
 
-# What reviewers found
+# How a run goes on
+
+
+def bend(folder):
+    """A chunk of the weights; manifest and sizes hold."""
+    path = folder / "rank_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_keep_last_after_falling_back(run, tmp_path):
+    """The newest step is damaged where only reading looks: what the run goes on with must stay."""
+    save = tmp_path / "save"
+    run("--save", save, "--save-interval", 2)
+    bend(save / "iter_0000006")
+    got = run("--save", save, "--load", save, "--keep-last", 2, "--exit-interval", 5)
+    assert got.status == 0 and "skipping iter_0000006" in got.out and steps_in(save) == [4, 5, 6]
+    got = run("--save", save, "--load", save, "--keep-last", 1)
+    assert got.column("iteration") == [6] and steps_in(save) == [6] and (save / "iter_0000006.damaged").is_dir()
+
+
+def config_of(folder):
+    return tomllib.loads((folder / "config.toml").read_text())
+
+
+def test_the_kept_settings_go_on_with_the_run(tmp_path, capsys):
+    """Whatever was meant for one start alone is not in them."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    train = ["train", *TINY_FLAGS, "--save-interval", "2"]
+    assert main([*train, "--save", str(a)]) == 0
+    assert config_of(a)["checkpoint"]["load"] == str(a)
+    kept = (a / "config.toml").read_text()
+    assert main(["train", "--config", str(a / "config.toml"), "--eval-only"]) == 0
+    assert (a / "config.toml").read_text() == kept
+    assert main([*train, "--save", str(a), "--save-overwrite", "--exit-interval", "4"]) == 0
+    for _ in range(2):
+        assert main(["train", "--config", str(a / "config.toml"), "--exit-interval", "none"]) == 0
+    assert steps_in(a) == [2, 4, 6] and len(list(a.glob("replaced-*"))) == 1
+    assert main([*train, "--finetune", "--load", str(a), "--save", str(b), "--exit-interval", "3",
+                 "--local-rank", "0"]) == 0  # fmt: skip
+    capsys.readouterr()
+    assert "local_rank" not in config_of(b)["parallel"]
+    assert main(["train", "--config", str(b / "config.toml"), "--exit-interval", "none"]) == 0
+    assert "at iteration 3\n" in capsys.readouterr().out and steps_in(b) == [2, 3, 4, 6]
+
+
+def test_a_finetune_killed_before_its_first_save_does_not_start_from_random_weights(run, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    run("--save", a)
+    run("--finetune", "--load", a, "--save", b, "--run-dir", b)
+    for step in b.glob("[il]*t*_*"):
+        shutil.rmtree(step) if step.is_dir() else step.unlink()
+    assert main(["train", "--config", str(b / "config.toml")]) == 65
+
+
+def test_overwriting_what_one_step_is_taken_from(run, tmp_path):
+    """Nothing is trained: the step that was loaded is moved aside, and written anew."""
+    save = tmp_path / "save"
+    run("--save", save)
+    got = run("--load", save / "iter_0000006", "--save", save, "--save-overwrite")
+    assert got.status == 0 and got.column("iteration") == [] and steps_in(save) == [6]
+    assert (save / "replaced-1" / "iter_0000006").is_dir()
+    store.verify(save / "iter_0000006", full=True)
+
+
+def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
+    """The same command again writes it."""
+    save = tmp_path / "save"
+    run("--save", save, "--load", save)
+    (save / store.TRACKER).write_text("3")
+    got = run("--save", save, "--load", save)
+    assert got.status == 0 and (save / store.TRACKER).read_text() == "6"
+    assert "  successfully saved checkpoint at iteration       6 to" in got.out
+
+
+def test_looking_at_an_older_step_undoes_nothing(run, tmp_path, capsys):
+    c = tmp_path / "c"
+    main(["train", *TINY_FLAGS, "--save", str(c), "--save-interval", "2"])
+    got = run("--skip-train", "--load", c / "iter_0000002", "--run-dir", c)
+    assert got.status == 0
+    rows = report.read_rows(c)
+    assert [s.iteration for s in rows.steps] == [1, 2, 3, 4, 5, 6]
+    assert len(rows.attempts) == 1 and rows.attempts[0].end["attempt"] == 1
+    main(["train", *TINY_FLAGS, "--save", str(c), "--load", str(c), "--train-iters", "7", "--lr-decay-iters", "6"])
+    assert [a.number for a in report.read_rows(c).attempts] == [1, 3]
+
+
+def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
+    """The best of before was not kept, or is in another folder: it must not keep the later ones out."""
+    losses = iter([3.0, 4.0, 5.0, 5.0])
+    monkeypatch.setattr(network, "evaluate", lambda *a: next(losses))
+    a, b = tmp_path / "a", tmp_path / "b"
+    run("--save", a, "--eval-interval", 2, "--save-interval", 3, "--exit-interval", 5)
+    assert native.read_state(a, 5)["best_iteration"] == 2
+    more = ("--load", a, "--keep-best", "--eval-interval", 6)
+    for save in (a, b):
+        losses = iter([4.5, 4.5, 4.5])
+        assert run(*more, "--save", save).status == 0 and (save / store.BEST).read_text() == "6"
+        if save == a:
+            shutil.rmtree(a / "iter_0000006")
+            (a / store.TRACKER).write_text("5")
+
+
+def test_skipped_ranges_leave_no_threads(run, after):
+    """Each range begins the reading anew; the thread before it must be gone."""
+    alive = []
+    after(3, lambda: alive.extend(t.name for t in threading.enumerate() if t.name.startswith("read-ahead")))
+    ranges = [f"{n}-{n}" for n in (2, 4)]
+    got = run("--num-workers", 2, "--skip-train-iteration-range", *ranges, "--eval-iters", 0)
+    assert got.column("iteration") == [1, 3, 5, 6] and len(alive) == 1
+
+
+def test_the_last_line_of_another_batch_size(run, tmp_path):
+    """Half of the samples were read in batches of 2: the steps in all are 6 and 3, not 6."""
+    save, samples = tmp_path / "save", ("--train-iters", "none", "--train-samples", 24, "--log-interval", 100)
+    first = run(*samples, "--global-batch-size", 2, "--save", save, "--exit-interval", 6)
+    assert first.column("consumed_samples")[-1] == 12
+    got = run(*samples, "--load", save, "--save", save)
+    assert got.column("iteration") == [7, 8, 9]
+    assert re.findall(r"^ iteration +(\d+)/ +(\d+) \|.* ETA: (\S+)", got.out, re.M) == [("9", "9", "0:00:00")]
+
+
+def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
+    a = tmp_path / "a"
+    rope = ("--position-embedding-type", "rope")
+    run("--save", a, *rope)
+    got = run(
+        "--finetune", "--load", a, "--save", tmp_path / "b", *rope, "--rotary-base", 500000, "--norm-epsilon", 1e-6
+    )
+    assert got.status == 0 and "note: rotary_base is 500000.0, the checkpoint was trained with 10000.0" in got.out
+    assert "note: layernorm_epsilon is 1e-06" in got.out
+    refused = run("--load", a, *rope, "--rotary-base", 500000)
+    assert refused.status == 65 and "--rotary-base 500000" in refused.err
+    refused = run("--finetune", "--load", a, *rope, "--hidden-size", 64)
+    assert refused.status == 65
+
+
+def test_the_refusal_names_a_step(run, tmp_path):
+    run("--save", tmp_path / "a", "--save-interval", 2)
+    refused = run("--save", tmp_path / "a")
+    assert refused.status == 73 and "already holds iter_0000006: add --load" in refused.err
+
+
+def token_files(tmp_path):
+    with Writer(tmp_path / "data", np.uint16) as writer:
+        for n in range(20):
+            writer.add(np.arange(n, n + 30) % 60)
+            writer.end_document()
+    return ("--no-mock-data", "--data-path", tmp_path / "data", "--split", "80,20,0")
+
+
+def test_more_epochs_are_another_order(run, tmp_path):
+    """480 tokens are 29 samples an epoch: 24 are needed at first, then 28, then 32."""
+    save, data = tmp_path / "save", token_files(tmp_path)
+    more = (*data, "--save", save, "--load", save, "--lr-decay-iters", 6)
+    run(*more)
+    assert native.read_state(save, 6)["epochs"] == [[1, False]]
+    assert "epoch" not in "".join(line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line)
+    got = run(*more, "--train-iters", 8)
+    assert (
+        "note: the training set is now 2 epochs, the last one shuffled apart, at the checkpoint it was 1 epoch:"
+        in got.out
+    )
+    assert native.read_state(save, 8)["epochs"] == [[2, True]]
+
+
+def test_mock_data_asks_for_no_files(run, tmp_path):
+    got = run("--data-path", tmp_path / "none", "--save", tmp_path / "save")
+    assert got.status == 0 and "not read" in got.err
+    assert native.read_config(tmp_path / "save", 6)["data_fingerprint"] == []
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path):
+    """In a process of its own, whose standard output is strict UTF-8, as in most terminals."""
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        *TINY_FLAGS,
+        "--save",
+        folder,
+        "--load",
+        folder,
+        "--tensorboard",
+    ]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"})
+    assert done.returncode == 0, done.stderr
+    assert "caf\udce9" in report.read_settings(Path(folder))["checkpoint"]["save"]
+    assert (Path(folder) / "iter_0000006").is_dir()
+
+
+# Together
 
 
 @pytest.mark.parametrize("every", [2, 3])

@@ -7,22 +7,21 @@ import random
 import resource
 import shutil
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
+from conftest import heard
 from meshwright.checkpoint import inspect, native, store
 from meshwright.checkpoint.native import Entry, whole
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 
 DTYPES = [getattr(torch, name) for name in native.TORCH.values()]
-
-
-def quiet(line: str) -> None:
-    pass
 
 
 def some(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -50,7 +49,7 @@ def state(step: int) -> dict[str, object]:
 
 def save(root: Path, step: int, seed: int = 0) -> dict[str, Entry]:
     named = model(seed)
-    native.save(root, step, named, state(step), {"num_layers": 1}, say=quiet)
+    native.save(root, step, named, state(step), {"num_layers": 1})
     return named
 
 
@@ -114,8 +113,8 @@ def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             expected[name] = held(full, boxes)
             buffer = torch.full((expected[name].numel() + 7,), 1).to(dtype)  # a slice of a flat buffer
             want[name] = Entry(shape, boxes, buffer[3:-4])
-        native.save(tmp_path, trial, saved, {}, say=quiet)
-        native.load(tmp_path, want, say=quiet)
+        native.save(tmp_path, trial, saved, {})
+        native.load(tmp_path, want)
         for name in fulls:
             assert torch.equal(want[name].tensor, expected[name]), (trial, name)
             rest = want[name].tensor._base
@@ -129,7 +128,7 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
     named |= {"scalar": whole(torch.tensor(3.0)), "empty": whole(torch.empty(0, 4))}
     full = some((4, 6), torch.bfloat16)
     boxes = [((0, 0), (3, 6)), ((3, 1), (1, 5)), ((0, 0), (0, 6)), ((3, 0), (1, 1))]
-    native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, held(full, boxes))}, {}, say=quiet)
+    native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, held(full, boxes))}, {})
     with safe_open(tmp_path / "iter_0000001" / "rank_00000.safetensors", "pt") as file:
         assert set(file.keys()) == {*named, "part[0:3,0:6]", "part[3:4,0:1]", "part[3:4,1:6]"}
         for name, entry in named.items():
@@ -142,23 +141,22 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert native.load(tmp_path, {}, say=said.append) is None
+    with heard() as (said, _):
+        assert native.load(tmp_path, {}) is None
     assert said == [
         f"WARNING: could not find the metadata file {tmp_path}/latest_checkpointed_iteration.txt",
         "    will not load any checkpoints and will start from random",
     ]
-    said.clear()
     named = model()
-    for written in (True, False):
-        assert native.save(tmp_path, 5000, named, state(5000), say=said.append) == written
-        assert said == [
-            f"saving checkpoint at iteration    5000 to {tmp_path}",
-            f"  successfully saved checkpoint at iteration    5000 to {tmp_path}",
-        ]
-        said.clear()
+    with heard() as (said, _):
+        native.save(tmp_path, 5000, named, state(5000))
+    assert said == [
+        f"saving checkpoint at iteration    5000 to {tmp_path}",
+        f"  successfully saved checkpoint at iteration    5000 to {tmp_path}",
+    ]
     want = blank(named)
-    loaded = native.load(tmp_path, want, say=said.append)
+    with heard() as (said, _):
+        loaded = native.load(tmp_path, want)
     assert loaded == (5000, state(5000)) and same(named, want)
     assert said == [
         f" loading checkpoint from {tmp_path} at iteration 5000",
@@ -167,17 +165,11 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     ]
 
 
-def test_one_bit_of_difference_is_a_different_step(tmp_path: Path) -> None:
+def test_a_step_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
-    native.save(tmp_path, 1, named, state(1), {"other": "settings"}, say=quiet)
-    named["ln_f.bias"].tensor.view(torch.int32)[0] ^= 1
-    assert "ln_f.bias would" in error_of(lambda: native.save(tmp_path, 1, named, state(1), say=quiet), LOCKED)
-    assert "state.json" in error_of(lambda: native.save(tmp_path, 1, model(), state(2), say=quiet), LOCKED)
-    message = error_of(lambda: native.save(tmp_path, 1, {"x": whole(torch.ones(1))}, state(1), say=quiet), LOCKED)
-    assert "h.0.attn.qkv.weight, " in message and " and 2 more would" in message
-    bent = model() | {"ln_f.bias": whole(model()["ln_f.bias"].tensor.view(torch.int32))}  # the same bits, another type
-    assert "ln_f.bias would" in error_of(lambda: native.save(tmp_path, 1, bent, state(1), say=quiet), LOCKED)
-    assert not native.save(tmp_path, 1, model(), state(1), say=quiet)
+    assert "never overwritten" in error_of(lambda: save(tmp_path, 1, seed=3), LOCKED)
+    native.load(tmp_path, want := blank(named))
+    assert same(named, want)
 
 
 def test_200_bit_flips_never_load(tmp_path: Path) -> None:
@@ -193,13 +185,13 @@ def test_200_bit_flips_never_load(tmp_path: Path) -> None:
         error_of(lambda: store.verify(folder, full=True))
         if i < 50:
             want = blank(good)
-            said: list[str] = []
             verify = "full" if path.name == native.CONFIG else "read"
-            loaded = native.load(tmp_path, want, say=said.append, verify=verify)
+            with heard() as (said, _):
+                loaded = native.load(tmp_path, want, verify=verify)
             assert loaded is not None and loaded.step == 1 and same(good, want)
             assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
         flip(path, bit)
-    loaded = native.load(tmp_path, blank(good), say=quiet)
+    loaded = native.load(tmp_path, blank(good))
     assert loaded is not None and loaded.step == 2
 
 
@@ -209,10 +201,10 @@ def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, mon
     path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     flip(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
     want = {name: entry for name, entry in blank(named).items() if "/" not in name}
-    assert native.load(tmp_path, want, say=quiet, optimizer=False) and same(want, named)
-    assert path.name in error_of(lambda: native.load(tmp_path, want, say=quiet, optimizer=False, verify="full"))
-    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
-    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), say=quiet, step=1))
+    assert native.load(tmp_path, want, optimizer=False) and same(want, named)
+    assert path.name in error_of(lambda: native.load(tmp_path, want, optimizer=False, verify="full"))
+    assert path.name in error_of(lambda: native.load(tmp_path, blank(named)))
+    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), step=1))
 
 
 def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
@@ -222,20 +214,20 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
     del want["ln_f.bias/exp_avg"]
     want["wte.weight"] = whole(torch.zeros(60, 8))
     want["h.1.ln_1.weight"] = whole(torch.zeros(3))
-    message = error_of(lambda: native.load(tmp_path, want, say=quiet))
+    message = error_of(lambda: native.load(tmp_path, want))
     assert "wte.weight: the model has (60, 8), the checkpoint (50, 8)" in message
     assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
     assert not want["wte.weight"].tensor.any()  # told before anything was touched
-    message = error_of(lambda: native.load(tmp_path, want, say=quiet, optimizer=False))
+    message = error_of(lambda: native.load(tmp_path, want, optimizer=False))
     assert "ln_f.bias/exp_avg" not in message
 
 
 def test_another_dtype_is_converted_and_said(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     want = blank(model(dtype=torch.bfloat16))
-    said: list[str] = []
-    native.load(tmp_path, want, say=said.append)
+    with heard() as (said, _):
+        native.load(tmp_path, want)
     assert " 6 tensors converted from F32 to BF16" in said
     assert all(torch.equal(want[name].tensor, named[name].tensor.bfloat16()) for name in named)
 
@@ -260,7 +252,6 @@ BOX = {"file": "rank_00000.safetensors", "offset": [0, 0]}
         {"boxes": [{**BOX, "size": [50, 8], "begin": -8, "end": 1592}]},
         {"boxes": [{**BOX, "size": [50, 8], "begin": 0, "end": 1604}]},  # bytes do not fit
         {"boxes": [{**BOX, "size": [51, 8], "begin": 0, "end": 1632}]},  # outside the tensor
-        {"boxes": [{**BOX, "size": [25, 8], "begin": 0, "end": 800}] * 2},  # overlap, and a hole elsewhere
         {"boxes": [{**BOX, "size": [49, 8], "begin": 0, "end": 1568}]},  # a hole
         {"boxes": [{**BOX, "file": "../secret", "size": [50, 8], "begin": 0, "end": 1600}]},
         {"boxes": [{**BOX, "size": [1e3, 8], "begin": 0, "end": 1600}]},
@@ -273,20 +264,20 @@ BOX = {"file": "rank_00000.safetensors", "offset": [0, 0]}
 def test_a_hostile_index(tmp_path: Path, change: dict[str, object]) -> None:
     named = save(tmp_path, 1)
     hostile(store.step_folder(tmp_path, 1), lambda tensor: tensor.update(change))
-    assert native.INDEX in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
+    assert native.INDEX in error_of(lambda: native.load(tmp_path, blank(named)))
 
 
 def test_a_billion_rows_are_compared_not_allocated(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     hostile(store.step_folder(tmp_path, 1), lambda tensor: tensor.update({"shape": [10**9, 10**9]}))
-    assert "(1000000000, 1000000000)" in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
+    assert "(1000000000, 1000000000)" in error_of(lambda: native.load(tmp_path, blank(named)))
 
 
 def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     path.write_bytes(struct.pack("<Q", 1 << 40) + path.read_bytes()[8:])
-    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), say=quiet))
+    assert path.name in error_of(lambda: native.load(tmp_path, blank(named)))
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
@@ -295,8 +286,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     halves = [((0, 0), (6250, 4000)), ((0, 4000), (6250, 4000))]
     want = torch.full((6250 * 4000,), 2.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    native.save(tmp_path, 1, {"x": whole(big)}, {}, say=quiet)
-    native.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)}, say=quiet)
+    native.save(tmp_path, 1, {"x": whole(big)}, {})
+    native.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)})
     assert bool((want == 1).all())
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 160 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and what threads of 16 cores keep
@@ -312,14 +303,14 @@ def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
         whole(torch.zeros(4, dtype=torch.complex64)),
     ):
         with pytest.raises(ValueError):
-            native.save(tmp_path, 1, {"x": entry}, {}, say=quiet)
+            native.save(tmp_path, 1, {"x": entry}, {})
     with pytest.raises(ValueError):
-        native.save(tmp_path, 1, {}, {"loss": float("nan")}, say=quiet)
+        native.save(tmp_path, 1, {}, {"loss": float("nan")})
     with pytest.raises(UserError, match="would have"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "INDEX_LIMIT", 10)
         save(tmp_path, 1)
     with pytest.raises(RuntimeError):
-        native.save(tmp_path, 1, {"x": whole(torch.zeros(2, 3).t())}, {}, say=quiet)
+        native.save(tmp_path, 1, {"x": whole(torch.zeros(2, 3).t())}, {})
     assert store.steps(tmp_path) == []
 
 
@@ -352,23 +343,31 @@ def test_box_arithmetic() -> None:
     assert [native.position(box, point) for point in points] == list(range(24))
 
 
-def test_overlaps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlaps_are_found() -> None:
     """Against every pair of boxes, and fast enough for the boxes of a thousand ranks."""
+
+    def overlapping(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+        low, high = np.array(boxes, np.int64).reshape(len(boxes), 2, -1).transpose(1, 0, 2)
+        return native.overlapping(low, high)
+
     rng = random.Random(0)
     found = 0
     for _ in range(2000):
         shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
         boxes = [(o, native.plus(o, n)) for o, n in cut(shape, rng)]
-        assert not native.overlapping(boxes)
+        if not shape:
+            boxes *= rng.randrange(1, 3)
+            assert native.overlapping(*np.zeros((2, len(boxes), 0), np.int64)) == (len(boxes) > 1)
+            continue
+        assert not overlapping(boxes)
         if rng.random() < 0.5:
             low = tuple(rng.randrange(n) for n in shape)
             boxes.append((low, tuple(rng.randrange(a, n + 1) for a, n in zip(low, shape, strict=True))))
         pairs = itertools.combinations(boxes, 2)
         expected = any(native.not_empty(tuple(map(max, a, c)), tuple(map(min, b, d))) for (a, b), (c, d) in pairs)
-        assert native.overlapping(boxes) == expected
+        assert overlapping(boxes) == expected
         found += expected
-    assert 500 < found < 1500
-    compared: list[object] = []
-    monkeypatch.setattr(native, "not_empty", lambda low, high: compared.append(low))
+    assert 300 < found < 1500
     rows = [((4 * i, 512 * j), (4 * i + 4, 512 * j + 512)) for i in range(500) for j in range(8)]
-    assert not native.overlapping(rows) and len(compared) < 8 * len(rows)
+    start = time.perf_counter()
+    assert not overlapping(rows) and time.perf_counter() - start < 1

@@ -7,8 +7,9 @@ import pytest
 
 from conftest import TINY_FLAGS
 from meshwright import flags
-from meshwright.config import EvaluateConfig, GenerateConfig, Model, Parallel, TrainConfig, Training, split_layers
+from meshwright.config import EvaluateConfig, GenerateConfig, Model, Parallel, TrainConfig, Training
 from meshwright.errors import UserError
+from meshwright.values import split_layers
 from test_deepspeed_config import CONFIG_003
 
 SMALL = ["--num-layers=4", "--hidden-size=32", "--num-attention-heads=4", "--seq-length=16", "--micro-batch-size=2",
@@ -79,7 +80,7 @@ def test_zero_and_offloading(parallel, zero, offloads):
 
 def test_remote_device():
     assert parse("--world-size 2 --zero-stage 3 --remote-device cpu").config.parallel.offloads
-    assert "not yet (not planned); works: none or cpu" in refusal("--remote-device nvme --zero-stage 3")
+    assert "not yet in this version; give none, or give cpu" in refusal("--remote-device nvme --zero-stage 3")
 
 
 # Stages
@@ -275,17 +276,17 @@ def test_reading_commands_run_on_one_device(cls):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--sequence-parallel", "--sequence-parallel has no effect with --tensor-model-parallel-size 1"),
-        ("--zero-stage 2", "--zero-stage 2 has no effect with one data-parallel rank"),
-        ("--use-distributed-optimizer", "--use-distributed-optimizer has no effect with one data-parallel rank"),
+        ("--sequence-parallel", "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
+        ("--zero-stage 2", "--zero-stage has no effect without several data-parallel ranks"),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer has no effect without several data-parallel ranks"),
         ("--world-size 2 --use-distributed-optimizer --zero-stage 3",
          "--use-distributed-optimizer is ZeRO 1: --zero-stage 3 goes further"),
-        ("--pipeline-schedule gpipe", "--pipeline-schedule gpipe has no effect"),
-        (f"{PP2} --num-layers-per-virtual-pipeline-stage 2", "each pipeline rank has one piece"),
-        ("--partition-activations", "--partition-activations has no effect: --sequence-parallel splits"),
-        ("--deepspeed", "--deepspeed without --deepspeed_config: the flags alone decide"),
+        ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect without"),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 2", "has no effect without several pieces on a pipeline rank"),
+        ("--partition-activations", "--partition-activations has no effect without DeepSpeed: --sequence-parallel splits"),
+        ("--deepspeed", "--deepspeed has no effect without --deepspeed_config: the flags alone decide"),
         ("--deepspeed-activation-checkpointing", "--deepspeed-activation-checkpointing: whole layers are recomputed"),
-        ("--distributed-backend gloo", "--distributed-backend gloo has no effect with one process"),
+        ("--distributed-backend gloo", "--distributed-backend has no effect without several processes"),
     ],
 )  # fmt: skip
 def test_notices(line, words):

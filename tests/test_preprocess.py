@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import tokens_of
 from meshwright import tokenizers
 from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
 from meshwright.data import preprocess
@@ -38,7 +39,7 @@ def texts(prefix):
     """The documents, as text, by the document index."""
     data = Indexed(prefix)
     return [
-        b"".join(bytes(data.get(i)[data.get(i) < 256].tolist()) for i in range(a, b)).decode()
+        b"".join(bytes(tokens_of(data, i)[tokens_of(data, i) < 256].tolist()) for i in range(a, b)).decode()
         for a, b in zip(data.doc_idx[:-1].tolist(), data.doc_idx[1:].tolist(), strict=True)
     ]
 
@@ -50,7 +51,7 @@ def line(text, **more):
 def test_documents_in_order_with_eod(tmp_path):
     stdout, stderr = work(tmp_path, line("ab") + b"\n" + line("é") + b"\n", append_eod=True, log_interval=1)
     data = Indexed(tmp_path / "out_text_document")
-    assert [data.get(i).tolist() for i in range(2)] == [[97, 98, 256], [195, 169, 256]]
+    assert [tokens_of(data, i).tolist() for i in range(2)] == [[97, 98, 256], [195, 169, 256]]
     assert (data.dtype, data.doc_idx.tolist()) == (np.dtype("<u2"), [0, 1, 2])
     lines = stdout.splitlines()
     assert lines[0] == f"Opening {tmp_path / 'in.jsonl'}"
@@ -75,7 +76,7 @@ def test_large_vocabulary_is_int32(tmp_path):
     assert Indexed(tmp_path / "out_text_document").dtype == np.uint16
     work(tmp_path, line("65499 1"), "NullTokenizer", 65499)
     data = Indexed(tmp_path / "out_text_document")
-    assert (data.dtype, data.get(0).tolist()) == (np.dtype("<i4"), [65499, 1])
+    assert (data.dtype, tokens_of(data, 0).tolist()) == (np.dtype("<i4"), [65499, 1])
 
 
 def test_good_lines_of_any_shape_are_kept(tmp_path):
@@ -249,7 +250,7 @@ def test_megatrons_command_line(tmp_path):
     assert written[0] == written[1]
     t = tokenizers.build(Tokenizer(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")))
     data = Indexed(tmp_path / "meg-gpt2_text_document")
-    assert [data.get(n).tolist() for n in range(50)] == [[*t.encode(f"the theme {n}"), 269] for n in range(50)]
+    assert [tokens_of(data, n).tolist() for n in range(50)] == [[*t.encode(f"the theme {n}"), 269] for n in range(50)]
     (tmp_path / "in.jsonl").write_bytes(b"{}\n")
     stopped = call(*tool)
     assert stopped.returncode == BAD_DATA

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from conftest import heard, tokens_of
 from meshwright.config import Data, Tokenizer, TrainConfig, Training
 from meshwright.data import loader, samples
 from meshwright.data.datasets import build_datasets, check_vocabulary
@@ -85,7 +86,7 @@ def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
     sizes = [3, 0, 10, 1, 1, 25, 7]
     indexed = data(tmp_path / "x", sizes)
     made = Samples(indexed, range(0, 7), 20, 4, seed=3)
-    stream = np.concatenate([indexed.get(d) for d in made.doc_idx]).tolist()
+    stream = np.concatenate([tokens_of(indexed, d) for d in made.doc_idx]).tolist()
     assert (len(made), made.epochs) == (23, 2)
     for k in range(len(made)):
         j = int(made.shuffle_idx[k])
@@ -93,7 +94,7 @@ def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
         assert made[k].dtype == np.int64
         for position, token in enumerate(made[k].tolist()):
             at, document = re.match(r"token (\d+) of document (\d+) in ", made.locate(k, position)).groups()
-            assert indexed.get(int(document))[int(at)] == token
+            assert tokens_of(indexed, int(document))[int(at)] == token
     for k in (-1, len(made)):
         with pytest.raises(IndexError):
             made[k]
@@ -132,8 +133,8 @@ def config(prefix, **changes):
 
 
 def said(settings, vocab=1000):
-    lines, notices = [], []
-    made = build_datasets(settings, vocab, lines.append, notices.append)
+    with heard() as (lines, notices):
+        made = build_datasets(settings, vocab)
     return made, lines, notices
 
 
@@ -198,16 +199,17 @@ data_prefix: \['{tmp_path}/x'\]
 
 
 def test_line_about_the_last_epoch():
-    lines = []
-    build_indices(np.array([100]), range(1), 110, 1, 0, 0.95, lines.append)
+    with heard() as (lines, _):
+        build_indices(np.array([100]), range(1), 110, 1, 0, 0.95)
     assert lines[0] == (
         " > last epoch number of samples (11) is smaller than 95% of number of samples per epoch (99), "
         "setting separate_last_epoch to True"
     )
     assert " > building shuffle index with split [0, 99) and [99, 199) ..." in lines
-    build_indices(np.array([100]), range(1), 190, 1, 0, 0.8, lines.append)
+    with heard() as (lines, _):
+        build_indices(np.array([100]), range(1), 190, 1, 0, 0.8)
     assert (
-        "(91) is larger than 80% of number of samples per epoch (99), setting separate_last_epoch to False" in lines[5]
+        "(91) is larger than 80% of number of samples per epoch (99), setting separate_last_epoch to False" in lines[0]
     )
 
 
@@ -263,8 +265,9 @@ def test_damaged_caches_are_rebuilt(tmp_path):
     Samples(indexed, range(0, 4), 13, 8, 1, cache_dir=other)
 
     def make():
-        notices = []
-        return Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache, notice=notices.append), notices
+        with heard() as (_, notices):
+            made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
+        return made, notices
 
     good, _ = make()
     files = cache_files(cache)
@@ -295,8 +298,8 @@ def test_damaged_caches_are_rebuilt(tmp_path):
 def test_a_cache_folder_that_takes_nothing(tmp_path):
     indexed = data(tmp_path / "x", [30, 20, 10, 40])
     (tmp_path / "file").write_text("")
-    notices = []
-    made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "file" / "cache", notice=notices.append)
+    with heard() as (_, notices):
+        made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "file" / "cache")
     assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
     assert len(notices) == 1
     assert "the indices stay in memory" in notices[0]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from meshwright import config
+from meshwright import checks, config
 from meshwright.errors import UserError
 from meshwright.lr_schedule import Schedule, from_config, resume
 from test_flag_effects import run  # noqa: F401, a fixture
@@ -80,7 +80,7 @@ def test_curve(style, wsd, warmup, init):
     c = settings(
         batch=4, iters=100, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=80, lr_warmup_init=init, **more
     )
-    assert not [p for p in c.problems() if "--lr" in p]
+    assert not [p for p in checks.problems(c) if "--lr" in p]
     s = from_config(c)
     for n in range(420):
         want = megatron_lr(n, style, 4 * warmup, 320, init, 100, wsd)
@@ -168,7 +168,7 @@ def test_golden_numbers_of_the_345m_run():
 def test_lengths(given, want):
     """A batch of 4 samples of 10 tokens; a sample cut short is none."""
     c = settings(batch=4, seq=10, **given)
-    assert not [p for p in c.problems() if "--lr" in p or "--train" in p or "--rampup" in p]
+    assert not [p for p in checks.problems(c) if "--lr" in p or "--train" in p or "--rampup" in p]
     s = from_config(c)
     assert (s.warmup, s.decay, s.wsd_samples, s.wd_samples) == pytest.approx(want)
 
@@ -198,7 +198,7 @@ def test_ramp_up_is_megatrons():
         ramp = rng.randint(1, 5000)
         samples = ramp + whole * rng.randint(2, 40) + rng.randrange(whole)
         c = settings(batch=whole, ramp=(start, increment, ramp), samples=samples)
-        assert not [p for p in c.problems() if "--rampup" in p or "--train" in p]
+        assert not [p for p in checks.problems(c) if "--rampup" in p or "--train" in p]
         sizes = megatron_batches(start, increment, ramp, whole, samples)
         before = list(itertools.accumulate(sizes, initial=0))
         assert [c.batch(n) for n in before[:-1]] == sizes, (start, increment, ramp, whole)
@@ -311,6 +311,17 @@ def test_a_changed_schedule_needs_a_decision():
     theirs = settings(lr=3e-4, use_checkpoint_opt_param_scheduler=True)
     s, lines = resume(from_config(theirs), saved, theirs)
     assert s == dataclasses.replace(Schedule(**saved), wd_samples=s.wd_samples) and "0.00015" in lines[0]
+
+
+def test_the_checkpoints_ramp_has_the_checkpoints_length():
+    """Its style decides whether the length matters, the flags' constant does not."""
+    saved = dataclasses.asdict(dataclasses.replace(FULL, wd_style="linear", wd_samples=2000))
+    ours = dataclasses.replace(FULL, wd_style="constant", wd_samples=4000)
+    kept, lines = resume(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
+    assert (
+        kept == Schedule(**saved)
+        and " > using checkpoint value 2000 for total number of weight decay iterations" in lines
+    )
 
 
 def test_a_longer_run_with_constant_decay_needs_none():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import heard
 from meshwright.checkpoint import store
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
 
@@ -39,23 +40,22 @@ def content(step: int) -> dict[str, store.Produce]:
     return {"rank_00000.safetensors": produce, "state.json": lambda write: write(json.dumps({"step": step}).encode())}
 
 
-def publish(root: Path, step: int, seed: int | None = None, say: store.Say | None = None) -> bool:
-    files = content(step if seed is None else seed)
-
-    def differ(folder: Path, manifest: store.Manifest) -> list[str]:
-        return [name for name, produce in files.items() if all_of(produce) != (folder / name).read_bytes()]
-
-    return store.publish(root, step, files, differ=differ, say=say or quiet, bytes_needed=1010)
+def publish(root: Path, step: int, seed: int | None = None) -> None:
+    store.publish(root, step, content(step if seed is None else seed), bytes_needed=1010)
 
 
-def all_of(produce: store.Produce) -> bytes:
-    parts: list[bytes] = []
-    produce(lambda data: parts.append(bytes(data)))
-    return b"".join(parts)
+def publish_if_not_there(root: Path, step: int) -> None:
+    """As a run does that was killed: it goes on behind the newest step."""
+    if store.latest(root)[0] != step or "rank" in damaged(store.step_folder(root, step)):
+        publish(root, step)
 
 
-def quiet(line: str) -> None:
-    pass
+def damaged(folder: Path) -> str:
+    try:
+        store.verify(folder, full=True)
+    except store.Damaged as damage:
+        return str(damage)
+    return ""
 
 
 def in_child(body: Callable[[], object]) -> int:
@@ -118,7 +118,7 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
         damage(store.step_folder(tmp_path, 2) / "rank_00000.safetensors", 700)
     kills = 0
     for occurrence in (1, 2):
-        if not killed_at(point, occurrence, lambda: publish(tmp_path, 2)):
+        if not killed_at(point, occurrence, lambda: publish_if_not_there(tmp_path, 2)):
             break
         kills += 1
         step, _ = store.latest(tmp_path)
@@ -127,7 +127,7 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
             store.verify(store.step_folder(tmp_path, step), full=True)
         assert len(list(tmp_path.glob("*.tmp"))) <= 2  # the step and the tracker
     assert kills
-    publish(tmp_path, 2)
+    publish_if_not_there(tmp_path, 2)
     publish(tmp_path, 3)
     assert store.latest(tmp_path) == (3, [])
     for step in store.steps(tmp_path):
@@ -236,24 +236,31 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     assert "more than" in error_of(lambda: store.verify(tmp_path))
 
 
-def test_the_same_step_is_not_written_again_and_a_different_one_refused(tmp_path: Path) -> None:
-    assert publish(tmp_path, 1)
+def test_a_whole_step_is_never_overwritten(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
     folder = store.step_folder(tmp_path, 1)
     written = folder.stat().st_ino
-    (tmp_path / store.TRACKER).unlink()
-    assert not publish(tmp_path, 1)
-    assert folder.stat().st_ino == written
-    assert (tmp_path / store.TRACKER).read_bytes() == b"1"
     message = error_of(lambda: publish(tmp_path, 1, seed=2), LOCKED)
-    assert "rank_00000.safetensors" in message and "--save-overwrite" in message
+    assert "iter_0000001" in message and "--save-overwrite" in message
+    assert folder.stat().st_ino == written
     store.verify(folder, full=True)
+
+
+def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    """The manifest of 15 holds, its bytes do not: the run fell back to 10 and went on to 12."""
+    for step in (5, 10, 12, 15):
+        publish(tmp_path, step)
+    damage(store.step_folder(tmp_path, 15) / "rank_00000.safetensors", 700)
+    assert store.prune(tmp_path, 12, 1, None, None) == [10, 5]
+    assert store.steps(tmp_path) == [15, 12]
+    assert store.prune(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
 
 
 def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
     publish(tmp_path, 1)
     damage(store.step_folder(tmp_path, 1) / "rank_00000.safetensors")
-    said: list[str] = []
-    assert publish(tmp_path, 1, say=said.append)
+    with heard() as (said, _):
+        publish(tmp_path, 1)
     assert len(said) == 1 and "iter_0000001.damaged" in said[0]
     store.verify(store.step_folder(tmp_path, 1), full=True)
     assert (tmp_path / "iter_0000001.damaged").is_dir()
@@ -311,6 +318,13 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "a" / store.TRACKER).write_text("500")
     message = error_of(lambda: store.latest(tmp_path / "a"))
     assert "500" in message and "400" in message and "Megatron" in message
+    for name in (".metadata", "common.pt", "__0_0.distcp"):  # Megatron-Core's torch_dist
+        step = tmp_path / name.strip(".") / "iter_0000500"
+        step.mkdir(parents=True)
+        (step / name).touch()
+        assert "Megatron checkpoint: not yet" in error_of(lambda: store.latest(step.parent))  # noqa: B023, used at once
+        assert "a Megatron checkpoint" in error_of(lambda: publish(step.parent, 500), LOCKED)  # noqa: B023
+        assert step.is_dir() and not store.steps(step.parent)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / store.TRACKER).write_text("release")
     assert "not yet (planned for step 5)" in error_of(lambda: store.latest(tmp_path / "b"))

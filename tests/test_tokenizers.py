@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,24 @@ def test_missing_flags_and_broken_files(bpe, tmp_path):
     refused(BAD_DATA, "none of the usual end-of-document", lambda: tokenizers.build(hugging))
     path.write_text("{}")
     refused(BAD_DATA, "is not a tokenizer.json", lambda: tokenizers.build(hugging))
+
+
+def test_a_vocabulary_size_beside_files_is_compared(bpe, tmp_path):
+    given = flags(bpe)
+    built = tokenizers.build(given)
+    assert tokenizers.build(replace(given, vocab_size=built.size)).size == built.size
+    words = f"--vocab-size 9999, but .*vocab.json.* has {built.size} ids"
+    refused(USAGE, words, lambda: tokenizers.build(replace(given, vocab_size=9999)))
+    tokenizers.save(built, tmp_path)
+    refused(USAGE, words, lambda: tokenizers.build(Flags(vocab_size=9999), tmp_path))
+    refused(USAGE, "has 257 ids", lambda: tokenizers.build(Flags(tokenizer_type="ByteTokenizer", vocab_size=256)))
+    for kind in (Flags(tokenizer_type="NullTokenizer", vocab_size=7), Flags(tokenizer_type="ByteTokenizer")):
+        tokenizers.save(tokenizers.build(kind), tmp_path / kind.tokenizer_type)
+        assert tokenizers.build(kind, tmp_path / kind.tokenizer_type).size in (8, 257)
+
+
+def test_a_tokenizer_json_without_its_type():
+    refused(USAGE, "--tokenizer-type HuggingFaceTokenizer", lambda: tokenizers.build(Flags(tokenizer_model="F")))
 
 
 def test_padded_size():

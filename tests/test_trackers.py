@@ -5,9 +5,11 @@ import time
 import types
 
 import pytest
+import torch
 
 from meshwright import config, flags
 from meshwright.errors import UserError
+from meshwright.metrics import Timers
 from meshwright.trackers import TAGS, open_trackers, tags, validation_tags
 
 ROW = {"iteration": 6, "loss": 2.5, "grad_norm": 0.5, "lr": 0.25, "loss_scale": 8.0, "ms": 500.0, "memory": 4096,
@@ -186,3 +188,21 @@ def test_wandb_that_is_missing_or_refuses_is_told_before_the_first_step(tmp_path
     with pytest.raises(UserError, match="pip install wandb") as e:
         open_trackers(asked, tmp_path, {}, "run")
     assert e.value.status == 69
+
+
+def test_timers_wait_for_their_own_work_alone(monkeypatch):
+    """A receive that is under way must not be waited for: what it needs may not have been sent yet."""
+    waited = []
+
+    class Stream:
+        def synchronize(self):
+            waited.append("stream")
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *a: waited.append("device"))
+    with Timers(1, device=torch.device("cuda", 0)).time("optimizer", 1):
+        pass
+    assert waited == ["stream", "stream"]
+    with Timers(1, device=torch.device("cpu")).time("optimizer", 1):
+        pass
+    assert len(waited) == 2

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from conftest import TINY
 from meshwright.config import Optimizer
+from meshwright.model.gpt import GPT
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.zero import ALIGN
 from ranks import run_ranks
@@ -122,7 +123,7 @@ def summed(store):
     mine = {}
     for bucket in store.buckets.values():
         for name, (_, shape) in bucket.spans.items():
-            to, low, high = store.mine(bucket, name)
+            to, low, high = store.mine(name)
             mine[name] = (shape, low, store.share[to : to + high - low])
     out = {name: torch.full((shape.numel(),), math.nan, dtype=store.full) for name, (shape, _, _) in mine.items()}
     for part in all_ranks(store.layout, mine):
@@ -193,6 +194,24 @@ def gaps(store):
 @pytest.mark.parametrize("micro", [1, 3])
 def test_float64_equals_one_process(sizes, micro):
     on_ranks(check_exact, sizes, micro, "none", "adam", GATED)
+
+
+def check_shared_out(layout):
+    from meshwright.parallel.zero3 import FullyShardedStore
+
+    m = dataclasses.replace(GATED, num_layers=8)
+    with torch.device("meta"):
+        model = GPT(m, VOCAB, 64, 16)
+    store = FullyShardedStore(
+        [model], Optimizer(), torch.float32, torch.device("cpu"), VOCAB, False, layout, False, False
+    )
+    here = sum(p.master.numel() for p in store.pieces)
+    assert here * layout.shard == sum(shape.numel() for shape in store.shapes.values()), (layout.rank, here)
+
+
+def test_zero_3_shares_out_evenly():
+    """A gate's weight [2, F, H] too, of which torch would give two ranks all."""
+    on_ranks(check_shared_out, {"shard": 4})
 
 
 @pytest.mark.parametrize(

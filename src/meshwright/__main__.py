@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import sys
 
@@ -29,6 +30,8 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
     die_with_parent()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a folder's name may be bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else ""
     try:

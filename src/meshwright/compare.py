@@ -22,7 +22,7 @@ from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.report import BAD, INK, LINE, POINT
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 # Of each run in turn: colour, line, the line as text, marker, the marker as text. The colour alone never tells.
 LOOKS: list[tuple[str, Any, str, str, str]] = [
@@ -330,9 +330,9 @@ def curve(r: Run, column: str, by_amount: bool) -> tuple[Any, Any]:
     """A column's finite values over iterations or over tokens."""
     import numpy as np
 
-    pairs = [(s.consumed_samples * r.scale if by_amount else s.iteration, getattr(s, column)) for s in r.rows.steps]
-    x, y = np.array(pairs, dtype=np.float64).T
-    return x[np.isfinite(y)], y[np.isfinite(y)]
+    x, y = report.points(r.rows.steps, column, "consumed_samples" if by_amount else "iteration")
+    known = np.isfinite(y)
+    return x[known] * (r.scale if by_amount else 1), y[known]
 
 
 def pictures(runs: Sequence[Run]) -> list[str]:
@@ -349,13 +349,13 @@ def pictures(runs: Sequence[Run]) -> list[str]:
     x0, y0 = curve(runs[0], "loss", over_amount)
     for r, (colour, line, as_text, marker, sign) in zip(runs, LOOKS, strict=False):
         x, y = curve(r, "loss", over_amount)
-        draw(losses, x, y, colour, line)
+        report.draw(losses, x, y, colour, line)
         checks = [(r.amount(i) if over_amount else i, v) for i, v in r.validations().items() if math.isfinite(v)]
         losses.plot([i for i, _ in checks], [v for _, v in checks], marker, color=colour, ms=5)
         rates.plot(*report.thinned(*curve(r, "lr", over_amount)), color=colour, ls=line, lw=1.6)
         if r is not runs[0] and len(x):
             both = (x0 >= x[0]) & (x0 <= x[-1])
-            draw(differences, x0[both], np.interp(x0[both], x, y) - y0[both], colour, line)
+            report.draw(differences, x0[both], np.interp(x0[both], x, y) - y0[both], colour, line)
         points = f", validation {sign}" if checks else ""
         legend += (
             f'<span><b style="color: {report.VARIABLES[colour]}">{as_text}</b> {html.escape(r.name)}{points}</span>'
@@ -364,10 +364,3 @@ def pictures(runs: Sequence[Run]) -> list[str]:
         report.framed(t, titles[t], f'<div class="legend quiet">{legend}</div>{report.svg_of(figure, t)}', "wide")
         for t, (figure, _) in drawn.items()
     ]
-
-
-def draw(axes: Axes, x: Any, y: Any, colour: str, line: Any) -> None:
-    if len(y) > 20:
-        axes.plot(*report.thinned(x, y), color=colour, lw=0.5, alpha=0.3)
-        x, y = report.smoothed(x, y, max(1, len(y) // 50))
-    axes.plot(x, y, color=colour, ls=line, lw=1.6, marker="" if len(y) > 1 else ".")

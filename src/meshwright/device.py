@@ -40,7 +40,14 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         raise UserError(
             f"--device {wanted}: {seen}" + (f" ({TOOLS[kind]} shows whether the driver does)" if kind in TOOLS else "")
         )
+    if index and local_rank:
+        raise UserError(
+            f"--device {wanted} names one device, but this is process {local_rank} of several on this machine, each of which "
+            f"takes its own: give --device {kind}"
+        )
     number, count = int(index or local_rank), torch.accelerator.device_count()
+    if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
+        number = 0  # srun and others show each process its own device alone; `alone` sees whether it is
     if number >= count:
         hides = f", or see whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
         raise UserError(
@@ -98,6 +105,12 @@ def name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu, {torch.get_num_threads()} threads"
     return str(torch.get_device_module(device).get_device_name(device))
+
+
+def identity(device: torch.device) -> str:
+    """Which device of this machine it is, however this process numbers what it sees."""
+    properties = _module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", None) or device.index)
 
 
 def seed(device: torch.device, number: int) -> None:

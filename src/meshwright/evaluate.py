@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from meshwright import command, console
 from meshwright import device as devices
-from meshwright import flags
 from meshwright.config import EvaluateConfig
 from meshwright.data import preprocess
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
@@ -54,34 +54,26 @@ class Score:
 
 
 def main(argv: list[str]) -> int:
-    parsed = flags.parse(
-        EvaluateConfig, argv, "meshwright evaluate", positional="load", about="Score text with a model."
-    )
-    if parsed.print_config:
-        print(flags.to_toml(parsed.config, parsed.sources))
+    parsed = command.settings(EvaluateConfig, argv, "evaluate", "Score text with a model.", "load")
+    if parsed is None:
         return DONE
     c, e = parsed.config, parsed.config.evaluate
     texts = [text for name in preprocess.find_inputs(e.input) for text in read_texts(Path(name), e.json_keys)]
     if not any(texts):
         raise UserError(f"{', '.join(e.input)}: no text to score", BAD_DATA)
-    flags.tell(parsed)
 
     from meshwright.generate import engine
     from meshwright.precision import dtype
 
-    def say(line: str) -> None:
-        if not e.json:
-            print(line, flush=True)
-
+    console.speak(None if e.json else "stdout")
     assert c.checkpoint.load
     load, given = c.checkpoint.load, engine.given(parsed)
     if parsed.dry_run:
-        found = engine.find(load, given, c.tokenizer, say)
+        found = engine.find(load, given, c.tokenizer)
         print(f"{len(texts)} documents; the flags fit step {found.step} in {found.root}; nothing was loaded")
         return DONE
-    run = engine.load(
-        load, given, c.tokenizer, dtype(c.precision), devices.pick(c.parallel.device), c.checkpoint.verify, say
-    )
+    device = devices.pick(c.parallel.device)
+    run = engine.load(load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
     length = run.length
     stride = min(e.overlapping_eval or max(1, length // 2), length)
     s = score(run.model, run.tokenizer, texts, length, stride, int(c.training.micro_batch_size or 8))

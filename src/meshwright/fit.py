@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +21,54 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright import device as devices
+from meshwright.config import TrainConfig
+from meshwright.data.loader import Batch
+from meshwright.errors import UserError
+from meshwright.model.loss import loss_sum
+from meshwright.network import Network, forward
+from meshwright.parallel.team import Team
+from meshwright.preflight import bytes_per_parameter
 
 SHARE = 0.92  # of the memory that may be filled: the allocator's gaps and other libraries want some
+
+
+def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
+    """What cannot fit by any means is refused before memory is asked for: the state, and one micro-batch's logits."""
+    have = total_memory() if device.type == "cpu" else devices.total_memory(device)
+    micro, seq = config.micro_batch, config.data.seq_length
+    assert seq
+    width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
+    here, host = bytes_per_parameter(config)
+    state, logits = parameters * (here + host if device.type == "cpu" else here), micro * seq * padded * width
+    if state + logits > have:
+        raise UserError(
+            f"this needs at least {(state + logits) / 2**30:,.1f} GiB: {state / 2**30:,.1f} for {parameters:,} parameters "
+            f"with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens; the device "
+            f"has {have / 2**30:,.1f} GiB: a smaller model, --micro-batch-size or --seq-length"
+        )
+
+
+def micro_batch(net: Network, config: TrainConfig, vocab: int, preferred: int | None, team: Team) -> tuple[int, str]:
+    """`--micro-batch-size auto`, found by running the network on samples of random ids; and how, in words."""
+    t, d, length = config.training, config.data, config.data.seq_length
+    assert length
+    sizes = [size // config.dp for size in (config.global_batch, *t.rampup_batch_size[:2])]
+
+    def attempt(size: int) -> None:
+        ids = torch.randint(vocab, (size, length + 1), generator=torch.Generator().manual_seed(0))
+        places = torch.arange(length).expand(size, length)
+        batch = Batch(
+            ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.arange(size),
+            torch.ones(size, length) if d.eod_mask_loss else None, places if d.reset_position_ids else None,
+            places.int() // 64 if d.reset_attention_mask else None,
+        )  # fmt: skip
+        net.store.last = False  # nothing is sent: another rank may just have run out of memory
+        b = batch.to(net.device)
+        loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
+
+    net.train()
+    size, told = largest(attempt, sizes, net.device, preferred)
+    return min(team.gather(size)), told
 
 
 def largest(
@@ -104,9 +150,40 @@ def peak_bytes(attempt: Callable[[int], None], size: int) -> int:
 
 
 def free_memory() -> int:
-    """What Linux says could be had without swapping; elsewhere half of all memory."""
+    """What Linux says could be had without swapping, elsewhere half of all memory; in a container no more than is left of
+    its limit."""
     try:
         with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+            free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free = total_memory() // 2
+    limit, used = container()
+    return min(free, limit - used) if limit else free
+
+
+def total_memory() -> int:
+    """Of this machine, or of the container that it runs in."""
+    total = devices.total_memory(torch.device("cpu"))
+    return min(total, container()[0] or total)
+
+
+CGROUP = Path("/sys/fs/cgroup")
+# Limit, use, and what keeps the counts of cached files: version 2's names, and version 1's.
+CGROUP_FILES = [
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+]
+
+
+def container() -> tuple[int | None, int]:
+    """Bytes that the processes of this container may have, None if nobody says, and those they have. Cached files do not
+    count: they give way, and with data in memory-mapped files they fill whatever there is."""
+    for limit, used, stat in CGROUP_FILES:
+        try:
+            most = (CGROUP / limit).read_text().strip()
+            counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
+            cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
+            return (None if most == "max" else int(most)), max(int((CGROUP / used).read_text()) - cached, 0)
+        except (OSError, ValueError):
+            continue
+    return None, 0

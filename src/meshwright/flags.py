@@ -26,107 +26,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from meshwright import checks, deepspeed
 from meshwright import config as settings
-from meshwright import deepspeed
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.foreign_flags import NO_EFFECT, known_elsewhere
+from meshwright.presets import PRESETS
 
 C = TypeVar("C")
-
-RETIRED = {
-    "--batch-size": "--micro-batch-size",
-    "--warmup": "--lr-warmup-fraction",
-    "--model-parallel-size": "--tensor-model-parallel-size",
-    "--data-parallel-size": "the number of started processes",
-    "--datasets": "--input",
-    "--no-position-embedding": "--position-embedding-type none",
-}
-
-# Flags of another world: accepted with the number of values they take, told once a run, and why they do nothing here.
-NO_EFFECT: dict[str, tuple[int, str]] = {
-    "--DDP-impl": (1, "gradients live in one flat buffer, whatever the choice"),
-    "--use-flash-attn": (0, "torch's attention picks the fastest kernel by itself"),
-    "--no-masked-softmax-fusion": (0, "no fused softmax kernel is compiled"),
-    "--no-bias-dropout-fusion": (0, "no fusion changes the result here"),
-    "--no-scale-tril-softmax-dropout-fusion": (0, "no fusion changes the result here"),
-    "--multihead-attention-fusion": (0, "queries, keys and values are one matrix always"),
-    "--no-query-key-layer-scaling": (0, "attention scores are float32, so no scaling is needed"),
-    "--apply-query-key-layer-scaling": (0, "attention scores are float32, so no scaling is needed"),
-    "--attention-softmax-in-fp32": (0, "the softmax is float32 always"),
-    "--accumulate-allreduce-grads-in-fp32": (0, "gradients are accumulated in float32 always"),
-    "--no-gradient-accumulation-fusion": (0, "gradients are accumulated in float32 in place always"),
-    "--no-async-tensor-model-parallel-allreduce": (0, "the collectives are chosen by the layout"),
-    "--no-contiguous-buffers-in-local-ddp": (0, "gradients live in one flat buffer always"),
-    "--no-persist-layer-norm": (0, "torch's layer norm is used always"),
-    "--no-scatter-gather-tensors-in-pipeline": (0, "how stages send activations changes no result"),
-    "--use-cpu-initialization": (0, "weights are drawn on the CPU always, so that no layout changes them"),
-    "--lazy-mpu-init": (1, "nothing is initialised by an outer program"),
-    "--empty-unused-memory-level": (1, "torch's allocator keeps its cache"),
-    "--transformer-impl": (1, "there is one implementation, picked for the device"),
-    "--no-data-sharding": (0, "samples are read in one order, whatever the ranks"),
-    "--use-rdma": (0, "NCCL finds InfiniBand by itself"),
-    "--no-initialization": (0, "weights are always initialised"),
-    "--no-barrier-with-level-1-timing": (0, "timers wait for their own device"),
-    "--distribute-saved-activations": (0, "--sequence-parallel splits activations over tensor ranks"),
-    "--standalone-embedding-stage": (0, "--pipeline-layout can give the first stage fewer layers"),
-    "--overlap-p2p-communication": (0, "how stages send activations changes no result"),
-    "--use-ring-exchange-p2p": (0, "how stages send activations changes no result"),
-    "--no-pipeline-parallel": (0, "with one stage there is no pipeline"),
-    "--adlr-autoresume": (0, "it asks a service of NVIDIA's own cluster; SIGTERM saves and leaves anywhere"),
-    "--adlr-autoresume-interval": (1, "it asks a service of NVIDIA's own cluster; SIGTERM saves and leaves anywhere"),
-    "--codecarbon-dir": (1, "energy is not measured; run codecarbon beside it"),
-    "--inference-batch-times-seqlen-threshold": (1, "generation has no pipeline to fill"),
-    "--max-tokens-to-oom": (1, "generation allots its memory before it starts"),
-    "--contigious-checkpointing": (0, "DeepSpeed's memory layout, which changes no result"),
-    "--checkpoint-in-cpu": (0, "DeepSpeed's memory layout, which changes no result"),
-    "--synchronize-each-layer": (0, "DeepSpeed's scheduling, which changes no result"),
-    "--profile-backward": (0, "DeepSpeed's own timer"),
-    "--zero-reduce-scatter": (0, "the collectives are chosen by the layout"),
-    "--zero-contigious-gradients": (0, "gradients live in one flat buffer always"),
-    "--zero-reduce-bucket-size": (1, "one bucket is one block of the model"),
-    "--zero-allgather-bucket-size": (1, "one bucket is one block of the model"),
-    "--fp16-lm-cross-entropy": (0, "the loss reads half-precision logits and sums in float32 always"),
-    "--cross-entropy-loss-fusion": (0, "the loss is fused always"),
-    "--no-load-rng": (0, "randomness is a function of seed and sample number: there is no state"),
-    "--no-save-rng": (0, "randomness is a function of seed and sample number: there is no state"),
-    "--use-pin-memory": (0, "batches are pinned always on a GPU"),
-    "--scattered-embeddings": (0, "DeepSpeed's memory layout, which changes no result"),
-    "--split-transformers": (0, "DeepSpeed's memory layout, which changes no result"),
-    "--memory-centric-tiled-linear": (0, "DeepSpeed's memory layout, which changes no result"),
-    "--tile-factor": (1, "DeepSpeed's memory layout, which changes no result"),
-    "--ctrl-port": (1, "torchrun's rendezvous port is used"),
-    "--log": (1, "the log is standard output; figures are in metrics.jsonl of --run-dir"),
-    "--metric-print-format": (1, "there is one log line; metrics.jsonl is for programs"),
-    "--save-last": (0, "the last step is saved always"),
-    "--profile-transformer-layer": (0, "OneFlow's own profiler"),
-    # Real flags of training, which the files of `preprocess` do not depend on:
-    "--make-vocab-size-divisible-by": (1, "the files hold true ids; padding belongs to training"),
-    "--pad-vocab-size-to": (1, "the files hold true ids; padding belongs to training"),
-}
-
-# Flags of the same programs that we shall not have, and whose absence would change the result: refused, by reason.
-REFUSED = {
-    "--data-parallel-random-init": "weights are a function of seed and name; the number of ranks never changes them",
-    "--use-bnb-optimizer": "8-bit optimizer state is not planned; see --optimizer",
-    "--use-external-dataset": "data is .bin/.idx; see --data-path",
-    "--fp8": "8-bit training is not yet there; --bf16 is",
-    **{
-        f"--{name}": "it belongs to the launcher: it stands before the script's name"
-        for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "nproc-per-node", "node-rank",
-                     "master-addr", "master-port", "hostfile", "include", "num_gpus")
-    },
-}  # fmt: skip
-
-# Flags of the same programs that belong to other models than GPT: refused, by what they are for.
-OTHER_MODELS = {
-    "BERT": ("bert", "mask-prob", "short-seq-prob", "classes-fraction", "data-per-class-fraction", "onnx-safe",
-             "output-bert"),
-    "retrieval models": ("biencoder", "ict", "retriever", "indexer", "evidence-data", "titles-data", "block-data",
-                         "embedding-path", "query-in-block", "use-one-sent-docs", "retro", "head-lr-mult"),
-    "vision models": ("dino", "swin", "vision", "img-", "patch-dim", "num-channels", "num-classes", "mask-type",
-                      "mask-factor", "iter-per-epoch", "sample-rate"),
-    "encoder-decoder models": ("decoder-", "encoder-num-layers", "vocab-extra-ids", "pipeline-model-parallel-split"),
-    "FP8 through Transformer Engine": ("fp8-", "no-fp8-"),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,16 +96,16 @@ def parse(
     layers: list[tuple[str, dict[str, Any]]] = []
     if control["preset"]:
         known = fields(cls)
-        preset = {k: v for k, v in settings.PRESETS[control["preset"]].items() if k in known}
+        preset = {k: v for k, v in PRESETS[control["preset"]].items() if k in known}
         layers.append((f"preset {control['preset']}", preset))
     if control["config_file"]:
-        layers.append((control["config_file"], read_file(cls, Path(control["config_file"]), complaints)))
-    layers.append(("environment", _environment(cls, complaints)))
-    layers.append(("command line", _convert_all(cls, cli, "", complaints)))
+        layers.append((control["config_file"], read_file(cls, Path(control["config_file"]), complaints, notices)))
+    layers.append(("environment", _environment(cls, complaints, notices)))
+    layers.append(("command line", _convert_all(cls, cli, "", complaints, notices)))
     built, sources = build(cls, layers)
     if (check or control["dry_run"]) and isinstance(built, settings.TrainConfig):
         built = _with_deepspeed(built, sources, notices, complaints)
-    notices += getattr(built, "notices", list)()
+    notices += checks.notices(built)
     used = getattr(cls, "USES", None)
     notices += [
         f"{settings.spelling(name)} has no effect on this command"
@@ -210,7 +116,7 @@ def parse(
     later = c is not None and c.use_checkpoint_args and c.load  # a checkpoint will complete them: checked after that
     if check and not later:  # a value that could not be read is not also called missing
         told = {c.split()[0].rstrip(":") for c in complaints}
-        complaints += [p for p in built.problems() if p.split()[0] not in told]  # type: ignore[attr-defined]
+        complaints += [p for p in checks.problems(built) if p.split()[0] not in told]
     if complaints:
         raise UserError(listed(complaints))
     return Parsed(built, sources, notices, bool(control["dry_run"]), bool(control["print_config"]))
@@ -243,12 +149,13 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
 
 
 def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser:
-    parser = _Parser(prog=prog, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS)
+    usage = f"{prog} {'[DIR] ' if positional else ''}[flags]"  # all of them are listed below it
+    parser = _Parser(prog, usage, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS)
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e-3 is a number too
     if positional:
         parser.add_argument("folder", nargs="?", metavar="DIR", help="folder of a run, the same as --load DIR")
     control = parser.add_argument_group("Where settings come from")
-    control.add_argument("--preset", choices=sorted(settings.PRESETS), help="architecture and recipe of a known model")
+    control.add_argument("--preset", choices=sorted(PRESETS), help="architecture and recipe of a known model")
     control.add_argument("--config", dest="config_file", metavar="FILE", help="TOML or YAML file of these names")
     control.add_argument(
         "--print-config", action="store_true", help="print the resolved file with the source of each value"
@@ -278,10 +185,10 @@ def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
         off = [a for a in aliases if a.startswith(("--disable", "--no-"))]
         on = [name, *(a for a in aliases if a not in off)]
         if not f.name.startswith("no_"):
-            off.append("--no-" + name[2:])
+            off.insert(0, "--no-" + name[2:])
         shown = {
             True: text if default is False else argparse.SUPPRESS,
-            False: "turn off: " + text if default else argparse.SUPPRESS,
+            False: "switch off: " + text if default else argparse.SUPPRESS,
         }
         section.add_argument(*on, dest=f.name, action="store_const", const=True, help=shown[True])
         if off:
@@ -332,8 +239,9 @@ def convert(kind: Any, value: Any) -> Any:
     if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
         return None
     if choices:
-        if isinstance(value, str) and value in choices:
-            return value
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)  # YAML's on is True
+        if word in choices:
+            return word
         raise argparse.ArgumentTypeError(f"{_short(value)} is none of {', '.join(map(str, choices))}")
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""
@@ -359,26 +267,14 @@ def convert(kind: Any, value: Any) -> Any:
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     name = word.split("=")[0]
-    near = difflib.get_close_matches(name.replace("_", "-"), list(parser._option_string_actions), 1, cutoff=0.7)
+    near = difflib.get_close_matches(name.replace("_", "-"), list(parser._option_string_actions), 1, cutoff=0.8)
     hint = f"; did you mean {near[0]}?" if near else "; see --help"
-    return _known_elsewhere(name) or f"unknown flag {name}{hint}"
+    return known_elsewhere(name) or f"unknown flag {name}{hint}"
 
 
 def _short(value: Any) -> str:
     """For a message: a few lines of YAML can stand for gigabytes."""
     return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
-
-
-def _known_elsewhere(name: str) -> str | None:
-    """The answer to a flag that is no flag here but is one in the programs people come from."""
-    if name in RETIRED:
-        return f"{name} is no longer valid; use {RETIRED[name]}"
-    if name in REFUSED:
-        return f"{name} is refused: {REFUSED[name]}"
-    for model, starts in OTHER_MODELS.items():
-        if name.startswith(tuple("--" + s for s in starts)):
-            return f"{name} is for {model}; Meshwright pre-trains GPT"
-    return None
 
 
 def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -398,29 +294,35 @@ def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> 
     return kept, [f"{t}: this flag takes no value; write it alone, or leave it out" for t in told]
 
 
-def _convert_all(cls: type, values: Mapping[str, Any], where: str, complaints: list[str]) -> dict[str, Any]:
+def _convert_all(
+    cls: type, values: Mapping[str, Any], where: str, complaints: list[str], notices: list[str]
+) -> dict[str, Any]:
     """Names and values of one layer as fields and their types; what is wrong is added to `complaints`."""
     known, out = fields(cls), {}
+    idle = {name.lstrip("-").replace("-", "_"): (name, why) for name, (_, why) in NO_EFFECT.items()}
     spelled = {a.lstrip("-").replace("-", "_"): n for n, (_, f, _) in known.items() for a in f.metadata["aliases"]}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         name = name if name in known else spelled.get(name, name)
+        if name in idle and name not in known:
+            notices.append("{} is accepted and has no effect: {}".format(*idle[name]) + where)
+            continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            elsewhere = _known_elsewhere("--" + name.replace("_", "-"))
+            elsewhere = known_elsewhere("--" + name.replace("_", "-"))
             complaints.append(
                 (elsewhere or f"unknown setting {str(key)[:100]!r}") + where + ("" if elsewhere else hint)
             )
             continue
         try:
-            out[name] = convert(known[name][2], value)
+            out[name] = value if name == "prompt" and isinstance(value, str) else convert(known[name][2], value)
         except argparse.ArgumentTypeError as e:
             complaints.append(f"{settings.spelling(name)}{where}: {e}")
     return out
 
 
-def read_file(cls: type, path: Path, complaints: list[str]) -> dict[str, Any]:
+def read_file(cls: type, path: Path, complaints: list[str], notices: list[str]) -> dict[str, Any]:
     """The settings of a TOML or YAML file, flat or in sections named after the groups."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -440,7 +342,7 @@ def read_file(cls: type, path: Path, complaints: list[str]) -> dict[str, Any]:
     flat: dict[Any, Any] = {}
     for key, value in data.items():
         flat.update(value if isinstance(value, dict) and key in _every_group() else {key: value})
-    return _convert_all(cls, _mine(cls, flat), f" in {path}", complaints)
+    return _convert_all(cls, _mine(cls, flat), f" in {path}", complaints, notices)
 
 
 def _mine(cls: type, found: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -449,10 +351,10 @@ def _mine(cls: type, found: Mapping[Any, Any]) -> dict[Any, Any]:
     return {k: v for k, v in found.items() if str(k).replace("-", "_") not in elsewhere}
 
 
-def _environment(cls: type, complaints: list[str]) -> dict[str, Any]:
+def _environment(cls: type, complaints: list[str], notices: list[str]) -> dict[str, Any]:
     prefix = "MESHWRIGHT_"
     found = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
-    return _convert_all(cls, _mine(cls, found), " in the environment (MESHWRIGHT_*)", complaints)
+    return _convert_all(cls, _mine(cls, found), " in the environment (MESHWRIGHT_*)", complaints, notices)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -484,7 +386,7 @@ def _toml(value: Any) -> str:
 def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The settings of a checkpoint that this class has, converted; names it does not have are left out."""
     known, complaints = fields(cls), list[str]()
-    out = _convert_all(cls, {k: v for k, v in saved.items() if k in known}, f" in {where}", complaints)
+    out = _convert_all(cls, {k: v for k, v in saved.items() if k in known}, f" in {where}", complaints, [])
     if complaints:
         raise UserError(listed(complaints), BAD_DATA)
     return out

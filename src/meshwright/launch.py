@@ -16,63 +16,24 @@ import logging
 import os
 import signal
 import socket
-import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright import device as devices
 from meshwright.config import Parallel
 from meshwright.errors import (
-    BAD_DATA,
     DONE,
-    HANG,
-    IO,
-    LOCKED,
-    NON_FINITE,
-    SIGINT,
-    SIGTERM,
     UNAVAILABLE,
-    UNEXPECTED,
-    USAGE,
     UserError,
 )
+from meshwright.launched import Plan, ending, first, say, status
 from meshwright.parallel import start
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    pass
 
 PORT = 29500  # torchrun's
-GRACE = 300  # seconds that ranks have to save after a signal
 TOGETHER = ("train", "evaluate", "generate")  # commands that several ranks can run
-RETRIED = (UNEXPECTED, HANG)
-LOST = (HANG, -signal.SIGABRT)  # how ranks end that lost another; NCCL aborts
-STOPPED = (SIGTERM, SIGINT, -signal.SIGTERM)
-MEANING = {
-    UNEXPECTED: "an unexpected error",
-    USAGE: "wrong settings",
-    BAD_DATA: "bad data or checkpoint",
-    UNAVAILABLE: "a service or port that is not there",
-    NON_FINITE: "a loss that is not finite",
-    LOCKED: "a folder that another run owns",
-    IO: "reading or writing failed",
-    HANG: "another rank did not answer",
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is started where."""
-
-    processes: int
-    nodes: int = 1
-    node: int = 0  # this one's number
-    address: str = "127.0.0.1"
-    port: int = 0  # 0: any free one, which one machine alone can do
-    restarts: int = 0
-    wait: float = start.START_SECONDS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,7 +43,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> int:
     parser = _parser()
-    said = parser.parse_args(argv)
+    said, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is no flag of launch; a command's stand behind it: meshwright launch --nproc-per-node N train "
+            f"{unknown[0]} ..."
+        )
     words = said.command[1:] if said.command[:1] == ["--"] else said.command
     if not words:
         raise UserError(f"what is to be started? {' or '.join(TOGETHER)} with its flags, or a Python script")
@@ -250,11 +216,13 @@ def run(plan: Plan, program: list[str]) -> int:
     _prepare(plan)
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    agent = _agent(plan, program, store, until)
+    from meshwright.agent import agent
+
+    watching = agent(plan, program, store, until)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
     logging.disable(logging.CRITICAL)  # what torch logs of each step, and its table of failures; ours are in words
     try:
-        failed = agent.run().is_failed()
+        failed = watching.run().is_failed()
     except SignalException as error:
         return 128 + error.sigval
     finally:
@@ -268,9 +236,9 @@ def run(plan: Plan, program: list[str]) -> int:
                 store.set(f"done/{plan.node}", "")
     if not failed:
         return DONE
-    rank, code = first(agent.failed)
+    rank, code = first(watching.failed)
     others = "; the others were stopped" if plan.processes * plan.nodes > 1 else ""
-    _say(f"rank {rank} {ending(code)}{others}")
+    say(f"rank {rank} {ending(code)}{others}")
     return status(code)
 
 
@@ -281,148 +249,9 @@ def _prepare(plan: Plan) -> None:
         threads = max(_cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if plan.processes > 1:
-            _say(
+            say(
                 f"OMP_NUM_THREADS={threads} for each of {plan.processes} ranks here, of {_cores()} cores; set it to choose"
             )
     root = str(Path(__file__).parents[1])
     if "site-packages" not in root:  # a clone that is not installed
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _agent(plan: Plan, program: list[str], store: TCPStore, until: float) -> Any:
-    """torch's agent, with our way of meeting, of retrying and of waiting."""
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-
-    class Meeting(RendezvousHandler):
-        """The machines count one another on our store, which the ranks then use too."""
-
-        attempts = 0
-        run_id = ""
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            # After a failure the others first stop their ranks, which have 30 seconds.
-            end = until if self.attempts == 0 else time.monotonic() + 30 + plan.wait
-            start.meet(PrefixStore(f"machines/{self.attempts}", store), plan.node, plan.nodes, end, "machine")
-            self.run_id = store.compare_set("run", "", f"{start.RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
-            own = PrefixStore(f"agents/{self.attempts}", store)
-            self.attempts += 1
-            return RendezvousInfo(own, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, store.port))
-
-        def get_backend(self) -> str:
-            return "static"
-
-        @property
-        def use_agent_store(self) -> bool:
-            return True
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return self.run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    class Agent(LocalElasticAgent):
-        signals = 0
-        failed: Mapping[int, int] = {}  # exit code by rank, of those that ended by themselves
-        since: float | None = None  # when the first of them did
-
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            """The agent stops all when one has failed. First wait for the reason, or for those that still save."""
-            started = getattr(self._pcontext, "subprocess_handlers", {})
-            codes = {worker_group.workers[n].global_rank: one.proc.poll() for n, one in started.items()}
-            self.failed = {rank: code for rank, code in codes.items() if code}
-            if self.failed and None in codes.values():
-                self.since = self.since or time.monotonic()
-                if time.monotonic() - self.since < max(patience(code) for code in self.failed.values()):
-                    return RunResult(state=WorkerState.HEALTHY)
-            self.since = None
-            result: RunResult = super()._monitor_workers(worker_group)
-            if not result.is_failed():
-                return result
-            self.failed = self.failed or {rank: one.exitcode for rank, one in result.failures.items()}
-            rank, code = first(self.failed)
-            if code not in RETRIED and 0 <= code <= 128:  # it would end the same way again
-                self._remaining_restarts = 0
-            elif self._remaining_restarts > 0:
-                number = plan.restarts - self._remaining_restarts + 1
-                _say(f"rank {rank} {ending(code)}; starting again ({number} of at most {plan.restarts})")
-            return result
-
-        def _exit_barrier(self) -> None:
-            """Machine 0 keeps the store until all are done; torch's barrier makes the others wait on a store that goes."""
-            until = time.monotonic() + GRACE
-            others = [f"done/{n}" for n in range(1, plan.nodes)]
-            while plan.node == 0 and not store.check(others) and time.monotonic() < until:
-                time.sleep(0.1)
-
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Pass a signal on and wait; the second one is passed on too, and then there is little patience."""
-            if self._pcontext is None:
-                return
-            grace = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))) if self.signals == 0 else 5
-            self.signals += 1
-            self._pcontext.close(death_sig, grace)
-
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=plan.processes,
-        entrypoint=sys.executable,
-        args=tuple(program),
-        rdzv_handler=Meeting(),
-        max_restarts=plan.restarts,
-        monitor_interval=0.05,
-    )
-    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))
-
-
-def first(failed: Mapping[int, int]) -> tuple[int, int]:
-    """Whose exit code tells why: one failure pulls the others along, within moments and in any order.
-
-    Who gives a reason comes before who crashed, then who was stopped, and last who lost another rank.
-    """
-
-    def weight(code: int) -> int:
-        if code in LOST:
-            return 3
-        if code in STOPPED:
-            return 2
-        return 0 if code < 0 or code in MEANING and code not in RETRIED else 1
-
-    return min(failed.items(), key=lambda pair: weight(pair[1]))
-
-
-def patience(code: int) -> float:
-    """Seconds that the others have to end by themselves after one ended so."""
-    if code in (SIGTERM, SIGINT):  # all were told to stop and are saving
-        return GRACE
-    return 3 if code in LOST + STOPPED else 0  # the reason is still to come
-
-
-def status(exitcode: int) -> int:
-    """As a shell gives it."""
-    return exitcode if exitcode >= 0 else 128 - exitcode
-
-
-def ending(exitcode: int) -> str:
-    if exitcode < 0:
-        hint = " (as the system does when memory runs out)" if exitcode == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-exitcode).name}{hint}"
-    meaning = f" ({MEANING[exitcode]})" if exitcode in MEANING else ""
-    return f"ended with status {exitcode}{meaning}"
-
-
-def _say(line: str) -> None:
-    print(f"meshwright launch: {line}", file=sys.stderr, flush=True)

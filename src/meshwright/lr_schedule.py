@@ -103,6 +103,7 @@ def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Sched
     """The schedule to go on with, and Megatron's nine lines; a difference nobody decided about is an error."""
     lines, different, values = [], [], {}
     before = Schedule(**saved)
+    ramp = (before if c.optimizer.use_checkpoint_opt_param_scheduler else ours).wd_style != "constant"
     others = {
         n: told
         for n, told in _OTHERS.items()
@@ -114,7 +115,7 @@ def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Sched
             values[name] = mine
             lines.append(f" > overriding {called} value to {mine}")
             continue
-        matters = name != "wd_samples" or ours.wd_style != "constant"  # a constant has no length
+        matters = name != "wd_samples" or ramp  # a constant has no length
         unit = " samples" if name in ("warmup", "decay", "wd_samples", "wsd_samples") else ""
         if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
             different.append(f"{called}: the checkpoint has {theirs}, the flags say {mine}{unit} ({by})")

@@ -18,6 +18,7 @@ import torch
 from meshwright import device as devices
 from meshwright import flags
 from meshwright.config import Logging, TrainConfig
+from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.parallel.team import Team
 from meshwright.trackers import open_trackers, tags, validation_tags
@@ -25,26 +26,6 @@ from meshwright.trackers import open_trackers, tags, validation_tags
 # Dense half-precision peaks in FLOP/s by what the device calls itself, from the vendors' datasheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "H800": 989e12,
          "L40S": 362e12, "V100": 125e12, "RTX 4090": 165e12, "B200": 2250e12}  # fmt: skip
-
-
-_speaks = True
-
-
-def speak(speaks: bool) -> None:
-    """Whether this process is the one of a run that tells."""
-    global _speaks
-    _speaks = speaks
-
-
-def say(line: str = "") -> None:
-    """One line on stdout, at once: the documents' scripts pipe it into tee. A training outlives its reader."""
-    if not _speaks:
-        return
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print("the reader of the log is gone; the run goes on", file=sys.stderr)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -58,13 +39,13 @@ class Metrics:
 
     def __init__(
         self, folder: Path | None, config: TrainConfig, flops_per_token: float, device: torch.device, timers: Timers,
-        done: int, consumed: int, team: Team,
+        done: int, consumed: int, in_all: int, team: Team,
     ) -> None:  # fmt: skip
         """Of every rank; those that do not lead have no folder and tell nothing."""
         assert config.data.seq_length
         self.world = team.size
         self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
-        self.flops, self.device, self.timers, self.steps_in_all = flops_per_token, device, timers, config.steps
+        self.flops, self.device, self.timers, self.steps_in_all = flops_per_token, device, timers, in_all
         self.peak = peak_flops(device)
         self.file, self.attempt = -1, 1
         if folder is not None:
@@ -217,7 +198,7 @@ def _count_starts(path: Path) -> int:
         raise UserError(f"cannot read {path}: {e.strerror}", BAD_DATA) from None
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
-    return data.count(b'{"event": "start"')
+    return data.count(b'{"event": "start"') + data.count(b'{"event": "evaluate"')
 
 
 def _bar(total: int) -> tuple[Any, Any]:
@@ -242,16 +223,16 @@ class Timers:
     ) -> None:  # fmt: skip
         self.level, self.option, self.team = level, option, team or Team()
         self.device = device
-        self.started: dict[str, float] = {}
         self.took: dict[str, float] = {}
         self.of_steps: dict[str, float] = {}  # since they were last told
         self.before: dict[str, float] = {}  # of these, until the last step
 
-    def start(self, name: str) -> None:
-        self.started[name] = time.perf_counter()
-
-    def stop(self, name: str) -> None:
-        self.took[name] = 1e3 * (time.perf_counter() - self.started.pop(name))
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Of the setup, for `tell`."""
+        start = time.perf_counter()
+        yield
+        self.took[name] = 1e3 * (time.perf_counter() - start)
 
     @contextlib.contextmanager
     def time(self, name: str, level: int) -> Iterator[None]:
@@ -259,11 +240,17 @@ class Timers:
         if level > self.level or not self.level:
             yield
             return
-        devices.synchronize(self.device)
+        self._wait()
         start = time.perf_counter()
         yield
-        devices.synchronize(self.device)
+        self._wait()
         self.of_steps[name] = self.of_steps.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        """For this rank's own work. Waiting for the whole device would wait for what others are yet to send, and they may
+        wait for what we have not launched."""
+        if self.device is not None and self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def of_this_step(self) -> dict[str, float]:
         """Since it was last asked."""
@@ -318,14 +305,3 @@ def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[
                 running.close()
 
         yield before
-
-
-def tell_time(what: str) -> None:
-    say(f"[{what}] datetime: {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ")
-
-
-def tell_arguments(values: dict[str, Any]) -> None:
-    say("------------------------ arguments ------------------------")
-    for name in sorted(values, key=str.lower):
-        say(f"  {name} {'.' * (48 - len(name))} {values[name]}")
-    say("-------------------- end of arguments ---------------------")

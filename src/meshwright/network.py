@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import precision
-from meshwright.config import TrainConfig
+from meshwright.config import Parallel, TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.kernels import pick
 from meshwright.model.attention import Stream, Where
-from meshwright.model.gpt import GPT, OURS, name_of
+from meshwright.model.gpt import GPT, OURS, Options, name_of
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline import Pipeline, stages
+from meshwright.parallel.pipeline import Pipeline, require_tried, stages
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
 from meshwright.parallel.tensor import joining, spread
 from meshwright.parallel.zero import ParameterStore
@@ -82,34 +82,22 @@ def build(
 ) -> Network:  # fmt: skip
     """The plain model on the meta device, cut to this rank's part, given memory, compiled. `tell` is told its number of
     parameters."""
-    m, t, p = config.model, config.training, config.parallel
-    assert config.data.seq_length and m.hidden_size
-    if (model or loss) and p.model_ranks > 1:
-        raise UserError(
-            f"a model or a loss of one's own is trained by data parallelism alone: how it would be cut over {p.model_ranks} "
-            "ranks is not known; give tensor, pipeline and context sizes of 1"
-        )
-    options = pick.options(t, m, config.precision, device)
+    m, p, o = config.model, config.parallel, config.optimizer
+    if layout.pp > 1:
+        require_tried(p.pipeline_schedule, device)
+    comm.open_all(layout, device)
+    options = pick.options(config.training, m, config.precision, device)
     if layout.pp > 1 and p.pipeline_schedule not in OWN:  # the weights' gradients wait outside of any graph
         options = replace(options, compiled=False)
-    block, why = pick.pick(m, device, options.compiled)
-    parts: list[Any] = []
-    name, heads = OURS, None  # whichever block was picked: they are twins
     sequence = p.sequence_parallel and layout.tp > 1
+    if model or loss:
+        refuse_to_cut(p, model is not None)
     with torch.device("meta"):
         if model is None:
-            parts += stages(
-                lambda: GPT(m, vocab, padded, positions, block, options), config.stages, layout, p.pipeline_schedule
-            )
-            for part in parts:
-                heads = spread(part, layout, sequence, config.data.seq_length // layout.cp)
+            parts, heads, why = ours(config, layout, device, vocab, padded, positions, options, sequence)
+            name = OURS  # whichever block was picked: they are twins
         else:
-            if p.zero > 1:
-                raise UserError(
-                    f"ZeRO {p.zero} with a model of one's own: only --zero-stage 0 and 1 wait for parameters that a loss "
-                    "leaves out"
-                )
-            parts += [model(m, vocab, padded, positions, options=options)]
+            parts, heads = [model(m, vocab, padded, positions, options=options)], None
             name = name_of(parts[0])
             why = f"{'compiled' if options.compiled else 'plain'} {name}, a model of its own"
             refuse_what_is_not_kept(parts[0])
@@ -119,36 +107,48 @@ def build(
     tied = tied and p.pipeline_schedule not in V_SHAPED
     names = {n: x for part in parts for n, x in part.named_parameters()}
     tell(sum(x.numel() for x in names.values()))
-    if config.optimizer.optimizer == "muon" and not any(n.startswith("h.") for n in names):
+    if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
         raise UserError("--optimizer muon is for the matrices of layers named h.*, of which this model has none")
     dtype = precision.dtype(config.precision)
     store: ParameterStore | FullyShardedStore
     if p.zero == 3 and layout.group("shard") is not None:
-        store = FullyShardedStore(parts, config.optimizer, dtype, device, vocab, p.offloads, layout, sequence, tied)
+        store = FullyShardedStore(parts, o, dtype, device, vocab, p.offloads, layout, sequence, tied)
     else:
-        store = ParameterStore(
-            parts, config.optimizer, dtype, device, vocab, p.offloads, layout, p.zero, sequence, tied
-        )
+        store = ParameterStore(parts, o, dtype, device, vocab, p.offloads, layout, p.zero, sequence, tied)
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
-    pipeline = None
+    pipeline, combine = None, joining(layout)
     if layout.pp > 1:
         wide = torch.float32 if options.fp32_residual and dtype is not torch.float64 else dtype
-        hidden = m.hidden_size
-
-        def shape(b: Batch) -> tuple[int, ...]:
-            return (1, b.tokens.numel() // layout.tp, hidden) if sequence else (*b.tokens.shape, hidden)
-
-        pipeline = Pipeline(layout, p.pipeline_schedule, parts, shape, wide)
+        pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, sequence, wide)
+        pipeline.open(device)
 
     def losses(logits: Tensor, batch: Batch) -> Tensor:
         if loss is not None:
             return of_each_token(loss(logits[..., :vocab], batch), batch)
         return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
 
-    combine = joining(layout)
     return Network(parts, store, losses, device, layout, sequence, heads, pipeline, name, why)
+
+
+def ours(
+    config: TrainConfig, layout: Layout, device: torch.device, vocab: int, padded: int, positions: int, options: Options,
+    sequence: bool,
+) -> tuple[list[Any], range | None, str]:  # fmt: skip
+    """This rank's parts of a GPT, the heads that it computes, and how it is run."""
+    m, heads = config.model, None
+    assert config.data.seq_length
+    block, why = pick.pick(m, device, options.compiled)
+    parts = stages(
+        lambda: GPT(m, vocab, padded, positions, block, options),
+        config.stages,
+        layout,
+        config.parallel.pipeline_schedule,
+    )
+    for part in parts:
+        heads = spread(part, layout, sequence, config.data.seq_length // layout.cp)
+    return list(parts), heads, why
 
 
 def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
@@ -205,18 +205,18 @@ def forward(net: Network, part: Any, batch: Batch, seed: int | None, stream: Ten
     return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
 
 
-def count_unmasked(net: Network, batches: list[Batch]) -> float:
+def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
     """Tokens that count in the whole batch, on all ranks."""
     unmasked: float = sum(b.unmasked for b in batches)
     if batches[0].loss_mask is None or net.layout.dp == 1:
-        unmasked *= net.layout.dp
-    else:
-        counted = torch.tensor(unmasked, dtype=torch.float64, device=net.device)
-        unmasked = comm.total(counted, net.layout.group("dp")).item()
-    if not unmasked:
+        whole: float | Tensor = unmasked * net.layout.dp
+    else:  # it stays on the device: nobody waits for it, unless here there is none
+        counted = torch.tensor(unmasked, dtype=torch.float64).to(net.device, non_blocking=True)
+        whole = comm.total(counted, net.layout.group("gradients")) / net.layout.cp  # context ranks count a sample each
+    if not unmasked and not whole:
         first = batches[0].first_sample
         raise UserError(f"no token counts in the global batch from sample {first} on: all are masked", BAD_DATA, True)
-    return unmasked
+    return whole
 
 
 def sum_of(losses: list[Tensor]) -> Tensor:
@@ -267,6 +267,20 @@ def of_each_token(losses: Tensor, batch: Batch) -> Tensor:
             "loss for each token, neither summed nor averaged"
         )
     return losses
+
+
+def refuse_to_cut(p: Parallel, model: bool) -> None:
+    """A user's loss, or model."""
+    if p.model_ranks > 1:
+        raise UserError(
+            f"a model or a loss of one's own is trained by data parallelism alone: how it would be cut over {p.model_ranks} "
+            "ranks is not known; give tensor, pipeline and context sizes of 1"
+        )
+    if model and p.zero > 1:
+        raise UserError(
+            f"ZeRO {p.zero} with a model of one's own: only --zero-stage 0 and 1 wait for parameters that a loss "
+            "leaves out"
+        )
 
 
 def refuse_what_is_not_kept(model: nn.Module) -> None:

@@ -5,38 +5,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import platform
 import sys
-from collections.abc import Callable, Collection
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshwright import device as devices
-from meshwright import flags
-from meshwright.config import (
-    ARCHITECTURE,
-    Checkpoint,
-    Data,
-    Logging,
-    Model,
-    Parallel,
-    TrainConfig,
-    blend,
-    contradictions,
-)
-from meshwright.config import (
-    Tokenizer as TokenizerFlags,
-)
-from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
+from meshwright import checks, console, flags, tokenizers
+from meshwright.checkpoint import store
+from meshwright.config import TrainConfig
+from meshwright.console import say
+from meshwright.data.indexed import Indexed
+from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.model import counts
+from meshwright.parallel import start
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.team import Team
+from meshwright.resume import check_loading, guard_existing, prefixes, saved_settings
+from meshwright.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     import torch
-
-    from meshwright.parallel.team import Team
-    from meshwright.tokenizers import Tokenizer
 
 
 def require_files(config: TrainConfig) -> None:
@@ -75,8 +65,6 @@ def layout_of(config: TrainConfig, rank: int) -> Layout:
 
 
 def our_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("meshwright")
     except PackageNotFoundError:  # a clone that is not installed
@@ -87,12 +75,8 @@ def same_on_all(team: Team, config: TrainConfig) -> None:
     """Ranks that were started with other settings, versions or data are refused before anything is computed."""
     if team.size == 1:
         return
-    import platform
-
     import numpy
     import torch
-
-    from meshwright.parallel import start
 
     ours = saved_settings(config) | {
         "meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__,
@@ -108,40 +92,11 @@ def be_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def guard_existing(config: TrainConfig) -> None:
-    """A folder that holds checkpoints of another run is refused before anything is built, unless they may be moved."""
-    from meshwright.checkpoint import store
-
-    c = config.checkpoint
-    assert c.save
-    existing = store.held(c.save)
-    continued = c.load and not c.finetune and Path(c.load).resolve() == Path(c.save).resolve()
-    if continued and c.save_overwrite:
-        raise UserError("--save-overwrite starts anew and --load continues the same folder: give one of them")
-    if existing and c.finetune and not c.save_overwrite and c.load and Path(c.load).resolve() == Path(c.save).resolve():
-        raise UserError(
-            f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder",
-            LOCKED,
-        )
-    if existing and not continued and not c.save_overwrite:
-        raise UserError(
-            f"--save {c.save} already holds {existing[-1]}: add --load {c.save} to continue it, or --save-overwrite to "
-            "move it aside" + (f" and continue from {c.load}" if c.load else " and start anew"),
-            LOCKED,
-        )
-
-
-def vocabulary(
-    config: TrainConfig, folder: Path | None, say: Callable[[str], None]
-) -> tuple[Tokenizer | None, int, int]:
+def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
     """The tokenizer if the flags name one, the true and the padded size."""
-    from meshwright import tokenizers
-
     t, m = config.tokenizer, config.model
     bare = t.vocab_size is not None and not (t.vocab_file or t.merge_file or t.tokenizer_model)
-    loaded = Path(config.checkpoint.load) if config.checkpoint.load else None
-    if loaded is not None and loaded.name.startswith("iter_"):
-        loaded = loaded.parent
+    loaded = store.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
     kept = next((f / "tokenizer" for f in (folder, loaded) if f is not None and (f / "tokenizer").is_dir()), None)
     if (
         bare
@@ -176,107 +131,12 @@ def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
     return weight + gradient + share + kept, 0
 
 
-def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
-    """What cannot fit by any means is refused before memory is asked for: the state, and one micro-batch's logits."""
-    have = devices.total_memory(device)
-    micro, seq = config.micro_batch, config.data.seq_length
-    assert seq
-    width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
-    here, host = bytes_per_parameter(config)
-    state, logits = parameters * (here + host if device.type == "cpu" else here), micro * seq * padded * width
-    if state + logits > have:
-        raise UserError(
-            f"this needs at least {(state + logits) / 2**30:,.1f} GiB: {state / 2**30:,.1f} for {parameters:,} parameters "
-            f"with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens; the device "
-            f"has {have / 2**30:,.1f} GiB: a smaller model, --micro-batch-size or --seq-length"
-        )
-
-
-# Settings that a continued run may change without a word: they change nothing that is computed, or are told elsewhere.
-_FREE = {*ARCHITECTURE,
-         *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
-         *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_warmup_fraction",
-           "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
-           "lr_wsd_decay_iters", "lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay",
-           "weight_decay_incr_style", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
-           "data_cache_path", "data_impl", "mmap_warmup", "num_workers", "micro_batch_size", "exit_interval",
-           "exit_duration_in_mins", "exit_signal_handler", "kill_switch_path", "skip_train", "on_nonfinite", "compile",
-           "recompute_granularity", "recompute_method", "recompute_num_layers", "checkpoint_activations",
-           "recompute_activations", "deterministic_mode", "make_vocab_size_divisible_by", "pad_vocab_size_to",
-           "init_method_std", "init_method_xavier_uniform", "initial_loss_scale", "data_fingerprint")}  # fmt: skip
-
-
-def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
-    """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
-    model = Model(**{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved})
-    contradicted = contradictions(config.model, model, [n for n in ARCHITECTURE if n != "max_position_embeddings"])
-    if contradicted:
-        raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
-    ours = saved_settings(config)
-    out = [
-        f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
-        for name in ours
-        if name not in _FREE and name in saved and saved[name] != ours[name]
-    ]
-    if (
-        all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
-        and saved.get("data_fingerprint") != ours["data_fingerprint"]
-    ):
-        out.append(
-            " > note: the files of --data-path have changed since the checkpoint; what follows reads the new ones"
-        )
-    return out
-
-
-def _shown(value: Any) -> Any:
-    return "not set" if value in (None, []) else value
-
-
-def saved_settings(config: TrainConfig) -> dict[str, Any]:
-    """What a checkpoint remembers of its making."""
-    from meshwright.data.indexed import fingerprint
-
-    return flags.to_dict(config) | {
-        "world_size": None,
-        "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
-    }
-
-
-def prefixes(d: Data) -> list[str]:
-    """Every pair of token files, once."""
-    paths = (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path)
-    return list(dict.fromkeys(prefix for values in paths for prefix in blend(values)[1]))
-
-
-def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """With --use-checkpoint-args: what the checkpoint under --load says of the network, where no flag is given."""
-    from meshwright.checkpoint import native, store
-
-    if not config.checkpoint.use_checkpoint_args or not config.checkpoint.load:
-        return config
-    root, step = store.split_path(config.checkpoint.load)
-    step = step if step is not None else store.latest(root)[0]
-    if step is None:
-        raise UserError(f"--use-checkpoint-args: no checkpoint in {root}", BAD_DATA)
-    saved = native.read_config(root, step) | {"max_position_embeddings": native.read_state(root, step)["positions"]}
-    wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
-    known = flags.from_saved(TrainConfig, wanted, str(store.step_folder(root, step)))
-    groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
-    for name, group in groups.items():
-        mine = {f.name for f in dataclasses.fields(group)}
-        groups[name] = dataclasses.replace(group, **{n: v for n, v in known.items() if n in mine})
-    return dataclasses.replace(config, **groups)
-
-
 def dry_run(config: TrainConfig) -> int:
     """Check everything without torch and without writing: settings, files, sizes."""
-    from meshwright import tokenizers
-    from meshwright.data.indexed import Indexed
-
-    problems = config.problems(data=False)
+    problems = checks.problems(config, data=False)
     if problems:
         raise UserError(flags.listed(problems), USAGE)
-    later = config.problems()
+    later = checks.problems(config)
     if config.checkpoint.save:
         guard_existing(config)
     m, d = config.model, config.data
@@ -291,7 +151,8 @@ def dry_run(config: TrainConfig) -> int:
         vocab = 50257
         later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
     else:
-        _, vocab, _ = vocabulary(config, folder, lambda line: None)
+        console.speak(None)
+        _, vocab, _ = vocabulary(config, folder)
     tp = config.parallel.tensor_model_parallel_size
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     positions = m.max_position_embeddings or d.seq_length
@@ -318,7 +179,7 @@ def dry_run(config: TrainConfig) -> int:
         )
     print(f"memory of weights, gradients and optimizer: {n * here / 2**30:,.2f} GiB{beside}, activations apart")
     if config.checkpoint.load:
-        check_loading(config)
+        print("\n".join(check_loading(config)))
     for p in later:
         print(f"before it can start: {p}")
     print("nothing was built and nothing written")
@@ -330,23 +191,3 @@ def _large(x: float, unit: str) -> str:
         if x >= size:
             return f"{x / size:,.1f} {prefix}{unit}"
     return f"{x / 1e6:,.1f} M{unit}"
-
-
-def check_loading(config: TrainConfig) -> None:
-    """What a run would say of its checkpoint before it reads a tensor."""
-    from meshwright import lr_schedule
-    from meshwright.checkpoint import native, store
-
-    assert config.checkpoint.load
-    root, step = store.split_path(config.checkpoint.load)
-    step, notes = (step, []) if step is not None else store.latest(root)
-    told = [
-        f"it would {'take the weights of' if config.checkpoint.finetune else 'continue from'} step {step} in {root}"
-        if step is not None
-        else f"no checkpoint in {root}: it starts anew"
-    ]
-    if step is not None:
-        told += differences(config, native.read_config(root, step))
-    if step is not None and not config.checkpoint.finetune:
-        lr_schedule.resume(lr_schedule.from_config(config), native.read_state(root, step)["schedule"], config)
-    print("\n".join(notes + told))

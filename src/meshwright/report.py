@@ -14,7 +14,6 @@ import html
 import io
 import json
 import math
-import os
 import re
 import shlex
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import BAD_DATA, USAGE, UserError
+from meshwright.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,13 +39,9 @@ def write_whole(target: Path, text: str) -> Path:
     """Write a file whole or not at all."""
     if target.exists() and not target.is_file():
         raise UserError(f"{target} is no plain file: the page needs a name of its own", USAGE)
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
-    try:
+    with replacing(target) as file:
         # A command line of bytes that are no text comes back as lone surrogates, which UTF-8 does not know.
-        new.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(new, target)
-    finally:
-        new.unlink(missing_ok=True)
+        file.write(text.encode(errors="replace"))
     return target
 
 
@@ -129,7 +125,7 @@ def read_rows(folder: Path) -> Rows:
                     validations[v.name, iteration, bool(row.get("end"))] = v
                 elif event == "save" and attempts:
                     attempts[-1].seconds += float(row["seconds"])
-                elif event == "end" and attempts:
+                elif event == "end" and attempts and attempts[-1].number == int(row["attempt"]):  # not an evaluation's
                     attempts[-1].end = row
                     row["time"] = float(row.get("time", 0))
             except (ValueError, TypeError, KeyError, OverflowError) as e:
@@ -143,19 +139,21 @@ def read_rows(folder: Path) -> Rows:
 
 def _step(row: dict[str, Any]) -> Step:
     # float() also reads the texts "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
-    mfu, memory = row.get("mfu"), row.get("memory")
-    return Step(
-        int(row["attempt"]), int(row["iteration"]), int(row["consumed_samples"]), float(row["loss"]),
-        float(row["grad_norm"]), float(row["lr"]), bool(row["skipped"]), float(row["ms"]),
-        float(row["tokens_per_second"]), None if mfu is None else float(mfu), None if memory is None else float(memory),
-    )  # fmt: skip
+    kinds = {"int": int, "float": float, "bool": bool}
+    values: dict[str, Any] = {
+        f.name: None
+        if row.get(f.name) is None and "None" in str(f.type)
+        else kinds[str(f.type).split(" ")[0]](row[f.name])
+        for f in dataclasses.fields(Step)
+    }
+    return Step(**values)
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     """Groups of settings from config.toml; none if the file is not there."""
     path = folder / "config.toml"
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:
         return {}
     except ValueError as e:
@@ -374,18 +372,30 @@ def _line(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1.0, sm
     """Draw a column over the iterations, crosses where it is not finite; return how many steps were smoothed into one."""
     import numpy as np
 
-    pairs = [(s.iteration, v * scale) for s in steps if (v := getattr(s, column)) is not None]
-    x, y = np.array(pairs, dtype=np.float64).T
+    x, y = points(steps, column, scale=scale)
     known = np.isfinite(y)
     crosses = x[~known][:: max(1, int((~known).sum()) // POINTS)]
     axes.plot(crosses, np.full(len(crosses), 0.97), "x", color=BAD, transform=axes.get_xaxis_transform(), ms=5)
-    x, y = x[known], y[known]
-    half = max(1, len(y) // 50)
+    return draw(axes, x[known], y[known], LINE, smooth=smooth)
+
+
+def points(steps: Sequence[Step], column: str, at: str = "iteration", scale: float = 1.0) -> tuple[Any, Any]:
+    """A column over another one, where it is known."""
+    import numpy as np
+
+    pairs = [(getattr(s, at), v * scale) for s in steps if (v := getattr(s, column)) is not None]
+    x, y = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    return x, y
+
+
+def draw(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: bool = True) -> int:
+    """A line, and on it, if there are enough points, the median of neighbours; return of how many."""
     if not smooth or len(y) <= 20:
-        axes.plot(*thinned(x, y), color=LINE, lw=1.2, marker="." if len(y) <= 30 else "")
+        axes.plot(*thinned(x, y), color=colour, ls=line, lw=1.2, marker="." if len(y) <= 30 else "")
         return 1
-    axes.plot(*thinned(x, y), color=LINE, lw=0.7, alpha=0.45)
-    axes.plot(*smoothed(x, y, half), color=LINE, lw=1.6)
+    half = max(1, len(y) // 50)
+    axes.plot(*thinned(x, y), color=colour, lw=0.6, alpha=0.4)
+    axes.plot(*smoothed(x, y, half), color=colour, ls=line, lw=1.6)
     return 2 * half + 1
 
 

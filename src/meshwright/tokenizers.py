@@ -14,15 +14,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright import config
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.files import replacing
 
 END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
@@ -44,7 +43,17 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
 
 
-class GPT2BPE:
+class _Bytewise:
+    """A tokenizer whose tokens are bytes, which may be a part of a character."""
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+class GPT2BPE(_Bytewise):
     """GPT-2's byte-level BPE from vocab.json and merges.txt."""
 
     name = "GPT2BPETokenizer"
@@ -110,11 +119,8 @@ class GPT2BPE:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self._bytes[i] for i in ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-
-class HuggingFace:
+class HuggingFace(_Bytewise):
     """Any tokenizer.json, through the `tokenizers` library."""
 
     name = "HuggingFaceTokenizer"
@@ -150,11 +156,8 @@ class HuggingFace:
             return b"".join(self._bytes[i] for i in ids)
         return self._library.decode(list(ids), skip_special_tokens=False).encode("utf-8")
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-
-class Bytes:
+class Bytes(_Bytewise):
     """The 256 bytes and an end of document, which decodes to nothing."""
 
     name = "ByteTokenizer"
@@ -169,9 +172,6 @@ class Bytes:
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return bytes(i for i in ids if i != self.eod)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 class Null:
@@ -203,10 +203,24 @@ class Null:
 
 def build(t: config.Tokenizer, folder: Path | None = None) -> Tokenizer:
     """The tokenizer that the flags name, or, if they name no files, the one saved in a run's `folder`."""
+    tokenizer = _build(t, folder)
+    ids = tokenizer.size - (tokenizer.name == Null.name)  # which adds an end of document
+    if t.vocab_size not in (None, ids):
+        where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
+        raise UserError(f"--vocab-size {t.vocab_size}, but {where} has {ids} ids: leave the flag out")
+    return tokenizer
+
+
+def _build(t: config.Tokenizer, folder: Path | None) -> Tokenizer:
     files_given = t.vocab_file or t.merge_file or t.tokenizer_model
     if folder is not None and not files_given and (folder / "meta.json").is_file():
         return _build_saved(t, folder)
     if t.tokenizer_type == "GPT2BPETokenizer":
+        if t.tokenizer_model and not (t.vocab_file or t.merge_file):
+            raise UserError(
+                f"--tokenizer-model {t.tokenizer_model} is read by --tokenizer-type HuggingFaceTokenizer, which is missing: "
+                "GPT2BPETokenizer, the default, takes --vocab-file and --merge-file"
+            )
         if not t.vocab_file or not t.merge_file:
             lacking = [f for f, given in (("--vocab-file", t.vocab_file), ("--merge-file", t.merge_file)) if not given]
             raise UserError(f"GPT2BPETokenizer needs --vocab-file and --merge-file: {' and '.join(lacking)} missing")
@@ -242,7 +256,7 @@ def _build_saved(t: config.Tokenizer, folder: Path) -> Tokenizer:
         return GPT2BPE(folder / "vocab.json", folder / "merges.txt")
     if kind == HuggingFace.name:
         return HuggingFace(folder / "tokenizer.json")
-    return build(config.Tokenizer(tokenizer_type=kind, vocab_size=vocab_size - 1))  # type: ignore[arg-type]
+    return _build(config.Tokenizer(tokenizer_type=kind, vocab_size=vocab_size - 1), None)  # type: ignore[arg-type]
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -253,11 +267,11 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         hashes[name] = _sha256(source)
         target = folder / name
         if not target.exists() or _sha256(target) != hashes[name]:
-            shutil.copyfile(source, folder / f"{name}.tmp")
-            os.replace(folder / f"{name}.tmp", target)
+            with replacing(target) as file:
+                file.write(source.read_bytes())
     meta = {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": hashes}
-    (folder / "meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-    os.replace(folder / "meta.json.tmp", folder / "meta.json")
+    with replacing(folder / "meta.json") as file:
+        file.write(json.dumps(meta, indent=1).encode() + b"\n")
 
 
 def is_same(tokenizer: Tokenizer, folder: Path) -> bool:

@@ -56,6 +56,8 @@ def open_trackers(
             out.append(Tracker("TensorBoard", TensorBoard(place, logging.tensorboard_queue_size, first, samples)))
             lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in settings.items())
             out[-1].text("arguments", "\n".join(lines))
+        except UnicodeEncodeError:
+            print(f"note: TensorBoard writes no files into {place!r}, whose name is not UTF-8", file=sys.stderr)
         except ImportError as e:
             if logging.tensorboard_dir:
                 hint = "install it with pip install 'meshwright[log]'"

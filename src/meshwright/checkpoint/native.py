@@ -17,7 +17,6 @@ header is never parsed.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -25,20 +24,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from meshwright.checkpoint import store
-from meshwright.checkpoint.store import Damaged, Manifest, Produce, Say, Write
+from meshwright.checkpoint.store import Damaged, Manifest, Produce, Write
+from meshwright.console import say
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.parallel.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
 
-# safetensors' names
-SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-TORCH = {
-    "F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "F16": "float16", "BF16": "bfloat16",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+# safetensors' names, torch's, and bytes of an element
+DTYPES = [("F64", "float64", 8), ("I64", "int64", 8), ("F32", "float32", 4), ("I32", "int32", 4), ("F16", "float16", 2),
+          ("BF16", "bfloat16", 2), ("I16", "int16", 2), ("I8", "int8", 1), ("U8", "uint8", 1), ("BOOL", "bool", 1)]  # fmt: skip
+TORCH = {name: theirs for name, theirs, _ in DTYPES}
+NAMES = {theirs: name for name, theirs, _ in DTYPES}
+SIZES = {name: size for name, _, size in DTYPES}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 32 << 20  # bytes: some 250,000 boxes
 PART = 16 << 20  # most bytes of a tensor in flight
@@ -95,17 +98,14 @@ def save(
     state: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     *,
-    say: Say = print,
     team: Team = ALONE,
-) -> bool:
-    """Write one step; False if it is there already, with the same tensors and state (`config` may differ).
+) -> None:
+    """Write one step, which must not be there yet.
 
-    Rank 0 holds store.lock(root); its state, its config and its `say` are what counts. `state` must be JSON without NaN
-    and hold nothing of this attempt such as times. Whether a step is the same is judged by its elements, not its files:
-    one written in another layout counts as well.
+    Rank 0 holds store.lock(root); its state and its config are what counts. `state` must be JSON without NaN.
     """
-    say = say if team.leads else silent
-    say(f"saving checkpoint at iteration {step:7d} to {root}")
+    before, after = lines_of_save(root, step)
+    say(before)
     file = f"rank_{team.rank:05d}.safetensors"
     head, runs = b"", list[Run]()
     texts: dict[str, bytes] = {}
@@ -122,11 +122,6 @@ def save(
             for part in parts_of(run.flat):
                 write(part)
 
-    def differ(folder: Path, manifest: Manifest) -> list[str]:
-        if team.leads and as_json(store.read_json(folder, manifest, STATE)) != texts[STATE]:
-            return [STATE]
-        return differences(folder, manifest, index, named)
-
     index = merged(team.all(describe))
     check_cover(index)
     texts[INDEX] = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
@@ -139,13 +134,16 @@ def save(
         files[file] = tensors
     size = sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
     size += len(head) + sum(map(len, texts.values()))
-    written = store.publish(root, step, files, differ=differ, say=say, bytes_needed=size, team=team)
-    say(f"  successfully saved checkpoint at iteration {step:7d} to {root}")
-    return written
+    store.publish(root, step, files, bytes_needed=size, team=team)
+    say(after)
 
 
-def silent(line: str) -> None:
-    """Rank 0 speaks for all."""
+def lines_of_save(root: str | Path, step: int) -> tuple[str, str]:
+    """What Megatron's log says before and after, and people's scripts look for."""
+    return (
+        f"saving checkpoint at iteration {step:7d} to {root}",
+        f"  successfully saved checkpoint at iteration {step:7d} to {root}",
+    )
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -165,30 +163,15 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def check_cover(index: Mapping[str, Any]) -> None:
     """Every element of every tensor exactly once."""
     for name, tensor in index.items():
-        boxes = [(tuple(box["offset"]), plus(tuple(box["offset"]), tuple(box["size"]))) for box in tensor["boxes"]]
-        held, size = sum(math.prod(minus(high, low)) for low, high in boxes), math.prod(tensor["shape"])
-        overlap = overlapping(boxes)
+        form = len(tensor["boxes"]), len(tensor["shape"])
+        low, sizes = (np.array([b[of] for b in tensor["boxes"]], np.int64).reshape(form) for of in ("offset", "size"))
+        held, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
+        overlap = overlapping(low, low + sizes)
         if held != size or overlap:
             raise ValueError(
                 f"{name} {tuple(tensor['shape'])} has {size:,} elements, the boxes of all ranks hold {held:,}"
                 f"{', some of them twice' if overlap else ''}"
             )
-
-
-def differences(folder: Path, manifest: Manifest, index: Mapping[str, Any], named: Named) -> list[str]:
-    """Names of tensors that a step on disk has otherwise, bit by bit; `named`: this rank's, all are in `index`."""
-    stored = read_index(folder, manifest)
-    kinds = {name: (tuple(tensor["shape"]), tensor["dtype"]) for name, tensor in index.items()}
-    out = {n for n in kinds.keys() | stored.keys() if n not in stored or stored[n][:2] != kinds.get(n)}
-    if not out:
-        out = {name for name, theirs, ours in read(folder, manifest, stored, named) if not same_bits(theirs, ours)}
-    return sorted(out)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    import torch
-
-    return torch.equal(*(x.cpu().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def lay_out(named: Named) -> tuple[bytes, list[Run]]:
@@ -252,10 +235,9 @@ def parts_of(flat: torch.Tensor) -> Iterator[memoryview]:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
-    for ours, theirs in TORCH.items():
-        if theirs == name:
-            return ours
-    raise ValueError(f"a checkpoint does not hold tensors of {tensor.dtype}")
+    if name not in NAMES:
+        raise ValueError(f"a checkpoint does not hold tensors of {tensor.dtype}")
+    return NAMES[name]
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
@@ -287,7 +269,6 @@ class Loaded(NamedTuple):
 class Copy(NamedTuple):
     """A box to be read, and where its elements go."""
 
-    name: str
     dtype: str
     stored: Stored
     target: torch.Tensor  # flat
@@ -307,7 +288,6 @@ def load(
     want: Named,
     *,
     verify: str = "read",
-    say: Say = print,
     step: int | None = None,
     optimizer: bool = True,
     accept: Accept = lambda state, config: None,
@@ -320,9 +300,8 @@ def load(
     the state and the configuration before any tensor is read, and may refuse them. All ranks load the same step: damage
     that one of them finds, and a refusal, are everybody's.
     """
-    say = say if team.leads else silent
     if step is not None:
-        return load_step(Path(root), step, want, verify, say, optimizer, accept, team)
+        return load_step(Path(root), step, want, verify, optimizer, accept, team)
 
     def newest(below: int | None = None) -> Any:
         return team.lead(lambda: store.latest(root, below))
@@ -336,7 +315,7 @@ def load(
             say("    will not load any checkpoints and will start from random")
             return None
         try:
-            return load_step(Path(root), found, want, verify, say, optimizer, accept, team)
+            return load_step(Path(root), found, want, verify, optimizer, accept, team)
         except Damaged as damage:
             say(f"WARNING: skipping {store.step_folder(root, found).name}, it is damaged: {damage}")
             try:
@@ -345,9 +324,7 @@ def load(
                 raise Damaged(f"{damage}; {no_older}") from damage
 
 
-def load_step(
-    root: Path, step: int, want: Named, verify: str, say: Say, optimizer: bool, accept: Accept, team: Team
-) -> Loaded:
+def load_step(root: Path, step: int, want: Named, verify: str, optimizer: bool, accept: Accept, team: Team) -> Loaded:
     say(f" loading checkpoint from {root} at iteration {step}")
     folder = store.step_folder(root, step)
     manifest, stored = Manifest(), dict[str, Tensor]()
@@ -374,7 +351,7 @@ def load_step(
         say(note)
 
     def fill() -> None:
-        for _, theirs, ours in read(folder, manifest, stored, want):
+        for theirs, ours in read(folder, manifest, stored, want):
             ours.copy_(theirs)
 
     team.all(fill)
@@ -382,11 +359,11 @@ def load_step(
     return Loaded(step, state)
 
 
-Pair = tuple[str, "torch.Tensor", "torch.Tensor"]
+Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def read(folder: Path, manifest: Manifest, stored: Mapping[str, Tensor], want: Named) -> Iterator[Pair]:
-    """What is wanted, piece by piece: its name, the elements in the file, and their place in our tensor."""
+    """What is wanted, piece by piece: the elements in the file, and their place in our tensor."""
     by_file: dict[str, list[Copy]] = {}
     for name, (shape, boxes, tensor) in want.items():
         for copy in plan(folder, name, stored[name], flat_of(name, shape, boxes, tensor), boxes):
@@ -412,7 +389,7 @@ def read_file(path: Path, file: store.File, copies: list[Copy]) -> Iterator[Pair
                 size = minus(high, low)
                 theirs = data.as_strided(size, strides(copy.stored.box.size), 0)
                 to = copy.start + position(copy.wanted, low) + copy.target.storage_offset()
-                yield copy.name, theirs, copy.target.as_strided(size, strides(copy.wanted.size), to)
+                yield theirs, copy.target.as_strided(size, strides(copy.wanted.size), to)
 
 
 def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
@@ -433,7 +410,7 @@ def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
 def plan(
     folder: Path, name: str, stored: Tensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
 ) -> list[Copy]:
-    """Which part of which stored box fills which part of the wanted ones, each element exactly once."""
+    """Which part of which stored box fills which part of the wanted ones: the stored ones do not overlap, by check_cover."""
     copies: list[Copy] = []
     start = 0
     for wanted in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
@@ -442,13 +419,12 @@ def plan(
             low = tuple(map(max, wanted.offset, piece.box.offset))
             high = tuple(map(min, plus(wanted.offset, wanted.size), plus(piece.box.offset, piece.box.size)))
             if not_empty(low, high):
-                mine.append(Copy(name, stored.dtype, piece, target, start, wanted, low, high))
+                mine.append(Copy(stored.dtype, piece, target, start, wanted, low, high))
         found = sum(math.prod(minus(copy.high, copy.low)) for copy in mine)
-        overlap = overlapping([(copy.low, copy.high) for copy in mine])
-        if found != math.prod(wanted.size) or overlap:
+        if found != math.prod(wanted.size):
             raise Damaged(
                 f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}, has {math.prod(wanted.size):,} "
-                f"elements, the stored boxes give {found:,}{' with overlaps' if overlap else ''}"
+                f"elements, the stored boxes give {found:,}"
             )
         copies += mine
         start += math.prod(wanted.size)
@@ -525,19 +501,19 @@ def not_empty(low: Shape, high: Shape) -> bool:
     return all(a < b for a, b in zip(low, high, strict=True))
 
 
-def overlapping(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether two of these (low, high) share an element. Compared only where they meet along the dimension that cuts
+def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool:
+    """Whether two of these boxes [n, dimensions] share an element. Compared only where they meet along the dimension that cuts
     most: a thousand ranks give a tensor thousands of boxes."""
-    dims = range(len(boxes[0][0]) if boxes else 0)
-    if not dims:
-        return len(boxes) > 1
-    d = max(dims, key=lambda d: len({low[d] for low, _ in boxes}))
-    boxes = sorted(boxes, key=lambda box: box[0][d])
-    for i, (low, high) in enumerate(boxes):
-        for a, b in itertools.takewhile(lambda box: box[0][d] < high[d], boxes[i + 1 :]):  # noqa: B023, used at once
-            if not_empty(tuple(map(max, low, a)), tuple(map(min, high, b))):
-                return True
-    return False
+    if len(low) < 2 or not low.shape[1]:
+        return len(low) > 1
+    d = max(range(low.shape[1]), key=lambda d: len(np.unique(low[:, d])))
+    order = low[:, d].argsort()
+    low, high = low[order], high[order]
+    ends = np.searchsorted(low[:, d], high[:, d])
+    return any(
+        bool((np.maximum(low[i], low[i + 1 : end]) < np.minimum(high[i], high[i + 1 : end])).all(axis=1).any())
+        for i, end in enumerate(ends.tolist())
+    )
 
 
 def strides(size: Shape) -> Shape:

@@ -32,7 +32,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.console import say
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
+from meshwright.files import replacing
 from meshwright.parallel.team import ALONE, Team
 
 FORMAT = "meshwright checkpoint 1"
@@ -46,7 +48,6 @@ SEEN_WITHIN = 5.0  # seconds: a network file system shows one node's new files t
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"  # ours: the step of the least validation loss
 
-Say = Callable[[str], None]
 Write = Callable[[bytes | bytearray | memoryview], None]
 Produce = Callable[[Write], None]  # writes a file's bytes, in order
 
@@ -64,7 +65,6 @@ class File(NamedTuple):
 
 
 Manifest = dict[str, File]
-Differ = Callable[[Path, Manifest], list[str]]  # what a rank would write otherwise than a step that is there
 
 
 def reached(point: str) -> None:
@@ -83,14 +83,12 @@ def publish(
     step: int,
     files: dict[str, Produce],
     *,
-    differ: Differ,
-    say: Say,
     bytes_needed: int = 0,
     team: Team = ALONE,
-) -> bool:
-    """Write a step, of which `files` are this rank's. False: it is there already, whole, and nothing differs.
+) -> None:
+    """Write a step, of which `files` are this rank's.
 
-    Rank 0 holds the lock of `root`. A damaged step is moved aside and written anew; a different one is refused.
+    Rank 0 holds the lock of `root`. A step that is there is refused if it is whole, and else moved aside and written anew.
     """
     root = Path(root)
     folder = root / f"iter_{step:07d}.tmp"
@@ -112,9 +110,7 @@ def publish(
         commit(root, step, manifest)
 
     team.lead(telling(begin))
-    if is_there(root, step, differ, say, team):
-        team.lead(telling(lambda: write_tracker(root, step)))
-        return False
+    refuse_whole(root, step, team)
     try:
         team.lead(telling(folder.mkdir))
         reached("after_mkdir")
@@ -124,7 +120,6 @@ def publish(
         if team.leads:  # nobody writes any more
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    return True
 
 
 def commit(root: Path, step: int, manifest: Manifest) -> None:
@@ -136,7 +131,7 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     write_durably(folder / MANIFEST, raw, "manifest_unsynced")
     sync_folder(folder)
     reached("before_rename")
-    if target.exists():  # damaged, or is_there() would have refused
+    if target.exists():  # damaged, or refuse_whole() would have refused
         aside = root / f"{target.name}.damaged"
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
@@ -147,30 +142,21 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     write_tracker(root, step)
 
 
-def is_there(root: Path, step: int, differ: Differ, say: Say, team: Team) -> bool:
-    """Whether the step exists, verifies and is the same: every rank looks at a part of it, all conclude alike."""
+def refuse_whole(root: Path, step: int, team: Team) -> None:
+    """A checkpoint is never overwritten. Every rank looks at a part of the one that is there, all conclude alike."""
     target = step_folder(root, step)
-
-    def look() -> list[str]:
-        return differ(target, verify(target, True, team))
-
     foreign = team.lead(lambda: is_foreign(target) if target.exists() else None)
     if foreign is None:
-        return False
-    what = "a Megatron checkpoint"
+        return
     if not foreign:
         try:
-            different = sorted({name for part in team.all(look) for name in part})
+            team.all(lambda: bool(verify(target, True, team)))
         except Damaged as damage:
             say(f"WARNING: {damage}; written anew, the damaged one is kept as {target.name}.damaged")
-            return False
-        if not different:
-            return True
-        more = f" and {len(different) - 5} more" if len(different) > 5 else ""
-        what = f"something else ({', '.join(different[:5])}{more} would differ)"
+            return
     raise UserError(
-        f"{target} holds {what}: a checkpoint is never overwritten; "
-        "save to another folder, or start anew with --save-overwrite, which moves the old ones aside",
+        f"{target} holds {'a Megatron' if foreign else 'another'} checkpoint, which is never overwritten; save to another "
+        "folder, or start anew with --save-overwrite, which moves the old ones aside",
         LOCKED,
     )
 
@@ -196,9 +182,7 @@ def write_file(path: Path, produce: Produce) -> File:
     digests: list[Future[str]] = []
     parts: list[memoryview] = []  # of the chunk that is being filled
     size = 0
-    with ThreadPoolExecutor(THREADS) as pool, contextlib.ExitStack() as stack:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        stack.callback(os.close, fd)
+    with ThreadPoolExecutor(THREADS) as pool, naming(path), open(path, "xb", buffering=0) as file:
 
         def hash_chunk() -> None:
             digests.append(pool.submit(sha256, tuple(parts)))
@@ -211,7 +195,7 @@ def write_file(path: Path, produce: Produce) -> File:
             view = memoryview(data).cast("B")
             while len(view):
                 part = view[: CHUNK - size % CHUNK]
-                write_all(fd, part, path)
+                write_all(file.fileno(), part)
                 parts.append(part)
                 size += len(part)
                 if size % CHUNK == 0:
@@ -222,8 +206,7 @@ def write_file(path: Path, produce: Produce) -> File:
         if parts:
             hash_chunk()
         reached("written_unsynced")
-        with naming(path):
-            os.fsync(fd)
+        os.fsync(file.fileno())
         reached("shard_done")
         return File(size, "".join(digest.result() for digest in digests))
 
@@ -235,43 +218,38 @@ def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def write_all(fd: int, data: memoryview, path: Path) -> None:
-    with naming(path):
-        while len(data):
-            data = data[os.write(fd, data) :]
+def write_all(fd: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(fd, data) :]
 
 
 def write_durably(path: Path, data: bytes, point: str = "") -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        write_all(fd, memoryview(data), path)
+    with naming(path), open(path, "wb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(data))
         if point:
             reached(point)
-        with naming(path):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+        os.fsync(file.fileno())
 
 
 def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
     """Which step is the newest, or with BEST as its name the one of the least validation loss."""
     root = Path(root)
-    new = root / f"{name}.tmp"
-    write_durably(new, str(step).encode())
-    reached("before_tracker")
-    new.replace(root / name)
+    with naming(root / name), replacing(root / name, durably=True) as file:
+        file.write(str(step).encode())
+        reached("before_tracker")
     sync_folder(root)
     reached("after_tracker")
 
 
-def prune(root: str | Path, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
-    """Remove older steps and return their numbers; the caller holds the lock.
+def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
+    """Remove steps before `newest`, which was just saved, and return their numbers; the caller holds the lock.
 
     The newest `keep_last` whole steps stay, and with them multiples of `keep_every` and the best. A damaged step neither
-    counts nor is removed. A step loses its name before its files, so that a kill leaves nothing that looks whole.
+    counts nor is removed, and none above `newest`: the run fell back from it, so it may be damaged where only a full
+    reading looks. A step loses its name before its files, so that a kill leaves nothing that looks whole.
     """
     root, whole = Path(root), []
-    for step in steps(root):
+    for step in (n for n in steps(root) if n <= newest):
         with contextlib.suppress(Damaged):
             verify(step_folder(root, step))
             whole.append(step)
@@ -294,7 +272,7 @@ def sync_folder(folder: Path) -> None:
 
 def clear_unfinished(root: Path) -> None:
     for path in list(root.iterdir()):
-        if re.fullmatch(r"iter_\d{7,}\.tmp", path.name):
+        if re.fullmatch(rf"(iter_\d{{7,}}|({re.escape(TRACKER)}|{re.escape(BEST)})\.\d+)\.tmp", path.name):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -307,7 +285,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = str(path)
+        error.filename = error.filename or str(path)
         raise
 
 
@@ -367,7 +345,7 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE) -> N
 
 
 @contextlib.contextmanager
-def lock(root: str | Path, say: Say = print) -> Iterator[None]:
+def lock(root: str | Path) -> Iterator[None]:
     """Own the folder. The kernel frees a flock when its process dies, so there is no stale lock."""
     root = Path(root)
     path = root / ".lock"
@@ -377,7 +355,7 @@ def lock(root: str | Path, say: Say = print) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
     try:
-        if not _try_lock(fd, root, say):
+        if not _try_lock(fd, root):
             owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "a process that gives no name"
             raise UserError(f"{root} is in use by {owner}: wait for it, end it, or change --save", LOCKED)
         me = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
@@ -391,7 +369,7 @@ def lock(root: str | Path, say: Say = print) -> Iterator[None]:
         os.close(fd)
 
 
-def _try_lock(fd: int, root: Path, say: Say) -> bool:
+def _try_lock(fd: int, root: Path) -> bool:
     for attempt in range(5):  # half a second: a killed owner may still be dying, a new one still writing its name
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -617,11 +595,14 @@ def listing(root: Path) -> list[str]:
 
 
 def is_foreign(folder: Path) -> bool:
-    """A Megatron step: it has mp_rank_ folders and no manifest."""
+    """A Megatron step: it has mp_rank_ folders, or Megatron-Core's torch_dist files, and no manifest."""
     if (folder / MANIFEST).exists():
         return False
     try:
-        return any(name.startswith("mp_rank_") for name in os.listdir(folder))
+        names = os.listdir(folder)
+        return any(name.startswith("mp_rank_") or name.endswith(".distcp") for name in names) or any(
+            name in (".metadata", "common.pt") for name in names
+        )
     except OSError:
         return False
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.samples import Ints, Say, cached_indices, quiet, to_stderr
+from meshwright.console import say
+from meshwright.data.samples import Ints, cached_indices
 
 if TYPE_CHECKING:
     from meshwright.data.loader import Dataset
@@ -34,8 +35,6 @@ class Blend:
         weights: Sequence[float],
         size: int,
         cache_dir: str | Path | None = None,
-        say: Say = quiet,
-        notice: Say = to_stderr,
     ) -> None:
         self.parts = parts
         shares = np.array(weights, dtype=np.float64)
@@ -51,12 +50,8 @@ class Blend:
             say(f"> elapsed time for building blendable dataset indices: {perf_counter() - start:.2f} (sec)")
             return [which, number]
 
-        if cache_dir is None:
-            self.dataset_idx, self.sample_idx = build()
-        else:
-            key = {"version": VERSION, "weights": shares.tolist(), "samples": size}  # nothing else decides
-            names = ("dataset", "dataset_sample")
-            self.dataset_idx, self.sample_idx = cached_indices(Path(cache_dir), key, names, build, say, notice)
+        key = {"version": VERSION, "weights": shares.tolist(), "samples": size}  # nothing else decides
+        self.dataset_idx, self.sample_idx = cached_indices(cache_dir, key, ("dataset", "dataset_sample"), build)
         say(f"> size of blendable dataset: {size} samples")
 
     def __len__(self) -> int:

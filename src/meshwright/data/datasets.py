@@ -3,24 +3,69 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from meshwright.config import TrainConfig, blend
+from meshwright.config import Data, TrainConfig
+from meshwright.console import notice, say
 from meshwright.data.blend import Blend, normalised, samples_needed
 from meshwright.data.indexed import Indexed
-from meshwright.data.loader import Cyclic, Dataset, Mock, Samples
-from meshwright.data.samples import Say, quiet, split_bounds, to_stderr
+from meshwright.data.loader import Cyclic, Dataset, Marks, Mock, Samples
+from meshwright.data.samples import split_bounds
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.tokenizers import Tokenizer
+from meshwright.values import blend
 
+Datasets = Mapping[str, Dataset | None]  # "train", "valid", "test"
 TITLES = {"train": "train", "valid": "validation", "test": "test"}
 Part = tuple[Indexed, range]  # token files, and the documents of them that a split has
 
 
-def build_datasets(
-    config: TrainConfig, vocab_size: int, say: Say = quiet, notice: Say = to_stderr
-) -> dict[str, Dataset | None]:
+def marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
+    """What the ends of documents are to change, None if nothing."""
+    if not (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask):
+        return None
+    if tokenizer is None:
+        raise UserError(
+            "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need a tokenizer, which knows the "
+            "end of a document: give its flags instead of --vocab-size alone"
+        )
+    return Marks(tokenizer.eod, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
+
+
+def open_data(
+    config: TrainConfig, vocab: int, given: Datasets | None, at: tuple[int, int] | None,
+    first: Callable[[Callable[[], Datasets]], Datasets],
+) -> Datasets:  # fmt: skip
+    """The user's data, or what the flags name, if it reaches to the end of the run.
+
+    `at`: iterations and samples behind us, None if nothing will be trained. `first` lets rank 0 build the indices, which the
+    others then find.
+    """
+    data = given if given is not None else first(lambda: build_datasets(config, vocab))
+    if at is None:
+        return data
+    train = data.get("train")
+    if train is None:
+        why = f"--split {config.data.split!r} leaves no document for training"
+        raise UserError(why if given is None else 'datasets: there is no "train" to train on', BAD_DATA)
+    (iteration, consumed), size = at, config.global_batch
+    last = consumed + (config.steps - iteration) * size
+    if config.samples is None and last > len(train):
+        if given is not None:
+            raise UserError(f'datasets["train"] has {len(train)} samples, the run needs {last}', BAD_DATA)
+        raise UserError(
+            f"{consumed} samples are consumed and {config.steps - iteration} steps of {size} would "
+            f"end at {last}, but the data set is built for {config.steps} steps of {size}: another "
+            "--global-batch-size than before needs the length in samples, --train-samples instead of --train-iters"
+        )
+    return data
+
+
+def build_datasets(config: TrainConfig, vocab_size: int) -> dict[str, Dataset | None]:
     """The data of "train", "valid" and "test"; None where there is nothing to read, or no need to."""
     t, d = config.training, config.data
     assert d.seq_length
@@ -40,8 +85,8 @@ def build_datasets(
         for n, name in enumerate(targets):
             out[name] = Mock(vocab_size, targets[name], d.seq_length, t.seed + n) if name in wanted else None
     else:
-        for name, (weights, parts) in open_parts(config, wanted, vocab_size, say).items():
-            out[name] = build_split(config, name, weights, parts, targets[name], say, notice)
+        for name, (weights, parts) in open_parts(config, wanted, vocab_size).items():
+            out[name] = build_split(config, name, weights, parts, targets[name])
     if d.dataloader_type == "cyclic":
         out = {name: None if dataset is None else Cyclic(dataset) for name, dataset in out.items()}
     say("> finished creating GPT datasets ...")
@@ -49,7 +94,7 @@ def build_datasets(
 
 
 def open_parts(
-    config: TrainConfig, wanted: list[str], vocab_size: int, say: Say
+    config: TrainConfig, wanted: list[str], vocab_size: int
 ) -> dict[str, tuple[list[float] | None, list[Part]]]:
     """The documents of each wanted split, with the weights of a blend."""
     d = config.data
@@ -59,11 +104,11 @@ def open_parts(
         weights, prefixes = blend(d.data_path)
         shared: dict[str, list[Part]] = {name: [] for name in TITLES}
         for prefix in prefixes:
-            indexed = open_indexed(prefix, d.mmap_warmup, vocab_size, say)
+            indexed = open_indexed(prefix, d.mmap_warmup, vocab_size)
             bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
             say(" > dataset split:")
             for name, a, b in zip(TITLES, bounds, bounds[1:], strict=False):
-                say_documents(name, a, b, say)
+                say_documents(name, a, b)
                 shared[name].append((indexed, range(a, b)))
         return {name: (weights, shared[name]) for name in wanted}
     say("Separate data paths provided for train, valid & test. Split string will be ignored.")
@@ -73,20 +118,20 @@ def open_parts(
             weights, prefixes = blend(values)
             parts: list[Part] = []
             for prefix in prefixes:
-                indexed = open_indexed(prefix, d.mmap_warmup, vocab_size, say)
-                say_documents(name, 0, len(indexed), say)
+                indexed = open_indexed(prefix, d.mmap_warmup, vocab_size)
+                say_documents(name, 0, len(indexed))
                 parts.append((indexed, range(len(indexed))))
             out[name] = weights, parts
     return out
 
 
-def say_documents(name: str, a: int, b: int, say: Say) -> None:
+def say_documents(name: str, a: int, b: int) -> None:
     say(f"    {TITLES[name]}:")
     say(f"     document indices in [{a}, {b}) total of {b - a} documents")
 
 
 def build_split(
-    config: TrainConfig, name: str, weights: list[float] | None, parts: list[Part], size: int, say: Say, notice: Say
+    config: TrainConfig, name: str, weights: list[float] | None, parts: list[Part], size: int
 ) -> Dataset | None:
     """The samples of one split: of one pair of files, or a blend of several that leaves out what has no token."""
     d, seed = config.data, config.training.seed
@@ -122,17 +167,24 @@ def build_split(
             )
         number = size if plain else samples_needed(size, share)
         folder = cache_folder(d.data_cache_path, indexed)
-        made.append(
-            Samples(indexed, documents, number, d.seq_length, seed, d.last_epoch_cutoff, folder, name, say, notice)
-        )
-    return made[0] if plain else Blend(made, shares, size, cache_folder(d.data_cache_path, kept[0][1]), say, notice)
+        made.append(Samples(indexed, documents, number, d.seq_length, seed, d.last_epoch_cutoff, folder, name))
+    return made[0] if plain else Blend(made, shares, size, cache_folder(d.data_cache_path, kept[0][1]))
+
+
+def epochs(dataset: object) -> list[list[Any]]:
+    """Of each pair of files how often it is read, and whether the last time is shuffled apart; nothing of other data."""
+    if isinstance(dataset, Cyclic):
+        return epochs(dataset.dataset)
+    if isinstance(dataset, Blend):
+        return [one for part in dataset.parts for one in epochs(part)]
+    return [[dataset.epochs, dataset.apart]] if isinstance(dataset, Samples) else []
 
 
 def cache_folder(given: str | None, indexed: Indexed) -> Path:
     return Path(given) if given else Path(indexed.prefix).parent / "index-cache"
 
 
-def open_indexed(prefix: str, warmup: bool, vocab_size: int, say: Say) -> Indexed:
+def open_indexed(prefix: str, warmup: bool, vocab_size: int) -> Indexed:
     start = time.perf_counter()
     say(" > building dataset index ...")
     if warmup:

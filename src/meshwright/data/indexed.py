@@ -138,11 +138,6 @@ class Indexed:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def get(self, i: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Tokens of sequence i from `offset` on, `length` of them or all: a view of the file."""
-        start = int(self.pointers[i]) // self.dtype.itemsize + offset
-        return self.tokens[start : start + (int(self.sizes[i]) - offset if length is None else length)]
-
     def sequence_at(self, token: int) -> int:
         """The sequence that holds this token of the file."""
         return int(np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right")) - 1

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from meshwright import device as devices
+from meshwright.console import say
 from meshwright.data.indexed import Indexed, fingerprint
-from meshwright.data.samples import VERSION, Ints, Say, build_indices, cached_indices, quiet, to_stderr
+from meshwright.data.samples import VERSION, Ints, build_indices, cached_indices, epochs_needed
 from meshwright.errors import BAD_DATA, UserError
 
 
@@ -56,27 +57,21 @@ class Samples:
         cutoff: float = 0.80,
         cache_dir: str | Path | None = None,
         name: str = "train",
-        say: Say = quiet,
-        notice: Say = to_stderr,
     ) -> None:
         self.indexed, self.seq_length = indexed, seq_length
 
         def build() -> list[Ints]:
-            *arrays, _ = build_indices(indexed.sizes, documents, num_samples, seq_length, seed, cutoff, say)
+            *arrays, _ = build_indices(indexed.sizes, documents, num_samples, seq_length, seed, cutoff)
             return arrays
 
-        if cache_dir is None:
-            self.doc_idx, self.sample_idx, self.shuffle_idx = build()
-        else:
-            key = {
-                "version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "first": documents.start,
-                "end": documents.stop, "samples": num_samples, "seq_length": seq_length, "seed": seed, "cutoff": cutoff,
-            }  # fmt: skip
-            names = ("doc", "sample", "shuffle")
-            self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(
-                Path(cache_dir), key, names, build, say, notice
-            )
-        self.epochs = len(self.doc_idx) // len(documents)
+        key = {
+            "version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "first": documents.start,
+            "end": documents.stop, "samples": num_samples, "seq_length": seq_length, "seed": seed, "cutoff": cutoff,
+        }  # fmt: skip
+        names = ("doc", "sample", "shuffle")
+        self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(cache_dir, key, names, build)
+        tokens = int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        self.epochs, self.apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
         say(f"    total number of samples: {len(self.sample_idx)}")
         say(f"    total number of epochs: {self.epochs}")
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TextIO
 
 import orjson
 
-from meshwright import flags, tokenizers
+from meshwright import command, tokenizers
 from meshwright.config import PreprocessConfig
 from meshwright.data.indexed import Writer, token_dtype
 from meshwright.errors import BAD_DATA, DONE, IO, UserError
@@ -57,11 +57,9 @@ class Totals:
 
 
 def main(argv: list[str]) -> int:
-    parsed = flags.parse(PreprocessConfig, argv, "meshwright preprocess", about="JSON lines to .bin/.idx.")
-    if parsed.print_config:
-        print(flags.to_toml(parsed.config, parsed.sources))
+    parsed = command.settings(PreprocessConfig, argv, "preprocess", "JSON lines to .bin/.idx.")
+    if parsed is None:
         return DONE
-    flags.tell(parsed)
     if parsed.dry_run:
         inputs = find_inputs(parsed.config.preprocess.input)
         print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")

@@ -13,33 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.config import split_shares
+from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.files import replacing
+from meshwright.values import split_shares
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 BLOCK = 1 << 20
 Ints = npt.NDArray[np.integer[Any]]
-Say = Callable[[str], None]
-
-
-def quiet(line: str) -> None:
-    pass
-
-
-def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
@@ -59,29 +49,26 @@ def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
 
 
 def build_indices(
-    sizes: Ints, documents: range, num_samples: int, seq_length: int, seed: int, cutoff: float, say: Say = quiet
+    sizes: Ints, documents: range, num_samples: int, seq_length: int, seed: int, cutoff: float
 ) -> tuple[Ints, Ints, Ints, int]:
     """doc_idx, sample_idx, shuffle_idx and the number of epochs."""
     tokens = int(sizes[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens == 0:
         raise UserError(f"documents {documents.start} to {documents.stop} hold no token", BAD_DATA)
-    # The smallest number of epochs with (epochs x tokens - 1) // S >= num_samples
-    epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
+    epochs, apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
     total = (epochs * tokens - 1) // seq_length
     before_last = ((epochs - 1) * tokens - 1) // seq_length
-    per_epoch = (tokens - 1) // seq_length
-    apart = False  # shuffle the last epoch by itself, so that documents of a barely begun one don't crowd out others
     if epochs == 1:
         say(" > only one epoch required, setting separate_last_epoch to False")
     else:
-        last = num_samples - before_last
-        apart = last < int(cutoff * per_epoch)
+        last, per_epoch = num_samples - before_last, (tokens - 1) // seq_length
         say(
             f" > last epoch number of samples ({last}) is {'smaller' if apart else 'larger'} than {cutoff:.0%} of "
             f"number of samples per epoch ({per_epoch}), setting separate_last_epoch to {apart}"
         )
     rng = np.random.RandomState(seed)  # the same for every split; its stream is frozen by numpy's promise
 
+    # "elasped" is Megatron's own misspelling: its log is what people's scripts read.
     start = time.perf_counter()
     once = np.arange(documents.start, documents.stop, dtype=np.int32)
     doc_idx = np.tile(once, epochs)
@@ -106,6 +93,15 @@ def build_indices(
     return doc_idx, sample_idx, shuffle_idx, epochs
 
 
+def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float) -> tuple[int, bool]:
+    """How often the documents are repeated, and whether the last epoch is shuffled by itself, so that documents of a barely
+    begun one don't crowd out others. The order of all samples follows from these two."""
+    # The smallest number of epochs with (epochs x tokens - 1) // S >= num_samples
+    epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
+    before_last = ((epochs - 1) * tokens - 1) // seq_length
+    return epochs, epochs > 1 and num_samples - before_last < int(cutoff * ((tokens - 1) // seq_length))
+
+
 def cut(sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Ints:
     """Row k: in which place of doc_idx, and at which token of that document, sample k begins.
 
@@ -127,16 +123,19 @@ def cut(sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Ints:
 
 
 def cached_indices(
-    folder: Path, key: dict[str, Any], parts: Sequence[str], build: Callable[[], list[Ints]], say: Say, notice: Say
+    folder: str | Path | None, key: dict[str, Any], parts: Sequence[str], build: Callable[[], list[Ints]]
 ) -> list[Ints]:
-    """The arrays from the cache; built, and put there, where they are missing or damaged."""
+    """The arrays from the cache; built, and put there, where they are missing or damaged. Without a folder: built."""
+    if folder is None:
+        return build()
+    folder = Path(folder)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     paths = {part: folder / f"{name}_{part}_idx.npy" for part in parts}
     record = folder / f"{name}.json"
     if not record.exists():
         say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
     else:
-        loaded = load_indices(paths, record, say)
+        loaded = load_indices(paths, record)
         if not isinstance(loaded, str):
             return loaded
         notice(f"{record} is damaged ({loaded}): building the indices again")
@@ -154,20 +153,8 @@ def cached_indices(
         notice(f"{folder} takes no index cache ({error.strerror or error}): the indices stay in memory")
         return built
     # Read back rather than kept: memory-mapped arrays are shared by all processes of a machine.
-    loaded = load_indices(paths, record, say)
+    loaded = load_indices(paths, record)
     return built if isinstance(loaded, str) else loaded
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name only when whole; the process number keeps several writers apart."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def checksum(path: Path) -> int:
@@ -178,7 +165,7 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def load_indices(paths: dict[str, Path], record: Path, say: Say) -> list[Ints] | str:
+def load_indices(paths: dict[str, Path], record: Path) -> list[Ints] | str:
     """The arrays of a cache entry, memory-mapped, or what is wrong with it."""
     start = time.perf_counter()
     try:

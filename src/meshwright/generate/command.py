@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright import command, console
 from meshwright import device as devices
-from meshwright import flags
 from meshwright.config import GenerateConfig
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 
@@ -27,40 +27,34 @@ Complete = Callable[[list[list[int]], int], list[tuple[list[int], bool]]]  # pro
 
 
 def main(argv: list[str]) -> int:
-    parsed = flags.parse(
-        GenerateConfig, argv, "meshwright generate", positional="load", about="Write text with a model."
-    )
-    if parsed.print_config:
-        print(flags.to_toml(parsed.config, parsed.sources))
-        return DONE
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
         print("generation runs on rank 0; this rank has nothing to do", file=sys.stderr)
+        return DONE
+    parsed = command.settings(GenerateConfig, argv, "generate", "Write text with a model.", "load")
+    if parsed is None:
         return DONE
     c, s = parsed.config, parsed.config.sampling
     lines = read_prompts(Path(s.sample_input_file)) if s.sample_input_file else []
     output = s.sample_output_file or f"{s.sample_input_file}.out"
     if s.sample_input_file and Path(output).resolve() == Path(s.sample_input_file).resolve():
         raise UserError(f"--sample-output-file {output} is the input: its prompts would be lost")
-    flags.tell(parsed)
 
     # torch only now: a mistake in the flags is told at once
     from meshwright.generate import engine
     from meshwright.precision import dtype
     from meshwright.preflight import be_deterministic
 
-    def say(line: str) -> None:  # stdout is for text
-        print(line, file=sys.stderr if s.prompt is not None else sys.stdout, flush=True)
-
+    console.speak("stderr" if s.prompt is not None else "stdout")  # stdout is for text
     assert c.checkpoint.load
     given = engine.given(parsed)
     if parsed.dry_run:
-        found = engine.find(c.checkpoint.load, given, c.tokenizer, say)
+        found = engine.find(c.checkpoint.load, given, c.tokenizer)
         print(f"the flags fit step {found.step} in {found.root}; nothing was loaded and nothing written")
         return DONE
     if c.precision.deterministic_mode:
         be_deterministic()
     device = devices.pick(c.parallel.device)
-    run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify, say)
+    run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
     write(c, run, lines, output)
     return DONE
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright import config, flags, tokenizers
+from meshwright import checks, config, flags, tokenizers
 from meshwright.checkpoint import native, store
-from meshwright.checkpoint.store import Say
-from meshwright.config import GenerateConfig, Model, TrainConfig, not_yet
+from meshwright.config import GenerateConfig, Model, TrainConfig
 from meshwright.config import Tokenizer as TokenizerFlags
+from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.kernels.pick import pick
 from meshwright.model.attention import Cache, Where
@@ -56,7 +56,7 @@ def given(parsed: flags.Parsed[Any]) -> dict[str, Any]:
     return {name: values[name] for name, source in parsed.sources.items() if source != "default"}
 
 
-def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, say: Say) -> Found:
+def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
     """The newest whole step under `folder`, or that step if it names one; `given` are flags, to be compared with it."""
     root, step = store.split_path(folder)
     if step is None:
@@ -76,7 +76,9 @@ def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, say:
         vocab, padded, positions = (int(state[n]) for n in ("true_vocab_size", "padded_vocab_size", "positions"))
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{where}/state.json does not tell the sizes of a model", BAD_DATA) from None
-    later = not_yet(GenerateConfig(model=trained.model))  # a model of a later version must not load as another one
+    later = checks.not_yet(
+        GenerateConfig(model=trained.model)
+    )  # a model of a later version must not load as another one
     if later:
         raise UserError("\n  ".join([f"{where} holds a model that this version cannot run:", *later]), BAD_DATA)
     impl = given.get("attention_impl", trained.model.attention_impl)
@@ -95,7 +97,7 @@ def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, say:
 def contradictions(given: Mapping[str, Any], saved: Model, positions: int) -> list[str]:
     """Every flag that says something else than the checkpoint; what was left to a default counts as written out."""
     named = {n: given[n] for n in config.ARCHITECTURE if n in given}
-    out = config.contradictions(dataclasses.replace(saved, **named), saved, named)
+    out = checks.contradictions(dataclasses.replace(saved, **named), saved, named)
     if (given.get("seq_length") or 0) > positions:
         out.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
     return out
@@ -115,27 +117,29 @@ def find_tokenizer(t: TokenizerFlags, folders: list[Path], size: int) -> Tokeniz
 
 def load(
     folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, dtype: torch.dtype, device: torch.device,
-    verify: str, say: Say,
+    verify: str,
 ) -> Run:  # fmt: skip
     """The model of `find`, its weights read into `dtype` on `device`; of an older step where the newest is damaged."""
-    try:
-        return load_found(find(folder, given, vocabulary, say), given, dtype, device, verify, say)
-    except store.Damaged as damage:
-        root, named = store.split_path(folder)
-        older = None
-        if named is None:
-            whole = store.steps(root)  # from the newest, which is the damaged one
-            older = next((n for n in whole[1:] if n < whole[0]), None)
-        if older is None:
-            raise
-        say(f"WARNING: step {whole[0]} is damaged, step {older} is read instead: {damage}")
-        older_folder = str(store.step_folder(root, older))
-    return load_found(find(older_folder, given, vocabulary, say), given, dtype, device, verify, say)
+    root, named = store.split_path(folder)
+    step, notes = (named, []) if named is not None else store.latest(root)
+    while True:
+        for note in notes:
+            say(note)
+        if step is None:
+            raise UserError(f"no checkpoint in {folder}", BAD_DATA)
+        try:
+            return load_found(find(str(store.step_folder(root, step)), given, vocabulary), given, dtype, device, verify)
+        except store.Damaged as damage:
+            if named is not None:
+                raise
+            say(f"WARNING: skipping {store.step_folder(root, step).name}, it is damaged: {damage}")
+            try:
+                step, notes = store.latest(root, below=step)
+            except store.Damaged as no_older:
+                raise store.Damaged(f"{damage}; {no_older}") from damage
 
 
-def load_found(
-    found: Found, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device, verify: str, say: Say
-) -> Run:
+def load_found(found: Found, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device, verify: str) -> Run:
     with torch.device("meta"):
         block, _ = pick(found.config.model, device)
         model = GPT(found.config.model, found.vocab, found.padded, found.positions, block)
@@ -146,7 +150,7 @@ def load_found(
         rows = model.vocab if name in ("wte.weight", "lm_head.weight") else p.shape[0]
         p[rows:] = 0
         want[name] = native.whole(p[:rows])
-    native.load(found.root, want, verify=verify, say=say, step=found.step, optimizer=False)
+    native.load(found.root, want, verify=verify, step=found.step, optimizer=False)
     length = given.get("seq_length") or found.config.data.seq_length or found.positions
     return Run(model, found.tokenizer, found.step, min(length, found.positions), device)
 

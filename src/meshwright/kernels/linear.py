@@ -29,6 +29,10 @@ def later() -> Iterator[Waiting]:
         _waiting = None
 
 
+def is_later() -> bool:
+    return _waiting is not None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: list[Tensor]) -> Tensor:

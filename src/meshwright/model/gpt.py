@@ -168,7 +168,9 @@ class GPT(nn.Module):
         return list(dropout.at_sites(rows, count).unbind())
 
     def head(self, x: Tensor) -> Tensor:
-        return F.linear(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
+        return self.product(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
+
+    product = staticmethod(F.linear)  # as a Linear's
 
 
 OURS = "GPT of Block"

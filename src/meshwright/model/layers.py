@@ -11,14 +11,19 @@ from meshwright.kernels.linear import linear
 
 
 class Linear(nn.Linear):
-    """Draws no initial values where there is no memory yet: `initialise` will, and torch takes a second to draw nothing."""
+    """Draws no initial values where there is no memory yet: `initialise` will, and torch takes a second to draw nothing.
+
+    `product` is how it multiplies: whoever cuts the weight puts another one in its place.
+    """
+
+    product = staticmethod(linear)
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -54,13 +59,15 @@ class Norm(nn.Module):
 class Gated(nn.Module):
     """Two maps of one input in one product: the gate and what it gates, weight [2, F, H]."""
 
+    product = staticmethod(linear)
+
     def __init__(self, hidden: int, ffn: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(Linear(hidden, 2 * ffn, bias=False).weight.detach().view(2, ffn, hidden))
         self.bias = nn.Parameter(torch.zeros(2, ffn)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = linear(x, self.weight, None if self.bias is None else self.bias.flatten())
+        y = self.product(x, self.weight, None if self.bias is None else self.bias.flatten())
         gate, up = y.chunk(2, dim=-1)
         return gate, up
 

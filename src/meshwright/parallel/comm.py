@@ -1,6 +1,6 @@
 """Collectives as functions of tensors whose backward pass is the opposite collective, and plain ones beside them.
 
-All go through torch's functional collectives, which torch.compile can trace; a group of None is a group of one.
+Those with a gradient go through torch's functional collectives, which torch.compile can trace.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+
+from meshwright.parallel.layout import LANES, Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,23 +27,31 @@ gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, group))  # type: ignore[no-any-return,no-untyped-call]
+def wait(x: Tensor) -> Tensor:
+    return functional.wait_tensor(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", wait: bool = True) -> Tensor:
+    return _given(functional.all_reduce(x.contiguous(), op, group), wait)
+
+
+def all_gather(x: Tensor, group: ProcessGroup, wait: bool = True) -> Tensor:
     """The ranks' tensors one after the other, along the first dimension."""
-    return functional.wait_tensor(_gather(x.contiguous(), 0, group))  # type: ignore[no-any-return,no-untyped-call]
+    return _given(_gather(x.contiguous(), 0, group), wait)
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, group: ProcessGroup, wait: bool = True) -> Tensor:
     """The sum over the ranks, of which each gets its part along the first dimension."""
-    return functional.wait_tensor(_scatter(x.contiguous(), "sum", 0, group))  # type: ignore[no-any-return,no-untyped-call]
+    return _given(_scatter(x.contiguous(), "sum", 0, group), wait)
+
+
+def _given(x: Tensor, waits: bool) -> Tensor:
+    return wait(x) if waits else x
 
 
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """Part i of the first dimension goes to rank i, whose parts are put one after the other."""
-    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))  # type: ignore[no-any-return,no-untyped-call]
+    return wait(functional.all_to_all_single(x.contiguous(), None, None, group))
 
 
 def same(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -86,8 +96,18 @@ def exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Pair.apply(x, group, all_to_all, all_to_all)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def open_all(layout: Layout, device: torch.device) -> None:
+    """A first sum in every group, in one order. NCCL connects a group's ranks at its first use, which may wait for the whole
+    device: in a pass of the network, beside messages that are under way, that would be for ever."""
+    if layout.world > 1:
+        dist.all_reduce(torch.zeros(1, device=device))
+    for name, group in layout.groups.items():
+        if name not in LANES:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 def total(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """In place, without a gradient."""
+    """In place, without a gradient; a group of None is a group of one."""
     if group is not None:
         dist.all_reduce(x, group=group)
     return x

@@ -23,12 +23,12 @@ DIMENSIONS = ("pp", "replicas", "shard", "cp", "tp")  # slowest first
 GROUPS = {
     "tp": ("tp",),
     "cp": ("cp",),
-    "dp": ("replicas", "shard"),  # who reads other samples
     "gradients": ("replicas", "shard", "cp"),  # who sums gradients of the same weights
     "shard": ("shard", "cp"),  # who divides optimizer state
     "replicas": ("replicas",),
-    "pp": ("pp",),
 }
+
+LANES = ("forward", "backward", "forward around", "backward around")
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,11 @@ def connect(layout: Layout) -> Layout:
     if layout.world == 1:
         return layout
     groups = {name: make(layout.members(*dims), layout.rank) for name, dims in GROUPS.items()}
-    if layout.pp > 1:
-        pipelines = layout.members("pp")
-        groups["embedding"] = make([[g[0], g[-1]] for g in pipelines], layout.rank)
-        for lane in LANES:  # one direction each, so that no message waits behind one that waits for it
-            groups[lane] = make(pipelines, layout.rank)
+    pipelines = layout.members("pp")
+    groups["embedding"] = make([sorted({g[0], g[-1]}) for g in pipelines], layout.rank)
+    for lane in LANES:  # one direction each, so that no message waits behind one that waits for it
+        groups[lane] = make(pipelines, layout.rank)
     return replace(layout, groups={name: g for name, g in groups.items() if g is not None})
-
-
-LANES = ("forward", "backward", "forward around", "backward around")
 
 
 def make(members: Sequence[Sequence[int]], rank: int) -> ProcessGroup | None:
@@ -103,10 +99,14 @@ def make(members: Sequence[Sequence[int]], rank: int) -> ProcessGroup | None:
 
     from meshwright.parallel.start import timeout
 
+    # "cpu:gloo,cuda:nccl" serves both. What these groups send lies on the device: connections of gloo beside NCCL's would be
+    # thousands of sockets in a large run.
+    by_device = dict(one.split(":") for one in str(dist.get_backend_config()).split(","))
+    backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)
     mine = None
     for ranks in members:
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timeout())
+            group = dist.new_group(list(ranks), timeout=timeout(), backend=backend)
             if rank in ranks:
                 mine = group
     return mine

@@ -17,15 +17,14 @@ class Parts:
         self.layout, self.vocab, self.sequence, self.tied, self.same = layout, vocab, sequence, tied, same
 
     def is_cut(self, name: str) -> bool:
-        rule = shard.rule(name)
-        return self.layout.tp > 1 and rule is not None and rule.cut is not None
+        return self.layout.tp > 1 and shard.rule(name).cut is not None
 
     def is_partial(self, name: str) -> bool:
         """Whether the tensor ranks' gradients are to be summed."""
         rule = shard.rule(name)
-        if self.layout.tp == 1 or rule is None or rule.cut is not None:
+        if self.layout.tp == 1 or rule.cut is not None:
             return False
-        return rule.partial == "always" or self.sequence
+        return rule.partial == "always" or (rule.partial == "sequence" and self.sequence)
 
     def is_counted(self, name: str) -> bool:
         """Whether this rank's numbers of a parameter are those that count, the others being copies."""
@@ -37,25 +36,21 @@ class Parts:
     def whole_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
         """Of the tensor of which the tensor ranks have parts of this shape."""
         rule, out = shard.rule(name), list(shape)
-        if rule is not None and rule.cut is not None:
+        if rule.cut is not None:
             out[rule.cut] *= self.layout.tp
         return tuple(out)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         rule = shard.rule(name)
-        if rule is None or rule.cut is None:
-            return whole
-        return whole.chunk(self.layout.tp, rule.cut)[self.layout.at("tp")]
+        return whole if rule.cut is None else whole.chunk(self.layout.tp, rule.cut)[self.layout.at("tp")]
 
-    def boxes(self, name: str, shape: torch.Size, low: int, high: int) -> tuple[tuple[int, ...], list[shard.Box], int]:
-        """For a checkpoint: the whole tensor's shape, the places in it of the numbers [low, high) of this rank's part, which
-        has this shape, and `high` without rows beyond the true vocabulary, which are nobody's."""
-        whole, rule = list(self.whole_shape(name, shape)), shard.rule(name)
+    def saved(self, name: str, shape: torch.Size) -> tuple[list[int], list[int], list[int]]:
+        """For a checkpoint: the whole tensor's shape, where in it this rank's part of this shape begins, and the part's shape,
+        both without rows beyond the true vocabulary, which are nobody's."""
+        rule, whole, part = shard.rule(name), list(self.whole_shape(name, shape)), list(shape)
         place = [0] * len(whole)
-        if rule is not None and rule.cut is not None:
+        if rule.cut is not None:
             place[rule.cut] = self.layout.at("tp") * shape[rule.cut]
-        if rule is not None and rule.rows:
-            true = min(max(self.vocab - place[0], 0), shape[0]) * (shape.numel() // shape[0])
-            whole[0], high = self.vocab, max(low, min(high, true))
-        found = shard.boxes(tuple(shape), low, high)
-        return tuple(whole), [(tuple(a + b for a, b in zip(o, place, strict=True)), n) for o, n in found], high
+        if rule.rows:
+            whole[0], part[0] = self.vocab, min(max(self.vocab - place[0], 0), shape[0])
+        return whole, place, part

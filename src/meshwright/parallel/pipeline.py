@@ -4,7 +4,7 @@ Hand-written because torch's executor knows neither changing numbers of micro-ba
 inside of a backward pass; its schedules are the oracle in the tests, and its zero-bubble lists are run here. A stage sends
 the residual stream forward and its gradient back, through one group for each direction (and, where a rank's chunks make the
 way go around or turn back, for that), so that messages arrive in the order in which they were sent and none waits behind
-one that waits for it. What the next action needs is asked for before the present one is computed.
+one that waits for it. What the next action needs is asked for before the present one is computed, if it comes without that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from torch import Tensor
 from meshwright.errors import UserError
 from meshwright.kernels.linear import Waiting, compute, later
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED, Action, Kind, schedule
+from meshwright.parallel.pipeline_schedule import (
+    OWN,
+    V_SHAPED,
+    Action,
+    Kind,
+    comes_early,
+    schedule,
+    stages_of,
+)
 
 if TYPE_CHECKING:
     from meshwright.data.loader import Batch
     from meshwright.model.gpt import GPT
 
-TRIED = ("2.13",)  # versions of torch whose zero-bubble lists were run here
+TRIED = {"cpu": ("2.13",)}  # versions of torch whose zero-bubble lists were run here, by device
 
 # A part of the network, a micro-batch and the stream that comes in: the stream that goes out, or at the end the loss.
 Forward = Callable[["GPT", "Batch", Tensor | None], Tensor]
@@ -44,13 +52,27 @@ class Pipeline:
     """The stages of one rank: `parts`, one for each chunk of layers."""
 
     def __init__(
-        self, layout: Layout, kind: Kind, parts: list[GPT], shape: Callable[[Batch], tuple[int, ...]], dtype: torch.dtype
+        self, layout: Layout, kind: Kind, parts: list[GPT], hidden: int, sequence: bool, dtype: torch.dtype
     ) -> None:  # fmt: skip
-        self.layout, self.kind, self.parts, self.shape, self.dtype = layout, kind, parts, shape, dtype
+        """`hidden`, `sequence`, `dtype`: of the residual stream that is sent."""
+        self.layout, self.kind, self.parts = layout, kind, parts
+        self.hidden, self.sequence, self.dtype = hidden, sequence, dtype
         self.rank, self.size = layout.at("pp"), layout.pp
         self.ranks = next(ranks for ranks in layout.members("pp") if layout.rank in ranks)
         self.stages = stages_of(kind, self.rank, self.size, len(parts))
         self.handed: dict[tuple[int, int, int], Tensor] = {}  # from one stage of this rank to another
+
+    def open(self, device: torch.device) -> None:
+        """A first message on every way. NCCL connects two ranks then, for which the hosts of both wait: in one order, and not
+        within a schedule, in which they would wait for one another."""
+        x, ends = torch.zeros(1, device=device), self.size * len(self.parts) - 1
+        for stage in (*range(0, ends, 2), *range(1, ends, 2)):
+            for begin, way in ((stage, 1), (stage + 1, -1)):
+                source, to = self.rank_of(begin), self.rank_of(begin + way)
+                if source != to and self.rank == source:
+                    dist.send(x, self.ranks[to], group=self._lane(begin, way))
+                elif source != to and self.rank == to:
+                    dist.recv(x, self.ranks[source], group=self._lane(begin, way))
 
     def train(
         self, batches: list[Batch], forward: Forward, scale: float, begins: Callable[[bool], None]
@@ -127,26 +149,28 @@ class Pipeline:
         return results
 
     def _run(self, actions: list[Action], batches: list[Batch], act: Callable[[Action, Tensor | None], None]) -> None:
-        waiting = self._ask(actions[0], batches)
+        asked = None
         for action, following in zip(actions, [*actions[1:], None], strict=True):
-            mine, waiting = waiting, self._ask(following, batches) if following else None
+            mine = asked or self._ask(action, batches)
+            asked = self._ask(following, batches, early=True) if following else None
             if mine is not None:
                 mine[0].wait()
             stage = self.stages[action.chunk]
             way = 1 if action.op == "F" else -1
             act(action, mine[1] if mine else self.handed.pop((stage, way, action.microbatch), None))
 
-    def _ask(self, action: Action, batches: list[Batch]) -> tuple[Any, Tensor] | None:
+    def _ask(self, action: Action, batches: list[Batch], early: bool = False) -> tuple[Any, Tensor] | None:
         """Begin to receive what an action needs from another rank."""
         part, stage = self.parts[action.chunk], self.stages[action.chunk]
         if action.op == "W" or (part.first if action.op == "F" else part.last):
             return None
         way = 1 if action.op == "F" else -1
         source = self.rank_of(stage - way)
-        if source == self.rank:
+        if source == self.rank or (early and not comes_early(action.op, source, self.rank)):
             return None
         batch = batches[action.microbatch]
-        buffer = torch.empty(self.shape(batch), dtype=self.dtype, device=batch.tokens.device)
+        rows = (1, batch.tokens.numel() // self.layout.tp) if self.sequence else batch.tokens.shape
+        buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=batch.tokens.device)
         return dist.irecv(buffer, self.ranks[source], group=self._lane(stage - way, way)), buffer
 
     def _send(self, x: Tensor, stage: int, way: int, microbatch: int) -> Any:
@@ -167,41 +191,32 @@ class Pipeline:
         return self.layout.groups[("forward" if way > 0 else "backward") + " around" * around]
 
 
-def stages_of(kind: Kind, rank: int, size: int, chunks: int) -> list[int]:
-    """The numbers of a rank's stages."""
-    return [rank, 2 * size - 1 - rank] if kind in V_SHAPED else [chunk * size + rank for chunk in range(chunks)]
-
-
 def listed(kind: Kind, size: int, rank: int, microbatches: int, chunks: int) -> list[Action]:
     """The actions of a schedule, ours or torch's zero-bubble ones, whose lists are made here without a process group."""
     if kind in OWN:
         return schedule(kind, size, rank, microbatches, chunks)
     from torch.distributed.pipelining import schedules as theirs
 
-    version = ".".join(torch.__version__.split(".")[:2])
-    if version not in TRIED:
-        raise UserError(
-            f"--pipeline-schedule {kind} runs torch's own list, which is tried with torch {' and '.join(TRIED)}; this is "
-            f"{torch.__version__}: give --pipeline-schedule 1f1b"
-        )
-    name = {"zero-bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
-            "dualpipev": "ScheduleDualPipeV"}[kind]  # fmt: skip
+    name = {"zero-bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}[kind]
     made: Any = object.__new__(getattr(theirs, name))
-    made.pp_group_size, made._n_microbatches, made._num_stages, made.num_stages = (
-        size,
-        microbatches,
-        size * chunks,
-        size * chunks,
-    )
+    made.pp_group_size, made._n_microbatches = size, microbatches
+    made._num_stages = made.num_stages = size * chunks
     made.n_local_stages, made.number_of_rounds = chunks, max(1, microbatches // size)
     made.microbatches_per_round = microbatches // made.number_of_rounds
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages_of(kind, rank, size, chunks))}
-    actions = []
-    for action in made._calculate_single_rank_operations(rank):
-        for one in (getattr(action, "sub_actions", None) or [action]) if action is not None else ():
-            op: Any = one.computation_type.value
-            actions.append(Action(op, chunk_of[one.stage_index], one.microbatch_index))
-    return actions
+    found = [one for one in made._calculate_single_rank_operations(rank) if one is not None]
+    return [Action(one.computation_type.value, chunk_of[one.stage_index], one.microbatch_index) for one in found]
+
+
+def require_tried(kind: Kind, device: torch.device) -> None:
+    """Torch's lists are no public interface: they are run where they have been tried."""
+    version, tried = ".".join(torch.__version__.split(".")[:2]), TRIED.get(device.type, ())
+    if kind not in OWN and version not in tried:
+        where = f"with torch {' and '.join(tried)}" if tried else f"on {' and '.join(TRIED)} alone"
+        raise UserError(
+            f"--pipeline-schedule {kind} runs torch's own list, which is tried {where}; this is torch {torch.__version__} on "
+            f"{device.type}: give --pipeline-schedule 1f1b"
+        )
 
 
 def forget_received(sent: list[tuple[Any, Tensor]]) -> None:

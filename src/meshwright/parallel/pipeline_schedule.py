@@ -7,12 +7,13 @@ for each chunk. Backward passes of a chunk come in micro-batch order in every sc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev"]
+Kind = Literal["1f1b", "gpipe", "zero-bubble", "zbv"]
 OWN = ("1f1b", "gpipe")  # the others are torch's
-V_SHAPED = ("zbv", "dualpipev")  # rank r has the stages r and 2 pp - 1 - r
+V_SHAPED = ("zbv",)  # rank r has the stages r and 2 pp - 1 - r
 
 
 class Action(NamedTuple):
@@ -54,6 +55,42 @@ def schedule(kind: Kind, pp: int, rank: int, microbatches: int, chunks: int = 1)
     return actions + [backward(k) for k in range(total - ahead, total)]
 
 
+Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
+
+
+def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tuple[int, int, Message | None, Message]]:
+    """All ranks' actions in an order in which they can happen: rank, place in its list, the message that it waits for, and
+    the one it makes. `stages`: the numbers of each rank's chunks. RuntimeError if none can go on."""
+    last = max(max(mine) for mine in stages)
+    done: set[Message] = set()
+    places = [0] * len(lists)
+    while any(place < len(todo) for place, todo in zip(places, lists, strict=True)):
+        moved = False
+        for rank, todo in enumerate(lists):
+            for op, chunk, microbatch in todo[places[rank] :]:
+                stage, need = stages[rank][chunk], None
+                if op == "F" and stage:
+                    need = ("F", stage - 1, microbatch)
+                elif op in "BI":
+                    need = ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
+                if need is not None and need not in done:
+                    break
+                made = ("B" if op == "I" else op, stage, microbatch)
+                done.add(made)
+                yield rank, places[rank], need, made
+                places[rank] += 1
+                moved = True
+        if not moved:
+            raise RuntimeError(f"the schedule deadlocks: {len(lists)} ranks are at {places}")
+
+
+def comes_early(op: str, source: int, rank: int) -> bool:
+    """Whether a message may be asked for before the action ahead of its own is computed. Whatever waits for all that a device
+    has begun, such as memory that is given back or a kernel that is tuned, then waits for this message too. Those that go
+    forward from a lower rank come even if every rank waits so in every action; the others would wait for one another."""
+    return op == "F" and source < rank
+
+
 @dataclass(frozen=True)
 class Timeline:
     total: float
@@ -68,35 +105,20 @@ def simulate(
     """Run all ranks' lists against a clock. `forward`, `backward`: of one micro-batch on all chunks of a rank."""
     lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
     cost = {"F": forward / chunks, "B": backward / chunks}
-    last = pp * chunks - 1
-    done: dict[tuple[str, int, int], float] = {}  # op, stage, micro-batch -> when
+    done: dict[Message, float] = {}  # when
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
     clock, held, live = [0.0] * pp, [0] * pp, [0] * pp
-
-    def ready(rank: int, action: Action) -> float | None:
-        """When its input is there; None: what makes it has not run yet."""
-        op, chunk, microbatch = action
-        stage = chunk * pp + rank
-        if op == "F":
-            return done.get(("F", stage - 1, microbatch)) if stage else 0.0
-        if ("F", stage, microbatch) not in done:
-            return None
-        return done.get(("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch))
-
-    while any(len(ran) < len(todo) for ran, todo in zip(spans, lists, strict=True)):
-        moved = False
-        for rank, todo in enumerate(lists):
-            for action in todo[len(spans[rank]) :]:
-                if (at := ready(rank, action)) is None:
-                    break
-                start = max(clock[rank], at)
-                clock[rank] = start + cost[action.op]
-                spans[rank][action] = (start, clock[rank])
-                done[action.op, action.chunk * pp + rank, action.microbatch] = clock[rank]
-                held[rank] += 1 if action.op == "F" else -1
-                live[rank] = max(live[rank], held[rank])
-                moved = True
-        if not moved:
-            raise RuntimeError(f"the schedule {kind} deadlocks: {pp=} {microbatches=} {chunks=}")
+    for rank, place, need, made in happening(lists, [stages_of(kind, rank, pp, chunks) for rank in range(pp)]):
+        action = lists[rank][place]
+        start = max(clock[rank], done[need] if need else 0.0)
+        clock[rank] = done[made] = start + cost[action.op]
+        spans[rank][action] = (start, clock[rank])
+        held[rank] += 1 if action.op == "F" else -1
+        live[rank] = max(live[rank], held[rank])
     total = max(clock)
     return Timeline(total, 1 - microbatches * (forward + backward) / total, live, spans)
+
+
+def stages_of(kind: Kind, rank: int, size: int, chunks: int) -> list[int]:
+    """The numbers of a rank's stages."""
+    return [rank, 2 * size - 1 - rank] if kind in V_SHAPED else [chunk * size + rank for chunk in range(chunks)]

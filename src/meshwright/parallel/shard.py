@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 class Rule(NamedTuple):
     cut: int | None
-    partial: Literal["always", "sequence"] = "sequence"
+    partial: Literal["always", "sequence", "never"] = "sequence"
     rows: bool = False
 
 
@@ -37,13 +37,8 @@ TABLE = {
 }
 
 
-def rule(name: str) -> Rule | None:
-    return next((r for pattern, r in TABLE.items() if re.fullmatch(pattern, name)), None)
-
-
-def rows(name: str) -> bool:
-    found = rule(name)
-    return found is not None and found.rows
+def rule(name: str) -> Rule:
+    return next((r for pattern, r in TABLE.items() if re.fullmatch(pattern, name)), Rule(None, "never"))
 
 
 def unit(name: str) -> str:

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright import device as devices
 from meshwright.errors import HANG, UNAVAILABLE, UNEXPECTED, USAGE, UserError
 from meshwright.parallel.team import Team
 
@@ -228,6 +229,8 @@ def check_size(world: World, wanted: int | None) -> None:
 # Connecting.
 
 _minutes = 10.0  # of the time-out that `join` was given
+_joined = 0  # times: a second run in these processes must not meet the first one's traces on the store
+_hosted: dict[tuple[str, int], TCPStore] = {}  # which serves it too
 
 
 def join(
@@ -241,7 +244,7 @@ def join(
 
     The team's group serves CPU tensors through gloo always. Whoever is not there in time is named.
     """
-    global _minutes
+    global _minutes, _joined
     die_with_parent()
     _minutes = timeout_minutes
     if world.size == 1:
@@ -249,7 +252,10 @@ def join(
     assert world.address is not None and world.port is not None
     until = deadline(START_SECONDS if seconds is None else seconds)
     hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = connect(world.address, world.port, hosts, until, "rank 0")
+    place = (world.address, world.port)
+    store = _hosted.get(place) or connect(*place, hosts, until, "rank 0")
+    if hosts:
+        _hosted[place] = store
 
     import torch
     import torch.distributed as dist
@@ -257,7 +263,8 @@ def join(
 
     # A restarted run meets again on the same store; another job that came to the wrong port must not be counted.
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    mine = PrefixStore("/".join(["meshwright", *(os.environ.get(n, "0") for n in names)]), store)
+    mine = PrefixStore("/".join(["meshwright", *(os.environ.get(n, "0") for n in names), str(_joined)]), store)
+    _joined += 1
     try:
         meet(mine, world.rank, world.size, until)
     except UserError:
@@ -268,7 +275,9 @@ def join(
     _choose_interface(world.address, world.port)
     if ":" not in backend and backend != "gloo":
         assert device is not None
-        backend = f"cpu:gloo,{device.type}:{backend}"
+        backend = f"{device.type}:{backend}"
+    if ":" in backend and "cpu:" not in backend:
+        backend = f"cpu:gloo,{backend}"
     probe = None
     bound = device if device is not None and device.type != "cpu" else None
     try:
@@ -293,7 +302,24 @@ def join(
             HANG,
         ) from None
     del probe  # not before: others may still have been connecting to it
-    return Team(world.rank, world.size, dist.group.WORLD)
+    team = Team(world.rank, world.size, dist.group.WORLD)
+    if bound is not None:
+        require_own_devices(team, bound)
+    return team
+
+
+def require_own_devices(team: Team, device: torch.device) -> None:
+    """Two ranks on one device: NCCL's words for it name neither."""
+    holders: dict[str, list[int]] = {}
+    for rank, where in enumerate(team.gather(f"{devices.identity(device)} of {socket.gethostname()}")):
+        holders.setdefault(where, []).append(rank)
+    where, ranks = max(holders.items(), key=lambda item: len(item[1]))
+    if len(ranks) > 1:
+        raise UserError(
+            f"ranks {ranges(ranks)} have one {device.type} device between them, {where}: start one rank for each device, and "
+            f"see whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
+            everywhere=True,
+        )
 
 
 def timeout() -> datetime.timedelta:

@@ -11,6 +11,8 @@ comes out of these are parts of a sum. The token table and the head are cut by i
     without sequence parallelism   enter: backward sums        leave: the sum (all-reduce)
     with it, rows are cut as well  enter: all-gather of rows   leave: each rank gets its rows of the sum (reduce-scatter)
 
+Backward's collectives on entering run beside the product for the weight's gradient.
+
 The rows that a rank keeps are consecutive ones of all B x T tokens, so that both collectives need no copy: the residual
 stream is [1, B T / tp, H] there, and whatever acts on single rows (norms, dropout, additions) does not notice.
 
@@ -28,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.cross_entropy import Combine
-from meshwright.kernels.linear import linear
+from meshwright.kernels.linear import is_later, linear
 from meshwright.model.attention import Attend, Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
@@ -37,19 +39,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from meshwright.model.gpt import GPT
-    from meshwright.model.layers import Linear
 
 
-class Row(nn.Module):
-    """A linear map of which this rank has some inputs; the bias joins the sum."""
+class _Entering(torch.autograd.Function):
+    """x @ W with some columns of W. Backward sums the input's gradient over the ranks while it computes that of the weight; of
+    rows that forward gathers it has kept this rank's alone, and gathers them again meanwhile."""
 
-    def __init__(self, plain: Linear, leave: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight, self.bias, self.leave = plain.weight, plain.bias, leave
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence, ctx.biased = group, sequence, bias is not None
+        return F.linear(comm.all_gather(x, group) if sequence else x, weight, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.leave(linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        rows = comm.all_gather(x, ctx.group, wait=False) if ctx.sequence else x
+        collective = comm.reduce_scatter if ctx.sequence else comm.all_reduce
+        back = collective(grad @ weight, ctx.group, wait=False)
+        rows = comm.wait(rows) if ctx.sequence else rows
+        of_weight, of_bias = grad.t() @ rows, grad.sum(0) if ctx.biased else None
+        return comm.wait(back), of_weight, of_bias, None, None
 
 
 class Rows(nn.Module):
@@ -74,8 +86,8 @@ class Exchanged(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
         n, b, t, d = self.ranks, q.shape[0], q.shape[1], q.shape[3]
-        parts = [x.view(b, t, n, -1, d) for x in (q, k, v)]
-        sent = torch.cat(parts, dim=3).permute(2, 0, 1, 3, 4)  # [to whom, B, T / n, heads and groups / n, d]
+        parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+        sent = torch.cat(parts, dim=3)  # [to whom, B, T / n, heads and groups / n, d]
         got = comm.exchanged(sent, self.group).transpose(0, 1)  # [B, from whom, ...]
         q, k, v = got.reshape(b, n * t, -1, d).split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
         o = self.attend(q, k, v, shared)  # [B, T, heads / n, d]
@@ -102,32 +114,36 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
     if tp is None:
         return heads
 
-    def enter(x: Tensor) -> Tensor:
-        if not sequence:
-            return comm.copied(x, tp)
-        return comm.gathered(x.flatten(0, 1), tp).view(-1, columns, x.shape[-1])
+    def entering(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of a layer's first products and of the head."""
+        rows = x.flatten(0, -2)
+        if is_later():  # the weight's gradient is computed apart
+            y = linear(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
+        else:
+            y = _Entering.apply(rows, parameter.flatten(0, -2), bias, tp, sequence)  # type: ignore[no-untyped-call]
+        return y.view(-1, columns, y.shape[-1]) if sequence else y.view(*x.shape[:-1], -1)
 
     def leave(y: Tensor) -> Tensor:
         return comm.scattered(y.flatten(0, 1), tp).unsqueeze(0) if sequence else comm.summed(y, tp)
 
-    def entering(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (enter(args[0]),)
+    def leaving(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of its second ones: parts of a sum, which the bias joins."""
+        y = leave(linear(x, parameter))
+        return y if bias is None else y + bias
 
     for name, p in list(model.named_parameters()):
         rule = shard.rule(name)
-        if rule is not None and rule.cut is not None:
+        if rule.cut is not None:
             shape = list(p.shape)
             shape[rule.cut] //= layout.tp
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=p.device)))
     for block in blocks:
-        for part, entry in ((block.attn, block.attn.qkv), (block.mlp, block.mlp.fc)):
-            entry.register_forward_pre_hook(entering)
-            part.proj = Row(part.proj, leave)
+        block.attn.qkv.product = block.mlp.fc.product = entering
+        block.attn.proj.product = block.mlp.proj.product = leaving
     if model.first or hasattr(model, "wte"):
         model.wte = Rows(model.wte, layout.at("tp") * len(model.wte.weight), leave)  # type: ignore[assignment]
-    if model.last:
-        model.ln_f.register_forward_hook(lambda module, args, y: enter(y))
+    model.product = entering  # type: ignore[assignment]
     return heads
 
 

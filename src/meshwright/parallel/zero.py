@@ -15,7 +15,7 @@ micro-batch has left its gradients in a bucket, its sum over the data-parallel r
     ZeRO 0   all-reduce of the bucket                                  every rank updates everything
     ZeRO 1   reduce-scatter: of each bucket a rank gets one r-th part  it updates that, and new weights are all-gathered,
     ZeRO 2   the same after every micro-batch, so that whole            which the next forward pass waits for layer by layer
-             gradients exist of one or two buckets at a time
+             gradients exist of three buckets at most
 
 With `offload` masters and state lie in host memory, and the update is made there. Every parameter starts at a multiple of
 ALIGN numbers, so that matrix products read aligned memory; the gaps stay 0.
@@ -24,6 +24,8 @@ ALIGN numbers, so that matrix products read aligned memory; the gaps stay 0.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 
 from meshwright import optimizer
 from meshwright.config import Optimizer
+from meshwright.model.gpt import GPT
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.parts import Parts
@@ -96,6 +99,23 @@ class Store(Parts):
         self.full = torch.float64 if dtype is torch.float64 else torch.float32
         self.dtype, self.device, self.offload = dtype, device, offload
         self.home = torch.device("cpu") if offload else device
+
+    # Weights
+
+    shapes: dict[str, torch.Size]  # of this rank's tensor part of each parameter
+
+    def initialise(self, draw: Draw) -> None:
+        """Fill the masters by drawing whole tensors, of which this rank keeps its part: no layout changes a value."""
+        names = iter(self.shapes)
+        while some := list(itertools.islice(names, 8)):  # drawn by as many threads
+            whole = {name: torch.zeros(self.whole_shape(name, self.shapes[name])) for name in some}
+            draw(whole.items())
+            for name, tensor in whole.items():
+                self.keep(name, self.cut(name, tensor))
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """This rank's part of a tensor, of which the tensor ranks' parts are cut already, as its masters."""
+        raise NotImplementedError
 
     # The update
 
@@ -234,6 +254,8 @@ class ParameterStore(Store):
         self.added: set[str] = set()  # parameters with a gradient in this step
         self.under_way: list[Bucket] = []  # ZeRO 2: whose sums have begun
         self.buckets: dict[str, Bucket] = {}
+        self.bucket: dict[str, Bucket] = {}  # of each parameter
+        self.shapes = {}
         self._lay_out(models, o)
         self._allocate()
         for part in models:
@@ -256,6 +278,7 @@ class ParameterStore(Store):
                 start = bucket.size
                 for name, shape in members.items():
                     bucket.spans[name] = (bucket.size, shape)
+                    self.bucket[name], self.shapes[name] = bucket, shape
                     bucket.size += -(-shape.numel() // ALIGN) * ALIGN
                 bucket.kinds.append((kind, start, bucket.size))
             bucket.size += -bucket.size % (ALIGN * self.parts)
@@ -274,6 +297,7 @@ class ParameterStore(Store):
         self.master = zeros(part, self.full, self.home) if apart else self.weights
         pinned = self.offload and self.device.type != "cpu"  # for the speed of the copy
         self.host_share = zeros(part, self.full, self.home, pinned) if self.offload else self.share
+        self.leaving = zeros(part if self.offload else 0, self.dtype, self.home, pinned)  # new weights, on their way
         for bucket in self.buckets.values():
             if self.keeps_whole:
                 bucket.gradients = self.gradients[bucket.begin : bucket.begin + bucket.size]
@@ -289,11 +313,14 @@ class ParameterStore(Store):
                 owner, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(owner), leaf, parameter)
                 self._accumulate_into(bucket, name, parameter)
-        if self.divided:  # new weights are waited for where they are needed
-            model.register_forward_pre_hook(lambda *_: self._wait_for(u for u in self.buckets if "." not in u))
-            for unit in {shard.unit(name) for name in here}:
-                if "." in unit:
-                    model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: self._wait_for([unit]))
+        if (
+            self.divided
+        ):  # new weights are waited for where they are needed; who wrote another network may call no layer
+            layers = {u for u in map(shard.unit, here) if "." in u and isinstance(model, GPT)}
+            rest = [u for u in self.buckets if "." not in u or not isinstance(model, GPT)]
+            model.register_forward_pre_hook(lambda *_: self._wait_for(rest))
+            for unit in layers:
+                model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: self._wait_for([unit]))
 
     def part_of(self, bucket: Bucket) -> tuple[int, int]:
         """Where this rank's part of a bucket begins: in the bucket, and in the buffers of parts."""
@@ -332,20 +359,13 @@ class ParameterStore(Store):
 
     # Weights
 
-    def initialise(self, draw: Draw) -> None:
-        """Fill the masters by drawing whole tensors, of which this rank keeps its part: no layout changes a value."""
-        if self.layout.tp == self.parts == 1:
-            return draw(self.masters())
-        names = iter([(bucket, name) for bucket in self.buckets.values() for name in bucket.spans])
-        while some := list(itertools.islice(names, 8)):
-            whole = {name: torch.zeros(self.whole_shape(name, bucket.spans[name][1])) for bucket, name in some}
-            draw(whole.items())
-            for bucket, name in some:
-                to, low, high = self.mine(bucket, name)
-                self.master[to : to + high - low] = self.cut(name, whole[name]).flatten()[low:high].to(self.home)
+    def keep(self, name: str, tensor: Tensor) -> None:
+        to, low, high = self.mine(name)
+        self.master[to : to + high - low] = tensor.flatten()[low:high].to(self.home)
 
-    def mine(self, bucket: Bucket, name: str) -> tuple[int, int, int]:
+    def mine(self, name: str) -> tuple[int, int, int]:
         """Where this rank's part of a parameter begins in the buffers of parts; from which to which number it goes."""
+        bucket = self.bucket[name]
         first, begin = self.part_of(bucket)
         offset, shape = bucket.spans[name]
         low = max(offset, first)
@@ -363,14 +383,15 @@ class ParameterStore(Store):
         """Masters to weights, after a step, an initialisation or a load."""
         if self.master is self.weights:
             return
-        if not self.divided:  # from the host it travels in the lower precision
-            self.weights.copy_(self.master.to(self.dtype) if self.offload else self.master)
+        new = self.leaving.copy_(self.master) if self.offload else self.master  # from the host in the lower precision
+        if not self.divided:
+            self.weights.copy_(new, non_blocking=True)
             return
         self._wait_for(self.buckets)
         # First what is outside of the layers, which is waited for together, before the first one.
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
             _, begin = self.part_of(bucket)
-            mine = self.master[begin : begin + bucket.size // self.parts].to(self.dtype).to(self.device)
+            mine = new[begin : begin + bucket.size // self.parts].to(self.device, self.dtype, non_blocking=True)
             whole = self.weights[bucket.begin : bucket.begin + bucket.size]
             bucket.gathering = comm.gather_into(whole, mine, group=self.layout.group("shard"), async_op=True)
 
@@ -471,6 +492,8 @@ class ParameterStore(Store):
 
     def finish_sums(self) -> None:
         for bucket in self.order:
+            if not self.keeps_whole and bucket.gradients is None and bucket.spans.keys() <= self.added:
+                continue  # all micro-batches' sums have begun
             if not bucket.done:  # it has parameters that some or all of this step's losses do not depend on
                 if bucket.gradients is None:
                     bucket.gradients = torch.zeros(bucket.size, dtype=self.full, device=self.device)
@@ -497,32 +520,31 @@ class ParameterStore(Store):
         return self.share[piece.begin : piece.begin + piece.master.numel()]
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self.buckets.values():
-            for name in bucket.spans:
-                to, low, high = self.mine(bucket, name)
-                yield name, self.share[to : to + high - low]
+        for name in self.shapes:
+            to, low, high = self.mine(name)
+            yield name, self.share[to : to + high - low]
 
     def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
         """This rank's part of what a checkpoint holds: name -> (global shape, boxes as (offsets, sizes), tensor), the
         vocabulary at its true size. `to_save`: without what another rank saves."""
         out: Named = {}
-        for bucket in self.buckets.values():
-            for name, (_, shape) in bucket.spans.items():
-                if to_save and not self.is_counted(name):
-                    continue
-                to, low, high = self.mine(bucket, name)
-                whole, boxes, high = self.boxes(name, shape, low, high)
-                kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
-                piece = next((p for p in self.pieces if p.begin <= to < p.begin + p.master.numel()), None)
-                flats = {"": self.master[to : to + high - low]}
-                if with_optimizer:
-                    for key, called in optimizer.STATE[kind.rule].items():
-                        empty = self.master[:0]
-                        at = to - piece.begin if piece else 0
-                        flats[f"/{called}"] = piece.state[key][at : at + high - low] if piece and high > low else empty
-                for suffix, flat in flats.items():
-                    shaped = flat.view(boxes[0][1]) if len(boxes) == 1 else flat
-                    out[name + suffix] = (whole, boxes, shaped.detach())
+        for name, bucket in self.bucket.items():
+            if to_save and not self.is_counted(name):
+                continue
+            to, low, high = self.mine(name)
+            whole, place, part = self.saved(name, self.shapes[name])
+            high = max(low, min(high, math.prod(part)))
+            boxes = [(tuple(map(operator.add, o, place)), n) for o, n in shard.boxes(tuple(part), low, high)]
+            kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
+            piece = next((p for p in self.pieces if p.begin <= to < p.begin + p.master.numel()), None)
+            flats = {"": self.master[to : to + high - low]}
+            if with_optimizer:
+                for key, called in optimizer.STATE[kind.rule].items():
+                    at = to - piece.begin if piece else 0
+                    flats[f"/{called}"] = piece.state[key][at : at + high - low] if piece and boxes else self.master[:0]
+            for suffix, flat in flats.items():
+                shaped = flat.view(boxes[0][1]) if len(boxes) == 1 else flat
+                out[name + suffix] = (tuple(whole), boxes, shaped.detach())
         return out
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from meshwright import optimizer
 from meshwright.config import Optimizer
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.zero import Draw, Named, Piece, Store
+from meshwright.parallel.zero import Named, Piece, Store
 
 
 class FullyShardedStore(Store):
@@ -33,27 +34,47 @@ class FullyShardedStore(Store):
         super().__init__(o, dtype, device, vocab, offload, layout, sequence, tied, ("replicas",))
         # A layer's output is a view; nothing writes into it (model.gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mesh = mesh_of(layout, device)
+        mesh, self.ranks = mesh_of(layout, device), layout.size("shard", "cp")
         low = dtype if dtype is not self.full else None
         # The residual stream may be wider than the weights: it stays as it is.
         precision = MixedPrecisionPolicy(low, self.full if low else None, cast_forward_inputs=False)
         more: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")} if offload else {}
         self.shapes: dict[str, torch.Size] = {}  # of this rank's tensor part, before it is cut into rows
         self.parameters: dict[str, Any] = {}
+        more |= {"mesh": mesh, "mp_policy": precision, "shard_placement_fn": lambda p: Shard(self.dimension(p.shape))}
+        self.models: list[Any] = models
         for model in models:
             model.to(self.full)
             self.shapes |= {name: p.shape for name, p in model.named_parameters()}
-            for block in model.h.children():
-                fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=precision, **more)
-            fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision, **more)
+            # What the backward pass begins with is kept, unless other micro-batches' forward passes lie between.
+            *blocks, last = model.h.children()
+            for block in blocks:
+                fully_shard(block, reshard_after_forward=True, **more)
+            fully_shard(last, reshard_after_forward=self.layout.pp > 1, **more)
+            fully_shard(model, reshard_after_forward=self.layout.pp > 1, **more)
             for module in model.modules():
                 if isinstance(module, FSDPModule):  # losses are divided by the global batch's tokens already
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
             model.to_empty(device=self.home)
             self.parameters |= dict(model.named_parameters())
-        self.last = True  # gradients are summed after every micro-batch: nothing waits for the last one
         self._make_pieces(o)
+
+    @property
+    def last(self) -> bool:
+        """Whether the backward pass that comes is the step's last one: replicas add their sums then alone."""
+        return self._last
+
+    @last.setter
+    def last(self, value: bool) -> None:
+        self._last = value
+        if self.layout.replicas > 1:
+            for model in self.models:
+                model.set_requires_all_reduce(value)
+
+    def dimension(self, shape: torch.Size) -> int:
+        """Which is divided: the first, but of a gated MLP's [2, F, H], of which two ranks would have all, the second."""
+        return 1 if len(shape) > 1 and shape[0] < self.ranks and shape[1] % self.ranks == 0 else 0
 
     def _make_pieces(self, o: Optimizer) -> None:
         self.pieces, self.named = [], {}
@@ -69,20 +90,16 @@ class FullyShardedStore(Store):
             updated.setdefault((rule, optimizer.decays(name, local)), []).append((master, state))
         self.make_updates(o, updated)
 
-    def rows(self, name: str) -> tuple[int, int]:
-        """This rank's rows, as torch cuts them: equal portions, of which the last may be short."""
-        count, ranks, place = self.shapes[name][0], self.layout.size("shard", "cp"), self.layout.at("shard", "cp")
-        each = -(-count // ranks)
+    def rows(self, name: str) -> tuple[int, int, int]:
+        """This rank's portion, as torch cuts it: of which dimension, from where, how much. The last may be short."""
+        dimension, place = self.dimension(self.shapes[name]), self.layout.at("shard", "cp")
+        count = self.shapes[name][dimension]
+        each = -(-count // self.ranks)
         first = min(place * each, count)
-        return first, min(first + each, count)
+        return dimension, first, min(each, count - first)
 
-    def initialise(self, draw: Draw) -> None:
-        """Fill the masters by drawing whole tensors, of which this rank keeps its part: no layout changes a value."""
-        for name, piece in self.named.items():
-            whole = torch.zeros(self.whole_shape(name, self.shapes[name]))
-            draw([(name, whole)])
-            first, end = self.rows(name)
-            piece.master.data.copy_(self.cut(name, whole)[first:end])
+    def keep(self, name: str, tensor: Tensor) -> None:
+        self.named[name].master.data.copy_(tensor.narrow(*self.rows(name)))
 
     def publish_weights(self) -> None:
         """The shards are the weights: the next forward pass gathers them."""
@@ -99,16 +116,17 @@ class FullyShardedStore(Store):
             if self.is_partial(name):
                 partial.append(piece.master.grad)
         if partial:  # all at once
-            flat = torch.cat([x.flatten() for x in partial])
-            comm.total(flat, self.layout.group("tp"))
+            flat = self._total(torch.cat([x.flatten() for x in partial]), "tp")
             torch._foreach_copy_(
                 [x.view(-1) for x in partial], list(flat.split_with_sizes([x.numel() for x in partial]))
             )
-        ends = self.layout.group("embedding") if self.tied else None
-        if ends is not None:
+        if self.tied and self.layout.group("embedding") is not None:
             table = self.named["wte.weight"].master.grad
             assert table is not None
-            comm.total(table, ends)
+            table.copy_(self._total(table, "embedding"))
+
+    def _total(self, x: Tensor, group: str) -> Tensor:
+        return comm.total(x.to(self.device, copy=True), self.layout.group(group))
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name, piece in self.named.items():
@@ -120,17 +138,17 @@ class FullyShardedStore(Store):
         for name, piece in self.named.items():
             if to_save and not self.is_counted(name):
                 continue
-            shape = self.shapes[name]
-            row = shape.numel() // shape[0]
-            first, end = self.rows(name)
-            whole, boxes, high = self.boxes(name, shape, first * row, end * row)
+            dimension, first, size = self.rows(name)
+            whole, place, part = self.saved(name, self.shapes[name])
+            place[dimension] += first
+            part[dimension] = max(0, min(size, part[dimension] - first))
+            boxes = [(tuple(place), tuple(part))] if all(part) else []
             flats = {"": piece.master.detach()}
             if with_optimizer:
                 rule = next(rule for (rule, _), u in self.updates.items() if piece.master in u.state)
                 flats |= {f"/{optimizer.STATE[rule][key]}": flat for key, flat in piece.state.items()}
             for suffix, flat in flats.items():
-                kept = flat.flatten()[: high - first * row]
-                out[name + suffix] = (whole, boxes, kept.view(boxes[0][1]) if len(boxes) == 1 else kept)
+                out[name + suffix] = (tuple(whole), boxes, flat.narrow(dimension, 0, part[dimension]))
         return out
 
 

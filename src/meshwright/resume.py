@@ -1,0 +1,301 @@
+"""What ties a run to a checkpoint: what it takes over, what it compares and refuses, what it saves.
+
+`State` is all that a checkpoint keeps and a run goes on from. The functions below it are asked before anything is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import flags, lr_schedule, tokenizers
+from meshwright.checkpoint import native, store
+from meshwright.checks import contradictions
+from meshwright.config import ARCHITECTURE, Checkpoint, Data, Logging, Model, Parallel, TrainConfig
+from meshwright.config import Tokenizer as TokenizerFlags
+from meshwright.console import say
+from meshwright.data.indexed import fingerprint
+from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.parallel.team import Team
+from meshwright.tokenizers import Tokenizer
+from meshwright.values import blend
+
+if TYPE_CHECKING:
+    from meshwright.network import Network
+    from meshwright.precision import LossScale
+
+
+@dataclass
+class Progress:
+    """The counters of a run; with the weights and moments they are its whole state, for randomness needs none."""
+
+    iteration: int = 0  # every attempt, skipped ones too
+    consumed_train_samples: int = 0  # likewise
+    schedule_samples: int = 0  # of successful steps: what the schedule sees
+    nonfinite_in_a_row: int = 0
+    best_iteration: int | None = None  # of the least validation loss
+    best_loss: float | None = None
+
+
+class State:
+    """Counters, schedule, loss scale and the network's numbers, with their way from and to a checkpoint."""
+
+    def __init__(
+        self, config: TrainConfig, net: Network, scaler: LossScale, vocab: int, padded: int, positions: int, team: Team
+    ) -> None:
+        self.config, self.net, self.scaler, self.team = config, net, scaler, team
+        self.sizes = {"true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions}
+        self.schedule = lr_schedule.from_config(config)
+        self.progress = Progress()
+        self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
+        self.epochs: list[list[Any]] | None = None  # of the training set: what its order follows from
+        self.loaded: int | None = None  # the step this run continues from
+        self.kept: int | None = None  # the step in --save that equals this state
+        self.micro_batch_before: int | None = None  # of the run it continues
+
+    def load(self) -> bool:
+        """Go on from --load; False if there is no checkpoint and none is needed."""
+        c = self.config.checkpoint
+        assert c.load
+        root, step = store.split_path(c.load)
+        with_optimizer = not (c.finetune or c.no_load_optim)
+        loaded = native.load(
+            root, self.net.store.named_state(with_optimizer), verify=c.verify, accept=self.accept, step=step,
+            optimizer=with_optimizer, team=self.team,
+        )  # fmt: skip
+        needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune,
+                 "--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}  # fmt: skip
+        if loaded is None and any(needs.values()):
+            flag = next(name for name, given in needs.items() if given)
+            raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA)
+        if loaded is not None and not c.finetune:
+            self.loaded = loaded.step
+            self.kept = loaded.step if self.team.lead(lambda: is_continued(c)) else None
+            self.forget_best()
+        return loaded is not None
+
+    def accept(self, state: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Take over a checkpoint's counters before its tensors are read, or refuse it."""
+        from meshwright.model.gpt import OURS
+
+        c = self.config.checkpoint
+        if state.get("network", OURS) != self.net.name:
+            raise UserError(
+                f"the checkpoint holds a {state.get('network', OURS)}, this run builds a {self.net.name}: the same "
+                "weights would mean another network",
+                BAD_DATA,
+            )
+        for line in differences(self.config, saved):
+            say(line)
+        if c.finetune:
+            say(" > --finetune: the weights alone are taken over; step, samples and schedule begin at 0")
+            return
+        if self.config.training.skip_train:  # nothing is compared that nothing will follow
+            self.schedule = lr_schedule.Schedule(**state["schedule"])
+        else:
+            self.schedule, lines = lr_schedule.resume(self.schedule, state["schedule"], self.config)
+            for line in lines:
+                say(line)
+        self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
+        self.scaler.load(state["loss_scale"])
+        self.skips, self.epochs = state["skips"], state.get("epochs")
+        self.net.store.steps = 0 if c.no_load_optim else state["optimizer_steps"]
+        before = saved.get("micro_batch_size")
+        self.micro_batch_before = before if isinstance(before, int) else None
+
+    def forget_best(self) -> None:
+        """A best step that is not in --save, being another folder's or not asked for then, must not keep later ones out."""
+        c, best = self.config.checkpoint, self.progress.best_iteration
+        if c.keep_best and c.save and best is not None:
+            save = c.save
+            if c.save_overwrite or not self.team.lead(lambda: best in store.steps(save)):
+                self.progress.best_iteration = self.progress.best_loss = None
+
+    def read_in(self, epochs: list[list[Any]]) -> None:
+        """The training set's epochs. All are shuffled together, as in Megatron: more of them are another order."""
+        if self.epochs and epochs and epochs != self.epochs:
+            now, before = (
+                " and ".join(f"{n} epoch{'s' * (n != 1)}{', the last one shuffled apart' * apart}" for n, apart in each)
+                for each in (epochs, self.epochs)
+            )
+            say(
+                f" > note: the training set is now {now}, at the checkpoint it was {before}: all epochs are shuffled together "
+                "(as in Megatron), so its order is another one, and samples that were seen may come again"
+            )
+        self.epochs = epochs
+
+    def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
+        """Before anything is written: is the vocabulary the checkpoint's, and can one more be saved?"""
+        c = self.config.checkpoint
+        kept = store.split_path(c.load)[0] / "tokenizer" if c.load else None
+        if self.loaded is not None and kept and tokenizer and not tokenizers.is_same(tokenizer, kept):
+            raise UserError(
+                f"the vocabulary's files are not those in {kept}, which this checkpoint was trained with: the same ids "
+                "would mean other text. Leave the vocabulary flags out to take the run's own",
+                BAD_DATA,
+            )
+        if c.save and will_train:
+            store.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team)
+
+    def tensors(self) -> Any:
+        return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
+
+    def save(self) -> float | None:
+        """Write a step, unless it is there, and remove those that need not stay; the seconds that writing took."""
+        c, p, began = self.config.checkpoint, self.progress, time.perf_counter()
+        folder, written = c.save, p.iteration != self.kept
+        assert folder
+        if written:
+            state = dataclasses.asdict(p) | self.sizes | {
+                "schedule": dataclasses.asdict(self.schedule), "loss_scale": self.scaler.state(), "skips": self.skips,
+                "optimizer_steps": self.net.store.steps, "network": self.net.name, "epochs": self.epochs,
+            }  # fmt: skip
+            native.save(folder, p.iteration, self.tensors(), state, saved_settings(self.config), team=self.team)
+            self.kept = p.iteration
+        else:
+            for line in native.lines_of_save(folder, p.iteration):
+                say(line)
+        took = time.perf_counter() - began
+
+        def tidy() -> None:  # of a step that is there too: a kill may have come between
+            if not written:
+                store.write_tracker(folder, p.iteration)
+            best = p.best_iteration if c.keep_best else None
+            if best is not None and best in store.steps(folder):
+                store.write_tracker(folder, best, store.BEST)
+            if c.keep_last:
+                for step in store.prune(folder, p.iteration, c.keep_last, c.keep_every, best):
+                    say(f" > removed step {step}: --keep-last {c.keep_last}")
+
+        self.team.lead(tidy)
+        return took if written else None
+
+
+# Before anything is built
+
+
+def is_continued(c: Checkpoint) -> bool:
+    """Whether --load names the folder that --save does, however it is spelt."""
+    return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
+
+
+def guard_existing(config: TrainConfig) -> None:
+    """A folder that holds checkpoints of another run is refused before anything is built, unless they may be moved."""
+    c = config.checkpoint
+    assert c.save
+    existing, same = store.held(c.save), is_continued(c)
+    if same and not c.finetune:
+        if c.save_overwrite:
+            raise UserError("--save-overwrite starts anew and --load continues the same folder: give one of them")
+        return
+    if not existing or c.save_overwrite:
+        return
+    if same:
+        raise UserError(
+            f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder",
+            LOCKED,
+        )
+    ours = store.steps(c.save)
+    newest = store.step_folder(c.save, ours[0]).name if ours else existing[-1]
+    raise UserError(
+        f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
+        "move it aside" + (f" and continue from {c.load}" if c.load else " and start anew"),
+        LOCKED,
+    )
+
+
+# Settings that a continued run may change without a word: they change nothing that is computed, or are told elsewhere.
+_FREE = {*ARCHITECTURE,
+         *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
+         *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_warmup_fraction",
+           "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
+           "lr_wsd_decay_iters", "lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay",
+           "weight_decay_incr_style", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
+           "data_cache_path", "data_impl", "mmap_warmup", "num_workers", "micro_batch_size", "exit_interval",
+           "exit_duration_in_mins", "exit_signal_handler", "kill_switch_path", "skip_train", "on_nonfinite", "compile",
+           "recompute_granularity", "recompute_method", "recompute_num_layers", "checkpoint_activations",
+           "recompute_activations", "deterministic_mode", "make_vocab_size_divisible_by", "pad_vocab_size_to",
+           "init_method_std", "init_method_xavier_uniform", "initial_loss_scale", "data_fingerprint")}  # fmt: skip
+
+# A run of its own may begin from the same weights with another rotation or epsilon, as one of longer contexts does.
+_TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
+
+
+def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
+    """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
+    model = Model(**{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved})
+    tunable = _TUNABLE if config.checkpoint.finetune else set()
+    fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
+    contradicted = contradictions(config.model, model, fixed)
+    if contradicted:
+        raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
+    ours = saved_settings(config)
+    out = [
+        f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
+        for name in ours
+        if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
+    ]
+    if (
+        all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
+        and saved.get("data_fingerprint") != ours["data_fingerprint"]
+    ):
+        out.append(
+            " > note: the files of --data-path have changed since the checkpoint; what follows reads the new ones"
+        )
+    return out
+
+
+def _shown(value: Any) -> Any:
+    return "not set" if value in (None, []) else value
+
+
+def saved_settings(config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint remembers of its making."""
+    return flags.to_dict(config) | {
+        "world_size": None,
+        "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
+    }
+
+
+def prefixes(d: Data) -> list[str]:
+    """Every pair of token files that is read, once."""
+    if d.mock_data:
+        return []
+    paths = (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path)
+    return list(dict.fromkeys(prefix for values in paths for prefix in blend(values)[1]))
+
+
+def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """With --use-checkpoint-args: what the checkpoint under --load says of the network, where no flag is given."""
+    if not config.checkpoint.use_checkpoint_args or not config.checkpoint.load:
+        return config
+    root, step = store.split_path(config.checkpoint.load)
+    step = step if step is not None else store.latest(root)[0]
+    if step is None:
+        raise UserError(f"--use-checkpoint-args: no checkpoint in {root}", BAD_DATA)
+    saved = native.read_config(root, step) | {"max_position_embeddings": native.read_state(root, step)["positions"]}
+    wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
+    known = flags.from_saved(TrainConfig, wanted, str(store.step_folder(root, step)))
+    groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
+    for name, group in groups.items():
+        mine = {f.name for f in dataclasses.fields(group)}
+        groups[name] = dataclasses.replace(group, **{n: v for n, v in known.items() if n in mine})
+    return dataclasses.replace(config, **groups)
+
+
+def check_loading(config: TrainConfig) -> list[str]:
+    """What a run would say of its checkpoint before it reads a tensor."""
+    assert config.checkpoint.load
+    root, step = store.split_path(config.checkpoint.load)
+    step, notes = (step, []) if step is not None else store.latest(root)
+    if step is None:
+        return [*notes, f"no checkpoint in {root}: it starts anew"]
+    does = "take the weights of" if config.checkpoint.finetune else "continue from"
+    told = [*notes, f"it would {does} step {step} in {root}", *differences(config, native.read_config(root, step))]
+    if not config.checkpoint.finetune:
+        lr_schedule.resume(lr_schedule.from_config(config), native.read_state(root, step)["schedule"], config)
+    return told

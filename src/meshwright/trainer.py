@@ -1,0 +1,327 @@
+"""The training of one rank: the network, its data and its log, and the loop over steps.
+
+`train` is the loop, `step` one update with what follows from it; network.py's train_step is its middle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import math
+import platform
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import torch
+
+from meshwright import device as devices
+from meshwright import fit, network, precision, run_folder
+from meshwright.config import TrainConfig
+from meshwright.console import say, tell_time
+from meshwright.data.datasets import Datasets, epochs, marks, open_data
+from meshwright.data.loader import Batch, Dataset, Loader
+from meshwright.ending import Ending
+from meshwright.errors import NON_FINITE, UserError
+from meshwright.metrics import Metrics, Timers, profiler
+from meshwright.model import counts
+from meshwright.model.gpt import initialise
+from meshwright.network import Loss, Model
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.team import Team
+from meshwright.preflight import our_version
+from meshwright.resume import Progress, State
+from meshwright.tokenizers import Tokenizer
+from meshwright.values import allowed_in_a_row, skipped
+
+ALL_DONE = "all iterations done"
+
+
+class Trainer:
+    """The parts of a run, and what is done with them: load, train, validate, save."""
+
+    def __init__(
+        self, config: TrainConfig, device: torch.device, vocab: int, padded: int, model: Model | None, loss: Loss | None,
+        timers: Timers, layout: Layout, team: Team,
+    ) -> None:  # fmt: skip
+        assert config.data.seq_length
+        self.config, self.device, self.vocab, self.padded, self.timers = config, device, vocab, padded, timers
+        self.layout, self.team = layout, team
+        positions = config.model.max_position_embeddings or config.data.seq_length
+        say("building GPT model ...")
+        if model is None:
+            share = counts.parameters(config.model, padded, positions) // (layout.tp * layout.pp)
+            fit.require_memory(config, share, padded // layout.tp, device)
+
+        def tell_size(parameters: int) -> None:
+            for tp, pp, number in sorted(
+                {tuple(x) for x in team.gather([layout.at("tp"), layout.at("pp"), parameters])}
+            ):
+                say(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {number}")
+
+        self.net = network.build(config, layout, device, vocab, padded, positions, model, loss, tell_size)
+        say(f" > running the {self.net.why}")
+        if config.training.compile == "on" and not self.net.why.startswith("compiled"):
+            say(" > note: --compile on has no effect on layers with the reference attention")
+        scaler = precision.LossScale(config.precision)
+        self.state = State(config, self.net, scaler, vocab, padded, positions, team)
+        say(f"> learning rate decay style: {self.state.schedule.style}")
+        self.last = time.perf_counter()  # end of the last step
+        self.ask_to_end = True  # whether any rank may have been asked to end
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
+    def load_or_initialise(self) -> None:
+        loaded = False
+        if self.config.checkpoint.load:
+            with self.timers.phase("load-checkpoint"):
+                loaded = self.state.load()
+            self.timers.tell("load-checkpoint")
+        if not loaded:
+            draw, m, seed = (
+                getattr(self.net.parts[0], "initialise", initialise),
+                self.config.model,
+                self.config.training.seed,
+            )
+            self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed))
+        self.net.store.publish_weights()
+
+    def fit_micro_batch(self) -> None:
+        """Resolve `--micro-batch-size auto`."""
+        if self.config.training.micro_batch_size == "auto":
+            size, told = fit.micro_batch(self.net, self.config, self.vocab, self.state.micro_batch_before, self.team)
+            say(f" > --micro-batch-size auto: {size} ({told})")
+            t = dataclasses.replace(self.config.training, micro_batch_size=size)
+            self.config = self.state.config = dataclasses.replace(self.config, training=t)
+
+    def open_data(self, tokenizer: Tokenizer | None, datasets: Datasets | None) -> None:
+        p = self.progress
+        self.marks = marks(self.config.data, tokenizer)
+        at = (p.iteration, p.consumed_train_samples) if self.will_train else None
+        self.data = open_data(self.config, self.vocab, datasets, at, self.team.first)
+        self.state.read_in(epochs(self.data.get("train")))
+
+    @property
+    def will_train(self) -> bool:
+        return not (self.is_done or self.config.training.skip_train)
+
+    def open_folder(self, folder: Path | None, tokenizer: Tokenizer | None, command: list[str]) -> None:
+        """The settings, the vocabulary, the log; the first moment when something is written."""
+        c, p, seq = self.config, self.progress, self.config.data.seq_length
+        assert seq
+        self.state.check(tokenizer, self.will_train)
+        self.team.lead(lambda: run_folder.prepare(folder, c, tokenizer))
+        flops = counts.flops_per_token(c.model, self.padded, seq, c.training.recompute)
+        # What all ranks would save holds each number once.
+        own = self.net.store.named_state(False, to_save=True)
+        parameters = sum(self.team.gather(sum(x.numel() for _, _, x in own.values())))
+        self.metrics = Metrics(
+            folder if self.team.leads else None, c, flops, self.device, self.timers, p.iteration, p.consumed_train_samples,
+            self.steps_in_all(), self.team,
+        )  # fmt: skip
+        event = "evaluate" if c.training.skip_train else "start"  # which begins history anew from this step on
+        self.metrics.row(
+            event, p.iteration, time=time.time(), command=command, version=our_version(),
+            torch=torch.__version__, python=platform.python_version(), device=devices.name(self.device),
+            host=platform.node(), parameters=parameters, block=self.net.why, dtype=c.precision.dtype,
+            tokens_per_step=c.global_batch * seq, train_iters=c.steps,
+        )  # fmt: skip
+
+    def batches(
+        self, dataset: Dataset, consumed: int, batch: Callable[[int], int], wrap: bool = False
+    ) -> Generator[list[Batch], None, None]:
+        """Endless: the micro-batches of one step after the other, from this sample on."""
+        at, micro, length = self.layout.at, self.config.micro_batch, self.config.data.seq_length
+        assert length
+        columns = length // self.layout.cp
+        mine = None if self.layout.cp == 1 else slice(at("cp") * columns, (at("cp") + 1) * columns)
+        return iter(Loader(
+            dataset, micro, batch, consumed, self.config.data.num_workers, self.vocab, self.marks,
+            at("replicas", "shard"), self.layout.dp, wrap, self.device, mine,
+        ))  # fmt: skip
+
+    @property
+    def is_done(self) -> bool:
+        c, p = self.config, self.progress
+        if c.samples is None:
+            return p.iteration >= c.steps
+        return p.consumed_train_samples + c.batch(p.consumed_train_samples) > c.samples
+
+    def steps_in_all(self) -> int:
+        """Those made and those to come. Under --train-samples the ones before may have had other sizes."""
+        c, iteration, consumed = self.config, self.progress.iteration, self.progress.consumed_train_samples
+        if c.samples is None:
+            return c.steps
+        while (size := c.batch(consumed)) < c.global_batch and consumed + size <= c.samples:
+            iteration, consumed = iteration + 1, consumed + size
+        return iteration + max(c.samples - consumed, 0) // c.global_batch
+
+    def train(self, ending: Ending) -> str:
+        """All steps that are left, unless something ends them early; returns what ended them."""
+        t, c, p = self.config.training, self.config.checkpoint, self.progress
+        if t.skip_train:
+            say("skipping training (--skip-train) ...")
+            return ALL_DONE
+        say("training ...")
+        tell_time("before the start of training step")
+        if self.is_done:
+            say(f" > nothing is left to train: step {p.iteration} of {self.steps_in_all()} is done")
+        if c.save and c.save_at_start and not p.iteration:
+            self.save()
+        with contextlib.ExitStack() as held:
+            profile = held.enter_context(profiler(self.config.logging, self.metrics.folder, self.device))
+            gc.freeze()  # what was built so far stays: the collector need not look at it again and again
+            held.callback(gc.unfreeze)
+            batches, self.last = None, time.perf_counter()
+            held.callback(lambda: batches.close() if batches is not None else None)
+            while not self.is_done:
+                early = self.asked_to_end(ending) or self.exit_interval()
+                if early:
+                    if not ending.signal:
+                        say(f"exiting program at iteration {p.iteration}: {early}")
+                    return early
+                if self.pass_over():
+                    if batches is not None:
+                        batches.close()  # a thread reads ahead for it
+                    batches = None
+                    continue
+                if batches is None:
+                    data = self.data["train"]
+                    assert data is not None
+                    batches = self.batches(data, p.consumed_train_samples, self.config.batch)
+                profile(p.iteration + 1)
+                self.step(batches, ending)
+
+                pause = time.perf_counter()
+                best = False
+                if p.iteration % t.eval_interval == 0:
+                    loss = self.validate("valid", f"iteration {p.iteration}", -1, ending)
+                    best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)
+                    if best:
+                        p.best_iteration, p.best_loss = p.iteration, loss
+                if c.save and ((best and c.keep_best) or (c.save_interval and p.iteration % c.save_interval == 0)):
+                    self.save()
+                self.last += time.perf_counter() - pause  # neither counts as time of a step
+        tell_time("after training is done")
+        return ALL_DONE
+
+    def asked_to_end(self, ending: Ending) -> str | None:
+        """What any rank was asked to end for; asked about only when the last step's sums say that one was."""
+        if not self.ask_to_end:
+            return None
+        told = self.team.gather([ending.reason(), ending.signal])
+        for _, signal in told:
+            if signal is not None and ending.signal is None:
+                ending.take(signal)
+        self.ask_to_end = self.team.size == 1
+        return next((reason for reason, _ in told if reason), None)
+
+    def step(self, batches: Iterator[list[Batch]], ending: Ending) -> None:
+        """One update and what follows from its loss: counters, loss scale, log."""
+        t, p, g = self.config.training, self.progress, self.config.logging
+        lr, wd = self.state.schedule.lr(p.schedule_samples), self.state.schedule.wd(p.schedule_samples)
+        size, scale = self.config.batch(p.consumed_train_samples), self.state.scaler.scale
+        with self.timers.time("batch-generator", 2):
+            micro = next(batches)
+        stop = self.team.size > 1 and ending.reason() is not None
+        update = network.train_step(self.net, micro, t.seed, lr, wd, scale, t.loss_mean, stop, self.timers.time)
+        more = {}
+        if g.log_num_zeros_in_grad:
+            more["num_zeros"] = self.net.store.zeros()
+        if g.log_params_norm:
+            more["params_norm"] = self.net.store.norm()
+        told = torch.stack([x.double() for x in (*update, *more.values())])
+        loss, norm, ends, *values = told.tolist()  # the one wait for the device
+        shown = dict(zip(more, values, strict=True))
+        self.ask_to_end = self.team.size == 1 or ends > 0
+
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))  # then the store left everything as it was
+        if self.state.schedule.wd_style != "constant":
+            shown["weight_decay"] = wd
+        overflow = skipped and math.isfinite(loss) and self.config.precision.fp16
+        self.state.scaler.update(skipped)
+        harmless = overflow and self.state.scaler.may_overflow(scale)
+        p.iteration += 1
+        p.consumed_train_samples += size
+        p.schedule_samples += 0 if skipped else size
+        p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
+        now = time.perf_counter()
+        self.metrics.step(
+            p.iteration, p.consumed_train_samples, now - self.last, self.state.schedule.lr(p.schedule_samples),
+            batch=size, loss=loss, grad_norm=norm, lr=lr, loss_scale=scale, skipped=skipped, **shown,
+        )  # fmt: skip
+        self.last = now
+        if p.nonfinite_in_a_row > (allowed_in_a_row(t.on_nonfinite) or 0):
+            self.metrics.row("end", p.iteration, reason="not finite", status=NON_FINITE, time=time.time())
+            raise UserError(not_finite(p, loss, norm, scale, self.config), NON_FINITE, everywhere=True)
+
+    def exit_interval(self) -> str | None:
+        """Only after a step of this attempt: a resumed run must not leave at once where the last one left."""
+        every, i = self.config.training.exit_interval, self.progress.iteration
+        return f"--exit-interval {every}" if every and i % every == 0 and i != (self.state.loaded or 0) else None
+
+    def pass_over(self) -> bool:
+        """Count the iterations of a --skip-train-iteration-range and their samples without training on them."""
+        p = self.progress
+        for first, last in skipped(self.config.data.skip_train_iteration_range):
+            if first <= p.iteration + 1 <= last:
+                begin = p.consumed_train_samples
+                while p.iteration < last and not self.is_done:
+                    p.iteration += 1
+                    p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
+                say(f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag.")
+                self.metrics.row("skip", p.iteration, first=first, from_sample=begin, to=p.consumed_train_samples)
+                self.state.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
+                return True
+        return False
+
+    def validate(self, name: str, prefix: str, ahead: int, ending: Ending) -> float:
+        """Each validation reads the samples after the one before; which ones is a function of the iteration. NaN: none."""
+        t, dataset, size = self.config.training, self.data.get(name), self.config.global_batch
+        if dataset is None or not t.eval_iters or (ending.signal and self.team.size == 1):
+            return math.nan
+        before = self.progress.iteration // t.eval_interval + ahead if name == "valid" else 0
+        batches = self.batches(dataset, before * t.eval_iters * size, lambda consumed: size, wrap=True)
+        with contextlib.closing(batches):
+            cut = (lambda: ending.signal is not None) if self.team.size == 1 else (lambda: False)
+            loss = network.evaluate(self.net, itertools.islice(batches, t.eval_iters), cut)
+        if ending.signal and self.team.size == 1:  # a grace of seconds may be running: saving comes first
+            return math.nan
+        p = self.progress
+        shown = "test" if name == "test" else "validation"
+        self.metrics.validation(p.iteration, p.consumed_train_samples, shown, prefix, loss)
+        if not math.isfinite(loss) and allowed_in_a_row(t.on_nonfinite) == 0:
+            self.metrics.row("end", p.iteration, reason="not finite", status=NON_FINITE, time=time.time())
+            raise UserError(
+                f"iteration {p.iteration}: the loss on the {name} set is {loss}, so this step is not saved; the weights are "
+                f"finite but of no use. A lower --lr (now {self.config.optimizer.lr}) or a longer warm-up usually helps",
+                NON_FINITE,
+                everywhere=True,
+            )
+        return loss
+
+    def save(self) -> None:
+        self.metrics.sync()
+        seconds = self.state.save()
+        if seconds is not None:
+            self.metrics.row("save", self.progress.iteration, seconds=round(seconds, 3))
+
+
+def not_finite(progress: Progress, loss: float, norm: float, scale: float, config: TrainConfig) -> str:
+    """What to do about a NaN."""
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+    kept = (
+        f"; the weights and the checkpoints in {config.checkpoint.save} are as before it"
+        if config.checkpoint.save
+        else ""
+    )
+    constant = config.precision.loss_scale is not None
+    hint = f" at the {'constant' if constant else 'least'} loss scale {scale}" if config.precision.fp16 else ""
+    return (
+        f"iteration {progress.iteration} (samples up to {progress.consumed_train_samples}): {what}{hint}, so this step "
+        f"was not applied{kept}. A lower --lr (now {config.optimizer.lr}), a longer warm-up or --bf16 usually helps"
+    )

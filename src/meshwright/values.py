@@ -1,0 +1,104 @@
+"""Settings that are small languages: a blend, ranges of iterations, layers of stages. ValueError says what is wrong."""
+
+from __future__ import annotations
+
+import re
+
+
+def split_shares(split: str) -> list[float]:
+    """'949,50,1' or '949/50/1' as three shares; missing ones are 0."""
+    parts = [float(x) for x in split.replace("/", ",").split(",")]
+    return (parts + [0.0] * 3)[: max(3, len(parts))]
+
+
+def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
+    """`w1 p1 w2 p2 ...` as weights and prefixes; prefixes alone have no weights: their sizes decide."""
+    numbers = [as_number(v) for v in values]
+    if len(values) < 2 or not any(n is not None for n in numbers):
+        return None, values
+    weights, prefixes = numbers[::2], values[1::2]
+    if len(values) % 2 or None in weights:
+        raise ValueError(f"{' '.join(values)[:200]}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone")
+    kept = [w for w in weights if w is not None]
+    if min(kept) < 0 or not 0 < sum(kept) < float("inf"):
+        raise ValueError(f"the weights {' '.join(values[::2])[:200]} must not be below 0 nor all 0")
+    return kept, prefixes
+
+
+def as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def skipped(ranges: list[str]) -> list[tuple[int, int]]:
+    """`A-B` ... as pairs in order, both ends skipped."""
+    out = []
+    for text in ranges:
+        first, dash, last = text.partition("-")
+        if not (dash and re.fullmatch("[0-9]{1,9}-[0-9]{1,9}", text) and 1 <= int(first) <= int(last)):
+            raise ValueError(f"{text!r} is not a range A-B of iterations, from 1 on")
+        out.append((int(first), int(last)))
+    out.sort()
+    for (_, end), (begin, _) in zip(out, out[1:], strict=False):
+        if begin <= end:
+            raise ValueError(f"the ranges {' '.join(ranges)} overlap")
+    return out
+
+
+def allowed_in_a_row(on_nonfinite: str) -> int | None:
+    """How many non-finite steps in a row are skipped; None if it says neither stop nor skip:K."""
+    word, _, number = on_nonfinite.partition(":")
+    if on_nonfinite == "stop":
+        return 0
+    return int(number) if word == "skip" and re.fullmatch("[1-9][0-9]{0,5}", number) else None
+
+
+PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
+
+
+def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
+    """Layers of each stage, in order; ValueError in words if `layout` does not give them."""
+    if layout is None:
+        # The last stage has the head, the first one the embedding, and under 1F1B the earlier a stage the more
+        # activations wait in it: the layers that are over go to the middle, to the later stages first.
+        order = sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, abs(2 * i - stages + 1), -i))
+        more = order[: layers % stages]
+        return [layers // stages + (i in more) for i in range(stages)]
+    if "[" in layout:
+        ids = stage_numbers(layout)
+        for layer, (before, stage) in enumerate(zip(ids, ids[1:], strict=False), 1):
+            if stage < before:
+                raise ValueError(f"layer {layer} goes back from stage {before} to {stage}")
+        if ids[-1] >= stages:
+            raise ValueError(f"there is a stage {ids[-1]}, but {PARTS} gives 0 to {stages - 1}")
+        if len(ids) != layers:
+            raise ValueError(f"{len(ids)} layers have a stage, but --num-layers is {layers}")
+        counts = [ids.count(stage) for stage in range(stages)]
+    elif re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", layout):
+        counts = [int(n) for n in layout.split(",")]
+    else:
+        raise ValueError("neither the layers of each stage, as 6,6,6,6, nor the stage of each layer, as [0]*6+[1]*6")
+    if len(counts) != stages:
+        raise ValueError(f"{len(counts)} stages, but {PARTS} gives {stages}")
+    if 0 in counts:
+        raise ValueError(f"stage {counts.index(0)} has no layer (a list of each layer's stage stands in brackets)")
+    if sum(counts) != layers:
+        raise ValueError(f"{sum(counts)} layers, but --num-layers is {layers}")
+    return counts
+
+
+def stage_numbers(layout: str) -> list[int]:
+    """LiBai's custom_pipeline_stage_id: lists, joined by + and repeated by *, as `[0]*6 + [1]*6`."""
+    out: list[int] = []
+    for term in layout.split("+"):
+        found = re.fullmatch(r"\s*\[([0-9 ]{1,6}(?:,[0-9 ]{1,6})*)\]\s*(?:\*\s*([0-9]{1,4}))?\s*", term)
+        if not found or not all(n.strip().isdigit() for n in found[1].split(",")):
+            raise ValueError(f"{term.strip()[:30]!r} is not a list of stages such as [0,0,1] or [0]*6")
+        out += [int(n) for n in found[1].split(",")] * int(found[2] or 1)
+        if len(out) > 10**5:
+            raise ValueError(f"more than {10**5} layers")
+    if not out:
+        raise ValueError("no layer has a stage")
+    return out
