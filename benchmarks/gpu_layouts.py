@@ -133,7 +133,7 @@ def main() -> None:
         try:
             measure_all(given)
         finally:
-            from meshwright.parallel import start
+            from meshwright import start
 
             start.leave()
 
@@ -152,15 +152,15 @@ def line_of(model: str, cell: Cell, given: argparse.Namespace) -> str:
 def measure_all(given: argparse.Namespace) -> None:
     """Every cell, on every rank, one after the other."""
     from meshwright import device as devices
+    from meshwright import launchers, start
     from meshwright.config import TrainConfig
     from meshwright.data.datasets import build_datasets
     from meshwright.flags import parse
-    from meshwright.parallel import start
     from meshwright.parallel.layout import connect
     from meshwright.preflight import layout_of, pick_backend
 
     began = time.perf_counter()
-    world = start.find(os.environ)
+    world = launchers.find(os.environ)
     any_cell = parse(TrainConfig, line_of(given.models[0], CELLS[given.models[0]][0], given).split(), "train").config
     device = devices.pick(any_cell.parallel.device, world.local_rank)
     team = start.join(world, pick_backend(any_cell, device), 5, device, seconds=120)

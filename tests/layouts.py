@@ -130,8 +130,7 @@ class Connected:
 def _train_all(
     folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, look: Callable[[Any], Any]
 ) -> None:
-    from meshwright import console
-    from meshwright.parallel import start
+    from meshwright import console, start
     from meshwright.parallel.team import Team
 
     console.speak(None)

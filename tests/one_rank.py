@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
+from meshwright import launchers, start
 from meshwright.errors import UserError
-from meshwright.parallel import start
 
 
 def main() -> int:
@@ -27,8 +27,8 @@ def main() -> int:
     parser.add_argument("act", nargs="?", default="")
     said = parser.parse_args()
     try:
-        world = start.find(os.environ, said.local_rank)
-        start.check_size(world, said.size)
+        world = launchers.find(os.environ, said.local_rank)
+        launchers.check_size(world, said.size)
         team = start.join(world, "gloo", 1, seconds=said.seconds)
         told = team.gather([world.rank, world.local_rank, world.local_size, os.getpid()])
         if team.leads:
@@ -48,7 +48,7 @@ def main() -> int:
         start.leave()
 
 
-def act(what: str, world: start.World, team: Any) -> int:
+def act(what: str, world: launchers.World, team: Any) -> int:
     if world.rank == 1:
         if what.isdigit():
             return int(what)

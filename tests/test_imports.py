@@ -17,7 +17,7 @@ LAYERS = [
     ["errors", "console", "files", "values", "config", "presets", "checks", "foreign_flags", "deepspeed", "flags"],
     ["command", "device"],
     ["tokenizers", "data", "kernels", "model", "lr_schedule", "trackers"],
-    ["precision", "optimizer", "parallel"],
+    ["precision", "optimizer", "parallel", "launchers", "start"],
     ["checkpoint", "metrics", "report"],
     ["launch", "launched", "agent", "ending", "compare"],
     ["network"],
@@ -33,7 +33,8 @@ LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 # Imported where used: these must start without torch.
 NO_TORCH = ["errors", "config", "deepspeed", "flags", "device", "tokenizers", "lr_schedule", "report", "preflight", "train",
             "console", "files", "resume", "run_folder",
-            "evaluate", "__main__", "launch", "launched", "parallel.start", "data.indexed", "data.preprocess", "data.samples",
+            "evaluate", "__main__", "launch", "launched", "launchers", "start",
+            "data.indexed", "data.preprocess", "data.samples",
             "model.counts", "checkpoint.store", "checkpoint.native", "checkpoint.inspect", "generate.command"]  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from meshwright import launchers, start
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
-from meshwright.parallel import start
-from meshwright.parallel.start import World, find
+from meshwright.launchers import World, find
 from meshwright.parallel.team import Team
 from ranks import run_programs, run_ranks
 
@@ -90,11 +90,11 @@ def test_ports_of_jobs() -> None:
      ("rack[1-2]n[3,5].cluster", "rack1n3.cluster"), ("gpu5,node[01-02]", "gpu5")],
 )  # fmt: skip
 def test_first_host(nodes: str, first: str) -> None:
-    assert start.first_host(nodes) == first
+    assert launchers.first_host(nodes) == first
 
 
 def test_tasks_per_node() -> None:
-    assert start.tasks_per_node("2(x3),1") == [2, 2, 2, 1] and start.tasks_per_node("8") == [8]
+    assert launchers.tasks_per_node("2(x3),1") == [2, 2, 2, 1] and launchers.tasks_per_node("8") == [8]
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_contradictions_in_words(environ: dict[str, str], words: str) -> None:
 
 
 def test_world_size() -> None:
-    start.check_size(World(size=4), None)
-    start.check_size(World(size=4), 4)
+    launchers.check_size(World(size=4), None)
+    launchers.check_size(World(size=4), 4)
     with pytest.raises(UserError, match="--world-size 8, but started as 4, by torchrun: start 8"):
-        start.check_size(World(size=4, launcher="torchrun"), 8)
+        launchers.check_size(World(size=4, launcher="torchrun"), 8)
     with pytest.raises(UserError, match="--world-size 2, but started as one process"):
-        start.check_size(World(), 2)
+        launchers.check_size(World(), 2)
 
 
 # Started processes, with each launcher's variables.

@@ -9,7 +9,7 @@ import os
 import sys
 
 from meshwright.errors import DONE, IO, SIGINT, USAGE, UserError
-from meshwright.parallel.start import die_with_parent
+from meshwright.start import die_with_parent
 
 COMMANDS = {
     "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three minutes"),

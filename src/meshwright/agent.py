@@ -14,8 +14,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from meshwright import start
 from meshwright.launched import GRACE, RETRIED, Plan, ending, first, patience, say
-from meshwright.parallel import start
+from meshwright.launchers import RUN_ID
 
 
 def agent(plan: Plan, program: list[str], store: TCPStore, until: float) -> Agent:
@@ -48,7 +49,7 @@ class Meeting(RendezvousHandler):
         start.meet(
             PrefixStore(f"machines/{self.attempts}", self.store), self.plan.node, self.plan.nodes, end, "machine"
         )
-        self.run_id = self.store.compare_set("run", "", f"{start.RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
+        self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
         own = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1
         return RendezvousInfo(

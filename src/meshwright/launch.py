@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright import device as devices
+from meshwright import launchers, start
 from meshwright.config import Parallel
 from meshwright.errors import (
     DONE,
@@ -27,7 +28,6 @@ from meshwright.errors import (
     UserError,
 )
 from meshwright.launched import Plan, ending, first, say, status
-from meshwright.parallel import start
 
 if TYPE_CHECKING:
     pass
@@ -188,7 +188,7 @@ def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
 def wanted(parallel: Parallel) -> list[str] | None:
     """Flags of launch for what OneFlow's flags ask for, or None when this process is to work itself."""
     here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
-    world = start.find(os.environ, parallel.local_rank)
+    world = launchers.find(os.environ, parallel.local_rank)
     if world.launcher != "none":
         if here * nodes not in (1, world.size):
             raise UserError(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright import start
 from meshwright.errors import (
     BAD_DATA,
     HANG,
@@ -19,7 +20,6 @@ from meshwright.errors import (
     UNEXPECTED,
     USAGE,
 )
-from meshwright.parallel import start
 
 GRACE = 300  # seconds that ranks have to save after a signal
 RETRIED = (UNEXPECTED, HANG)

@@ -12,14 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright import checks, console, flags, tokenizers
+from meshwright import checks, console, flags, start, tokenizers
 from meshwright.checkpoint import store
 from meshwright.config import TrainConfig
 from meshwright.console import say
 from meshwright.data.indexed import Indexed
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.model import counts
-from meshwright.parallel import start
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.team import Team
 from meshwright.resume import check_loading, guard_existing, prefixes, saved_settings

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright import checks, console, deepspeed, flags, launch
+from meshwright import checks, console, deepspeed, flags, launch, launchers, start
 from meshwright import device as devices
 from meshwright.checkpoint import store
 from meshwright.config import Data, TrainConfig
 from meshwright.console import say, tell_arguments, tell_time
 from meshwright.ending import Ending
 from meshwright.errors import DONE, UserError
-from meshwright.parallel import start
 from meshwright.parallel.layout import connect
 from meshwright.parallel.team import Team
 from meshwright.preflight import (
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    world = start.find(os.environ, None)
+    world = launchers.find(os.environ, None)
     try:
         return command_line(argv, world)
     except UserError as error:
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
 WORD = 3.0  # seconds that the rank that tells has for it: a launcher stops all as soon as one has ended
 
 
-def command_line(argv: list[str], world: start.World) -> int:
+def command_line(argv: list[str], world: launchers.World) -> int:
     dry = "--dry-run" in argv
     parsed = flags.parse(
         TrainConfig,
@@ -95,8 +94,8 @@ def run(
     """
     began = time.perf_counter()
     p = config.parallel
-    world = start.find(os.environ, p.local_rank)
-    start.check_size(world, p.world_size)
+    world = launchers.find(os.environ, p.local_rank)
+    launchers.check_size(world, p.world_size)
     config = dataclasses.replace(config, parallel=dataclasses.replace(p, world_size=world.size))
     if command is None:  # from Python; a command line's flags have the file's settings already
         config = with_deepspeed(config, tells=world.rank == 0)
@@ -152,7 +151,7 @@ def run_on_rank(
 
     console.speak("stdout" if team.leads else None)
     same_on_all(team, config)
-    layout = connect(layout_of(config, team.rank))
+    layout = connect(layout_of(config, team.rank), start.timeout())
     c = config.checkpoint
     where = c.run_dir or c.save
     folder = Path(where) if where else None

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch.distributed import ProcessGroup
 
 DIMENSIONS = ("pp", "replicas", "shard", "cp", "tp")  # slowest first
@@ -82,22 +84,21 @@ class Layout:
         return self.groups.get(name)
 
 
-def connect(layout: Layout) -> Layout:
-    """The same layout with its groups; torch.distributed is initialised. Every rank must come here."""
+def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
+    """The same layout with its groups; torch.distributed is initialised. Every rank must come here. A new group has torch's
+    own time-out, not the first group's, unless it is given one."""
     if layout.world == 1:
         return layout
-    groups = {name: make(layout.members(*dims), layout.rank) for name, dims in GROUPS.items()}
+    groups = {name: make(layout.members(*dims), layout.rank, timeout) for name, dims in GROUPS.items()}
     pipelines = layout.members("pp")
-    groups["embedding"] = make([sorted({g[0], g[-1]}) for g in pipelines], layout.rank)
+    groups["embedding"] = make([sorted({g[0], g[-1]}) for g in pipelines], layout.rank, timeout)
     for lane in LANES:  # one direction each, so that no message waits behind one that waits for it
-        groups[lane] = make(pipelines, layout.rank)
+        groups[lane] = make(pipelines, layout.rank, timeout)
     return replace(layout, groups={name: g for name, g in groups.items() if g is not None})
 
 
-def make(members: Sequence[Sequence[int]], rank: int) -> ProcessGroup | None:
+def make(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None) -> ProcessGroup | None:
     import torch.distributed as dist
-
-    from meshwright.parallel.start import timeout
 
     # "cpu:gloo,cuda:nccl" serves both. What these groups send lies on the device: connections of gloo beside NCCL's would be
     # thousands of sockets in a large run.
@@ -106,7 +107,7 @@ def make(members: Sequence[Sequence[int]], rank: int) -> ProcessGroup | None:
     mine = None
     for ranks in members:
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timeout(), backend=backend)
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             if rank in ranks:
                 mine = group
     return mine

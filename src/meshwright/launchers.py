@@ -1,0 +1,198 @@
+"""This process's place among the others, by the variables of whichever launcher started it."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import UserError
+
+RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
+
+
+@dataclass(frozen=True)
+class World:
+    """What the launcher told this process. One process by itself is World()."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str | None = None  # where rank 0 listens
+    port: int | None = None
+    launcher: str = "none"
+
+
+def find(environ: Mapping[str, str], local_rank: int | None = None) -> World:
+    """This process's place by its environment; `local_rank` is the flag that some launchers pass, the environment wins.
+
+    torchrun's variables come first, for torchrun may itself be started by srun or mpirun; then MPI's, whose processes
+    can stand inside a SLURM step of other sizes; then srun's.
+    """
+    if "RANK" in environ:
+        return _by_torch(environ, local_rank)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _by_mpi(environ, "OpenMPI", "OMPI_COMM_WORLD_", "LOCAL_RANK", "LOCAL_SIZE")
+    pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
+    if pmi[0] is not None and pmi != (environ.get("SLURM_PROCID"), environ.get("SLURM_NTASKS")):
+        return _by_mpi(environ, "MPI", "PMI_", "LOCAL_RANK", "LOCAL_SIZE")
+    if _in_srun(environ):
+        return _by_slurm(environ)
+    if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") > 1:
+        raise UserError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set and RANK is not: set RANK for each process, as torchrun does, "
+            "or unset WORLD_SIZE"
+        )
+    return World(local_rank=local_rank or 0)
+
+
+def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
+    """torchrun, torch.distributed.launch, deepspeed, and ours."""
+    if "WORLD_SIZE" not in environ:
+        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not: set both, or neither for one process")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    address, port = _master(environ)
+    if size > 1:
+        missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None]
+        if missing:
+            raise UserError(f"WORLD_SIZE={size} is set, but {' and '.join(missing)} is not: where does rank 0 listen?")
+    one_node = address in ("localhost", "127.0.0.1", "::1")
+    name = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in environ), None)
+    local_size = _number(environ, name) if name else size if one_node else 1
+    if "LOCAL_RANK" in environ:
+        local_rank = _number(environ, "LOCAL_RANK")
+    else:  # a process alone on its node, unless all are on this one
+        local_rank = flag if flag is not None else rank if one_node else 0
+        local_size = max(local_size, local_rank + 1) if name is None else local_size
+    by = "deepspeed" if "CROSS_RANK" in environ else "RANK and WORLD_SIZE"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        by = "meshwright launch" if environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID) else "torchrun"
+    return _checked(World(rank, size, local_rank, local_size, address, port, by), "RANK", "WORLD_SIZE")
+
+
+def _by_mpi(environ: Mapping[str, str], by: str, prefix: str, local_rank: str, local_size: str) -> World:
+    if f"{prefix}SIZE" not in environ:
+        raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
+    rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
+    places = [prefix + local_rank, "MPI_LOCALRANKID"]  # the second is Hydra's: MPICH and Intel
+    counts = [prefix + local_size, "MPI_LOCALNRANKS"]
+    place = next((_number(environ, n) for n in places if n in environ), None)
+    count = next((_number(environ, n) for n in counts if n in environ), None)
+    address, port = _master(environ)
+    here = count is None or count == size  # told nothing else, all processes are on this node
+    if size > 1 and address is None:
+        if not here:
+            raise UserError(
+                f"{by} started {size} ranks, {count} of them on this node: set MASTER_ADDR to the address of rank 0's "
+                "node and pass it on (mpirun -x MASTER_ADDR, or -genv)"
+            )
+        address = "127.0.0.1"
+    if size > 1 and port is None:
+        job = next(
+            (environ[n] for n in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID") if n in environ), ""
+        )
+        if not (job or here):
+            raise UserError(
+                f"{by} started {size} ranks on several nodes: set MASTER_PORT to a free port of rank 0's node"
+            )
+        port = _port(job or str(os.getppid()))
+    found = World(rank, size, rank if place is None else place, size if count is None else count, address, port, by)
+    return _checked(found, f"{prefix}RANK", f"{prefix}SIZE")
+
+
+def _in_srun(environ: Mapping[str, str]) -> bool:
+    """A batch script itself has SLURM_PROCID=0 and the job's SLURM_NTASKS too, but is no step and one process."""
+    if "SLURM_PROCID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
+        return False
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    return step is not None or environ.get("ENVIRONMENT") != "BATCH"
+
+
+def _by_slurm(environ: Mapping[str, str]) -> World:
+    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
+    address, port = _master(environ)
+    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST")))
+    if address is None:
+        if not nodes:
+            raise UserError(
+                f"srun started {size} ranks, but SLURM_NODELIST is not set: set MASTER_ADDR to rank 0's node"
+            )
+        address = first_host(nodes)
+    if port is None:
+        job = [environ.get(n, "0") for n in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+        port = _port(".".join(job))  # steps of one job may run side by side
+    local_rank = _number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else 0
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
+    if per_node is not None:
+        node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
+        counts = tasks_per_node(per_node)
+        local_size = counts[min(node, len(counts) - 1)]
+    else:
+        local_size = _number(environ, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in environ else local_rank + 1
+    found = World(rank, size, local_rank, local_size, address, port, "srun")
+    return _checked(found, "SLURM_PROCID", "SLURM_NTASKS")
+
+
+def first_host(nodes: str) -> str:
+    """node01 of SLURM's node[01-03,07],gpu5."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes.strip())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """[2, 2, 2, 1] of SLURM's 2(x3),1."""
+    out: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not found:
+            raise UserError(f"SLURM_TASKS_PER_NODE={text} is not of the form 2(x3),1")
+        out += [int(found[1])] * int(found[2] or 1)
+    return out
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not re.fullmatch(r"\d{1,9}", text.strip()):
+        raise UserError(f"{name}={text!r} in the environment is not a number from 0")
+    return int(text)
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    if port is not None and not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} is no port: 1 to 65535")
+    return environ.get("MASTER_ADDR") or None, port
+
+
+def _port(job: str) -> int:
+    """The same port in every process of a job, another for another job, below those that systems hand out."""
+    return 20000 + zlib.crc32(job.encode()) % 10000
+
+
+def _checked(world: World, rank: str, size: str) -> World:
+    if world.size < 1:
+        raise UserError(f"{size}={world.size}: at least 1 process runs")
+    if world.rank >= world.size:
+        raise UserError(f"{rank}={world.rank} does not fit {size}={world.size}: ranks count from 0 to {world.size - 1}")
+    if world.local_size > world.size:
+        raise UserError(
+            f"{world.local_size} ranks on this node, but {size}={world.size} in all: the launcher's variables disagree"
+        )
+    if world.local_rank >= world.local_size:
+        raise UserError(
+            f"local rank {world.local_rank} does not fit {world.local_size} ranks on this node: they count from 0"
+        )
+    return world
+
+
+def check_size(world: World, wanted: int | None) -> None:
+    """What a flag says of the number of processes must be what the launcher started."""
+    if wanted is not None and wanted != world.size:
+        by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
+        raise UserError(
+            f"--world-size {wanted}, but started as {by}: start {wanted}, for example with meshwright launch "
+            f"--nproc-per-node {wanted}, or change --world-size to {world.size}"
+        )
