@@ -313,7 +313,7 @@ def test_not_yet_is_refused_by_name(cls):
                 argv += [flag, "7"]
     with pytest.raises(UserError) as caught:
         flags.parse(cls, argv, "meshwright test")
-    told = [line.split()[0] for line in str(caught.value).splitlines() if ": not yet in" in line]
+    told = [line.split()[0] for line in str(caught.value).splitlines() if " is not yet in" in line]
     assert sorted(told) == sorted(wanted)
 
 

@@ -249,7 +249,7 @@ def test_words(argv, words):
         (["--wandb-exp-name", "x"], "need --wandb-project"),
         (["--cpu-optimizer", "--optimizer", "muon"], "its matrix products belong on the device"),
         (["--skip-train", "--eval-iters", "0"], "nothing would be done"),
-        (["--num-experts", "8"], "--num-experts 8: not yet in this version; leave it out"),
+        (["--num-experts", "8"], "--num-experts 8 is not yet in this version; leave it out"),
         (["--cp-comm-type", "p2p"], "not yet in this version; give a2a"),
     ],
 )
@@ -278,7 +278,7 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
         "--batch-size is no longer valid",
         "for BERT",
         "--hidden-size 30 is not a multiple",
-        "--async-save: not yet",
+        "--async-save is not yet",
         "--seq-length is needed",
     ):
         assert err.count(words) == 1, words

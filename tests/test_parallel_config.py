@@ -169,7 +169,7 @@ def test_wrong_layouts(layout, words):
     ("line", "words"),
     [
         ("--tensor-model-parallel-size 2",
-         "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2, or change a size"),
+         "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2 (meshwright launch --nproc-per-node 2 on one machine), or change a size"),
         ("--world-size 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
          "6 ranks are not a multiple of --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4: start 8"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be above 0"),
@@ -210,7 +210,7 @@ def test_wrong_layouts(layout, words):
          "--num-distributed-optimizer-instances 3 does not divide the 4 data-parallel ranks"),
         ("--world-size 4 --num-distributed-optimizer-instances 2", "2 needs --zero-stage 1, 2 or 3"),
         ("--zero-stage 4", "--zero-stage 4 is none of 0, 1, 2, 3"),
-        ("--zero-stage 1.5", "--zero-stage 1.5 is none of 0, 1, 2, 3"),
+        ("--zero-stage 1.5", "--zero-stage: '1.5' is not a whole number"),
         ("--zero-stage -1", "--zero-stage -1 is none of 0, 1, 2, 3"),
         ("--world-size 2 --tensor-model-parallel-size 2 --optimizer muon",
          "--optimizer muon with --tensor-model-parallel-size 2: it needs whole matrices"),
@@ -233,7 +233,7 @@ def test_wrong_layouts(layout, words):
         ("--device GPU!", "--device 'GPU!' is not auto, cpu, cuda"),
         ("--device auto:1", "--device 'auto:1' is not"),
         ("--distributed-backend n/ccl", "--distributed-backend 'n/ccl' is no name such as nccl"),
-        ("--cp-comm-type p2p", "--cp-comm-type p2p: not yet"),
+        ("--cp-comm-type p2p", "--cp-comm-type p2p is not yet"),
     ],
 )  # fmt: skip
 def test_refusals(line, words):

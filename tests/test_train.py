@@ -522,3 +522,52 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
     assert main(["train", *bare, "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "(vocabulary 262 padded" in out and "--vocab-file and --merge-file are needed" not in out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]])
+def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
+    """The ends of the model have more than the average; tensor ranks share what the table cuts."""
+    from meshwright import flags
+    from meshwright.config import TrainConfig
+    from meshwright.model.gpt import GPT, Options
+    from meshwright.parallel.layout import Layout
+    from meshwright.parallel.pipeline import stages
+    from meshwright.parallel.shard import rule
+    from meshwright.preflight import of_ranks
+
+    argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
+    argv += ["--pipeline-schedule", schedule, "--num-query-groups=2", "--group-query-attention", "--qk-layernorm", *more]
+    c = flags.parse(TrainConfig, [*TINY_FLAGS, *argv], "train", check=False).config
+    counted = []
+    for rank in range(2):
+        layout = Layout(2, 1, 1, 1, 1, rank)
+        with torch.device("meta"):
+            parts = stages(lambda: GPT(c.model, 64, 128, 16, options=Options()), c.stages, layout, schedule)
+        own = {n: p.numel() // (2 if rule(n).cut is not None else 1) for part in parts for n, p in part.named_parameters()}
+        counted.append(sum(own.values()))
+    assert of_ranks(c, 128, 16) == counted and counted[0] != counted[1]
+
+
+def test_dry_run_in_words(tmp_path, capsys):
+    assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "2 micro-batches\n" in out and "optimizer: 0.5 MiB, activations" in out and "data: random ids" in out
+    more = ["--world-size=8", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
+    assert main(["train", *TINY_FLAGS, *more, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "1 micro-batch\n" in out and "8 ranks = 2 data x 2 tensor x 2 pipeline; layers of each stage: 1 1" in out
+    assert "parameters on pipeline rank 0, the largest" in out and "MiB on pipeline rank 0, activations apart" in out
+
+
+def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
+    from meshwright.data.indexed import Writer
+
+    with Writer(tmp_path / "x", "uint16") as writer:
+        writer.add(list(range(200)))
+        writer.end_document()
+    flags = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
+    flags += ["--data-path", str(tmp_path / "x"), "--tokenizer-type=NullTokenizer", "--vocab-size=63"]
+    for more in (["--dry-run"], []):
+        assert main(["train", *flags, *more]) == 65
+        assert "x.bin has id 64 in document 0, but the tokenizer's ids are 0 ... 63" in capsys.readouterr().err

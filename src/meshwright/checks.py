@@ -179,7 +179,7 @@ def not_yet(config: Any) -> list[str]:
             if only is not None and value not in only:
                 said = spelling(f.name) if value is True else f"{spelling(f.name)} {value}"
                 works = ", or ".join(f"give {v}" for v in only if v not in (None, False)) or "leave it out"
-                out.append(f"{said}: not yet in this version; {works}")
+                out.append(f"{said} is not yet in this version; {works}")
     return out
 
 

@@ -16,10 +16,11 @@ from meshwright import checks, console, flags, start, tokenizers
 from meshwright.checkpoint import store
 from meshwright.config import TrainConfig
 from meshwright.console import say
-from meshwright.data.indexed import Indexed
+from meshwright.data.indexed import Indexed, check_vocabulary
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.model import counts
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.parallel.team import Team
 from meshwright.resume import check_loading, guard_existing, prefixes, saved_settings
 from meshwright.tokenizers import Tokenizer
@@ -130,6 +131,27 @@ def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
     return weight + gradient + share + kept, 0
 
 
+def of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:
+    """Parameters of each pipeline rank: its layers, and where it has an end of the model, what lies there."""
+    m, p = config.model, config.parallel
+    assert m.num_layers and m.hidden_size
+    norm = m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
+    layer = (counts.parameters(m, 0, 0) - norm * (1 + m.embed_layernorm)) // m.num_layers
+    biased = {"attn.qkv": m.qkv_bias, "mlp.fc": m.add_bias_linear}  # the other biases are whole on each tensor rank
+    cut = sum(outputs * (inputs + biased.get(n, False)) for n, (outputs, inputs) in counts.layer_matrices(m).items())
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    layer -= cut - cut // tp
+    table = padded // tp * m.hidden_size
+    before = norm * m.embed_layernorm + (positions * m.hidden_size if m.position == "learned" else 0)
+    out = []
+    for rank in range(pp):
+        mine = stages_of(p.pipeline_schedule, rank, pp, config.chunks)
+        first, last = 0 in mine, len(config.stages) - 1 in mine
+        tables = first + (last and (m.untie_embeddings_and_output_weights or not first))
+        out.append(sum(config.stages[s] for s in mine) * layer + tables * table + first * before + last * norm)
+    return out
+
+
 def dry_run(config: TrainConfig) -> int:
     """Check everything without torch and without writing: settings, files, sizes."""
     problems = checks.problems(config, data=False)
@@ -141,8 +163,11 @@ def dry_run(config: TrainConfig) -> int:
     m, d = config.model, config.data
     assert d.seq_length
     require_files(config)
-    for prefix in prefixes(d):
-        print(f"data {prefix}: {len(Indexed(prefix)):,} documents")
+    files = [Indexed(prefix) for prefix in prefixes(d)]
+    for indexed in files:
+        print(f"data {indexed.prefix}: {len(indexed):,} documents")
+    if d.mock_data:
+        print("data: random ids (--mock-data)")
     v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(where) if where else None
     kept = folder is not None and (folder / "tokenizer").is_dir()
@@ -152,6 +177,8 @@ def dry_run(config: TrainConfig) -> int:
     else:
         console.speak(None)
         _, vocab, _ = vocabulary(config, folder)
+        for indexed in files:
+            check_vocabulary(indexed, vocab)
     tp = config.parallel.tensor_model_parallel_size
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     positions = m.max_position_embeddings or d.seq_length
@@ -160,29 +187,36 @@ def dry_run(config: TrainConfig) -> int:
     flops = counts.flops_per_token(m, padded, d.seq_length, config.training.recompute) * tokens
     here, host = bytes_per_parameter(config)
     print(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
-    auto = config.training.micro_batch_size == "auto"
-    micro = (
-        "the micro-batch is found at the start"
-        if auto
-        else f"{config.micro_batches(config.global_batch)} micro-batch(es)"
-    )
+    number = config.micro_batches(config.global_batch)
+    micro = f"{number} micro-batch{'es' * (number != 1)}"
+    if config.training.micro_batch_size == "auto":
+        micro = "the micro-batch is found at the start"
     print(f"one step: {tokens:,} tokens, {_large(flops, 'FLOP')}, {micro}")
     in_all = (config.samples or config.steps * config.global_batch) * d.seq_length
     print(f"the run: {config.steps:,} steps, {in_all:,} tokens")
-    beside = f" and {n * host / 2**30:,.1f} in host memory" if host else ""
+    whose = ""
     if config.world > 1:
-        share = f"{config.dp} data-parallel ranks of {config.parallel.model_ranks}"
-        n = n // (tp * config.parallel.pipeline_model_parallel_size)
+        p = config.parallel
+        each = of_ranks(config, padded, positions)
+        n = max(each)
+        whose = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
+        sizes = {"context": p.context_parallel_size, "tensor": tp, "pipeline": p.pipeline_model_parallel_size}
         print(
-            f"ranks: {config.world}, {share}; layers of each stage: {' '.join(map(str, config.stages))}; about {n:,} parameters"
+            f"{config.world} ranks = {config.dp} data{''.join(f' x {k} {name}' for name, k in sizes.items() if k > 1)}"
+            f"; layers of each stage: {' '.join(map(str, config.stages))}; {n:,} parameters{whose}{', the largest' * (len(each) > 1)}"
         )
-    print(f"memory of weights, gradients and optimizer: {n * here / 2**30:,.2f} GiB{beside}, activations apart")
+    beside = f" and {_bytes(n * host)} in host memory" if host else ""
+    print(f"memory of weights, gradients and optimizer: {_bytes(n * here)}{whose}{beside}, activations apart")
     if config.checkpoint.load:
         print("\n".join(check_loading(config)))
     for p in later:
         print(f"before it can start: {p}")
     print("nothing was built and nothing written")
     return DONE
+
+
+def _bytes(x: float) -> str:
+    return f"{x / 2**30:,.2f} GiB" if x >= 2**30 else f"{x / 2**20:,.1f} MiB"
 
 
 def _large(x: float, unit: str) -> str:

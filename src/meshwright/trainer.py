@@ -31,7 +31,7 @@ from meshwright.model.gpt import initialise
 from meshwright.network import Loss, Model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.team import Team
-from meshwright.preflight import our_version
+from meshwright.preflight import of_ranks, our_version
 from meshwright.resume import Progress, State
 from meshwright.tokenizers import Tokenizer
 from meshwright.values import allowed_in_a_row, skipped
@@ -52,7 +52,7 @@ class Trainer:
         positions = config.model.max_position_embeddings or config.data.seq_length
         say("building GPT model ...")
         if model is None:
-            share = counts.parameters(config.model, padded, positions) // (layout.tp * layout.pp)
+            share = of_ranks(config, padded, positions)[layout.at("pp")]
             fit.require_memory(config, share, padded // layout.tp, device)
 
         def tell_size(parameters: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.config import Data, TrainConfig
 from meshwright.console import notice, say
 from meshwright.data.blend import Blend, normalised, samples_needed
-from meshwright.data.indexed import Indexed
+from meshwright.data.indexed import Indexed, check_vocabulary
 from meshwright.data.loader import Cyclic, Dataset, Marks, Mock, Samples
 from meshwright.data.samples import split_bounds
 from meshwright.errors import BAD_DATA, UserError
@@ -203,21 +203,6 @@ def open_indexed(prefix: str, warmup: bool, vocab_size: int) -> Indexed:
     say(f" > finished creating indexed dataset in {time.perf_counter() - start:4f} seconds")
     say(f"    number of documents: {len(indexed)}")
     return indexed
-
-
-def check_vocabulary(indexed: Indexed, vocab_size: int, blocks: int = 64, block: int = 4096) -> None:
-    """Refuse data of another vocabulary before the first step by looking at samples; the loader looks at all."""
-    last = max(len(indexed.tokens) - block, 0)
-    for start in sorted({last * n // (blocks - 1) for n in range(blocks)}):
-        tokens = indexed.tokens[start : start + block]
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-        if len(wrong):
-            at = start + int(wrong[0])
-            raise UserError(
-                f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
-                f"tokenizer's ids are 0 ... {vocab_size - 1}: the data was made with another tokenizer",
-                BAD_DATA,
-            )
 
 
 def read_through(path: str) -> None:

@@ -217,6 +217,21 @@ def fingerprint(prefix: str | Path) -> str:
     return digest.hexdigest()
 
 
+def check_vocabulary(indexed: Indexed, vocab_size: int, blocks: int = 64, block: int = 4096) -> None:
+    """Refuse data of another vocabulary before the first step by looking at samples; the loader looks at all."""
+    last = max(len(indexed.tokens) - block, 0)
+    for start in sorted({last * n // (blocks - 1) for n in range(blocks)}):
+        tokens = indexed.tokens[start : start + block]
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+        if len(wrong):
+            at = start + int(wrong[0])
+            raise UserError(
+                f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
+                f"tokenizer's ids are 0 ... {vocab_size - 1}: the data was made with another tokenizer",
+                BAD_DATA,
+            )
+
+
 def _map(path: str) -> bytes | mmap.mmap:
     try:
         with open(path, "rb") as file:
