@@ -73,15 +73,19 @@ def test_only_its_own_folder(tmp_path, capsys, monkeypatch):
         demo.run(tmp_path, SMALL)
     assert caught.value.status == LOCKED and [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
-    # A demo's folder is started anew; what the user put there stays.
+    # A demo's folder is started anew; what the user put there stays, and so does the model.
     monkeypatch.setattr(demo, "tour", lambda folder, scale: print("tour"))
     assert demo.run(tmp_path / "demo", SMALL) == 0
     (tmp_path / "demo/run/iter_0000001").mkdir(parents=True)
     (tmp_path / "demo/train.jsonl").write_text("old")
     (tmp_path / "demo/notes.txt").write_text("mine")
     assert demo.run(tmp_path / "demo", SMALL) == 0
-    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [".lock", demo.MARK, "notes.txt"]
-    assert "starting anew" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [".lock", demo.MARK, "notes.txt", "run-1"]
+    out = capsys.readouterr().out
+    assert "starting anew" in out and f"its model is kept in {tmp_path}/demo/run-1" in out
+    (tmp_path / "demo/run").mkdir()
+    assert demo.run(tmp_path / "demo", SMALL) == 0
+    assert (tmp_path / "demo/run-1/iter_0000001").is_dir() and (tmp_path / "demo/run-2").is_dir()
 
 
 def test_collect_is_the_same_each_time_and_leaves_out_what_is_no_text(tmp_path):

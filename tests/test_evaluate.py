@@ -309,3 +309,10 @@ def test_flags_without_effect_are_told(score, tmp_path):
     assert status == 0 and "note: --train-iters has no effect on this command" in err
     status, _, err = score("--input", tmp_path / "a.txt", "--micro-batch-size", 2)
     assert status == 0 and "has no effect" not in err
+
+
+def test_rank_0_alone_evaluates(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["evaluate", "none", "--input", "none"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "" and "rank 0; this rank has nothing to do" in shown.err

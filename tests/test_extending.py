@@ -165,6 +165,17 @@ def test_no_training_data(example):
         train.run(example.settings(None, 2), datasets={})
 
 
+def test_data_without_the_three_methods_are_refused_by_name(example):
+    given = parts(example)[2] | {"valid": [np.arange(49)]}
+    with pytest.raises(UserError, match=r'datasets\["valid"\], a list, has no locate'):
+        train.run(example.settings(None, 2), datasets=given)
+
+
+def test_samples_of_another_length_are_refused(example):
+    with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\): give 49 int64"):
+        train.run(example.settings(None, 2), datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)})
+
+
 def test_a_network_without_h_is_compiled_whole(example, monkeypatch):
     made = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(type(f.__self__).__name__) or f)

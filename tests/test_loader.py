@@ -199,6 +199,29 @@ def test_an_id_outside_the_vocabulary_names_sample_and_place(workers):
     assert not [t for t in threading.enumerate() if t.name.startswith("read-ahead")]
 
 
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        (np.arange(4), r"sample 1 .* int64 of shape \(4,\): give 5 int64, --seq-length \+ 1"),
+        (np.arange(10).reshape(2, 5), r"sample 1 .* int64 of shape \(2, 5\)"),
+        (np.arange(5.0), r"sample 1 .* float64 of shape \(5,\)"),
+        (["a"] * 5, r"sample 1 .* <U1 of shape \(5,\)"),
+    ],
+)
+def test_a_sample_that_is_not_s_plus_1_ids_is_named(ids, told):
+    data = type("Own", (Counting,), {"__getitem__": lambda self, k: np.arange(5) if k != 1 else ids})()
+    with pytest.raises(UserError, match=told) as caught:
+        next(iter(Loader(data, 2, lambda _: 2, 0, 0, 1000, length=5)))
+    assert caught.value.status == BAD_DATA
+
+
+@pytest.mark.parametrize("ids", [torch.arange(5), np.arange(5, dtype=np.uint16), list(range(5))])
+def test_ids_of_any_integer_kind_are_read(ids):
+    data = type("Own", (Counting,), {"__getitem__": lambda self, k: ids})()
+    [batch] = next(iter(Loader(data, 2, lambda _: 2, 0, 0, 1000, length=5)))
+    assert batch.labels.dtype == torch.int64 and batch.labels.tolist() == [[1, 2, 3, 4]] * 2
+
+
 def test_to_moves_what_is_there():
     [batch] = next(iter(Loader(Counting(), 2, lambda _: 2, 0, 0, 1000)))
     moved = Batch(batch.tokens, batch.labels, batch.sample_ids, doc_ids=batch.tokens).to("meta")

@@ -323,7 +323,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))  # one damaged step is told, and by the status too
     shown = capsys.readouterr().out
     for part in (
-        "iter_0000002  verified: yes", "iter_0000001  verified: NO", "iteration 2 | consumed samples 16",
+        "iter_0000002  sizes: ok, contents not checked (--full does)", "iter_0000001  verified: NO", "iteration 2 | consumed samples 16",
         "parameters 600 |", "num_layers 1", "wte.weight/exp_avg", "50x8  F32", "1,600 bytes",
     ):  # fmt: skip
         assert part in shown, part
@@ -331,8 +331,10 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "every byte" in capsys.readouterr().out
     error_of(lambda: inspect.main([str(tmp_path), "--step", "1"]))
     assert "iter_0000001" in capsys.readouterr().out
-    error_of(lambda: inspect.main([str(tmp_path), "--step", "7"]))
-    error_of(lambda: inspect.main([str(tmp_path / "none")]))
+    assert f"no step 7 in {tmp_path}; there are 1, 2" in error_of(lambda: inspect.main([str(tmp_path), "--step", "7"]))
+    assert f"there is no folder {tmp_path}/none" in error_of(lambda: inspect.main([str(tmp_path / "none")]))
+    (tmp_path / "tok").mkdir()
+    assert f"{tmp_path}/tok holds no checkpoints" in error_of(lambda: inspect.main([str(tmp_path / "tok")]))
     assert native.read_state(tmp_path, 2) == state(2)
     assert native.read_config(tmp_path, 2) == {"num_layers": 1}
 

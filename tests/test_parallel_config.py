@@ -169,7 +169,8 @@ def test_wrong_layouts(layout, words):
     ("line", "words"),
     [
         ("--tensor-model-parallel-size 2",
-         "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2 (meshwright launch --nproc-per-node 2 on one machine), or change a size"),
+         "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2 (meshwright launch --nproc-per-node 2 on "
+         "one machine), or change a size"),
         ("--world-size 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
          "6 ranks are not a multiple of --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4: start 8"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be above 0"),
@@ -183,15 +184,15 @@ def test_wrong_layouts(layout, words):
          "--ffn-hidden-size 42 is not a multiple of --tensor-model-parallel-size 4"),
         ("--world-size 4 --tensor-model-parallel-size 4 --pad-vocab-size-to 66", "--pad-vocab-size-to 66 is not"),
         ("--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 4 --attention-dropout 0",
-         "--num-attention-heads 4 / --tensor-model-parallel-size 2 is 2, not a multiple of --context-parallel-size 4"),
+         "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 2 x --context-parallel-size 4"),
         ("--world-size 4 --context-parallel-size 4 --num-query-groups 2 --attention-dropout 0",
-         "--num-query-groups 2 / --tensor-model-parallel-size 1 is 2, not a multiple of --context-parallel-size 4"),
+         "--num-query-groups 2 is not a multiple of --context-parallel-size 4"),
         ("--world-size 4 --context-parallel-size 4 --seq-length 18 --attention-dropout 0",
          "--seq-length 18 is not a multiple of --context-parallel-size 4"),
         ("--world-size 4 --tensor-model-parallel-size 4 --seq-length 18 --sequence-parallel",
-         "--seq-length 18 is not a multiple of --tensor-model-parallel-size 4, as --sequence-parallel needs"),
+         "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-model-parallel-size 4"),
         ("--world-size 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --seq-length 18 --sequence-parallel "
-         "--attention-dropout 0", "--seq-length 18 / --context-parallel-size 2 is 9, not a multiple of --tensor-"),
+         "--attention-dropout 0", "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-"),
         ("--world-size 2 --context-parallel-size 2",
          "--context-parallel-size 2 with --attention-dropout 0.1: its mask would depend on the layout; give "
          "--attention-dropout 0"),

@@ -537,14 +537,23 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     from meshwright.preflight import of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
-    argv += ["--pipeline-schedule", schedule, "--num-query-groups=2", "--group-query-attention", "--qk-layernorm", *more]
+    argv += [
+        "--pipeline-schedule",
+        schedule,
+        "--num-query-groups=2",
+        "--group-query-attention",
+        "--qk-layernorm",
+        *more,
+    ]
     c = flags.parse(TrainConfig, [*TINY_FLAGS, *argv], "train", check=False).config
     counted = []
     for rank in range(2):
         layout = Layout(2, 1, 1, 1, 1, rank)
         with torch.device("meta"):
             parts = stages(lambda: GPT(c.model, 64, 128, 16, options=Options()), c.stages, layout, schedule)
-        own = {n: p.numel() // (2 if rule(n).cut is not None else 1) for part in parts for n, p in part.named_parameters()}
+        own = {
+            n: p.numel() // (2 if rule(n).cut is not None else 1) for part in parts for n, p in part.named_parameters()
+        }
         counted.append(sum(own.values()))
     assert of_ranks(c, 128, 16) == counted and counted[0] != counted[1]
 
@@ -571,3 +580,22 @@ def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
     for more in (["--dry-run"], []):
         assert main(["train", *flags, *more]) == 65
         assert "x.bin has id 64 in document 0, but the tokenizer's ids are 0 ... 63" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["--dry-run", "--print-config"])
+def test_rank_0_alone_prints(monkeypatch, capsys, what):
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29999")):
+        monkeypatch.setenv(name, value)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", *TINY_FLAGS, what]) == 0
+        assert bool(capsys.readouterr().out) == (rank == "0")
+
+
+def test_incomplete_settings_are_printed_and_then_refused(capsys):
+    assert main(["train", "--preset", "gpt2-345m", "--print-config"]) == 2
+    shown = capsys.readouterr()
+    assert "num_layers = 24  # preset gpt2-345m" in shown.out and "--data-path is needed" in shown.err
+    assert main(["train", "--preset", "gpt2-345m", "--print-config", "--nonsense"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "--nonsense" in shown.err and "--data-path is needed" in shown.err

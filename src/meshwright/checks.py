@@ -325,26 +325,16 @@ def parallel_problems(c: TrainConfig) -> list[str]:
             f"start {least} (meshwright launch --nproc-per-node {least} on one machine), or change a size"
         )
     heads, groups, seq = m.num_attention_heads or 0, m.groups, c.data.seq_length or 0
-    if heads % tp:
-        out.append(f"--num-attention-heads {heads} is not a multiple of {by_tp}")
-    elif groups % tp:
-        out.append(f"--num-query-groups {groups} is not a multiple of {by_tp}")
-    elif heads // tp % cp:
-        out.append(
-            f"--num-attention-heads {heads} / {by_tp} is {heads // tp}, not a multiple of {by_cp}: each rank computes "
-            "some heads of the whole sequence"
-        )
-    elif groups // tp % cp:
-        out.append(f"--num-query-groups {groups} / {by_tp} is {groups // tp}, not a multiple of {by_cp}")
-    if m.ffn % tp:
-        out.append(f"--ffn-hidden-size {m.ffn} is not a multiple of {by_tp}")
-    if m.pad_vocab_size_to and m.pad_vocab_size_to % tp:
-        out.append(f"--pad-vocab-size-to {m.pad_vocab_size_to} is not a multiple of {by_tp}")
-    if seq % cp:
-        out.append(f"--seq-length {seq} is not a multiple of {by_cp}")
-    elif p.sequence_parallel and seq // cp % tp:
-        said = f"--seq-length {seq}" + (f" / {by_cp} is {seq // cp}," if cp > 1 else " is")
-        out.append(f"{said} not a multiple of {by_tp}, as --sequence-parallel needs")
+    by_both = f"{by_tp} x {by_cp}" if tp > 1 and cp > 1 else by_cp if cp > 1 else by_tp
+    divided = [
+        ("--num-attention-heads", heads, tp * cp, by_both),
+        ("--num-query-groups", 0 if heads % (tp * cp) else groups, tp * cp, by_both),
+        ("--ffn-hidden-size", m.ffn, tp, by_tp),
+        ("--pad-vocab-size-to", m.pad_vocab_size_to or 0, tp, by_tp),
+        ("--seq-length", seq, cp, by_cp),
+        ("--sequence-parallel: --seq-length", 0 if seq % cp or not p.sequence_parallel else seq, tp * cp, by_both),
+    ]
+    out += [f"{what} {n} is not a multiple of {by}" for what, n, size, by in divided if n % size]
     if cp > 1 and m.attention_dropout > 0:
         out.append(
             f"{by_cp} with --attention-dropout {m.attention_dropout}: its mask would depend on the layout; "

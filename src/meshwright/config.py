@@ -590,15 +590,13 @@ class TrainConfig:
         return self.in_samples(self.optimizer.lr_wsd_decay_iters, self.optimizer.lr_wsd_decay_samples)
 
 
-# Settings that the weights were trained with, so that no later run may change them.
-ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
-                "max_position_embeddings", "layernorm_epsilon", "untie_embeddings_and_output_weights",
-                "bias_gelu_fusion", "openai_gelu", "squared_relu", "swiglu", "glu_activation", "num_query_groups",
-                "group_query_attention", "position_embedding_type", "use_rotary_position_embeddings", "rotary_percent",
-                "rotary_base", "normalization", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear", "add_qkv_bias",
-                "embed_layernorm", "apply_residual_connection_post_layernorm")  # fmt: skip
-
-
+# Settings that the weights were trained with, so that no later run may change them: all of the network's but these.
+ARCHITECTURE = tuple(
+    f.name
+    for f in dataclasses.fields(Model)
+    if f.name not in ("make_vocab_size_divisible_by", "pad_vocab_size_to", "init_method_std", "init_method_xavier_uniform",
+                      "hidden_dropout", "attention_dropout", "attention_impl", "num_experts")
+)  # fmt: skip
 # Where a default or another flag decides, what is compared is the outcome.
 OUTCOME = {"ffn_hidden_size": "ffn", "kv_channels": "head_dim", "bias_gelu_fusion": "activation",
            "openai_gelu": "activation", "squared_relu": "activation", "swiglu": "activation",

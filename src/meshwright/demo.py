@@ -132,14 +132,21 @@ def take(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier demo left, and nothing else."""
+    """Remove what an earlier demo left, and nothing else; its model, which may have been trained further, is kept."""
     from meshwright.checkpoint import store
 
     left = [folder / name for name in OURS if (folder / name).exists()]
     if left:
         print(f"{folder} holds an earlier demo: starting anew")
     for path in left:
-        with store.lock(path) if path.name == "run" else contextlib.nullcontext():  # someone may be training there
+        if path.name == "run":
+            number = 1
+            while (aside := folder / f"run-{number}").exists():
+                number += 1
+            with store.lock(path):  # someone may be training there
+                path.rename(aside)
+            print(f"its model is kept in {aside}")
+        else:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class Score:
 
 
 def main(argv: list[str]) -> int:
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
+        print("evaluation runs on rank 0; this rank has nothing to do", file=sys.stderr)
+        return DONE
     parsed = command.settings(EvaluateConfig, argv, "evaluate", "Score text with a model.", "load")
     if parsed is None:
         return DONE

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 
+def _megatron(layers: int, hidden: int, heads: int, seq: int, micro: int, batch: int, **more: Any) -> dict[str, Any]:
+    """With the recipe of Megatron-LM's examples/pretrain_gpt.sh, which the other systems' scripts share."""
+    return {
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq,
+        "max_position_embeddings": seq, "micro_batch_size": micro, "global_batch_size": batch, "train_iters": 500_000,
+        "lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "lr_decay_iters": 320_000, "lr_warmup_fraction": 0.01,
+        "weight_decay": 0.01, "clip_grad": 1.0,
+    } | more  # fmt: skip
+
+
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     """Radford et al. 2019, table 2: four sizes of 12 to 48 layers, 1024 positions; dropout 0.1, batch 512."""
-    return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": 1024,
-        "max_position_embeddings": 1024, "lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": "cosine",
-        "lr_warmup_fraction": 0.01, "weight_decay": 0.01, "clip_grad": 1.0, "train_iters": 500_000,
-        "lr_decay_iters": 320_000, "micro_batch_size": 4, "global_batch_size": 512,
-    }  # fmt: skip
+    return _megatron(layers, hidden, heads, 1024, 4, 512)
 
 
 def _gpt3(layers: int, hidden: int, heads: int, batch: int, lr: float) -> dict[str, Any]:
@@ -36,27 +41,20 @@ def _ascend(layers: int, hidden: int, heads: int, seq: int, batch: int, micro: i
 
     Its global batch is spread over 8 devices; here as everywhere micro-batches make it up.
     """
-    return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq,
-        "max_position_embeddings": seq, "global_batch_size": batch, "micro_batch_size": micro, "lr": lr, "min_lr": least,
-        "lr_decay_style": "cosine", "lr_decay_iters": 320_000, "lr_warmup_fraction": 0.01, "weight_decay": 0.01,
-        "clip_grad": 1.0, "train_iters": 500_000, "hidden_dropout": 0.0, "attention_dropout": 0.0, "fp16": True,
-        "initial_loss_scale": 2.0**12, "loss_scale_window": 500.0, "loss_scale": scale, "split": "949,50,1",
-        "checkpoint_activations": recompute, "log_interval": 100, "eval_interval": 1000, "eval_iters": 10,
-        "num_workers": 16,
-    }  # fmt: skip
+    return _megatron(
+        layers, hidden, heads, seq, micro, batch, lr=lr, min_lr=least, hidden_dropout=0.0, attention_dropout=0.0, fp16=True,
+        initial_loss_scale=2.0**12, loss_scale_window=500.0, loss_scale=scale, split="949,50,1",
+        checkpoint_activations=recompute, log_interval=100, eval_interval=1000, eval_iters=10, num_workers=16,
+    )  # fmt: skip
 
 
 def _oneflow(layers: int, hidden: int, heads: int, seq: int, micro: int, batch: int) -> dict[str, Any]:
     """OneFlow-Benchmark's LanguageModeling/GPT, examples/: the sizes of the scripts named beside them, with the recipe of
     examples/pretrain.sh, which they share."""
-    return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq,
-        "max_position_embeddings": seq, "micro_batch_size": micro, "global_batch_size": batch, "train_iters": 500_000,
-        "lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "lr_decay_iters": 320_000, "lr_warmup_fraction": 0.01,
-        "weight_decay": 0.01, "clip_grad": 1.0, "fp16": True, "checkpoint_activations": True, "split": "949,50,1",
-        "seed": 12345, "log_interval": 100,
-    }  # fmt: skip
+    return _megatron(
+        layers, hidden, heads, seq, micro, batch, fp16=True, checkpoint_activations=True, split="949,50,1", seed=12345,
+        log_interval=100,
+    )  # fmt: skip
 
 
 # Architecture and recipe, never parallel sizes. The GPT-2 recipe is Megatron-LM's examples/pretrain_gpt.sh.

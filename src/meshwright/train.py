@@ -56,14 +56,22 @@ WORD = 3.0  # seconds that the rank that tells has for it: a launcher stops all 
 
 
 def command_line(argv: list[str], world: launchers.World) -> int:
-    dry = "--dry-run" in argv
-    parsed = flags.parse(
-        TrainConfig,
-        argv if world.size == 1 else [f"--world-size={world.size}", *argv],
-        "meshwright train",
-        check=not dry,
-        about="Pre-train a GPT. Without --save nothing is written.",
-    )
+    dry, prints = "--dry-run" in argv, "--print-config" in argv
+    if world.rank and (dry or prints):
+        return DONE
+    words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
+    try:
+        about = "Pre-train a GPT. Without --save nothing is written."
+        parsed = flags.parse(TrainConfig, words, "meshwright train", check=not dry, about=about)
+    except UserError as error:
+        if not prints:
+            raise
+        try:  # what there is, before what is wrong with it
+            parsed = flags.parse(TrainConfig, [*words, "--dry-run"], "meshwright train", check=False)
+        except UserError:
+            raise error from None
+        print(flags.to_toml(parsed.config, parsed.sources))
+        raise
     given = {name for name, source in parsed.sources.items() if source != "default"}
     config = checkpoint_architecture(parsed.config, given)
     before, now = flags.to_dict(parsed.config), flags.to_dict(config)

@@ -141,7 +141,7 @@ class Trainer:
         mine = None if self.layout.cp == 1 else slice(at("cp") * columns, (at("cp") + 1) * columns)
         return iter(Loader(
             dataset, micro, batch, consumed, self.config.data.num_workers, self.vocab, self.marks,
-            at("replicas", "shard"), self.layout.dp, wrap, self.device, mine,
+            at("replicas", "shard"), self.layout.dp, wrap, self.device, mine, length + 1,
         ))  # fmt: skip
 
     @property

@@ -26,11 +26,20 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     root, step = store.split_path(args.dir)
     step = step if args.step is None else args.step
+    there = store.steps(root)
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}", BAD_DATA)
+    if not there:
+        store.latest(root)  # says so if they are another program's
+        raise UserError(f"{root} holds no checkpoints", BAD_DATA)
+    if step is not None and step not in there:
+        few = ", ".join(map(str, there)) if len(there) < 10 else f"{len(there)}, from {there[0]} to {there[-1]}"
+        raise UserError(f"no step {step} in {root}; there {'is' if len(there) == 1 else 'are'} {few}", BAD_DATA)
     lines, whole = describe(root, step, args.tensors or args.boxes, args.full, args.boxes)
     print("\n".join(lines))
     if not whole:
-        store.latest(root)  # knows why there is none: all damaged, another program's, or nothing
-        raise UserError(f"a checkpoint in {root} is damaged or missing, see above", BAD_DATA)
+        store.latest(root)  # says so if all are damaged
+        raise UserError(f"a checkpoint in {root} is damaged, see above", BAD_DATA)
     return DONE
 
 
@@ -50,8 +59,8 @@ def describe(
             damaged = True
             continue
         parameters = sum(math.prod(t.shape) for name, t in index.items() if "/" not in name)
-        how = "every byte" if full else "manifest and sizes; --full checks every byte"
-        lines.append(f"  {folder.name}  verified: yes ({how})")
+        how = "verified: yes, every byte" if full else "sizes: ok, contents not checked (--full does)"
+        lines.append(f"  {folder.name}  {how}")
         ranks = sum(name.startswith("rank_") for name in manifest)
         lines.append(
             f"    iteration {state.get('iteration', number)} | "

@@ -45,6 +45,12 @@ def open_data(
     `at`: iterations and samples behind us, None if nothing will be trained. `first` lets rank 0 build the indices, which the
     others then find.
     """
+    for name, own in (given or {}).items():
+        parts = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
+        lacking = [told for told, method in parts.items() if own is not None and not hasattr(own, method)]
+        if lacking:
+            why = f"a {type(own).__name__}, has no {' and no '.join(lacking)}"
+            raise UserError(f'datasets["{name}"], {why}: docs/extending.md says what each does', BAD_DATA)
     data = given if given is not None else first(lambda: build_datasets(config, vocab))
     if at is None:
         return data

@@ -240,12 +240,14 @@ class Loader:
         wrap: bool = False,
         device: torch.device | None = None,
         columns: slice | None = None,
+        length: int | None = None,
     ) -> None:
-        """`rank` of `ranks` read each their own samples; `columns`: of each sample, where several ranks share it."""
+        """`rank` of `ranks` read each their own samples; `columns`: of each sample, where several ranks share it; `length`:
+        the tokens of a sample, the last label with them."""
         self.dataset, self.vocab_size, self.marks = dataset, vocab_size, marks
         self.micro_batch, self.batch, self.consumed = micro_batch, batch, consumed
         self.workers, self.rank, self.ranks = workers, rank, ranks
-        self.wrap, self.device, self.columns = wrap, device, columns
+        self.wrap, self.device, self.columns, self.length = wrap, device, columns, length
         if not len(dataset):
             raise UserError("the data set has no sample", BAD_DATA)
 
@@ -291,7 +293,14 @@ class Loader:
                 "for fewer steps",
                 BAD_DATA,
             )
-        text = np.stack([self.dataset[k % len(self.dataset)] for k in numbers])  # [B, S + 1]
+        samples = [np.asarray(self.dataset[k % len(self.dataset)]) for k in numbers]
+        for k, ids in zip(numbers, samples, strict=True):
+            if ids.dtype.kind not in "iu" or ids.shape != (self.length or samples[0].size,):
+                wanted = "one row of int64" if self.length is None else f"{self.length} int64, --seq-length + 1"
+                raise UserError(
+                    f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}: give {wanted}", BAD_DATA
+                )
+        text = np.stack(samples).astype(np.int64, copy=False)  # [B, S + 1]
         if text.min() < 0 or text.max() >= self.vocab_size:
             row, column = np.argwhere((text < 0) | (text >= self.vocab_size))[0].tolist()
             place = self.dataset.locate(numbers[row] % len(self.dataset), column)
