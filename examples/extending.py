@@ -2,9 +2,12 @@
 
     python examples/extending.py [FOLDER] [STEPS]
 
-It trains STEPS steps in two runs, the second continuing the first, and lets the network work out a few sums.
+It trains STEPS steps in two runs, the second continuing the first, and lets the network work out a few sums. On two ranks:
+
+    meshwright launch --nproc-per-node 2 examples/extending.py [FOLDER] [STEPS]
 """
 
+import os
 import sys
 
 import numpy as np
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright import config, train
+from meshwright.errors import UserError
 from meshwright.generate import engine
 from meshwright.model.attention import Attention
 from meshwright.model.gpt import GPT, join
@@ -102,9 +106,16 @@ def main(folder="sums", steps=600):
 
     datasets = {"train": Sums(10**9, seed=1), "valid": Sums(10**6, seed=2), "test": None}
     for exit_interval in (steps // 2, None):  # the first run stops halfway, the second one continues it
-        status = train.run(settings(folder, steps, exit_interval), model, z_loss, datasets)
+        try:
+            status = train.run(settings(folder, steps, exit_interval), model, z_loss, datasets)
+        except UserError as error:  # what its user can mend; without words, another rank tells it
+            if str(error):
+                print(f"extending: error: {error}", file=sys.stderr)
+            status = error.status
         if status:
             return status
+    if os.environ.get("RANK", "0") != "0":  # the weights are the same on every rank: one of them is enough to ask
+        return 0
     questions = [(7, 5), (12, 7), (3, 14), (19, 19), (0, 8)]
     answers = [answer(networks[-1], f"{a}+{b}=") for a, b in questions]
     for (a, b), c in zip(questions, answers, strict=True):

@@ -131,6 +131,15 @@ def test_what_is_told(run, capsys):
     assert "none: equal to the last bit" in out and "no setting differs" in out
 
 
+def test_rounding_is_no_difference(run, capsys):
+    a = run("a", [*A, check(10, 3.0)])
+    b = run("b", [{**r, "loss": r["loss"] * (1 - 1e-7)} for r in A] + [check(10, 3.0 - 3e-7)])
+    assert main(["report", a, b]) == 0
+    out = re.sub(" +", " ", capsys.readouterr().out)
+    assert "the first reaches its final validation loss 3.0000 after 640 tokens" in out
+    assert "largest relative difference 1e-7 at" in out
+
+
 def test_page(run, tmp_path, capsys):
     from test_report import Strict
 

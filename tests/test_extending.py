@@ -8,6 +8,7 @@ import json
 import math
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -86,6 +87,20 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
     assert printed[0] == printed[1] and printed[0].count("\n") == steps
     a, b = tensors(tmp_path / "sums", steps), tensors(tmp_path / "whole", steps)
     assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
+
+
+def test_the_example_tells_what_its_user_can_mend(example, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert example.main(str(tmp_path / "file"), 4) == 2
+    err = capsys.readouterr().err
+    assert "extending: error: " in err and "file is a file, not a folder" in err
+
+
+def test_the_example_runs_on_two_ranks(tmp_path):
+    argv = ["launch", "--nproc-per-node", "2", str(EXAMPLE), str(tmp_path / "sums"), "4"]
+    done = subprocess.run([sys.executable, "-m", "meshwright", *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" of 5 right") == 1 and len(losses(tmp_path / "sums")) == 4
 
 
 @pytest.fixture(scope="module")

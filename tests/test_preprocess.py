@@ -145,6 +145,23 @@ def test_a_bad_line_stops_by_default(tmp_path, bad):
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_plain_text_is_told_what_is_expected(tmp_path, monkeypatch, capsys):
+    """And the line of docs/data.md makes it of plain text."""
+    plain = "\nOnce upon a time\nthere was.\n\nThe end.\n"
+    (tmp_path / "plain").write_text(plain)
+    with pytest.raises(UserError, match=r'plain:2: not JSON .*one {"text": "..."} a line is expected'):
+        list(preprocess.read_texts([str(tmp_path / "plain")], ["text"]))
+    with pytest.raises(UserError, match=r"in.jsonl:2: not JSON .*is expected, and docs/data.md"):
+        work(tmp_path, plain.encode())
+    (tmp_path / "later").write_text('{"text": "x"}\nno\n')
+    with pytest.raises(UserError, match=r"later:2: not JSON \([^)]*\)$"):
+        list(preprocess.read_texts([str(tmp_path / "later")], ["text"]))
+    page = (Path(__file__).parent.parent / "docs/data.md").read_text()
+    monkeypatch.setattr("sys.stdin", io.StringIO(plain))
+    exec(page.split("python -c '")[1].split("' <")[0], {})
+    assert [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()] == plain.split("\n\n")
+
+
 def test_what_the_tokenizer_refuses_is_a_bad_line(tmp_path):
     content = line("1 2") + b"\n" + line("3 x") + b"\n" + line("4")
     with pytest.raises(UserError, match="in.jsonl:2: refused by the tokenizer .*'x'"):

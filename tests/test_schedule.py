@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from meshwright import checks, config
+from meshwright import checks, config, lr_schedule
 from meshwright.errors import UserError
 from meshwright.lr_schedule import Schedule, from_config, resume
 from test_flag_effects import run  # noqa: F401, a fixture
@@ -286,7 +286,8 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
         resume(ours, saved, settings())
     head, told, way_out = str(e.value).split("\n")
     assert e.value.status == 2 and "differs from the checkpoint's" in head
-    assert f"the checkpoint has {getattr(FULL, name)}, the flags say {value}" in told and flag in told
+    before, now = (f"{x:,.10g} samples = " if name in lr_schedule._LENGTHS else x for x in (getattr(FULL, name), value))
+    assert f"the checkpoint has {before}" in told and f", the flags say {now}" in told and flag in told
     assert "--override-opt_param-scheduler" in way_out and "--use-checkpoint-opt_param-scheduler" in way_out
 
     kept, lines = resume(ours, saved, settings(override_opt_param_scheduler=True))
@@ -304,8 +305,9 @@ def test_a_changed_schedule_needs_a_decision():
     with pytest.raises(UserError) as e:
         resume(from_config(ours), saved, ours)
     text = str(e.value)
-    for part in ("0.00015", "0.0003", "(--lr)", "200", "400 samples", "--lr-decay-iters", "--override-opt_param"):
-        assert part in text
+    for part in ("0.00015", "0.0003", "(--lr)", "200 samples = 100 steps of 2, the flags say 400 samples = 200 steps",
+                 "--lr-decay-iters 100 keeps", "length of the learning rate's decay", "--override-opt_param"):  # fmt: skip
+        assert part in text and "iterations" not in text
     ours = settings(lr=3e-4, override_opt_param_scheduler=True)
     assert resume(from_config(ours), saved, ours)[0].max_lr == 3e-4
     theirs = settings(lr=3e-4, use_checkpoint_opt_param_scheduler=True)

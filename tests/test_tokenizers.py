@@ -176,8 +176,15 @@ def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
 
 
 def test_missing_flags_and_broken_files(bpe, tmp_path):
-    refused(USAGE, "--vocab-file and --merge-file missing", lambda: tokenizers.build(Flags(), tmp_path))
-    refused(USAGE, ": --merge-file missing", lambda: tokenizers.build(Flags(vocab_file="x")))
+    both = "needs --vocab-file and --merge-file: `meshwright train-tokenizer` .*; --tokenizer-type ByteTokenizer"
+    refused(USAGE, both, lambda: tokenizers.build(Flags(), tmp_path))
+    refused(USAGE, "needs --merge-file: ", lambda: tokenizers.build(Flags(vocab_file="x")))
+    swapped = Flags(vocab_file=str(bpe / "merges.txt"), merge_file=str(bpe / "vocab.json"))
+    refused(
+        BAD_DATA,
+        "--vocab-file .*merges.txt and --merge-file .*vocab.json are swapped",
+        lambda: tokenizers.build(swapped),
+    )
     refused(USAGE, "--tokenizer-model", lambda: tokenizers.build(Flags(tokenizer_type="HFTokenizer")))
     refused(USAGE, "--vocab-size", lambda: tokenizers.build(Flags(tokenizer_type="NullTokenizer")))
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"

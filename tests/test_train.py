@@ -176,7 +176,7 @@ def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3
     assert "lm loss" not in captured.out.splitlines()[-1] or "nan" in captured.out.splitlines()[-1].lower()
-    assert "iteration 3" in captured.err and "not applied" in captured.err
+    assert "iteration 3" in captured.err and "not applied" in captured.err and "--bf16" not in captured.err
     assert sorted(p.name for p in (tmp_path / "run").glob("iter_*")) == ["iter_0000002"]
 
 
@@ -599,3 +599,41 @@ def test_incomplete_settings_are_printed_and_then_refused(capsys):
     assert main(["train", "--preset", "gpt2-345m", "--print-config", "--nonsense"]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and "--nonsense" in shown.err and "--data-path is needed" in shown.err
+
+
+CPU_SAYS = (
+    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError(CPU_SAYS), "out of memory: tried to allocate 4398046511104 bytes: "),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of "
+                                "which 1.00 GiB is free. Including non-PyTorch memory, this process has more"),
+         "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free: "),
+        (MemoryError(), "out of memory: a smaller "),
+    ],
+)  # fmt: skip
+def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, error, told):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(meshwright.network, "train_step", fail)
+    assert main(["train", *TINY_FLAGS]) == 2
+    shown = capsys.readouterr().err
+    assert told in shown and "Including" not in shown and "Error code" not in shown
+    assert "smaller --micro-batch-size (now 2) or --seq-length (now 16), or --recompute-granularity full needs" in shown
+    monkeypatch.setattr(meshwright.network, "train_step", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", *TINY_FLAGS])
+
+
+def test_memory_that_a_cpu_does_not_have_is_recognised():
+    from meshwright.config import TrainConfig
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert "ried to allocate" in str(meshwright.train.out_of_memory(caught.value, TrainConfig()))

@@ -60,7 +60,8 @@ class Run:
         return statistics.median(known) if known else math.nan
 
     def reaches(self, loss: float, kind: str) -> int | None:
-        """Tokens (or samples) after which the loss is that low for the first time."""
+        """Tokens (or samples) after which the loss is that low for the first time, but for rounding."""
+        loss += 1e-6 * abs(loss)
         if kind == "validation":
             return next((self.amount(i) for i, x in self.validations().items() if x <= loss), None)
         x, y = curve(self, "loss", by_amount=True)
@@ -278,7 +279,7 @@ def distances(found: dict[str, Any]) -> list[list[str]]:
             column |= {
                 "first difference in any bit": equal,
                 "largest difference": f"{far['loss']:+.4g} at {far['iteration']:,}",
-                "largest relative difference": f"{share['share']:.2%} at {share['iteration']:,}",
+                "largest relative difference": f"{relatively(share['share'])} at {share['iteration']:,}",
                 "mean difference, last 10% of them": "-" if mean is None else f"{mean:+.4g}",
             }
         if checks:
@@ -290,6 +291,10 @@ def distances(found: dict[str, Any]) -> list[list[str]]:
             column[f"{who} final {r['kind']} loss"] = f"{r['loss']:.4f} {when}"
         out.append(column)
     return [[label, *(c.get(label, "-") for c in out)] for label in {k: 0 for c in out for k in c}]
+
+
+def relatively(x: float) -> str:
+    return f"{x:.0e}".replace("e-0", "e-") if 0 < x < 1e-4 else f"{x:.2%}"
 
 
 def told(found: dict[str, Any]) -> list[str]:

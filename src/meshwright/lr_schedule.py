@@ -98,6 +98,10 @@ _OTHERS = {
     "wsd_style": ("WSD decay style", "--lr-wsd-decay-style"),
 }
 
+# Beyond Megatron's names: what is counted in samples.
+_LENGTHS = {"warmup": "length of the warm-up", "decay": "length of the learning rate's decay",
+            "wd_samples": "length of the weight decay's ramp", "wsd_samples": "length of WSD's decay"}  # fmt: skip
+
 
 def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
     """The schedule to go on with, and Megatron's nine lines; a difference nobody decided about is an error."""
@@ -116,9 +120,18 @@ def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Sched
             lines.append(f" > overriding {called} value to {mine}")
             continue
         matters = name != "wd_samples" or ramp  # a constant has no length
-        unit = " samples" if name in ("warmup", "decay", "wd_samples", "wsd_samples") else ""
         if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
-            different.append(f"{called}: the checkpoint has {theirs}, the flags say {mine}{unit} ({by})")
+            size = c.global_batch
+            told = [
+                f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" if name in _LENGTHS else x
+                for x in (theirs, mine)
+            ]
+            if name == "decay" and c.samples is not None:
+                by = f"--lr-decay-samples {theirs} keeps the checkpoint's"
+            elif name == "decay" and theirs % size == 0:
+                by = f"--lr-decay-iters {theirs // size} keeps the checkpoint's"
+            what = _LENGTHS.get(name, called)
+            different.append(f"{what}: the checkpoint has {told[0]}, the flags say {told[1]} ({by})")
         values[name] = theirs if matters else mine
         lines.append(f" > using checkpoint value {values[name]} for {called}")
     if different:

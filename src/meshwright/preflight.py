@@ -196,14 +196,14 @@ def dry_run(config: TrainConfig) -> int:
     print(f"the run: {config.steps:,} steps, {in_all:,} tokens")
     whose = ""
     if config.world > 1:
-        p = config.parallel
         each = of_ranks(config, padded, positions)
         n = max(each)
         whose = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
-        sizes = {"context": p.context_parallel_size, "tensor": tp, "pipeline": p.pipeline_model_parallel_size}
+        sizes = {"context": config.parallel.context_parallel_size, "tensor": tp, "pipeline": len(each)}
         print(
             f"{config.world} ranks = {config.dp} data{''.join(f' x {k} {name}' for name, k in sizes.items() if k > 1)}"
-            f"; layers of each stage: {' '.join(map(str, config.stages))}; {n:,} parameters{whose}{', the largest' * (len(each) > 1)}"
+            f"; layers of each stage: {' '.join(map(str, config.stages))}; {n:,} parameters{whose}"
+            f"{', the largest' * (len(each) > 1)}"
         )
     beside = f" and {_bytes(n * host)} in host memory" if host else ""
     print(f"memory of weights, gradients and optimizer: {_bytes(n * here)}{whose}{beside}, activations apart")

@@ -60,6 +60,11 @@ class GPT2BPE(_Bytewise):
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
+        if not _read(vocab_file).startswith("{") and _read(merge_file).startswith("{"):
+            raise UserError(
+                f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped: the vocabulary is the JSON one",
+                BAD_DATA,
+            )
         vocab = _read_vocab(vocab_file)
         merges = _read_merges(merge_file)
         self.size = len(vocab)
@@ -223,7 +228,10 @@ def _build(t: config.Tokenizer, folder: Path | None) -> Tokenizer:
             )
         if not t.vocab_file or not t.merge_file:
             lacking = [f for f, given in (("--vocab-file", t.vocab_file), ("--merge-file", t.merge_file)) if not given]
-            raise UserError(f"GPT2BPETokenizer needs --vocab-file and --merge-file: {' and '.join(lacking)} missing")
+            raise UserError(
+                f"GPT2BPETokenizer needs {' and '.join(lacking)}: `meshwright train-tokenizer` makes both files; "
+                "--tokenizer-type ByteTokenizer needs none"
+            )
         return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
     if t.tokenizer_type in HUGGING_FACE:
         if not t.tokenizer_model:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -121,7 +122,7 @@ def run(
         team = start.join(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         return run_on_rank(config, device, team, model, loss, datasets, command or [], began)
     except Exception as error:
-        told = (start.lost(error) if world.size > 1 else None) or error
+        told = (start.lost(error) if world.size > 1 else None) or out_of_memory(error, config) or error
         if isinstance(told, UserError) and world.size > 1:
             alone = f"rank {world.rank}: {told}" if world.rank else str(told)
             if told.everywhere and world.rank:
@@ -133,6 +134,20 @@ def run(
         raise told from error
     finally:
         start.leave()
+
+
+def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
+    """What to do about it, if that is what the error says: of a device, of the host by torch, or by Python and numpy."""
+    said = str(error)
+    if not (devices.is_out_of_memory(error) or "can't allocate memory" in said or isinstance(error, MemoryError)):
+        return None
+    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", said, re.I | re.M)
+    t = config.training
+    less = "" if t.recompute == "full" else ", or --recompute-granularity full"
+    return UserError(
+        f"out of memory{': ' + wanted[0].rstrip('.') if wanted else ''}: a smaller --micro-batch-size (now "
+        f"{t.micro_batch_size or config.micro_batch}) or --seq-length (now {config.data.seq_length}){less} needs less"
+    )
 
 
 def with_deepspeed(config: TrainConfig, tells: bool) -> TrainConfig:

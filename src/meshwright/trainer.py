@@ -323,5 +323,6 @@ def not_finite(progress: Progress, loss: float, norm: float, scale: float, confi
     hint = f" at the {'constant' if constant else 'least'} loss scale {scale}" if config.precision.fp16 else ""
     return (
         f"iteration {progress.iteration} (samples up to {progress.consumed_train_samples}): {what}{hint}, so this step "
-        f"was not applied{kept}. A lower --lr (now {config.optimizer.lr}), a longer warm-up or --bf16 usually helps"
+        f"was not applied{kept}. A lower --lr (now {config.optimizer.lr}) or a longer warm-up"
+        f"{' or --bf16' if config.precision.fp16 else ''} usually helps"
     )

@@ -26,9 +26,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     root, step = store.split_path(args.dir)
     step = step if args.step is None else args.step
-    there = store.steps(root)
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", BAD_DATA)
+    there = store.steps(root)[::-1]
     if not there:
         store.latest(root)  # says so if they are another program's
         raise UserError(f"{root} holds no checkpoints", BAD_DATA)

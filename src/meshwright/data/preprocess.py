@@ -103,8 +103,8 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO) -> None:
                 except BadLine as bad:
                     if p.on_error == "stop":
                         raise UserError(
-                            f"{path}:{number}: {bad}; mend the line, or leave such lines out with --on-error skip "
-                            "(nothing was written)",
+                            f"{path}:{number}: {bad}{expected(bad, not totals.documents)}; mend the line, or leave such "
+                            "lines out with --on-error skip (nothing was written)",
                             BAD_DATA,
                         ) from None
                     totals.count_bad(bad.kind, f"{path}:{number}")
@@ -164,12 +164,22 @@ def read_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
     """Every text of the inputs; the first bad line is an error."""
+    none_yet = True
     for path in inputs:
         for number, line in read_lines(path):
             try:
-                yield from parse(line, keys) or ()
+                texts = parse(line, keys) or []
             except BadLine as bad:
-                raise UserError(f"{path}:{number}: {bad}", BAD_DATA) from None
+                raise UserError(f"{path}:{number}: {bad}{expected(bad, none_yet)}", BAD_DATA) from None
+            none_yet = none_yet and not texts
+            yield from texts
+
+
+def expected(bad: BadLine, is_first: bool) -> str:
+    """What is said to those whose file is plain text."""
+    if not is_first or bad.kind != "not JSON":
+        return ""
+    return '; one {"text": "..."} a line is expected, and docs/data.md shows how plain text becomes that'
 
 
 @contextmanager
