@@ -86,7 +86,9 @@ def test_without_an_accelerator(machine):
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_each_process_takes_its_own(machine, kind):
     used = machine(kind, 4)
-    assert devices.pick("auto", 3) == devices.pick(kind, 3) == devices.pick(f"{kind}:3", 1) == torch.device(kind, 3)
+    assert devices.pick("auto", 3) == devices.pick(kind, 3) == devices.pick(f"{kind}:3") == torch.device(kind, 3)
+    with pytest.raises(UserError, match=f"--device {kind}:3 names one device, but this is process 1 of several"):
+        devices.pick(f"{kind}:3", 1)
     assert [d for d, _ in used] == [torch.device(kind, 3)] * 3
     assert devices.pick(kind) == torch.device(kind, 0)
     assert devices.pick("cpu", 3) == CPU and len(used) == 4 and devices.count() == 4
@@ -106,6 +108,13 @@ def test_too_many_processes_and_another_kind(machine):
     assert devices.pick("auto") == torch.device("mtia", 0)
     with pytest.raises(UserError, match=r"start at most 1 here \(--nproc-per-node 1\)$"):
         devices.pick("mtia", 1)
+
+
+def test_a_process_that_sees_its_own_device_alone(machine, monkeypatch):
+    """As srun shows it; who shares one with another is told when the ranks meet."""
+    machine("cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert devices.pick("auto", 3) == torch.device("cuda", 0)
 
 
 FAKE_NPU = """

@@ -302,6 +302,19 @@ def test_trigram_speed_and_memory():
     assert bits == pytest.approx(math.log2(26), rel=0.05) and seconds < 10 and peak < 800e6
 
 
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, run, tmp_path, command):
+    def fail(*args, **more):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more")
+
+    (tmp_path / "a.txt").write_text("some text")
+    monkeypatch.setattr(engine, "load", fail)
+    what = ["--input", str(tmp_path / "a.txt")] if command == "evaluate" else ["--prompt", "some"]
+    assert main([command, str(run), "--device=cpu", "--micro-batch-size=3", *what]) == 2
+    told = capsys.readouterr().err
+    assert "out of memory: Tried to allocate 2.00 GiB" in told and "--micro-batch-size (now 3)" in told
+
+
 def test_flags_without_effect_are_told(score, tmp_path):
     """The documents pass a training's flags to every command."""
     (tmp_path / "a.txt").write_text("some text")
@@ -311,8 +324,13 @@ def test_flags_without_effect_are_told(score, tmp_path):
     assert status == 0 and "has no effect" not in err
 
 
-def test_rank_0_alone_evaluates(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize("environ", [
+    {"RANK": "1"}, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    {"PMI_RANK": "3", "PMI_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+])  # fmt: skip
+def test_rank_0_alone_evaluates(monkeypatch, capsys, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     assert main(["evaluate", "none", "--input", "none"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "" and "rank 0; this rank has nothing to do" in shown.err

@@ -249,6 +249,7 @@ def test_words(argv, words):
         (["--wandb-exp-name", "x"], "need --wandb-project"),
         (["--cpu-optimizer", "--optimizer", "muon"], "its matrix products belong on the device"),
         (["--skip-train", "--eval-iters", "0"], "nothing would be done"),
+        (["--train-iters", "9" * 400], "must be below 2147483648"),
         (["--num-experts", "8"], "--num-experts 8 is not yet in this version; leave it out"),
         (["--cp-comm-type", "p2p"], "not yet in this version; give a2a"),
     ],

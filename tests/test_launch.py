@@ -252,6 +252,10 @@ def test_plans() -> None:
         (["--master-port=70000"], "70000 is no port"),
         (["--max-restarts=-1"], "--max-restarts -1"),
         (["--nnodes=1:2"], "invalid int value: '1:2'"),
+        (["--nproc-per-node=²"], "is neither a number from 1 to 9999"),
+        (["--nproc-per-node=2000000000"], "is neither a number from 1 to 9999"),
+        (["--nproc-per-node=1", "--wait=nan"], "--wait nan: above 0 seconds"),
+        (["--nproc-per-node=1", "--node-ips="], "--node-ips is empty"),
     ],
 )
 def test_wrong_flags(words: list[str], told: str) -> None:
@@ -279,7 +283,8 @@ def test_the_first_failure_counts() -> None:
     assert of(a=75, b=65) == "b" and of(a=1, b=70) == "b" and of(a=75, b=-9) == "b"  # a lost b
     assert of(a=75, b=143) == "b" and of(a=-15, b=1) == "b" and of(a=-6, b=1) == "b"
     assert of(a=75) == of(a=75, b=75) == "a"
-    assert [launched.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and launched.patience(143) > 60
+    assert [launched.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and launched.patience(143) == 30
+    assert launched.ending(-40) == "was killed by signal 40" and launched.status(-6) == 75
 
 
 # OneFlow's flags: train starts itself.

@@ -9,7 +9,9 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +20,16 @@ import torch.multiprocessing as mp
 
 import ranks
 from conftest import heard
-from meshwright import console
+from meshwright import console, preflight
 from meshwright.checkpoint import inspect, native, store
 from meshwright.checkpoint.native import Entry, whole
-from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, UserError
+from meshwright.config import Checkpoint, Data, Tokenizer, TrainConfig
+from meshwright.data import datasets
+from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
 from meshwright.parallel import shard
 from meshwright.parallel.team import ALONE, Team
+from meshwright.resume import Progress, State
+from meshwright.trainer import Trainer
 from ranks import run_ranks
 from test_native import DTYPES, cut, flip, held, same, some
 
@@ -39,6 +45,7 @@ def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
     """The error, which must be the same on every rank."""
     with pytest.raises(UserError) as caught:
         call()
+    assert caught.value.everywhere  # so that rank 0 alone tells it
     told = team().gather([type(caught.value).__name__, str(caught.value), caught.value.status])
     assert all(one == told[0] for one in told) and told[0][2] == status, told
     return str(caught.value)
@@ -364,3 +371,46 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="rank_00003"):
         inspect.main([str(tmp_path)])
     assert json.loads((store.step_folder(tmp_path, 1) / native.INDEX).read_text())
+
+
+def other_files(folder: Path) -> None:
+    """Each rank has its own disk: vocabularies and data of one name that are not alike."""
+    t = team()
+    os.chdir(folder / f"node{t.rank}")
+    given = Tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
+    config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]))
+    with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+ on rank 1"):
+        preflight.same_vocabulary(config, None, t)
+    with pytest.raises(UserError, match=r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1") as caught:
+        preflight.same_on_all(t, config)
+    assert "data_fingerprint" not in str(caught.value)
+    shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
+    assert "none.json does not exist" in error_of(lambda: preflight.same_vocabulary(shared, None, t))
+
+
+def test_files_that_differ_between_nodes_are_told(tmp_path: Path) -> None:
+    for rank, eod in enumerate(["</s>", "<eos>"]):
+        (tmp_path / f"node{rank}").mkdir()
+        model = {"type": "WordLevel", "vocab": {"x": 0, eod: 1}, "unk_token": "x"}
+        (tmp_path / f"node{rank}" / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        for end in (".idx", ".bin"):
+            (tmp_path / f"node{rank}" / f"a{end}").write_bytes(b"x" * (rank + 1))
+    run_ranks(other_files, 2, tmp_path)
+
+
+def refused_alike(folder: Path) -> None:
+    """What every rank finds out for itself is told by one: it is raised as everybody's."""
+    t = team()
+    config = TrainConfig(checkpoint=Checkpoint(load=str(folder), exit_on_missing_checkpoint=True))
+    net = SimpleNamespace(store=SimpleNamespace(named_state=lambda optimizer: {}))
+    state = SimpleNamespace(config=config, net=net, team=t, accept=None)
+    assert "no checkpoint there" in error_of(lambda: State.load(state))  # type: ignore[arg-type]
+    bare = Data(eod_mask_loss=True)
+    assert "need a tokenizer" in error_of(lambda: datasets.marks(bare, None), USAGE)
+    trainer = SimpleNamespace(config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress())
+    own = {"train": [1] if t.rank else {}}
+    assert "has no locate" in error_of(lambda: Trainer.open_data(trainer, None, own))  # type: ignore[arg-type]
+
+
+def test_what_every_rank_finds_out_is_told_once(tmp_path: Path) -> None:
+    run_ranks(refused_alike, 2, tmp_path)

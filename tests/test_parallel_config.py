@@ -235,6 +235,9 @@ def test_wrong_layouts(layout, words):
         ("--device auto:1", "--device 'auto:1' is not"),
         ("--distributed-backend n/ccl", "--distributed-backend 'n/ccl' is no name such as nccl"),
         ("--cp-comm-type p2p", "--cp-comm-type p2p is not yet"),
+        ("--distributed-timeout-minutes 1e20", "--distributed-timeout-minutes 1e+20 is not between 0.01 and 100000"),
+        ("--distributed-timeout-minutes 1e-9", "--distributed-timeout-minutes 1e-09 is not between"),
+        ("--start-timeout-seconds 0", "--start-timeout-seconds 0 is not between 1 and 100000"),
     ],
 )  # fmt: skip
 def test_refusals(line, words):

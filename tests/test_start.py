@@ -111,6 +111,8 @@ def test_tasks_per_node() -> None:
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "set MASTER_ADDR"),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
         (SLURM | {"SLURM_TASKS_PER_NODE": "two"}, "2(x3),1"),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "2(x0)"}, "x0 is no number of nodes"),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "2(x9999999999)"}, "x9999999999 is no number of nodes"),
     ],
 )
 def test_contradictions_in_words(environ: dict[str, str], words: str) -> None:
@@ -218,6 +220,14 @@ def test_the_number_of_ranks_differs(tmp_path: Path) -> None:
     statuses, texts = started([torch_variables(port, 0, 2), torch_variables(port, 2, 4)], tmp_path, "--seconds=20")
     assert statuses == [USAGE] * 2
     assert "rank 2 was started as one of 4 ranks, others as one of 2" in texts[0] + texts[1]
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(
+        UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface of this machine, which has"
+    ):
+        start._choose_interface("127.0.0.1", 1)
 
 
 def test_two_of_one_number(tmp_path: Path) -> None:

@@ -194,6 +194,37 @@ def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, ha
     assert len(notes) == 1 and str(path) in notes[0]
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_what_cannot_be_opened_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """No older step is taken for it, and it is not moved aside."""
+    publish(tmp_path, 1)
+    publish(tmp_path, 2)
+    real = getattr(os, call)
+
+    def fail(what: object, *rest: object, **more: object) -> object:
+        if call == "preadv" or str(what).endswith("iter_0000002/rank_00000.safetensors"):
+            raise OSError(code, os.strerror(code))
+        return real(what, *rest, **more)
+
+    folder = store.step_folder(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        message = error_of(lambda: store.verify(folder, full=True), IO)
+        assert os.strerror(code) in message and "iter_0000002/rank_00000.safetensors" in message
+        error_of(lambda: publish(tmp_path, 2), IO)
+    assert store.latest(tmp_path) == (2, []) and not list(tmp_path.glob("*.damaged"))
+
+    def no_rights(path: Path) -> os.stat_result:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "lstat", no_rights)
+    assert str(folder / store.MANIFEST) in error_of(lambda: store.latest(tmp_path), IO)
+    assert store.prune(tmp_path, 2, 1, None, None) == []
+
+
 def test_all_bad_is_no_fresh_start(tmp_path: Path) -> None:
     for step in (1, 2):
         publish(tmp_path, step)

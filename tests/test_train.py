@@ -1,5 +1,7 @@
 """The training command: its log, its counters, its ends, and what is refused."""
 
+import errno
+import io
 import json
 import math
 import os
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import meshwright.checkpoint.native
 import meshwright.network
 import meshwright.train
 from conftest import TINY_FLAGS
+from meshwright import console
 from meshwright.__main__ import main
 
 
@@ -637,3 +641,32 @@ def test_memory_that_a_cpu_does_not_have_is_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert "ried to allocate" in str(meshwright.train.out_of_memory(caught.value, TrainConfig()))
+
+
+def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = io.StringIO()
+    null = SimpleNamespace(open=lambda *a: 0, devnull="", O_WRONLY=0, dup2=lambda *a: setattr(sys, "stdout", opened))
+    monkeypatch.setattr(console, "os", null)
+    monkeypatch.setattr(sys, "stdout", Full())
+    console.say("one")
+    console.say("two")
+    told = "standard output: No space left on device; the log goes on in metrics.jsonl alone\n"
+    assert capsys.readouterr().err == told and opened.getvalue() == "two\n"
+
+
+def test_letters_that_the_encoding_does_not_have(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    console.say("größe")
+    assert out.buffer.getvalue() == b"gr\\xf6\\xdfe\n"
+
+
+def test_a_wrong_world_size_is_told_before_the_batches_are_divided_by_it(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="--world-size 3, but started as 2"):
+        meshwright.train.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])

@@ -119,6 +119,7 @@ class Agent(LocalElasticAgent):
         """Pass a signal on and wait; the second one is passed on too, and then there is little patience."""
         if self._pcontext is None:
             return
-        grace = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))) if self.signals == 0 else 5
+        said = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+        grace = (int(said) if said.isdecimal() else GRACE) if self.signals == 0 else 5
         self.signals += 1
         self._pcontext.close(death_sig, grace)

@@ -194,7 +194,7 @@ def unusable(config: Any) -> list[str]:
                 out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
             if type(value) is int and abs(value) >= most and f.name != "seed":
-                out.append(f"{spelling(f.name)} {value:.3g} must be below {most}")
+                out.append(f"{spelling(f.name)} {str(value)[:20]} must be below {most}")
     return out
 
 
@@ -312,6 +312,9 @@ def parallel_problems(c: TrainConfig) -> list[str]:
                 pass
         except (OSError, ValueError) as error:
             out.append(f"--deepspeed_config {p.deepspeed_config}: {getattr(error, 'strerror', error)}")
+    for name, least, most in (("distributed_timeout_minutes", 0.01, 10**5), ("start_timeout_seconds", 1, 10**5)):
+        if not least <= getattr(p, name) <= most:
+            out.append(f"{spelling(name)} {getattr(p, name):g} is not between {least} and {most}")
     if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
         return out  # told already, and nothing can be reckoned
     tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size

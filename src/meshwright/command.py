@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from typing import TypeVar
 
-from meshwright import flags
+from meshwright import device, flags
+from meshwright.errors import UserError
 
 C = TypeVar("C")
 
@@ -19,3 +23,23 @@ def settings(
         return None
     flags.tell(parsed)
     return parsed
+
+
+def out_of_memory(error: Exception, less: str) -> UserError | None:
+    """What to do about it, if that is what the error says: of a device, of the host by torch, or by Python and numpy."""
+    said = str(error)
+    if not (device.is_out_of_memory(error) or "can't allocate memory" in said or isinstance(error, MemoryError)):
+        return None
+    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", said, re.I | re.M)
+    return UserError(f"out of memory{': ' + wanted[0].rstrip('.') if wanted else ''}: {less} needs less")
+
+
+@contextlib.contextmanager
+def telling_memory(less: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        told = out_of_memory(error, less)
+        if told is None:
+            raise
+        raise told from error

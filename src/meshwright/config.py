@@ -352,8 +352,8 @@ class Parallel:
     distributed_backend: str | None = flag(
         None, "how ranks talk: nccl, gloo, hccl, xccl ... (none: what the device wants)"
     )
-    distributed_timeout_minutes: float = flag(10, "longest wait for another rank", bound="above 0")
-    start_timeout_seconds: float = flag(30, "longest wait at the start until all ranks are there", bound="above 0")
+    distributed_timeout_minutes: float = flag(10, "longest wait for another rank")
+    start_timeout_seconds: float = flag(30, "longest wait at the start until all ranks are there")
     local_rank: int | None = flag(None, "passed by launchers; LOCAL_RANK wins", "--local_rank")
 
     @property
@@ -513,7 +513,7 @@ class TrainConfig:
         """Pieces of the model that each pipeline rank has; 1 without interleaving."""
         p = self.parallel
         if p.pipeline_schedule == "zbv":
-            return 2
+            return min(2, p.pipeline_model_parallel_size)
         per_chunk = p.pipeline_model_parallel_size * (p.num_layers_per_virtual_pipeline_stage or 0)
         return max(1, (self.model.num_layers or 0) // per_chunk) if per_chunk else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import sys
@@ -22,15 +23,23 @@ def say(line: str = "") -> None:
         return
     try:
         print(line, file=getattr(sys, _to), flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print("the reader of the log is gone; the run goes on", file=sys.stderr)
+    except UnicodeEncodeError:  # a folder's name may have letters that the encoding does not
+        say(line.encode("ascii", "backslashreplace").decode())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if _to == "stdout" else 2)
+        gone = isinstance(error, BrokenPipeError)
+        notice(
+            "the reader of the log is gone; the run goes on"
+            if gone
+            else f"standard output: {error.strerror}; the log goes on in metrics.jsonl alone"
+        )
 
 
 def notice(line: str) -> None:
     """What a person should know and no script waits for, on stderr."""
     if _to is not None:
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
 
 def tell_time(what: str) -> None:

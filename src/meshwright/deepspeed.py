@@ -21,7 +21,7 @@ from meshwright.errors import UserError
 
 
 def number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not abs(value) < 2**62:
         raise ValueError("a number")
     return float(value)
 
@@ -203,7 +203,7 @@ def merge(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, lis
     if taken.get("zero_stage") == 0 and config.parallel.use_distributed_optimizer:
         wrong.append('"zero_optimization.stage" is 0, but --use-distributed-optimizer is ZeRO 1: change one')
     filled = replaced(config, {n: v for n, v in taken.items() if n != "num_accumulation_steps"})
-    if steps := taken.pop("num_accumulation_steps", None):
+    if (steps := taken.pop("num_accumulation_steps", None)) is not None:
         t = filled.training
         if t.global_batch_size and isinstance(t.micro_batch_size, int) and t.micro_batch_size > 0:
             # The three together are one too many: the file must agree, and the batch sizes go on deciding.

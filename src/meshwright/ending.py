@@ -45,9 +45,12 @@ class Ending:
         """Note the first SIGTERM or SIGINT; the second one ends the process at once."""
 
         def note(number: int, frame: FrameType | None) -> None:
+            number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal is gone
             if self.signal is not None:
                 os._exit(SIGINT if number == signal.SIGINT else SIGTERM)
             self.signal = signal.Signals(number)
+            if os.environ.get("LOCAL_RANK", "0") != "0":  # a launcher passes it to all
+                return
             with contextlib.suppress(OSError):  # not print: it may be what was interrupted
                 name = self.signal.name
                 then = "and saving" if self.saves else "(there is no --save: nothing is kept)"
@@ -55,7 +58,10 @@ class Ending:
 
         before = {}
         if self.t.exit_signal_handler:
-            before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+            caught = [signal.SIGTERM, signal.SIGINT]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup wants it
+                caught.append(signal.SIGHUP)
+            before = {n: signal.signal(n, note) for n in caught}
         try:
             yield
         finally:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from meshwright import device as devices
 from meshwright.config import EvaluateConfig
 from meshwright.data import preprocess
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
+from meshwright.preflight import has_work
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
@@ -55,8 +55,7 @@ class Score:
 
 
 def main(argv: list[str]) -> int:
-    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
-        print("evaluation runs on rank 0; this rank has nothing to do", file=sys.stderr)
+    if not has_work("evaluation"):
         return DONE
     parsed = command.settings(EvaluateConfig, argv, "evaluate", "Score text with a model.", "load")
     if parsed is None:
@@ -77,10 +76,12 @@ def main(argv: list[str]) -> int:
         print(f"{len(texts)} documents; the flags fit step {found.step} in {found.root}; nothing was loaded")
         return DONE
     device = devices.pick(c.parallel.device)
-    run = engine.load(load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
-    length = run.length
-    stride = min(e.overlapping_eval or max(1, length // 2), length)
-    s = score(run.model, run.tokenizer, texts, length, stride, int(c.training.micro_batch_size or 8))
+    batch = int(c.training.micro_batch_size or 8)
+    with command.telling_memory(f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,"):
+        run = engine.load(load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
+        length = run.length
+        stride = min(e.overlapping_eval or max(1, length // 2), length)
+        s = score(run.model, run.tokenizer, texts, length, stride, batch)
     values = {
         "step": run.step, "documents": s.documents, "tokens": s.tokens, "bytes": s.bytes, "loss": s.mean,
         "perplexity": s.perplexity, "bits_per_byte": s.bits_per_byte, "sequence_length": length, "stride": stride,

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -125,6 +126,10 @@ def plan(said: argparse.Namespace) -> Plan:
         raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}: machines count from 0 to {nodes - 1}")
     if said.master_port is not None and not 0 < said.master_port < 65536:
         raise UserError(f"--master-port {said.master_port} is no port: 1 to 65535")
+    if said.node_ips is not None and not ips:
+        raise UserError("--node-ips is empty: is a shell variable unset?")
+    if not 0 < said.wait <= 10**6:
+        raise UserError(f"--wait {said.wait:g}: above 0 seconds, and at most {10**6}")
     if said.max_restarts < 0:
         raise UserError(f"--max-restarts {said.max_restarts}: 0 or more")
     port = said.master_port or (PORT if nodes > 1 else 0)
@@ -133,12 +138,12 @@ def plan(said: argparse.Namespace) -> Plan:
 
 
 def processes(text: str) -> int:
-    if text.isdigit() and int(text) > 0:
+    if re.fullmatch("[1-9][0-9]{0,3}", text):
         return int(text)
     if text == "cpu":
         return _cores()
     if text not in ("auto", "gpu"):
-        raise UserError(f"--nproc-per-node {text} is neither a number from 1 nor one of auto, gpu, cpu")
+        raise UserError(f"--nproc-per-node {text[:50]} is neither a number from 1 to 9999 nor one of auto, gpu, cpu")
     count = devices.count()
     if text == "gpu" and not count:
         raise UserError("--nproc-per-node gpu: torch sees no accelerator on this machine; give a number, or cpu")
@@ -224,7 +229,7 @@ def run(plan: Plan, program: list[str]) -> int:
     try:
         failed = watching.run().is_failed()
     except SignalException as error:
-        return 128 + error.sigval
+        return 128 + signal.SIGTERM if error.sigval == signal.SIGHUP else 128 + error.sigval
     finally:
         logging.disable(logging.NOTSET)
         for number, handler in before.items():

@@ -68,8 +68,8 @@ def first(failed: Mapping[int, int]) -> tuple[int, int]:
 
 def patience(code: int) -> float:
     """Seconds that the others have to end by themselves after one ended so."""
-    if code in (SIGTERM, SIGINT):  # all were told to stop and are saving
-        return GRACE
+    if code in (SIGTERM, SIGINT):  # they save together, and end together
+        return 30
     return 3 if code in LOST + STOPPED else 0  # the reason is still to come
 
 
@@ -85,7 +85,8 @@ def ending(exitcode: int) -> str:
         hints = {signal.SIGKILL: "as the system does when memory runs out",
                  signal.SIGABRT: "as NCCL does when another rank does not answer"}  # fmt: skip
         hint = f" ({hints[-exitcode]})" if -exitcode in hints else ""  # type: ignore[index]
-        return f"was killed by {signal.Signals(-exitcode).name}{hint}"
+        known = {int(s): s.name for s in signal.Signals}
+        return f"was killed by {known.get(-exitcode, f'signal {-exitcode}')}{hint}"
     meaning = f" ({MEANING[exitcode]})" if exitcode in MEANING else ""
     return f"ended with status {exitcode}{meaning}"
 

@@ -149,7 +149,10 @@ def tasks_per_node(text: str) -> list[int]:
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not found:
             raise UserError(f"SLURM_TASKS_PER_NODE={text} is not of the form 2(x3),1")
-        out += [int(found[1])] * int(found[2] or 1)
+        times = int((found[2] or "1")[:7])
+        if not 0 < times <= 10**6:
+            raise UserError(f"SLURM_TASKS_PER_NODE={text[:100]}: x{found[2]} is no number of nodes")
+        out += [int(found[1])] * times
     return out
 
 

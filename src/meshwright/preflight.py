@@ -10,9 +10,9 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from meshwright import checks, console, flags, start, tokenizers
+from meshwright import checks, console, flags, launchers, start, tokenizers
 from meshwright.checkpoint import store
 from meshwright.config import TrainConfig
 from meshwright.console import say
@@ -78,11 +78,23 @@ def same_on_all(team: Team, config: TrainConfig) -> None:
     import numpy
     import torch
 
-    ours = saved_settings(config) | {
+    saved = saved_settings(config)
+    files = zip(prefixes(config.data), saved.pop("data_fingerprint"), strict=True)
+    ours = saved | {f"--data-path {prefix} (its files)": told for prefix, told in files} | {
         "meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
     start.compare(team, {name: value for name, value in ours.items() if name != "local_rank"})
+
+
+def has_work(what: str) -> bool:
+    """Of several processes that a launcher started, the first works alone; it needs no address for that."""
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
+    if rank is None:
+        rank = str(launchers.find({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
+    if rank != "0":
+        print(f"{what} runs on rank 0; this rank has nothing to do", file=sys.stderr)
+    return rank == "0"
 
 
 def be_deterministic() -> None:
@@ -114,6 +126,22 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     say(tokenizers.padding_line(vocab, padded))
     return tokenizer, vocab, padded
+
+
+def same_vocabulary(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
+    """`vocabulary` on every rank. Files of one name may differ between nodes: the same ids would mean other text."""
+    made: list[tuple[Tokenizer | None, int, int]] = []
+
+    def build() -> dict[str, Any]:
+        made.append(vocabulary(config, folder))
+        tokenizer, vocab, padded = made[0]
+        files = tokenizers.hashes(tokenizer) if tokenizer else {}
+        named = {f"SHA-256 of the tokenizer's {name}": sha256 for name, sha256 in files.items()}
+        kind = tokenizer.name if tokenizer else None
+        return {"tokenizer": kind, "vocabulary size": vocab, "padded vocabulary size": padded, **named}
+
+    start.compare(team, team.all(build)[team.rank])
+    return made[0]
 
 
 def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:

@@ -71,7 +71,7 @@ class State:
                  "--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}  # fmt: skip
         if loaded is None and any(needs.values()):
             flag = next(name for name, given in needs.items() if given)
-            raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA)
+            raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA, everywhere=True)
         if loaded is not None and not c.finetune:
             self.loaded = loaded.step
             self.kept = loaded.step if self.team.lead(lambda: is_continued(c)) else None
@@ -132,12 +132,15 @@ class State:
         """Before anything is written: is the vocabulary the checkpoint's, and can one more be saved?"""
         c = self.config.checkpoint
         kept = store.split_path(c.load)[0] / "tokenizer" if c.load else None
-        if self.loaded is not None and kept and tokenizer and not tokenizers.is_same(tokenizer, kept):
-            raise UserError(
-                f"the vocabulary's files are not those in {kept}, which this checkpoint was trained with: the same ids "
-                "would mean other text. Leave the vocabulary flags out to take the run's own",
-                BAD_DATA,
-            )
+        if self.loaded is not None and kept and tokenizer:
+            same = self.team.all(lambda: tokenizers.is_same(tokenizer, kept))
+            if not all(same):
+                raise UserError(
+                    f"the vocabulary's files are not those in {kept}, which this checkpoint was trained with: the same ids "
+                    "would mean other text. Leave the vocabulary flags out to take the run's own",
+                    BAD_DATA,
+                    everywhere=True,
+                )
         if c.save and will_train:
             store.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team)
 

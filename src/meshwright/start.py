@@ -193,7 +193,7 @@ def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCP
     thread = threading.Thread(target=make, daemon=True)
     with no_stderr():
         thread.start()
-        thread.join(max(until - time.monotonic(), 1.0) + 1)
+        thread.join(max(until - time.monotonic(), 1.0) + 5)  # a thread within C++ must not see Python end
     if made:
         return made[0]
     if failed and "EADDRINUSE" in str(failed[0]):
@@ -305,7 +305,13 @@ def _judge(store: Store, words: str, status: int = UNAVAILABLE) -> None:
 def _choose_interface(address: str, port: int) -> None:
     """gloo takes the address of the machine's name, which is often 127.0.1.1 or of another network: take the interface
     that leads to rank 0 instead, unless the user chose."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        there = {name for _, name in socket.if_nameindex()}
+        if not there & set(chosen.split(",")):
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, which has {', '.join(sorted(there))}"
+            )
+    if chosen or not sys.platform.startswith("linux"):
         return
     import fcntl
 
@@ -384,7 +390,7 @@ def compare(team: Team, mine: dict[str, Any]) -> None:
         return
     more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
     head = "the ranks were not started alike; give all of them the same command, files and versions:"
-    raise UserError("\n  ".join([head, *differing[:SHOWN], *more]))
+    raise UserError("\n  ".join([head, *differing[:SHOWN], *more]), everywhere=True)
 
 
 def _shown(value: Any) -> str:

@@ -270,14 +270,13 @@ def _build_saved(t: config.Tokenizer, folder: Path) -> Tokenizer:
 def save(tokenizer: Tokenizer, folder: Path) -> None:
     """Copy what `build` needs into `folder`; meta.json comes last, so that it never names a file not yet there."""
     folder.mkdir(parents=True, exist_ok=True)
-    hashes = {}
+    sha256 = hashes(tokenizer)
     for name, source in tokenizer.files.items():
-        hashes[name] = _sha256(source)
         target = folder / name
-        if not target.exists() or _sha256(target) != hashes[name]:
+        if not target.exists() or _sha256(target) != sha256[name]:
             with replacing(target) as file:
                 file.write(source.read_bytes())
-    meta = {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": hashes}
+    meta = {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": sha256}
     with replacing(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode() + b"\n")
 
@@ -287,7 +286,12 @@ def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
     if not (folder / "meta.json").is_file():
         return True
     meta = _read_json(folder / "meta.json")
-    return bool(meta.get("sha256") == {name: _sha256(source) for name, source in tokenizer.files.items()})
+    return bool(meta.get("sha256") == hashes(tokenizer))
+
+
+def hashes(tokenizer: Tokenizer) -> dict[str, str]:
+    """The SHA-256 of each of its files."""
+    return {name: _sha256(source) for name, source in tokenizer.files.items()}
 
 
 def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:

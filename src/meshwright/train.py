@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import checks, console, deepspeed, flags, launch, launchers, start
+from meshwright import command as commands
 from meshwright import device as devices
 from meshwright.checkpoint import store
 from meshwright.config import Data, TrainConfig
@@ -30,7 +31,7 @@ from meshwright.preflight import (
     pick_backend,
     require_files,
     same_on_all,
-    vocabulary,
+    same_vocabulary,
 )
 from meshwright.resume import checkpoint_architecture, guard_existing
 from meshwright.run_folder import write_report
@@ -61,6 +62,8 @@ def command_line(argv: list[str], world: launchers.World) -> int:
     if world.rank and (dry or prints):
         return DONE
     words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
+    if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
+        launchers.check_size(world, int(said[1]))  # before batches are divided by a wrong number
     try:
         about = "Pre-train a GPT. Without --save nothing is written."
         parsed = flags.parse(TrainConfig, words, "meshwright train", check=not dry, about=about)
@@ -137,16 +140,12 @@ def run(
 
 
 def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
-    """What to do about it, if that is what the error says: of a device, of the host by torch, or by Python and numpy."""
-    said = str(error)
-    if not (devices.is_out_of_memory(error) or "can't allocate memory" in said or isinstance(error, MemoryError)):
-        return None
-    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", said, re.I | re.M)
     t = config.training
     less = "" if t.recompute == "full" else ", or --recompute-granularity full"
-    return UserError(
-        f"out of memory{': ' + wanted[0].rstrip('.') if wanted else ''}: a smaller --micro-batch-size (now "
-        f"{t.micro_batch_size or config.micro_batch}) or --seq-length (now {config.data.seq_length}){less} needs less"
+    return commands.out_of_memory(
+        error,
+        f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch}) or --seq-length (now "
+        f"{config.data.seq_length}){less}",
     )
 
 
@@ -194,7 +193,7 @@ def run_on_rank(
         team.lead(take_folders)
         # What follows is said in the order and the words of Megatron's log, which people's scripts read.
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team)
-        tokenizer, vocab, padded = introduce(config, folder)
+        tokenizer, vocab, padded = introduce(config, folder, team)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - began:.3f}")
         tell_time("after megatron is initialized")
 
@@ -230,7 +229,7 @@ def run_on_rank(
         return ending.status
 
 
-def introduce(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
+def introduce(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
     """Who we are; returns the tokenizer, if there is one, the true and the padded vocabulary size."""
     from meshwright import precision
 
@@ -252,7 +251,7 @@ def introduce(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | Non
         )
     elif t.micro_batch_size != "auto":
         say(f"setting number of micro-batches to constant {config.micro_batches(config.global_batch)}")
-    tokenizer, vocab, padded = vocabulary(config, folder)
+    tokenizer, vocab, padded = same_vocabulary(config, folder, team)
     say("> initializing torch distributed ...")
     say(f"> initialized tensor model parallel with size {tp}")
     say(f"> initialized pipeline model parallel with size {pp}")

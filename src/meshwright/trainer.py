@@ -21,7 +21,7 @@ from meshwright import device as devices
 from meshwright import fit, network, precision, run_folder
 from meshwright.config import TrainConfig
 from meshwright.console import say, tell_time
-from meshwright.data.datasets import Datasets, epochs, marks, open_data
+from meshwright.data.datasets import Datasets, build_datasets, check_datasets, epochs, marks
 from meshwright.data.loader import Batch, Dataset, Loader
 from meshwright.ending import Ending
 from meshwright.errors import NON_FINITE, UserError
@@ -53,7 +53,7 @@ class Trainer:
         say("building GPT model ...")
         if model is None:
             share = of_ranks(config, padded, positions)[layout.at("pp")]
-            fit.require_memory(config, share, padded // layout.tp, device)
+            team.all(lambda: fit.require_memory(config, share, padded // layout.tp, device))
 
         def tell_size(parameters: int) -> None:
             for tp, pp, number in sorted(
@@ -102,7 +102,9 @@ class Trainer:
         p = self.progress
         self.marks = marks(self.config.data, tokenizer)
         at = (p.iteration, p.consumed_train_samples) if self.will_train else None
-        self.data = open_data(self.config, self.vocab, datasets, at, self.team.first)
+        data = self.team.first(lambda: build_datasets(self.config, self.vocab)) if datasets is None else datasets
+        self.team.all(lambda: check_datasets(self.config, data, datasets is not None, at))
+        self.data = data
         self.state.read_in(epochs(self.data.get("train")))
 
     @property

@@ -321,7 +321,7 @@ def load(
             try:
                 found, notes = newest(below=found)
             except Damaged as no_older:
-                raise Damaged(f"{damage}; {no_older}") from damage
+                raise Damaged(f"{damage}; {no_older}", everywhere=True) from damage
 
 
 def load_step(root: Path, step: int, want: Named, verify: str, optimizer: bool, accept: Accept, team: Team) -> Loaded:
@@ -342,7 +342,7 @@ def load_step(root: Path, step: int, want: Named, verify: str, optimizer: bool, 
     told = team.all(look)
     for rank, (_, sha256) in enumerate(told):
         if sha256 != told[0][1]:
-            raise UserError(f"rank {rank} sees another {folder} than rank 0: all nodes must share it", BAD_DATA)
+            raise UserError(f"rank {rank} sees another {folder} than rank 0: all nodes must share it", BAD_DATA, True)
     say(" checkpoint version 3.0")
     team.all(lambda: accept(state, config))
     asked = merged([part for part, _ in told])
@@ -478,7 +478,8 @@ def check_names(folder: Path, stored: Mapping[str, Tensor], want: Mapping[str, A
         missing = [name for name in want if name not in stored]
         if missing and all("/" in name for name in missing):
             shown.append("saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune")
-        raise UserError(f"{folder} does not fit the model that the flags describe:\n  " + "\n  ".join(shown), BAD_DATA)
+        told = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
+        raise UserError(told, BAD_DATA, everywhere=True)
 
 
 def conversions(stored: Mapping[str, Tensor], want: Mapping[str, Any]) -> list[str]:

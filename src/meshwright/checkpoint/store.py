@@ -55,8 +55,14 @@ Produce = Callable[[Write], None]  # writes a file's bytes, in order
 class Damaged(UserError):
     """A file of a checkpoint is missing or is not what was written."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, BAD_DATA)
+    def __init__(self, message: str, everywhere: bool = False) -> None:
+        super().__init__(message, BAD_DATA, everywhere)
+
+
+def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
+    """Only what is not there is damage: missing rights or a failing disk say nothing of the bytes."""
+    words = f"{path}: {error.strerror}{rest}"
+    return Damaged(words) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(words, IO)
 
 
 class File(NamedTuple):
@@ -158,6 +164,7 @@ def refuse_whole(root: Path, step: int, team: Team) -> None:
         f"{target} holds {'a Megatron' if foreign else 'another'} checkpoint, which is never overwritten; save to another "
         "folder, or start anew with --save-overwrite, which moves the old ones aside",
         LOCKED,
+        everywhere=True,
     )
 
 
@@ -244,13 +251,13 @@ def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
 def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
     """Remove steps before `newest`, which was just saved, and return their numbers; the caller holds the lock.
 
-    The newest `keep_last` whole steps stay, and with them multiples of `keep_every` and the best. A damaged step neither
-    counts nor is removed, and none above `newest`: the run fell back from it, so it may be damaged where only a full
-    reading looks. A step loses its name before its files, so that a kill leaves nothing that looks whole.
+    The newest `keep_last` whole steps stay, and with them multiples of `keep_every` and the best. A step that is damaged or
+    cannot be read neither counts nor is removed, and none above `newest`: the run fell back from it, so it may be damaged
+    where only a full reading looks. A step loses its name before its files, so that a kill leaves nothing that looks whole.
     """
     root, whole = Path(root), []
     for step in (n for n in steps(root) if n <= newest):
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(UserError):
             verify(step_folder(root, step))
             whole.append(step)
     removed = [n for n in whole[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
@@ -341,6 +348,7 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE) -> N
             f"{root} has {free:,} bytes free; a checkpoint needs about {bytes_needed:,} and there must be room for "
             f"two, {2 * bytes_needed:,}: make room or change --save",
             IO,
+            everywhere=True,
         )
 
 
@@ -444,7 +452,7 @@ def check_size(path: Path, file: File) -> None:
     try:
         found = path.lstat()
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}; the manifest says {file.size:,} bytes") from error
+        raise unreadable(path, error, f"; the manifest says {file.size:,} bytes") from error
     if not stat.S_ISREG(found.st_mode):
         raise Damaged(f"{path}: a link or something else that is not a plain file; nothing else is read")
     if found.st_size != file.size:
@@ -461,7 +469,7 @@ class Reader:
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise Damaged(f"{path}: {error.strerror}") from error
+            raise unreadable(path, error) from error
         self.pool = ThreadPoolExecutor(THREADS)
 
     def __enter__(self) -> Reader:
@@ -502,7 +510,7 @@ class Reader:
                     raise Damaged(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
                 got += count
         except OSError as error:
-            raise Damaged(f"{self.path}: {error.strerror} at byte {begin + got:,}") from error
+            raise unreadable(self.path, error, f" at byte {begin + got:,}") from error
         if sha256([data]) != self.file.sha256[64 * index : 64 * index + 64]:
             end = begin + len(data)
             raise Damaged(f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)")
@@ -540,7 +548,7 @@ def read_small(path: Path, limit: int) -> bytes:
             raise Damaged(f"{path}: {found.st_size:,} bytes, more than {limit:,} are not read")
         return path.read_bytes()
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
+        raise unreadable(path, error) from error
 
 
 # Which step
@@ -596,9 +604,9 @@ def listing(root: Path) -> list[str]:
 
 def is_foreign(folder: Path) -> bool:
     """A Megatron step: it has mp_rank_ folders, or Megatron-Core's torch_dist files, and no manifest."""
-    if (folder / MANIFEST).exists():
-        return False
     try:
+        if (folder / MANIFEST).exists():
+            return False
         names = os.listdir(folder)
         return any(name.startswith("mp_rank_") or name.endswith(".distcp") for name in names) or any(
             name in (".metadata", "common.pt") for name in names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,44 +31,39 @@ def marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
     if tokenizer is None:
         raise UserError(
             "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need a tokenizer, which knows the "
-            "end of a document: give its flags instead of --vocab-size alone"
+            "end of a document: give its flags instead of --vocab-size alone",
+            everywhere=True,
         )
     return Marks(tokenizer.eod, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
 
 
-def open_data(
-    config: TrainConfig, vocab: int, given: Datasets | None, at: tuple[int, int] | None,
-    first: Callable[[Callable[[], Datasets]], Datasets],
-) -> Datasets:  # fmt: skip
-    """The user's data, or what the flags name, if it reaches to the end of the run.
+def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int, int] | None) -> None:
+    """Whether the data, the user's `own` or what the flags name, reaches to the end of the run.
 
-    `at`: iterations and samples behind us, None if nothing will be trained. `first` lets rank 0 build the indices, which the
-    others then find.
+    `at`: iterations and samples behind us, None if nothing will be trained.
     """
-    for name, own in (given or {}).items():
+    for name, dataset in data.items() if own else ():
         parts = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
-        lacking = [told for told, method in parts.items() if own is not None and not hasattr(own, method)]
+        lacking = [told for told, method in parts.items() if dataset is not None and not hasattr(dataset, method)]
         if lacking:
-            why = f"a {type(own).__name__}, has no {' and no '.join(lacking)}"
+            why = f"a {type(dataset).__name__}, has no {' and no '.join(lacking)}"
             raise UserError(f'datasets["{name}"], {why}: docs/extending.md says what each does', BAD_DATA)
-    data = given if given is not None else first(lambda: build_datasets(config, vocab))
     if at is None:
-        return data
+        return
     train = data.get("train")
     if train is None:
         why = f"--split {config.data.split!r} leaves no document for training"
-        raise UserError(why if given is None else 'datasets: there is no "train" to train on', BAD_DATA)
+        raise UserError('datasets: there is no "train" to train on' if own else why, BAD_DATA)
     (iteration, consumed), size = at, config.global_batch
     last = consumed + (config.steps - iteration) * size
     if config.samples is None and last > len(train):
-        if given is not None:
+        if own:
             raise UserError(f'datasets["train"] has {len(train)} samples, the run needs {last}', BAD_DATA)
         raise UserError(
             f"{consumed} samples are consumed and {config.steps - iteration} steps of {size} would "
             f"end at {last}, but the data set is built for {config.steps} steps of {size}: another "
             "--global-batch-size than before needs the length in samples, --train-samples instead of --train-iters"
         )
-    return data
 
 
 def build_datasets(config: TrainConfig, vocab_size: int) -> dict[str, Dataset | None]:

@@ -294,21 +294,12 @@ class Loader:
                 BAD_DATA,
             )
         samples = [np.asarray(self.dataset[k % len(self.dataset)]) for k in numbers]
-        for k, ids in zip(numbers, samples, strict=True):
-            if ids.dtype.kind not in "iu" or ids.shape != (self.length or samples[0].size,):
-                wanted = "one row of int64" if self.length is None else f"{self.length} int64, --seq-length + 1"
-                raise UserError(
-                    f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}: give {wanted}", BAD_DATA
-                )
+        shape = (self.length or samples[0].size,)
+        if any(ids.dtype.kind not in "iu" or ids.shape != shape for ids in samples):
+            raise self.misshapen(numbers, samples, shape)
         text = np.stack(samples).astype(np.int64, copy=False)  # [B, S + 1]
         if text.min() < 0 or text.max() >= self.vocab_size:
-            row, column = np.argwhere((text < 0) | (text >= self.vocab_size))[0].tolist()
-            place = self.dataset.locate(numbers[row] % len(self.dataset), column)
-            raise UserError(
-                f"sample {numbers[row]} has id {text[row, column]} ({place}), but the tokenizer's ids are "
-                f"0 ... {self.vocab_size - 1}: the data was made with another tokenizer",
-                BAD_DATA,
-            )
+            raise self.unknown_id(numbers, text)
         batch = Batch(
             tokens=torch.from_numpy(text[:, :-1].copy()),
             labels=torch.from_numpy(text[:, 1:].copy()),
@@ -318,3 +309,18 @@ class Loader:
         if self.columns is not None:
             batch = batch.part(self.columns)
         return batch if self.device is None else batch.to(self.device)
+
+    def misshapen(self, numbers: range, samples: list[npt.NDArray[Any]], shape: tuple[int]) -> UserError:
+        pairs = zip(numbers, samples, strict=True)
+        k, ids = next((k, ids) for k, ids in pairs if ids.dtype.kind not in "iu" or ids.shape != shape)
+        wanted = "one row of int64" if self.length is None else f"{self.length} int64, --seq-length + 1"
+        return UserError(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}: give {wanted}", BAD_DATA)
+
+    def unknown_id(self, numbers: range, text: npt.NDArray[np.int64]) -> UserError:
+        row, column = np.argwhere((text < 0) | (text >= self.vocab_size))[0].tolist()
+        place = self.dataset.locate(numbers[row] % len(self.dataset), column)
+        return UserError(
+            f"sample {numbers[row]} has id {text[row, column]} ({place}), but the tokenizer's ids are "
+            f"0 ... {self.vocab_size - 1}: the data was made with another tokenizer",
+            BAD_DATA,
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from meshwright import command, console
 from meshwright import device as devices
 from meshwright.config import GenerateConfig
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
+from meshwright.preflight import has_work
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,7 @@ Complete = Callable[[list[list[int]], int], list[tuple[list[int], bool]]]  # pro
 
 
 def main(argv: list[str]) -> int:
-    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
-        print("generation runs on rank 0; this rank has nothing to do", file=sys.stderr)
+    if not has_work("generation"):
         return DONE
     parsed = command.settings(GenerateConfig, argv, "generate", "Write text with a model.", "load")
     if parsed is None:
@@ -54,8 +53,11 @@ def main(argv: list[str]) -> int:
     if c.precision.deterministic_mode:
         be_deterministic()
     device = devices.pick(c.parallel.device)
-    run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
-    write(c, run, lines, output)
+    batch = c.training.micro_batch_size or 8
+    less = f"a smaller --micro-batch-size (now {batch}) or --out-seq-length (now {s.out_seq_length}), or --bf16,"
+    with command.telling_memory(less):
+        run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
+        write(c, run, lines, output)
     return DONE
 
 

@@ -148,7 +148,7 @@ class Store(Parts):
         """To where the update is made."""
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each parameter's summed gradient."""
+        """This rank's part of each parameter's summed gradient, without rows beyond the true vocabulary."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -522,6 +522,7 @@ class ParameterStore(Store):
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes:
             to, low, high = self.mine(name)
+            high = max(low, min(high, math.prod(self.saved(name, self.shapes[name])[2])))
             yield name, self.share[to : to + high - low]
 
     def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:

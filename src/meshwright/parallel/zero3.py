@@ -130,7 +130,9 @@ class FullyShardedStore(Store):
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name, piece in self.named.items():
-            yield name, self.summed(piece)
+            dimension, first, size = self.rows(name)
+            true = self.saved(name, self.shapes[name])[2][dimension] - first
+            yield name, self.summed(piece).narrow(dimension, 0, max(0, min(size, true)))
 
     def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
         """As ParameterStore's."""
