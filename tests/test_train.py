@@ -21,6 +21,7 @@ import meshwright.train
 from conftest import TINY_FLAGS
 from meshwright import console
 from meshwright.__main__ import main
+from meshwright.errors import UserError
 
 
 def rows(folder, event="step"):

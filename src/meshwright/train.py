@@ -127,8 +127,8 @@ def run(
     except Exception as error:
         told = (start.lost(error) if world.size > 1 else None) or out_of_memory(error, config) or error
         if isinstance(told, UserError) and world.size > 1:
-            alone = f"rank {world.rank}: {told}" if world.rank else str(told)
-            if told.everywhere and world.rank:
+            alone = f"rank {world.rank}: {told}" if world.rank and not told.everywhere else str(told)
+            if told.everywhere and world.local_rank:  # the first rank of each machine tells it
                 time.sleep(WORD)
                 alone = ""
             told = UserError(alone, told.status, everywhere=True)
