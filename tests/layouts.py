@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
@@ -25,6 +26,7 @@ from meshwright import checks, flags
 from meshwright.config import Parallel, TrainConfig
 from ranks import run_ranks
 
+TIMEOUT = datetime.timedelta(minutes=2)  # so that ranks that wait for one another end in time, and say where
 NEAR = 1e-9
 MOST = 8  # ranks
 VOCAB = 37  # a multiple of nothing
@@ -123,18 +125,17 @@ class Connected:
         if layout.shape != self.shape:
             for group in self.groups.values():
                 dist.destroy_process_group(group)
-            self.shape, self.groups = layout.shape, connect(layout).groups
+            self.shape, self.groups = layout.shape, connect(layout, TIMEOUT).groups
         return dataclasses.replace(layout, groups=self.groups)
 
 
 def _train_all(
     folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, look: Callable[[Any], Any]
 ) -> None:
-    from meshwright import console, start
+    from meshwright import console
     from meshwright.parallel.team import Team
 
     console.speak(None)
-    start._minutes = 2  # so that ranks that wait for one another end in time
     team, connected, results = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), Connected(), []
     for name, config in jobs:
         if team.leads:
