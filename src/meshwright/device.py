@@ -47,7 +47,7 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
-        number = 0  # srun and others show each process its own device alone; `alone` sees whether it is
+        number = 0  # srun and others show each process its own device alone; whether it is, start.join asks
     if number >= count:
         hides = f", or see whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
         raise UserError(

@@ -50,9 +50,7 @@ def pick_backend(config: TrainConfig, device: torch.device, tells: bool = False)
         if tells and wanted not in (None, "gloo"):  # the documents' commands say nccl
             print(f"note: --distributed-backend {wanted} has no effect: on a CPU ranks talk by gloo", file=sys.stderr)
         return "gloo"
-    if wanted and ":" in wanted:
-        return wanted
-    return f"cpu:gloo,{device.type}:{wanted or dist.get_default_backend_for_device(device)}"
+    return wanted or str(dist.get_default_backend_for_device(device))
 
 
 def layout_of(config: TrainConfig, rank: int) -> Layout:
@@ -155,7 +153,8 @@ def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
     kept = (update + full * (low or parts > 1 or p.offloads)) / parts  # moments and master
     share = full / parts if 0 < p.zero < 2 and parts > 1 else 0  # of the summed gradients
     if p.offloads:
-        return weight + gradient + share, kept + full / parts
+        leaving = (2 if low else full) / parts if p.zero < 3 else 0  # new weights, on their way to the device
+        return weight + gradient + share, kept + full / parts + leaving
     return weight + gradient + share + kept, 0
 
 
