@@ -1,6 +1,6 @@
 """Layouts of one model on the GPUs of one machine, all in one start of the processes: speed, memory, communication, losses.
 
-usage: torchrun --nproc-per-node 4 --max-restarts 8 benchmarks/gpu_layouts.py OUT MODEL ... [--steps 10 20] [--data PREFIX]
+usage: torchrun --nproc-per-node 2|4 --max-restarts 8 benchmarks/gpu_layouts.py OUT MODEL ... [--steps 10 20] [--data PREFIX]
        python benchmarks/gpu_layouts.py OUT MODEL --overhead [--data PREFIX]      one GPU: our step against a plain loop
        python benchmarks/gpu_layouts.py OUT --table                               table and pictures of what OUT holds
 
@@ -36,14 +36,15 @@ from typing import Any
 
 PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200, without sparsity
 TRAINING = (
-    "--bf16 --hidden-dropout 0 --attention-dropout 0 --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 5 "
+    "--hidden-dropout 0 --attention-dropout 0 --lr 3e-5 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 20 "
     "--weight-decay 0.1 --clip-grad 1.0 --seed 1234 --eval-iters 0 --vocab-size 50257 --no-tensorboard"
 )
 MODELS = {
-    "345M": "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024",
-    "1.3B": "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024",
-    "2.7B": "--num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048",
-    "tiny": "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32",  # to try this file on a CPU
+    "345M": "--bf16 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024",
+    "1.3B": "--bf16 --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024",
+    "2.7B": "--bf16 --num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048",
+    # Every kind of layout in float32: whether they all do the same on these devices. Tries this file on a CPU too.
+    "tiny": "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32",
 }
 TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -61,6 +62,10 @@ class Cell:
     steps: tuple[int, int] | None = None  # where they take longer than others'
     extra: bool = False  # only if --cells names it
 
+    def runs(self, world: int) -> bool:
+        """On one GPU, as the measure, or on all that there are."""
+        return self.ranks in (1, world)
+
 
 # What must be known comes first. Behind a cell of tensor parallelism compiled code is dropped, for it knows groups that are
 # gone; what is on disk is read again in some seconds.
@@ -70,6 +75,8 @@ CELLS = {
         Cell("one GPU", "", 32, 32, 1),
         Cell("DP4 ZeRO-1", ZERO1, 32, 128),
         Cell("DP4", "", 32, 128, extra=True),
+        Cell("DP2 ZeRO-1", ZERO1, 32, 64, 2),
+        Cell("DP2", "", 32, 64, 2, extra=True),
     ],
     "1.3B": [
         Cell("one GPU", "", 16, 16, 1),
@@ -79,9 +86,15 @@ CELLS = {
         Cell("PP2xDP2", f"{PP2} {ZERO1} --pipeline-layout 13,11", 4, 64),  # for the peer
         Cell("TP2xDP2", f"{TP2} {ZERO1}", 16, 64),
         Cell("TP2xDP2 SP", f"{TP2} {SP} {ZERO1}", 16, 64, extra=True),
+        Cell("DP2", "", 16, 32, 2),
+        Cell("DP2 ZeRO-1", ZERO1, 16, 32, 2),
+        Cell("DP2 ZeRO-3", ZERO3, 16, 32, 2),
+        Cell("PP2", f"{PP2} --pipeline-layout 13,11", 4, 32, 2),  # for the peer
+        Cell("TP2", TP2, 16, 32, 2),
+        Cell("TP2 SP", f"{TP2} {SP}", 16, 32, 2, extra=True),
     ],
     "2.7B": [
-        Cell("one GPU", "", 8, 64, 1, (2, 6)),
+        Cell("one GPU", "", 8, 32, 1, (2, 6)),
         Cell("DP4 ZeRO-3", ZERO3, 8, 64),
         Cell("DP4 ZeRO-1", ZERO1, 8, 64),
         Cell("PP2xDP2", f"{PP2} {ZERO1} --pipeline-layout 17,15", 2, 64),
@@ -92,6 +105,12 @@ CELLS = {
         Cell("TP2xPP2", f"{TP2} {SP} {PP2} --pipeline-layout 17,15", 4, 64),
         Cell("TP4", f"{TP4} {SP}", 8, 64),
         Cell("PP4", f"{PP4} --pipeline-layout 9,8,8,7", 2, 64),
+        Cell("DP2 ZeRO-3", ZERO3, 8, 32, 2),
+        Cell("DP2 ZeRO-1", ZERO1, 8, 32, 2),
+        Cell("PP2", f"{PP2} --pipeline-layout 17,15", 2, 32, 2),
+        Cell("TP2", TP2, 8, 32, 2),
+        Cell("TP2 SP", f"{TP2} {SP}", 8, 32, 2),
+        Cell("PP2 interleaved", f"{PP2} {VIRTUAL} 8 --pipeline-layout 9,8,8,7", 4, 32, 2, extra=True),
     ],
     "tiny": [
         Cell("one GPU", "", 2, 16, 1),
@@ -106,6 +125,21 @@ CELLS = {
         Cell("TP2xDP2 SP", f"{TP2} {SP} {ZERO1}", 4, 16),
         Cell("TP4", f"{TP4} {SP}", 4, 16),
         Cell("TP2xPP2", f"{TP2} {SP} {PP2}", 2, 16),
+        Cell("DP2 ZeRO-1", ZERO1, 2, 16, 2),
+        Cell("DP2 ZeRO-1 offload", f"{ZERO1} --cpu-optimizer", 2, 16, 2),
+        Cell("DP2 ZeRO-2", "--zero-stage 2", 2, 16, 2),
+        Cell("DP2 ZeRO-3", ZERO3, 2, 16, 2),
+        Cell("DP2 ZeRO-3 offload", f"{ZERO3} --remote-device cpu", 2, 16, 2),
+        Cell("DP2 full recompute", "--zero-stage 3 --recompute-granularity full", 2, 16, 2),
+        Cell("DP2 selective recompute", "--recompute-activations", 2, 16, 2),
+        Cell("CP2", "--context-parallel-size 2", 2, 16, 2),
+        Cell("PP2", PP2, 2, 16, 2),
+        Cell("PP2 gpipe", f"{PP2} --pipeline-schedule gpipe", 2, 16, 2),
+        Cell("PP2 zero-bubble", f"{PP2} --pipeline-schedule zero-bubble --compile off", 2, 16, 2, extra=True),
+        Cell("PP2 zbv", f"{PP2} --pipeline-schedule zbv --compile off", 2, 16, 2, extra=True),
+        Cell("PP2 interleaved", f"{PP2} {VIRTUAL} 2 --pipeline-layout 3,2,2,1", 2, 16, 2),
+        Cell("TP2", TP2, 4, 16, 2),
+        Cell("TP2 SP", f"{TP2} {SP}", 4, 16, 2),
     ],
 }
 
@@ -178,7 +212,7 @@ def measure_all(given: argparse.Namespace) -> None:
         tried = {(row["cell"], row["event"]) for row in read(path)}
         team.wait()  # before rank 0 writes more
         for cell in CELLS[model]:
-            if cell.ranks > world.size or (cell.name not in given.cells if given.cells else cell.extra):
+            if not cell.runs(world.size) or (cell.name not in given.cells if given.cells else cell.extra):
                 continue
             if (cell.name, "begin") in tried:
                 if team.leads and not {(cell.name, "done"), (cell.name, "failed")} & tried:
@@ -284,7 +318,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
         times["first step"], times["steps"] = ms[0] / 1e3, sum(ms) / 1e3
         shares, begin = None, time.perf_counter()
         if device.type != "cpu" and layout.world > 1:
-            with traced(layout.rank == 0, device) as trace:
+            with traced(layout.rank in (0, layout.world - 1), device) as trace:
                 for number in range(sum(steps), sum(steps) + 2):
                     step(number)
             shares = trace.shares
@@ -308,12 +342,15 @@ def vocabulary_of(config: Any) -> tuple[int, int]:
 
 
 def loader(config: Any, layout: Any, data: Any, device: Any, vocab: int) -> Iterator[list[Any]]:
-    """As train.py makes it."""
+    """As the Trainer makes it."""
     from meshwright.data.loader import Loader
 
+    length, at = config.data.seq_length, layout.at("cp")
+    columns = length // layout.cp
+    mine = None if layout.cp == 1 else slice(at * columns, (at + 1) * columns)
     return iter(Loader(
         data, config.micro_batch, config.batch, 0, config.data.num_workers, vocab, None, layout.at("replicas", "shard"),
-        layout.dp, True, device,
+        layout.dp, True, device, mine, length + 1,
     ))  # fmt: skip
 
 
@@ -476,16 +513,18 @@ class traced:  # noqa: N801
 
 def shares(events: list[dict[str, Any]]) -> dict[str, float] | None:
     """Of the time from the first kernel to the end of the last: in % compute; a NCCL kernel and no other; nothing."""
-    kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events if e.get("cat") == "kernel"]
+    found = [e for e in events if e.get("cat") == "kernel"]
+    kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in found]
     if not kernels:
         return None
+    ctas = [e.get("args", {}).get("grid", [0])[0] for e in found if "nccl" in e["name"].lower()]
     talking = union((a, b) for a, b, is_nccl in kernels if is_nccl)
     computing = union((a, b) for a, b, is_nccl in kernels if not is_nccl)
     either = length(union([*talking, *computing]))
     whole = max(b for _, b, _ in kernels) - min(a for a, _, _ in kernels)
     return {
         "compute": 100 * length(computing) / whole, "exposed": 100 * (either - length(computing)) / whole,
-        "idle": 100 * (1 - either / whole), "communication": 100 * length(talking) / whole, "ms": whole / 1e3,
+        "idle": 100 * (1 - either / whole), "communication": 100 * length(talking) / whole, "ms": whole / 1e3, "ctas": max(ctas, default=0),
     }  # fmt: skip
 
 
@@ -521,7 +560,7 @@ def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], given: argpars
     return {
         "micro": cell.micro, "batch": cell.batch, "steps": list(cell.steps or given.steps), "ms": kept,
         "tokens_per_second": speed, "flops_per_token": flops, "mfu": speed * flops / (PEAK * cell.ranks),
-        "peak_bytes": max(peaks) if peaks else None, "shares": ranks[0]["shares"], "block": ranks[0]["block"],
+        "peak_bytes": max(peaks) if peaks else None, "shares": ranks[0]["shares"], "shares_of_last": ranks[-1]["shares"], "block": ranks[0]["block"],
         "times": ranks[0]["times"], "parameters_of_ranks": [r["parameters"] for r in ranks],
         "losses": ranks[0]["losses"], "norms": ranks[0]["norms"], "all_ms": [round(x, 2) for x in ms],
     }  # fmt: skip
@@ -546,7 +585,10 @@ def in_words(row: dict[str, Any]) -> str:
     if row["event"] == "failed":
         return f"{row['model']} {row['cell']}: FAILED after {row['seconds']:.1f} s: {row['error'][:400]}{left}"
     times = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["times"].items())
-    spent = ", ".join(f"{name} {value:.1f}" for name, value in (row["shares"] or {}).items())
+    spent = "; ".join(
+        ", ".join(f"{name} {value:.1f}" for name, value in (row[which] or {}).items())
+        for which in ("shares", "shares_of_last")
+    )
     return (
         f"{row['model']} {row['cell']}: {row['tokens_per_second']:,.0f} tokens/s, {row['ms']:.1f} ms, "
         f"MFU {100 * row['mfu']:.1f} %, {(row['peak_bytes'] or 0) / 2**30:.1f} GiB, "

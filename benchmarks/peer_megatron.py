@@ -1,6 +1,6 @@
 """The peer of gpu_layouts.py: megatron-core from PyPI on three of the same cells, in the same call on the same machine.
 
-usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/peer_megatron.py OUT [--model 1.3B] [--steps 10 20]
+usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2|4 benchmarks/peer_megatron.py OUT [--model 1.3B] [--steps 10 20]
 
 GPTModel of megatron-core's local layers, bfloat16, no dropout; its distributed optimizer with gradients reduced in float32 and
 both overlaps (gradients, parameters), its own pipeline schedule, its fused GELU, bias-dropout-add and cross entropy. Neither
@@ -45,8 +45,8 @@ class Cell:
     stages: tuple[int, int] | None = None  # layers of the first and the last, as ours has them
 
 
-CELLS = {
-    "1.3B": (
+CELLS = {  # of a model and a number of GPUs: samples of a step, and the cells
+    ("1.3B", 4): (
         64,
         [
             Cell("DP4 distributed optimizer", "DP4 ZeRO-1", 1, 1, (16, 8, 4)),
@@ -54,7 +54,15 @@ CELLS = {
             Cell("TP2xDP2", "TP2xDP2", 2, 1, (16, 8, 32)),
         ],
     ),
-    "tiny": (
+    ("1.3B", 2): (
+        32,
+        [
+            Cell("DP2 distributed optimizer", "DP2 ZeRO-1", 1, 1, (16, 8, 4)),
+            Cell("PP2", "PP2", 1, 2, (4, 2, 8), (13, 11)),
+            Cell("TP2", "TP2", 2, 1, (16, 8, 32)),
+        ],
+    ),
+    ("tiny", 4): (
         16,
         [
             Cell("DP4 distributed optimizer", "DP4 ZeRO-1", 1, 1, (4, 2, 1)),
@@ -69,7 +77,7 @@ RANK = int(os.environ.get("RANK", "0"))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", choices=CELLS, default="1.3B")
+    parser.add_argument("--model", choices=sorted({model for model, _ in CELLS}), default="1.3B")
     parser.add_argument("--steps", type=int, nargs=2, default=(10, 20), help="not counted, and counted (default 10 20)")
     parser.add_argument("--limit", type=float, default=200, help="seconds in all, then it ends (default 200)")
     given = parser.parse_args()
@@ -80,7 +88,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     torch._dynamo.config.automatic_dynamic_shapes = False  # its small fusions: each micro-batch its own, fast, kernels
     torch._dynamo.config.recompile_limit = 64
-    model, (batch, cells) = of_flags(given.model), CELLS[given.model]
+    model, (batch, cells) = of_flags(given.model), CELLS[given.model, int(os.environ["WORLD_SIZE"])]
     path = given.out / f"peer-{given.model}.jsonl"
     if RANK == 0:
         path.unlink(missing_ok=True)
@@ -100,7 +108,7 @@ def main() -> None:
             continue
         about = {
             "model": given.model, "cell": cell.name, "ours": cell.ours, "seconds": time.perf_counter() - begin,
-            "command": " ".join(["torchrun --nproc-per-node 4", *sys.argv]), "megatron_core": version("megatron-core"),
+            "command": " ".join([f"torchrun --nproc-per-node {dist.get_world_size()}", *sys.argv]), "megatron_core": version("megatron-core"),
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), "gpus": dist.get_world_size(),
             "left_bytes": torch.cuda.memory_allocated(), "still_held": [], **versions(device),
         }  # fmt: skip
