@@ -69,7 +69,6 @@ class Cell:
 
 # What must be known comes first. Behind a cell of tensor parallelism compiled code is dropped, for it knows groups that are
 # gone; what is on disk is read again in some seconds.
-# The head costs as much as V / 12h(1 + S/6h) layers, 1.9 of the 1.3B model and 1.4 of the 2.7B one: hence uneven stages.
 CELLS = {
     "345M": [
         Cell("one GPU", "", 32, 32, 1),
@@ -95,22 +94,23 @@ CELLS = {
     ],
     "2.7B": [
         Cell("one GPU", "", 8, 32, 1, (2, 6)),
-        Cell("DP4 ZeRO-3", ZERO3, 8, 64),
+        Cell("DP4 ZeRO-3", ZERO3, 16, 64),
         Cell("DP4 ZeRO-1", ZERO1, 8, 64),
-        Cell("PP2xDP2", f"{PP2} {ZERO1} --pipeline-layout 17,15", 2, 64),
-        Cell("PP2xDP2 interleaved", f"{PP2} {ZERO1} {VIRTUAL} 8 --pipeline-layout 9,8,8,7", 4, 64, extra=True),
-        Cell("TP2xDP2", f"{TP2} {ZERO1}", 8, 64),
-        Cell("TP2xDP2 SP", f"{TP2} {SP} {ZERO1}", 8, 64),
-        Cell("PP4 interleaved", f"{PP4} {VIRTUAL} 4 --pipeline-layout 5,4,4,4,4,4,4,3", 4, 64),
-        Cell("TP2xPP2", f"{TP2} {SP} {PP2} --pipeline-layout 17,15", 4, 64),
+        Cell("PP2xDP2", f"{PP2} {ZERO1} {VIRTUAL} 8", 4, 64),
+        Cell("TP2xDP2", f"{TP2} {SP} {ZERO1}", 8, 64),
+        Cell("PP4", f"{PP4} {VIRTUAL} 4", 4, 64),
+        Cell("TP2xPP2", f"{TP2} {SP} {PP2} {VIRTUAL} 8", 4, 64),
         Cell("TP4", f"{TP4} {SP}", 8, 64),
-        Cell("PP4", f"{PP4} --pipeline-layout 9,8,8,7", 2, 64),
-        Cell("DP2 ZeRO-3", ZERO3, 8, 32, 2),
+        Cell("DP4 ZeRO-3 micro-batch 8", ZERO3, 8, 64, extra=True),
+        Cell("PP2xDP2 not interleaved", f"{PP2} {ZERO1}", 2, 64, extra=True),
+        Cell("TP2xDP2 without SP", f"{TP2} {ZERO1}", 8, 64, extra=True),
+        Cell("PP4 not interleaved", PP4, 2, 64, extra=True),
+        Cell("DP2 ZeRO-3", ZERO3, 16, 32, 2),
         Cell("DP2 ZeRO-1", ZERO1, 8, 32, 2),
-        Cell("PP2", f"{PP2} --pipeline-layout 17,15", 2, 32, 2),
-        Cell("TP2", TP2, 8, 32, 2),
-        Cell("TP2 SP", f"{TP2} {SP}", 8, 32, 2),
-        Cell("PP2 interleaved", f"{PP2} {VIRTUAL} 8 --pipeline-layout 9,8,8,7", 4, 32, 2, extra=True),
+        Cell("PP2", f"{PP2} {VIRTUAL} 8", 4, 32, 2),
+        Cell("PP2 not interleaved", PP2, 2, 32, 2),
+        Cell("TP2", f"{TP2} {SP}", 8, 32, 2),
+        Cell("TP2 without SP", TP2, 8, 32, 2, extra=True),
     ],
     "tiny": [
         Cell("one GPU", "", 2, 16, 1),
@@ -513,18 +513,16 @@ class traced:  # noqa: N801
 
 def shares(events: list[dict[str, Any]]) -> dict[str, float] | None:
     """Of the time from the first kernel to the end of the last: in % compute; a NCCL kernel and no other; nothing."""
-    found = [e for e in events if e.get("cat") == "kernel"]
-    kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in found]
+    kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events if e.get("cat") == "kernel"]
     if not kernels:
         return None
-    ctas = [e.get("args", {}).get("grid", [0])[0] for e in found if "nccl" in e["name"].lower()]
     talking = union((a, b) for a, b, is_nccl in kernels if is_nccl)
     computing = union((a, b) for a, b, is_nccl in kernels if not is_nccl)
     either = length(union([*talking, *computing]))
     whole = max(b for _, b, _ in kernels) - min(a for a, _, _ in kernels)
     return {
         "compute": 100 * length(computing) / whole, "exposed": 100 * (either - length(computing)) / whole,
-        "idle": 100 * (1 - either / whole), "communication": 100 * length(talking) / whole, "ms": whole / 1e3, "ctas": max(ctas, default=0),
+        "idle": 100 * (1 - either / whole), "communication": 100 * length(talking) / whole, "ms": whole / 1e3,
     }  # fmt: skip
 
 
@@ -560,7 +558,8 @@ def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], given: argpars
     return {
         "micro": cell.micro, "batch": cell.batch, "steps": list(cell.steps or given.steps), "ms": kept,
         "tokens_per_second": speed, "flops_per_token": flops, "mfu": speed * flops / (PEAK * cell.ranks),
-        "peak_bytes": max(peaks) if peaks else None, "shares": ranks[0]["shares"], "shares_of_last": ranks[-1]["shares"], "block": ranks[0]["block"],
+        "peak_bytes": max(peaks) if peaks else None, "shares": ranks[0]["shares"],
+        "shares_of_last": ranks[-1]["shares"], "block": ranks[0]["block"],
         "times": ranks[0]["times"], "parameters_of_ranks": [r["parameters"] for r in ranks],
         "losses": ranks[0]["losses"], "norms": ranks[0]["norms"], "all_ms": [round(x, 2) for x in ms],
     }  # fmt: skip

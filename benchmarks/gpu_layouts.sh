@@ -3,11 +3,11 @@
 # usage: benchmarks/gpu_layouts.sh small|large|overhead OUTPUT_DIRECTORY DATA_PREFIX [SECONDS]
 #
 #   small     345M, 1.3B and megatron-core on three cells of 1.3B     about 280 s: start 25, 345M 30, 1.3B 105, peer 110
-#   large     2.7B, ten cells                                         about 560 s with 10 + 20 steps, 290 s with STEPS="4 8"
+#   large     2.7B, eight cells                                       about 400 s with 10 + 20 steps, 220 s with STEPS="4 8"
 #   overhead  345M on one GPU: our step against a loop without parallel/                                  about 60 s
 #
 # SECONDS (default 270): when these have passed, no further cell is begun. STEPS="10 20": steps of a cell before and while its
-# time is taken. A step of the 2.7B model's global batch takes 4.6 s on one GPU (8 steps are enough there) and 1.15 to 1.6 s on
+# time is taken. A step of the 2.7B model takes 2 s on one GPU (8 steps are enough there) and 1.05 to 1.3 s on
 # four; the rest of a cell is 2 to 12 s of compiling and 1 to 4 s of profiling. EXTRA: more flags of gpu_layouts.py.
 # GPUS: how many of them (default: all that the machine has).
 set -u

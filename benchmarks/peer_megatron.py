@@ -1,6 +1,6 @@
 """The peer of gpu_layouts.py: megatron-core from PyPI on three of the same cells, in the same call on the same machine.
 
-usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2|4 benchmarks/peer_megatron.py OUT [--model 1.3B] [--steps 10 20]
+usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/peer_megatron.py OUT [--model 1.3B] [--steps 10 20]
 
 GPTModel of megatron-core's local layers, bfloat16, no dropout; its distributed optimizer with gradients reduced in float32 and
 both overlaps (gradients, parameters), its own pipeline schedule, its fused GELU, bias-dropout-add and cross entropy. Neither
@@ -108,7 +108,8 @@ def main() -> None:
             continue
         about = {
             "model": given.model, "cell": cell.name, "ours": cell.ours, "seconds": time.perf_counter() - begin,
-            "command": " ".join([f"torchrun --nproc-per-node {dist.get_world_size()}", *sys.argv]), "megatron_core": version("megatron-core"),
+            "command": " ".join([f"torchrun --nproc-per-node {dist.get_world_size()}", *sys.argv]),
+            "megatron_core": version("megatron-core"),
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), "gpus": dist.get_world_size(),
             "left_bytes": torch.cuda.memory_allocated(), "still_held": [], **versions(device),
         }  # fmt: skip

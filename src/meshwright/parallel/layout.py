@@ -31,9 +31,6 @@ GROUPS = {
 }
 
 LANES = ("forward", "backward", "forward around", "backward around")
-# Of the GPU's processors (132 on an H100 or H200), how many NCCL may take in a group that talks beside the network's passes: they
-# are missing there, also while a message is only waited for.
-CTAS: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -92,33 +89,25 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     own time-out, not the first group's, unless it is given one."""
     if layout.world == 1:
         return layout
-    groups = {name: make(layout.members(*dims), layout.rank, timeout, CTAS.get(name)) for name, dims in GROUPS.items()}
+    groups = {name: make(layout.members(*dims), layout.rank, timeout) for name, dims in GROUPS.items()}
     pipelines = layout.members("pp")
     groups["embedding"] = make([sorted({g[0], g[-1]}) for g in pipelines], layout.rank, timeout)
     for lane in LANES:  # one direction each, so that no message waits behind one that waits for it
-        groups[lane] = make(pipelines, layout.rank, timeout, CTAS.get("lanes"))
+        groups[lane] = make(pipelines, layout.rank, timeout)
     return replace(layout, groups={name: g for name, g in groups.items() if g is not None})
 
 
-def make(
-    members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None, ctas: int | None = None
-) -> ProcessGroup | None:
+def make(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None) -> ProcessGroup | None:
     import torch.distributed as dist
 
     # "cpu:gloo,cuda:nccl" serves both. What these groups send lies on the device: connections of gloo beside NCCL's would be
     # thousands of sockets in a large run.
     by_device = dict(one.split(":") for one in str(dist.get_backend_config()).split(","))
     backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)
-    options = None
-    if backend == "nccl" and ctas is not None:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = ctas
-        if timeout is not None:
-            options._timeout = timeout
     mine = None
     for ranks in members:
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             if rank in ranks:
                 mine = group
     return mine

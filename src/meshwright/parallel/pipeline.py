@@ -4,7 +4,8 @@ Hand-written because torch's executor knows neither changing numbers of micro-ba
 inside of a backward pass; its schedules are the oracle in the tests, and its zero-bubble lists are run here. A stage sends
 the residual stream forward and its gradient back, through one group for each direction (and, where a rank's chunks make the
 way go around or turn back, for that), so that messages arrive in the order in which they were sent and none waits behind
-one that waits for it. What the next action needs is asked for before the present one is computed, if it comes without that.
+one that waits for it. A message is asked for when it is needed: asked for earlier, NCCL would wait for it on processors of the
+GPU which the computation then lacks (4 % of a step).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from meshwright.parallel.pipeline_schedule import (
     V_SHAPED,
     Action,
     Kind,
-    comes_early,
     schedule,
     stages_of,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import Batch
     from meshwright.model.gpt import GPT
 
-TRIED = {"cpu": ("2.13",)}  # versions of torch whose zero-bubble lists were run here, by device
+TRIED = {"cpu": ("2.13",), "cuda": ("2.11",)}  # versions of torch whose zero-bubble lists were run here, by device
 
 # A part of the network, a micro-batch and the stream that comes in: the stream that goes out, or at the end the loss.
 Forward = Callable[["GPT", "Batch", Tensor | None], Tensor]
@@ -149,29 +149,22 @@ class Pipeline:
         return results
 
     def _run(self, actions: list[Action], batches: list[Batch], act: Callable[[Action, Tensor | None], None]) -> None:
-        asked = None
-        for action, following in zip(actions, [*actions[1:], None], strict=True):
-            mine = asked or self._ask(action, batches)
-            asked = self._ask(following, batches, early=True) if following else None
-            if mine is not None:
-                mine[0].wait()
-            stage = self.stages[action.chunk]
-            way = 1 if action.op == "F" else -1
-            act(action, mine[1] if mine else self.handed.pop((stage, way, action.microbatch), None))
+        for action in actions:
+            act(action, self._receive(action, batches[action.microbatch]))
 
-    def _ask(self, action: Action, batches: list[Batch], early: bool = False) -> tuple[Any, Tensor] | None:
-        """Begin to receive what an action needs from another rank."""
+    def _receive(self, action: Action, batch: Batch) -> Tensor | None:
+        """What an action needs from another stage, if anything."""
         part, stage = self.parts[action.chunk], self.stages[action.chunk]
         if action.op == "W" or (part.first if action.op == "F" else part.last):
             return None
         way = 1 if action.op == "F" else -1
         source = self.rank_of(stage - way)
-        if source == self.rank or (early and not comes_early(action.op, source, self.rank)):
-            return None
-        batch = batches[action.microbatch]
+        if source == self.rank:
+            return self.handed.pop((stage, way, action.microbatch))
         rows = (1, batch.tokens.numel() // self.layout.tp) if self.sequence else batch.tokens.shape
         buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=batch.tokens.device)
-        return dist.irecv(buffer, self.ranks[source], group=self._lane(stage - way, way)), buffer
+        dist.recv(buffer, self.ranks[source], group=self._lane(stage - way, way))
+        return buffer
 
     def _send(self, x: Tensor, stage: int, way: int, microbatch: int) -> Any:
         to = self.rank_of(stage + way)

@@ -84,13 +84,6 @@ def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tu
             raise RuntimeError(f"the schedule deadlocks: {len(lists)} ranks are at {places}")
 
 
-def comes_early(op: str, source: int, rank: int) -> bool:
-    """Whether a message may be asked for before the action ahead of its own is computed. Whatever waits for all that a device
-    has begun, such as memory that is given back or a kernel that is tuned, then waits for this message too. Those that go
-    forward from a lower rank come even if every rank waits so in every action; the others would wait for one another."""
-    return op == "F" and source < rank
-
-
 @dataclass(frozen=True)
 class Timeline:
     total: float
