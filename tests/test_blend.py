@@ -14,8 +14,9 @@ from meshwright.config import Data, Tokenizer, TrainConfig, Training
 from meshwright.data import blend
 from meshwright.data.blend import Blend, normalised, order
 from meshwright.data.datasets import build_datasets
-from meshwright.data.indexed import Indexed, Writer
+from meshwright.data.indexed import Indexed
 from meshwright.data.loader import Cyclic, Loader, Mock, Samples
+from meshwright.data.writing import Writer
 from meshwright.errors import BAD_DATA, UserError
 
 

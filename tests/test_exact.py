@@ -20,7 +20,7 @@ from meshwright import config, flags
 from meshwright.__main__ import main
 from meshwright.checkpoint.store import step_folder
 from meshwright.data.datasets import build_datasets
-from meshwright.data.indexed import Writer
+from meshwright.data.writing import Writer
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 

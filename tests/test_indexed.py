@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from conftest import tokens_of
-from meshwright.data.indexed import HEADER, Indexed, Writer, fingerprint, token_dtype
+from meshwright.data.indexed import HEADER, Indexed, fingerprint
+from meshwright.data.writing import Writer, token_dtype
 from meshwright.errors import BAD_DATA, IO, UserError
 
 
@@ -199,7 +200,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 KILLED = """
 import os, sys, numpy as np
-from meshwright.data import indexed
+from meshwright.data import writing
 calls, limit = 0, int(sys.argv[2])
 def counted(name):
     real = getattr(os, name)
@@ -212,7 +213,7 @@ def counted(name):
     setattr(os, name, call)
 for name in ("fsync", "replace", "unlink"):
     counted(name)
-with indexed.Writer(sys.argv[1], np.uint16) as writer:
+with writing.Writer(sys.argv[1], np.uint16) as writer:
     writer.add([7] * 50)
     writer.end_document()
 """

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from meshwright.__main__ import main
-from meshwright.data.indexed import Writer
+from meshwright.data.writing import Writer
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 

@@ -10,9 +10,10 @@ from conftest import heard, tokens_of
 from meshwright.config import Data, Tokenizer, TrainConfig, Training
 from meshwright.data import loader, samples
 from meshwright.data.datasets import build_datasets, check_vocabulary
-from meshwright.data.indexed import Indexed, Writer
+from meshwright.data.indexed import Indexed
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.samples import build_indices, split_bounds
+from meshwright.data.writing import Writer
 from meshwright.errors import BAD_DATA, UserError
 
 

@@ -457,7 +457,7 @@ def test_a_result_nobody_reads_is_no_failure_but_lost_work_is(tmp_path):
 def test_changed_data_is_told_on_resume(tmp_path, capsys):
     import numpy as np
 
-    from meshwright.data.indexed import Writer
+    from meshwright.data.writing import Writer
 
     def write(seed):
         rng = np.random.RandomState(seed)
@@ -575,7 +575,7 @@ def test_dry_run_in_words(tmp_path, capsys):
 
 
 def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
-    from meshwright.data.indexed import Writer
+    from meshwright.data.writing import Writer
 
     with Writer(tmp_path / "x", "uint16") as writer:
         writer.add(list(range(200)))

@@ -18,8 +18,9 @@ import torch
 
 from conftest import TINY
 from meshwright import config, network
-from meshwright.data.indexed import Indexed, Writer
+from meshwright.data.indexed import Indexed
 from meshwright.data.loader import Batch, Loader, Samples
+from meshwright.data.writing import Writer
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright import config, console
-from meshwright.data.indexed import Indexed, Writer
+from meshwright.data.indexed import Indexed
 from meshwright.data.loader import Batch, Loader, Samples
+from meshwright.data.writing import Writer
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import token_losses
 from meshwright.network import Network, train_step

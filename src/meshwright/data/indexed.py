@@ -15,111 +15,22 @@ three arrays, and because its own library neither checks a file before it is use
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 import struct
-from array import array
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import BAD_DATA, UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 BLOCK = 1 << 20  # array elements looked at together, so that checks of a large file need little memory
-
-
-def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
-    """Megatron's choice; the margin below 65,536 is its own."""
-    return np.uint16 if vocab_size < 65500 else np.int32
-
-
-class Writer:
-    """Writes a pair of files as a stream. They get their names only when whole, on a clean exit of the `with` block.
-
-    The .idx is the last to appear, and an older one is removed before the .bin beside it is replaced: whenever the
-    process is killed, no .idx stands beside a .bin that it does not describe.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: type[np.integer[Any]]) -> None:
-        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        self.sizes = array("i")
-        self.doc_idx = array("q", [0])
-        self.tokens = 0
-        try:
-            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(f"{self.prefix}.bin.tmp", "wb", buffering=1 << 20)  # closed in __exit__
-        except OSError as error:
-            raise self._failed(error) from None
-
-    def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append one sequence to the current document."""
-        try:
-            self._bin.write(np.asarray(ids, dtype=self.dtype).tobytes())
-        except OSError as error:
-            raise self._failed(error) from None
-        self.sizes.append(len(ids))
-        self.tokens += len(ids)
-
-    def end_document(self) -> None:
-        self.doc_idx.append(len(self.sizes))
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._publish()
-        except OSError as failure:
-            raise self._failed(failure) from None
-        finally:
-            with contextlib.suppress(OSError):  # a full disk fails again here
-                self._bin.close()
-            for ending in (".bin.tmp", ".idx.tmp"):
-                Path(self.prefix + ending).unlink(missing_ok=True)
-
-    def _publish(self) -> None:
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        self._bin.close()
-        sizes = np.frombuffer(self.sizes, dtype=np.int32) if self.sizes else np.zeros(0, np.int32)
-        pointers = np.zeros(len(sizes), dtype=np.int64)
-        np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
-        pointers *= self.dtype.itemsize
-        code = next(code for code, dtype in CODES.items() if dtype == self.dtype)
-        with open(f"{self.prefix}.idx.tmp", "wb") as idx:
-            idx.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(self.doc_idx)))
-            idx.write(sizes.astype("<i4", copy=False).data)
-            idx.write(pointers.astype("<i8", copy=False).data)
-            idx.write(np.frombuffer(self.doc_idx, dtype=np.int64).astype("<i8", copy=False).data)
-            idx.flush()
-            os.fsync(idx.fileno())
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        os.replace(f"{self.prefix}.bin.tmp", f"{self.prefix}.bin")
-        os.replace(f"{self.prefix}.idx.tmp", f"{self.prefix}.idx")
-        folder = os.open(Path(self.prefix).parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def _failed(self, error: OSError) -> UserError:
-        written = self.tokens * self.dtype.itemsize
-        return UserError(
-            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
-            "nothing was published, so free space or choose another --output-prefix and start again",
-            IO,
-        )
 
 
 class Indexed:

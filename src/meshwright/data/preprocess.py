@@ -21,7 +21,7 @@ import orjson
 
 from meshwright import command, tokenizers
 from meshwright.config import PreprocessConfig
-from meshwright.data.indexed import Writer, token_dtype
+from meshwright.data.writing import Writer, token_dtype
 from meshwright.errors import BAD_DATA, DONE, IO, UserError
 
 COMPRESSED = {b"\x1f\x8b": "gzip -d", b"\xfd7zXZ": "xz -d", b"\x28\xb5\x2f\xfd": "zstd -d", b"BZh": "bzip2 -d"}
@@ -127,7 +127,7 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO) -> None:
     for writer in writers.values():
         size = writer.tokens * writer.dtype.itemsize
         print(
-            f"wrote {writer.prefix}.bin/.idx: {totals.documents:,} documents, {len(writer.sizes):,} sequences, "
+            f"wrote {writer.prefix}.bin/.idx: {totals.documents:,} documents, {writer.sequences:,} sequences, "
             f"{writer.tokens:,} tokens, {size:,} bytes ({writer.dtype.name})",
             file=stdout,
         )

@@ -1,7 +1,10 @@
-import dataclasses, sys
+import sys
+
 sys.path.insert(0, "benchmarks")
 import gpu_layouts as g
+
 from meshwright.parallel import layout, pipeline
+
 C, Z1, Z3, P, V = g.Cell, g.ZERO1, g.ZERO3, g.PP2, g.VIRTUAL
 real_early = pipeline.comes_early
 S = (2, 4)
@@ -28,8 +31,20 @@ g.CELLS["2.7B"] = [
     C("PP2 early c4", f"{P} --pipeline-layout 17,15", 2, 32, 2, S),
     C("PP2 interleaved late c4", f"{P} {V} 8 --pipeline-layout 9,8,8,7", 4, 32, 2, S),
 ]
-g.CELLS["tiny"] = [C(c.name, c.flags.replace("17,15", "5,3").replace("9,8,8,7", "3,2,2,1").replace(f"{V} 8", f"{V} 2"), 2, 16, c.ranks, (1, 2)) for c in g.CELLS["2.7B"]]
+g.CELLS["tiny"] = [
+    C(
+        c.name,
+        c.flags.replace("17,15", "5,3").replace("9,8,8,7", "3,2,2,1").replace(f"{V} 8", f"{V} 2"),
+        2,
+        16,
+        c.ranks,
+        (1, 2),
+    )
+    for c in g.CELLS["2.7B"]
+]
 line = g.line_of
+
+
 def line_of(model, cell, given):
     words = cell.name.split()
     layout.CTAS.clear()
@@ -39,5 +54,7 @@ def line_of(model, cell, given):
             layout.CTAS.update({"lanes": n} if "PP" in cell.name else {"shard": n, "gradients": n})
     pipeline.comes_early = (lambda *a: False) if "late" in words else real_early
     return line(model, cell, given)
+
+
 g.line_of = line_of
 g.main()

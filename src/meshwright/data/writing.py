@@ -1,0 +1,140 @@
+"""Writing token files as a stream: constant memory at any size, and no `.idx` beside a `.bin` that is not its own.
+
+Lengths and document borders go to files of their own while the tokens are written; the index is put together from them at the
+end, block by block. Hand-written for that reason: Megatron's builder holds both as lists of Python numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.indexed import BLOCK, CODES, HEADER, MAGIC
+from meshwright.errors import IO, UserError
+
+PARTS = (".bin", ".sizes", ".docs")  # tokens, int32 lengths of sequences, int64 ends of documents; `.tmp` behind each
+
+
+def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
+    """Megatron's choice; the margin below 65,536 is its own."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+class Writer:
+    """Writes a pair of files as a stream. They get their names only when whole, on a clean exit of the `with` block.
+
+    The .idx is the last to appear, and an older one is removed before the .bin beside it is replaced: whenever the
+    process is killed, no .idx stands beside a .bin that it does not describe.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        self.tokens = self.sequences = self.documents = 0
+        try:
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self.files: dict[str, BinaryIO] = {
+                part: open(f"{self.prefix}{part}.tmp", "wb", buffering=1 << 20)
+                for part in PARTS  # closed in __exit__
+            }
+        except OSError as error:
+            raise self.failed(error) from None
+
+    def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append one sequence to the current document."""
+        self.append(np.asarray(ids, dtype=self.dtype), np.array([len(ids)], np.int32), np.zeros(0, np.int64))
+
+    def end_document(self) -> None:
+        self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64))
+
+    def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
+        """Many at once: tokens of all, the length of each sequence, and after how many sequences in all each document ends."""
+        try:
+            for part, values, kind in zip(PARTS, (tokens, sizes, ends), (self.dtype, "<i4", "<i8"), strict=True):
+                self.files[part].write(np.ascontiguousarray(values, dtype=kind).data)
+        except OSError as error:
+            raise self.failed(error) from None
+        self.tokens += len(tokens)
+        self.sequences += len(sizes)
+        self.documents += len(ends)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                for file in self.files.values():
+                    file.flush()
+                publish(self.prefix, self.dtype)
+        except OSError as failure:
+            raise self.failed(failure) from None
+        finally:
+            for file in self.files.values():
+                with contextlib.suppress(OSError):  # a full disk fails again here
+                    file.close()
+            clear(self.prefix)
+
+    def failed(self, error: OSError) -> UserError:
+        written = self.tokens * self.dtype.itemsize
+        return UserError(
+            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
+            "nothing was published, so free space or choose another --output-prefix and start again",
+            IO,
+        )
+
+
+def publish(prefix: str, dtype: np.dtype[Any]) -> None:
+    """The whole `.tmp` parts become the pair of files."""
+    write_index(f"{prefix}.idx.tmp", dtype, f"{prefix}.sizes.tmp", f"{prefix}.docs.tmp")
+    sync(f"{prefix}.bin.tmp")
+    Path(f"{prefix}.idx").unlink(missing_ok=True)
+    os.replace(f"{prefix}.bin.tmp", f"{prefix}.bin")
+    os.replace(f"{prefix}.idx.tmp", f"{prefix}.idx")
+    sync(Path(prefix).parent)
+    clear(prefix)
+
+
+def clear(prefix: str) -> None:
+    for part in (*PARTS, ".idx"):
+        Path(f"{prefix}{part}.tmp").unlink(missing_ok=True)
+
+
+def write_index(path: str | Path, dtype: np.dtype[Any], sizes: str | Path, docs: str | Path) -> None:
+    """The .idx of the lengths and document ends that lie in two files, read block by block."""
+    n, m = os.path.getsize(sizes) // 4, os.path.getsize(docs) // 8
+    code = next(code for code, known in CODES.items() if known == dtype)
+    with open(path, "wb", buffering=1 << 20) as idx:
+        idx.write(HEADER.pack(MAGIC, 1, code, n, m + 1))
+        for block in blocks(sizes, "<i4"):
+            idx.write(block.data)
+        position = 0
+        for block in blocks(sizes, "<i4"):
+            ends = position + np.cumsum(block, dtype=np.int64) * dtype.itemsize
+            idx.write((ends - block.astype(np.int64) * dtype.itemsize).astype("<i8", copy=False).data)
+            position = int(ends[-1])
+        idx.write(np.zeros(1, "<i8").data)
+        for block in blocks(docs, "<i8"):
+            idx.write(block.data)
+        idx.flush()
+        os.fsync(idx.fileno())
+
+
+def blocks(path: str | Path, dtype: str) -> Iterator[npt.NDArray[Any]]:
+    with open(path, "rb") as file:
+        while len(values := np.fromfile(file, dtype, BLOCK)):
+            yield values
+
+
+def sync(path: str | Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
