@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from conftest import TINY_FLAGS
+from meshwright import preprocess
 from meshwright.__main__ import main
 from meshwright.config import Preprocess, PreprocessConfig, Tokenizer, TrainConfig
-from meshwright.data import preprocess
 from meshwright.flags import parse
 
 

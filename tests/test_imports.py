@@ -14,12 +14,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Each layer may import from itself and from those above it.
 LAYERS = [
-    ["errors", "console", "files", "values", "config", "presets", "checks", "foreign_flags", "deepspeed", "flags"],
-    ["command", "device"],
+    ["errors", "console", "files", "values", "config", "presets", "datapaths", "checks", "foreign_flags", "deepspeed", "flags"],
+    ["command", "device", "launchers"],
     ["tokenizers", "data", "kernels", "model", "lr_schedule", "trackers"],
-    ["precision", "optimizer", "parallel", "launchers", "start"],
+    ["precision", "optimizer", "parallel", "start"],
     ["checkpoint", "metrics", "report"],
-    ["launch", "launched", "agent", "ending", "compare"],
+    ["launch", "launched", "agent", "ending", "compare", "preprocess"],
     ["network"],
     ["resume", "run_folder", "preflight", "fit"],
     ["trainer"],
@@ -34,7 +34,8 @@ LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 NO_TORCH = ["errors", "config", "deepspeed", "flags", "device", "tokenizers", "lr_schedule", "report", "preflight", "train",
             "console", "files", "resume", "run_folder",
             "evaluate", "__main__", "launch", "launched", "launchers", "start",
-            "data.indexed", "data.preprocess", "data.samples",
+            "data.plan", "data.history", "datapaths", "data.indexed", "preprocess", "data.text", "data.crew", "data.samples",
+            "data.commands", "data.ahead", "data.fetch", "data.look", "data.loose", "data.merge", "data.verify",
             "model.counts", "checkpoint.store", "checkpoint.native", "checkpoint.inspect", "generate.command"]  # fmt: skip
 
 

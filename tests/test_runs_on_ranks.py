@@ -10,11 +10,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.checkpoint import native
+from meshwright.data.writing import Writer
 from ranks import run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
@@ -74,6 +76,35 @@ def test_a_run_goes_on_in_another_layout(tmp_path, uninterrupted, chain):
     for i, want in uninterrupted[0].items():
         assert steps[i] == pytest.approx(want, rel=1e-9), i
     assert valid == pytest.approx(uninterrupted[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, "--global-batch-size=16"), (2, "--pipeline-model-parallel-size=2"), (2, "--context-parallel-size=2"),
+     (4, "--tensor-model-parallel-size=2 --zero-stage=1")],
+    ids=["dp2", "pp2", "cp2", "tp2dp2"],
+)  # fmt: skip
+def test_whole_validation_sets_on_ranks(tmp_path, world, layout):
+    """Sets whose samples are no multiple of any batch, with ends of documents masked: every sample counts once."""
+    for n, tokens in enumerate((400, 333)):
+        with Writer(tmp_path / f"d{n}", np.uint16) as writer:
+            for k in range(0, tokens, 20):
+                writer.add([*((k + n + i) * 7 % 63 for i in range(19)), 63])
+                writer.end_document()
+    data = ["--no-mock-data", "--tokenizer-type=NullTokenizer", "--vocab-size=63", "--eod-mask-loss", "--full-validation",
+            "--train-iters=2", "--eval-interval=2", f"--train-data-path={tmp_path}/d0", "--valid-data-path",
+            f"{tmp_path}/d0", f"{tmp_path}/d1", "--multiple-validation-sets"]  # fmt: skip
+    one = [flag for flag in layout.split() if flag.startswith("--global")]
+    assert main(["train", *FLAGS, *data, *one, "--run-dir", str(tmp_path / "one")]) == 0
+    statuses, told = on_ranks(world, *data, *layout.split(), "--run-dir", "many", folder=tmp_path)
+    assert statuses == [0] * world, told[0][-3000:]
+    read = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "many")
+    ]
+    want, got = ([(r["set"], r["loss"]) for r in rows if r["event"] == "validation"] for rows in read)
+    assert [name for name, _ in got] == ["d0", "d1"] * 2 == [name for name, _ in want]
+    assert [loss for _, loss in got] == pytest.approx([loss for _, loss in want], rel=1e-9)
 
 
 def strike(folder, number):

@@ -12,7 +12,7 @@ from meshwright.data import loader, samples
 from meshwright.data.datasets import build_datasets, check_vocabulary
 from meshwright.data.indexed import Indexed
 from meshwright.data.loader import Mock, Samples
-from meshwright.data.samples import build_indices, split_bounds
+from meshwright.data.samples import build_indices, epochs_needed, split_bounds
 from meshwright.data.writing import Writer
 from meshwright.errors import BAD_DATA, UserError
 
@@ -24,6 +24,10 @@ def data(prefix, sizes, vocab=1000, dtype=np.uint16):
             writer.add(rng.integers(0, vocab, n).tolist())
             writer.end_document()
     return Indexed(prefix)
+
+
+def build(sizes, documents, *arguments):
+    return build_indices(sizes, documents, int(sizes[documents.start : documents.stop].sum()), *arguments)
 
 
 def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
@@ -73,12 +77,12 @@ def test_seven_steps_on_random_cases(monkeypatch):
         arguments = (int(rng.integers(0, 80)), int(rng.choice([1, 2, 7, 30])), int(rng.integers(0, 9)))
         cutoff = float(rng.choice([0.80, 0.95]))
         doc, rows, shuffle, epochs, apart = seven_steps(sizes.tolist(), documents, *arguments, cutoff)
-        got = build_indices(sizes.astype(np.int32), documents, *arguments, cutoff)
+        got = build(sizes.astype(np.int32), documents, *arguments, cutoff)
         assert got[0].tolist() == doc
         assert got[1].tolist() == [list(row) for row in rows]
         assert got[2].tolist() == shuffle
-        assert got[3] == epochs
-        assert [a.dtype for a in got[:3]] == [np.int32, np.int32, np.uint32]
+        assert epochs_needed(tokens := int(sizes[documents].sum()), *arguments[:2], cutoff) == (epochs, apart), tokens
+        assert [a.dtype for a in got] == [np.int32, np.int32, np.uint32]
         seen.add((apart, min(epochs, 3), cutoff))
     assert len(seen) == 10  # one, two or more epochs, the last apart or not (a single one never is), both cutoffs
 
@@ -121,8 +125,8 @@ def test_lengths_of_the_345m_log():
         tokens = ((rows - 1) * 1024 + 1) // epochs + 1
         sizes = np.full(10, tokens // 10, dtype=np.int32)
         sizes[0] += tokens % 10
-        got = build_indices(sizes, range(10), wanted, 1024, 1234, 0.8)
-        assert (len(got[1]), got[3]) == (rows, epochs)
+        got = build(sizes, range(10), wanted, 1024, 1234, 0.8)
+        assert (len(got[1]), len(got[0])) == (rows, 10 * epochs)
 
 
 def config(prefix, **changes):
@@ -201,14 +205,14 @@ data_prefix: \['{tmp_path}/x'\]
 
 def test_line_about_the_last_epoch():
     with heard() as (lines, _):
-        build_indices(np.array([100]), range(1), 110, 1, 0, 0.95)
+        build(np.array([100]), range(1), 110, 1, 0, 0.95)
     assert lines[0] == (
         " > last epoch number of samples (11) is smaller than 95% of number of samples per epoch (99), "
         "setting separate_last_epoch to True"
     )
     assert " > building shuffle index with split [0, 99) and [99, 199) ..." in lines
     with heard() as (lines, _):
-        build_indices(np.array([100]), range(1), 190, 1, 0, 0.8)
+        build(np.array([100]), range(1), 190, 1, 0, 0.8)
     assert (
         "(91) is larger than 80% of number of samples per epoch (99), setting separate_last_epoch to False" in lines[0]
     )

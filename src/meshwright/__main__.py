@@ -13,7 +13,8 @@ from meshwright.start import die_with_parent
 
 COMMANDS = {
     "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three minutes"),
-    "preprocess": ("meshwright.data.preprocess", "JSON lines to .bin/.idx"),
+    "preprocess": ("meshwright.preprocess", "text to .bin/.idx"),
+    "data": ("meshwright.data.commands", "verify, inspect, merge, fetch token files; index and plan a training's samples"),
     "train-tokenizer": ("meshwright.data.train_tokenizer", "learn a BPE vocabulary from text"),
     "train": ("meshwright.train", "pre-train a GPT"),
     "launch": ("meshwright.launch", "start a command or a script as several ranks, on one machine or many"),
@@ -50,14 +51,14 @@ def main(argv: list[str] | None = None) -> int:
         return SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return DONE if name in READ_ONLY or set(argv) & PRINTS else IO  # what only prints has done its work
+        return DONE if {name, " ".join(argv[:2])} & READ_ONLY or set(argv) & PRINTS else IO  # what only prints has done its work
     except OSError as e:
         _tell(f"meshwright {name}: error: {f'{e.filename}: {e.strerror}' if e.filename else e}")
         return IO
 
 
-# Commands and flags whose whole result is what they print.
-READ_ONLY = {"", "-h", "--help", "help", "--version", "inspect", "report", "evaluate"}
+# Commands and flags whose whole result is what they print; that of `data verify` is its exit status, too.
+READ_ONLY = {"", "-h", "--help", "help", "--version", "inspect", "report", "evaluate", "data inspect", "data plan"}
 PRINTS = {"-h", "--help", "--print-config", "--dry-run"}
 
 

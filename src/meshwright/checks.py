@@ -6,35 +6,48 @@ No torch is imported.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
 from collections.abc import Collection
 from typing import Any
 
+from meshwright import datapaths
 from meshwright.config import (
     ARCHITECTURE,
     OUTCOME,
     Data,
     EvaluateConfig,
+    FetchConfig,
     GenerateConfig,
+    IndexConfig,
+    InspectConfig,
     Logging,
+    LooseTextConfig,
+    MergeConfig,
     Model,
     Parallel,
+    PlanConfig,
     Precision,
     PreprocessConfig,
     TrainConfig,
     Training,
+    VerifyConfig,
     spelling,
 )
-from meshwright.values import allowed_in_a_row, blend, skipped, split_layers, split_shares
+from meshwright.values import allowed_in_a_row, skipped, split_layers, split_shares
 
 
 def problems(config: Any, data: bool = True) -> list[str]:
     """Every objection; `data`: a training needs token files."""
     out = not_yet(config) + unusable(config)
+    if isinstance(config, InspectConfig | IndexConfig | PlanConfig):
+        return out + ahead_problems(config)
     if isinstance(config, TrainConfig):
         return out + training_problems(config, data)
+    if isinstance(config, VerifyConfig | MergeConfig | FetchConfig | LooseTextConfig):
+        return out + files_problems(config)
     if isinstance(config, PreprocessConfig):
         needs = {"--input is needed: a JSON-lines file": config.preprocess.input,
                  "--output-prefix is needed: where to write": config.preprocess.output_prefix}  # fmt: skip
@@ -66,6 +79,51 @@ def training_problems(c: TrainConfig, data: bool) -> list[str]:
     if p.offloads and o.optimizer == "muon":
         said = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
         out.append(f"{said} with --optimizer muon: its matrix products belong on the device")
+    return out
+
+
+def ahead_problems(c: InspectConfig | IndexConfig | PlanConfig) -> list[str]:
+    """Of the commands that count a training's samples ahead of it: only what decides these is needed."""
+    out, prefix = [], None
+    if isinstance(c, InspectConfig):
+        i, prefix = c.inspection, c.inspection.prefix
+        if not prefix and i.sample is None:
+            out.append("a prefix of .bin/.idx is needed: meshwright data inspect PREFIX")
+        if i.document is not None and i.sample is not None:
+            out.append(f"--document {i.document} and --sample {i.sample} show two things: give one")
+        if i.sample is None:
+            return out
+    t, p = c.training, c.parallel
+    out += data_problems(c.data, not prefix)
+    if c.data.seq_length is None:
+        out.append("--seq-length is needed: tokens of one sample")
+    lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
+    if len(lengths) != 1:
+        few = f"{' and '.join(map(spelling, lengths))} are given" if lengths else "none is given"
+        out.append(
+            f"--train-iters, --train-samples or --train-tokens is needed, one of them ({few}): how long the run is"
+        )
+    if t.global_batch_size is None and p.world_size is None and p.model_ranks > 1:
+        out.append(
+            f"--global-batch-size is needed, or --world-size: a model on {p.model_ranks} ranks will not run on this one"
+        )
+    if t.micro_batch_size in (None, "auto") and t.global_batch_size is None:
+        out.append("--global-batch-size is needed, or a --micro-batch-size: samples of one step")
+    return out
+
+
+def files_problems(c: VerifyConfig | MergeConfig | FetchConfig | LooseTextConfig) -> list[str]:
+    """Of the commands that work on files as such."""
+    if isinstance(c, VerifyConfig) and not c.verification.prefixes:
+        return ["a prefix of .bin/.idx is needed, or several: meshwright data verify PREFIX ..."]
+    if isinstance(c, FetchConfig) and c.fetching.sha256 and len(c.fetching.names) != 1:
+        return [f"--sha256 is for one file, but {len(c.fetching.names)} are named"]
+    if not isinstance(c, MergeConfig):
+        return []
+    m = c.merging
+    out = [] if m.output_prefix else ["--output-prefix is needed: where to write"]
+    if bool(m.datasets) == bool(m.input):
+        out.append("prefixes of .bin/.idx are needed (meshwright data merge A B ...), or --input FOLDER: give either")
     return out
 
 
@@ -110,6 +168,8 @@ def notices(config: Any) -> list[str]:
         ("fp32_residual_connection", "--fp16 or --bf16", p.fp16 or p.bf16),
         ("recompute_method recompute_num_layers", "--recompute-granularity full", t.recompute == "full"),
         ("exit_on_missing_checkpoint finetune no_load_optim", "--load", c.load),
+        ("blend_change_at", "--load: a run that begins has one blend from its first sample on", c.load),
+        ("full_validation multiple_validation_sets", "validations: --eval-iters is 0", t.eval_iters),
         ("save_interval save_overwrite save_at_start no_save_optim keep_last keep_every keep_best", "--save", c.save),
         ("keep_every", "--keep-last: all are kept", c.keep_last or not c.save),
         ("keep_best", "validations: --eval-iters is 0", t.eval_iters),
@@ -144,7 +204,7 @@ def notices(config: Any) -> list[str]:
         "--swiglu and --glu-activation are both given: the gate is --glu-activation's":
         m.swiglu and m.glu_activation is not None,
         "--mock-data: the files of --data-path and its sisters are not read":
-        d.mock_data and bool(d.data_path or d.train_data_path or d.valid_data_path or d.test_data_path),
+        d.mock_data and bool(datapaths.given(d)),
         "--profile without --run-dir or --save: the table is printed, no trace is kept":
         g.profile and not (c.run_dir or c.save),
         f"--profile begins at step {g.profile_step_start}, after the end of the run":
@@ -152,6 +212,8 @@ def notices(config: Any) -> list[str]:
         "--log-timers-to-tensorboard has only the iteration's time with --timing-log-level 0":
         g.log_timers_to_tensorboard and g.timing_log_level == "0",
     }  # fmt: skip
+    with contextlib.suppress(ValueError):  # told as a problem
+        out += datapaths.overlaps(d)
     return out + [line for line, applies in others.items() if applies]
 
 
@@ -483,16 +545,17 @@ def data_problems(d: Data, needed: bool) -> list[str]:
         out.append(f"--num-workers {d.num_workers} batches would be read ahead: at most 1024")
     if not 0 <= d.last_epoch_cutoff <= 1:
         out.append(f"--last-epoch-cutoff {d.last_epoch_cutoff} is not in [0, 1]")
-    parts = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(d, n)]
-    if d.data_path and parts:
-        out.append(f"--data-path, which --split divides, contradicts {' and '.join(map(spelling, parts))}: give either")
-    if needed and not d.data_path and not d.train_data_path and not d.mock_data:
-        out.append("--data-path is needed (a prefix written by `meshwright preprocess`), or --mock-data")
-    for name in ("data_path", *parts):
-        try:
-            blend(getattr(d, name))
-        except ValueError as error:
-            out.append(f"{spelling(name)}: {error}")
+    try:
+        trains = any(one.split == "train" for one in datapaths.path_sets(d))
+        if needed and not trains and not d.mock_data:
+            out.append("--data-path is needed (a prefix written by `meshwright preprocess`), or --mock-data")
+    except ValueError as error:
+        out.append(str(error))
+    at = d.blend_change_at
+    if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
+        out.append(f"--blend-change-at {at!r} is neither a sample's number nor now")
+    if at is not None and d.dataloader_type == "cyclic":
+        out.append("--blend-change-at with --dataloader-type cyclic, whose every epoch mixes all samples anew: give single")
     try:
         skipped(d.skip_train_iteration_range)
     except ValueError as error:

@@ -47,9 +47,13 @@ class Run:
         return self.rows.steps[at - 1].consumed_samples * self.scale if at else 0
 
     def validations(self) -> dict[int, float]:
-        """By iteration; at the last one there may be another at the end of the run, with other samples."""
-        all_of_them = {v.iteration: v.loss for v in reversed(self.rows.validations) if v.name != "test"}
-        return dict(sorted(all_of_them.items()))
+        """By iteration, the mean of several sets; at the last one there may be another at the end of the run, with other
+        samples."""
+        all_of_them: dict[int, dict[str, float]] = {}
+        for v in reversed(self.rows.validations):
+            if v.name != "test":
+                all_of_them.setdefault(v.iteration, {})[v.of] = v.loss
+        return {i: math.fsum(losses.values()) / len(losses) for i, losses in sorted(all_of_them.items())}
 
     def final(self, kind: str) -> float:
         """The last validation's loss, or the median training loss of the last fiftieth: one step alone says little."""
@@ -175,7 +179,9 @@ def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 # What decides which tokens a validation reads.
-_VALIDATED_ON = ("data_path", "valid_data_path", "split", "split_arithmetic", "seq_length", "seed",
+_VALIDATED_ON = ("data_path", "data_args_path", "valid_data_path", "per_split_data_args_path",
+                 "valid_weighted_split_paths", "valid_weighted_split_paths_path", "multiple_validation_sets",
+                 "full_validation", "split", "split_arithmetic", "seq_length", "seed",
                  "mock_data", "eval_iters", "eval_interval", "global_batch_size", "vocab_file", "tokenizer_model",
                  "tokenizer_type")  # fmt: skip
 

@@ -176,6 +176,28 @@ class Data:
     train_data_path: list[str] = flag([], "prefix or blend of the training set, whole files; instead of --split")
     valid_data_path: list[str] = flag([], "prefix or blend of the validation set")
     test_data_path: list[str] = flag([], "prefix or blend of the test set")
+    data_args_path: str | None = flag(None, "file that holds what --data-path would")
+    per_split_data_args_path: str | None = flag(
+        None, 'JSON file {"train": [...], "valid": [...], "test": [...]} of what the three flags above would hold'
+    )
+    train_weighted_split_paths: list[str] = flag(
+        [], "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX ...': the training set, of shares of files' documents"
+    )
+    valid_weighted_split_paths: list[str] = flag(
+        [], "'NAME: WEIGHT START:END PREFIX, ...' 'NAME2: ...': validation sets, each with a loss of its own"
+    )
+    test_weighted_split_paths: list[str] = flag([], "the same for test sets")
+    train_weighted_split_paths_path: str | None = flag(None, "file that holds what --train-weighted-split-paths would")
+    valid_weighted_split_paths_path: str | None = flag(None, "file that holds what --valid-weighted-split-paths would")
+    test_weighted_split_paths_path: str | None = flag(None, "file that holds what --test-weighted-split-paths would")
+    multiple_validation_sets: bool = flag(
+        False, "each path of --valid-data-path is a set of its own, with its own loss"
+    )
+    validation_set_names: list[str] = flag([], "names of these sets (none: the names of their files)")
+    full_validation: bool = flag(False, "each validation reads all of its set once, instead of --eval-iters batches")
+    blend_change_at: str | None = flag(
+        None, "sample of a continued run from which on the blend is the one given now, not its own; now: the next sample"
+    )
     eod_mask_loss: bool = flag(False, "no loss for what follows an end of document: it is not predictable")
     reset_position_ids: bool = flag(False, "positions restart after each end of document")
     reset_attention_mask: bool = flag(False, "no attention across an end of document")
@@ -455,20 +477,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """JSON lines to .bin/.idx."""
+    """Text to .bin/.idx."""
 
-    input: list[str] = flag([], "JSON-lines file(s), one document a line; - for standard input")
+    input: list[str] = flag(
+        [], "JSON lines, one document a line, also compressed; Parquet; folders of a saved data set; tar archives of texts; -"
+    )
     output_prefix: str | None = flag(None, "files are <prefix>_<key>_document.bin/.idx")
     json_keys: list[str] = flag(["text"], "keys whose text is read", "--json-key")
     append_eod: bool = flag(False, "end each document with the end-of-document id")
     on_error: Literal["stop", "skip"] = flag("stop", "a bad line: stop, or count it and go on")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "format (lazy and cached are written as mmap)")
-    workers: int = flag(1, "worker processes", bound="above 0")
+    workers: int | None = flag(None, "worker processes (none: one for each core)", bound="above 0")
     log_interval: int = flag(1000, "documents between progress lines", bound="above 0")
-    split_sentences: bool = flag(False, "cut documents into sentences", only=(False,), step=4)
-    keep_newlines: bool = flag(False, "keep newlines between sentences", only=(False,), step=4)
-    lang: str = flag("english", "language of --split-sentences", only=("english",), step=4)
-    partitions: int = flag(1, "cut the input into parts", only=(1,), step=4)
+    split_sentences: bool = flag(False, "cut documents into sentences with NLTK, files <prefix>_<key>_sentence")
+    keep_newlines: bool = flag(False, "with --split-sentences keep the white space between sentences")
+    lang: str = flag("english", "language of --split-sentences")
 
 
 @dataclass(frozen=True)
@@ -481,6 +504,68 @@ class Evaluate:
         None, "tokens a window moves on (none: half the sequence length)", bound="above 0"
     )
     json: bool = flag(False, "print one JSON line instead of a table")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What is checked of token files."""
+
+    prefixes: list[str] = flag([], "prefixes of .bin/.idx, as --data-path takes them", "--prefix")
+    checksums: str | None = flag(
+        None, "file as sha256sum writes it: compared if it exists, else written when everything is whole"
+    )
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is shown of token files."""
+
+    prefix: str | None = flag(None, "prefix of .bin/.idx, as --data-path takes it")
+    document: int | None = flag(None, "show this document, counted from 0, and nothing else", bound="from 0")
+    sample: int | None = flag(
+        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound="from 0"
+    )
+    sample_set: str = flag("train", "the set that --sample counts in: train, valid, test, or valid/NAME of several")
+    top: int = flag(20, "how many of the most frequent tokens are shown (0: they are not counted)", bound="from 0")
+    picture: str | None = flag(None, "histogram of the documents' lengths, a .png, .svg or .pdf")
+    json: bool = flag(False, "print one JSON line instead of a table")
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How the samples ahead are told."""
+
+    json: bool = flag(False, "print one JSON line instead of a table")
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Token files that become one pair."""
+
+    datasets: list[str] = flag([], "prefixes of .bin/.idx in the order in which they are joined", "--prefixes")
+    input: str | None = flag(None, "folder: every pair of files in it, sorted by name")
+    output_prefix: str | None = flag(None, "prefix of the files that are written")
+    merge: Literal["serial", "distributed"] = flag(
+        "serial", "copy one after the other, or several at a time, which network disks answer faster"
+    )
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """What is downloaded, and where to."""
+
+    names: list[str] = flag([], "names of known files, or addresses; without any, the known ones are listed", "--name")
+    output: str = flag(".", "folder that gets the files")
+    sha256: str | None = flag(None, "the SHA-256 that the one file must have")
+
+
+@dataclass(frozen=True)
+class LooseText:
+    """Many files of text or JSON lines that become one of JSON lines."""
+
+    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path")
+    output_file: str = flag("merged_output.json", "file that is written", "--output_file")
+    each_line: bool = flag(False, "each line of a .txt file is a document, not the whole file")
 
 
 @dataclass(frozen=True)
@@ -657,7 +742,56 @@ class EvaluateConfig:
     )
 
 
-EVERY = (TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig)
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Everything a check of token files is made of."""
+
+    verification: Verification = Verification()
+    tokenizer: Tokenizer = Tokenizer()
+
+
+@dataclass(frozen=True)
+class InspectConfig(TrainConfig):
+    """What is shown of token files; the training's flags say which sample is which."""
+
+    inspection: Inspection = Inspection()
+
+
+@dataclass(frozen=True)
+class IndexConfig(TrainConfig):
+    """A training whose sample indices are built ahead of it: every flag of the training is taken."""
+
+
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """A training whose samples are counted ahead of it."""
+
+    planning: Planning = Planning()
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Everything a merge of token files is made of."""
+
+    merging: Merging = Merging()
+
+
+@dataclass(frozen=True)
+class FetchConfig:
+    """Everything a download is made of."""
+
+    fetching: Fetching = Fetching()
+
+
+@dataclass(frozen=True)
+class LooseTextConfig:
+    """Everything a merge of text files is made of."""
+
+    loose_text: LooseText = LooseText()
+
+
+EVERY = (TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig, VerifyConfig, InspectConfig, IndexConfig, PlanConfig,
+         MergeConfig, FetchConfig, LooseTextConfig)  # fmt: skip
 
 
 def spelling(name: str) -> str:

@@ -225,7 +225,7 @@ def shorten(line: str) -> str | None:
 
 def compare(ours: float, train: Path, held_out: Path) -> None:
     """The model beside the simplest one that is worth a comparison."""
-    from meshwright.data.preprocess import read_texts
+    from meshwright.data.text import read_texts
     from meshwright.evaluate import trigram_bits_per_byte
 
     texts = ([t.encode() for t in read_texts([str(path)], ["text"])] for path in (train, held_out))

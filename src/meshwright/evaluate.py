@@ -23,7 +23,8 @@ import numpy.typing as npt
 from meshwright import command, console
 from meshwright import device as devices
 from meshwright.config import EvaluateConfig
-from meshwright.data import preprocess
+from meshwright.data.text import find_inputs
+from meshwright.data.text import read_texts as read_documents
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
 from meshwright.preflight import has_work
 
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     c, e = parsed.config, parsed.config.evaluate
-    texts = [text for name in preprocess.find_inputs(e.input) for text in read_texts(Path(name), e.json_keys)]
+    texts = [text for name in find_inputs(e.input) for text in read_texts(Path(name), e.json_keys)]
     if not any(texts):
         raise UserError(f"{', '.join(e.input)}: no text to score", BAD_DATA)
 
@@ -100,7 +101,7 @@ def read_texts(path: Path, keys: list[str]) -> Iterator[str]:
         yield sys.stdin.read()
         return
     if path.suffix in (".jsonl", ".json"):
-        yield from preprocess.read_texts([str(path)], keys)
+        yield from read_documents([str(path)], keys)
         return
     try:
         yield path.read_bytes().decode("utf-8")

@@ -81,9 +81,13 @@ def parse(
     said, unknown = parser.parse_known_args(argv)
     cli = vars(said)
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
-    folder = cli.pop("folder", None)
-    if positional and folder is not None and cli.setdefault(positional, folder) != folder:
-        complaints.append(f"{folder} and {settings.spelling(positional)} {cli[positional]} name two folders: give one")
+    bare = cli.pop("bare", None)
+    if positional and is_list(fields(cls)[positional][2]):
+        words = [*(bare or []), *(word for word in unknown if not word.startswith("-"))]  # before and after other flags
+        unknown = [word for word in unknown if word.startswith("-")]
+        cli.update({positional: [*words, *cli.get(positional, [])]} if words else {})
+    elif positional and bare is not None and cli.setdefault(positional, bare) != bare:
+        complaints.append(f"{bare} and {settings.spelling(positional)} {cli[positional]} are two: give one")
     notices = [
         f"{name} is accepted and has no effect: {why}"
         for name, (_, why) in NO_EFFECT.items()
@@ -149,11 +153,21 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
 
 
 def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser:
-    usage = f"{prog} {'[DIR] ' if positional else ''}[flags]"  # all of them are listed below it
+    known = fields(cls)
+    many = positional is not None and is_list(known[positional][2])
+    metavar = "DIR" if positional == "load" else positional.rstrip("s").upper() if positional else ""
+    bare = f"[{metavar}{' ...' if many else ''}] " if positional else ""
+    usage = f"{prog} {bare}[flags]"  # all of them are listed below it
     parser = _Parser(prog, usage, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS)
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e-3 is a number too
     if positional:
-        parser.add_argument("folder", nargs="?", metavar="DIR", help="folder of a run, the same as --load DIR")
+        what = "folder of a run" if positional == "load" else known[positional][1].metadata["help"]
+        parser.add_argument(
+            "bare",
+            nargs="*" if many else "?",
+            metavar=metavar,
+            help=f"{what}; the same as {settings.spelling(positional)}",
+        )
     control = parser.add_argument_group("Where settings come from")
     control.add_argument("--preset", choices=sorted(PRESETS), help="architecture and recipe of a known model")
     control.add_argument("--config", dest="config_file", metavar="FILE", help="TOML or YAML file of these names")
@@ -161,9 +175,10 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
         "--print-config", action="store_true", help="print the resolved file with the source of each value"
     )
     control.add_argument("--dry-run", action="store_true", help="check everything, build nothing, write nothing")
-    known = fields(cls)
     for group_name, group in groups(cls).items():
-        section = parser.add_argument_group(group_name.capitalize(), (group.__doc__ or "").splitlines()[0])
+        section = parser.add_argument_group(
+            group_name.capitalize().replace("_", " "), (group.__doc__ or "").splitlines()[0]
+        )
         for f in dataclasses.fields(group):
             _add(section, f, known[f.name][2])
     for name, (count, _) in NO_EFFECT.items():
@@ -195,7 +210,7 @@ def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
             section.add_argument(*off, dest=f.name, action="store_const", const=False, help=shown[False])
         return
     # Values stay texts here: those of all layers are converted, and complained about, in one place.
-    many = {"nargs": "*"} if typing.get_origin(kind) is list else {}
+    many = {"nargs": "*"} if is_list(kind) else {}
     section.add_argument(name, *aliases, dest=f.name, help=text, metavar=_metavar(kind), **many)
 
 
@@ -213,6 +228,10 @@ def _inner(kind: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return next(a for a in typing.get_args(kind) if a is not type(None))
     return kind
+
+
+def is_list(kind: Any) -> bool:
+    return typing.get_origin(kind) is list
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
@@ -403,7 +422,7 @@ def reference() -> str:
         "",
     ]
     for name, group in {name: group for cls in settings.EVERY for name, group in groups(cls).items()}.items():
-        out += [f"## {name.capitalize()}", "", (group.__doc__ or "").splitlines()[0], ""]
+        out += [f"## {name.capitalize().replace('_', ' ')}", "", (group.__doc__ or "").splitlines()[0], ""]
         out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
         for f in dataclasses.fields(group):
             aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), default_of(f)

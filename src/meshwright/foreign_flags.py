@@ -83,6 +83,7 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "--auto-detect-ckpt-format": (0, "formats are recognised always"),
     "--ckpt-fully-parallel-save": (0, "every rank writes its part always"),
     "--no-ckpt-fully-parallel-save": (0, "every rank writes its part always"),
+    "--partitions": (1, "workers share one input and write one pair of files, in the order of the input"),
     # Real flags of training, which the files of `preprocess` do not depend on:
     "--make-vocab-size-divisible-by": (1, "the files hold true ids; padding belongs to training"),
     "--pad-vocab-size-to": (1, "the files hold true ids; padding belongs to training"),

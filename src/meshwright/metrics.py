@@ -166,16 +166,18 @@ class Metrics:
         self.timers.tell_steps(self.steps)
         self._reset()
 
-    def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float) -> None:
-        """Megatron's framed line; perplexity is exp(loss), capped as there."""
+    def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float, of: str = "") -> None:
+        """Megatron's framed line; perplexity is exp(loss), capped as there. `of`: the name of one of several sets."""
         ppl = math.exp(min(20, loss)) if math.isfinite(loss) else math.nan
-        line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
+        where = f"{prefix} on {of}" if of else prefix
+        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
         say("-" * (len(line) + 1))
         say(line)
         say("-" * (len(line) + 1))
         end = {"end": True} if prefix.startswith("the end") else {}  # it may follow another one at the same iteration
-        self.row("validation", iteration, name=name, loss=loss, ppl=ppl, **end)
-        self._track(validation_tags(self.g, {"name": name, "loss": loss, "ppl": ppl}), iteration, consumed)
+        row = {"name": name, "loss": loss, "ppl": ppl} | ({"set": of} if of else {})
+        self.row("validation", iteration, **row, **end)
+        self._track(validation_tags(self.g, row), iteration, consumed)
 
     def close(self) -> None:
         for tracker in self.trackers:

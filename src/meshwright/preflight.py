@@ -17,12 +17,13 @@ from meshwright.checkpoint import store
 from meshwright.config import TrainConfig
 from meshwright.console import say
 from meshwright.data.indexed import Indexed, check_vocabulary
+from meshwright.datapaths import prefixes
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.model import counts
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.parallel.team import Team
-from meshwright.resume import check_loading, guard_existing, prefixes, saved_settings
+from meshwright.resume import check_loading, guard_existing, saved_settings
 from meshwright.tokenizers import Tokenizer
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import html
 import io
+import itertools
 import json
 import math
 import re
@@ -69,6 +70,11 @@ class Validation:
     name: str  # "validation" or "test"
     loss: float
     ppl: float
+    of: str = ""  # which of several sets
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} on {self.of}" if self.of else self.name
 
 
 @dataclasses.dataclass
@@ -103,7 +109,7 @@ def read_rows(folder: Path) -> Rows:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a run writes it with --save or --run-dir", BAD_DATA) from None
     steps: dict[int, Step] = {}
-    validations: dict[tuple[str, int, bool], Validation] = {}  # by name, iteration, and whether at the end of a run
+    validations: dict[tuple[str, int, bool], Validation] = {}  # by title, iteration, and whether at the end of a run
     attempts: list[Attempt] = []
     with file:
         for number, line in enumerate(file, 1):
@@ -121,8 +127,8 @@ def read_rows(folder: Path) -> Rows:
                         attempts[-1].last = iteration
                         attempts[-1].seconds += step.ms / 1e3
                 elif event == "validation":
-                    v = Validation(iteration, str(row["name"]), float(row["loss"]), float(row["ppl"]))
-                    validations[v.name, iteration, bool(row.get("end"))] = v
+                    v = Validation(iteration, str(row["name"]), float(row["loss"]), float(row["ppl"]), str(row.get("set", "")))
+                    validations[v.title, iteration, bool(row.get("end"))] = v
                 elif event == "save" and attempts:
                     attempts[-1].seconds += float(row["seconds"])
                 elif event == "end" and attempts and attempts[-1].number == int(row["attempt"]):  # not an evaluation's
@@ -225,15 +231,13 @@ def headlines(rows: Rows, settings: dict[str, dict[str, Any]]) -> list[tuple[str
         if skipped:
             out.append(("skipped steps", f"{skipped:,}"))
         out.append(("final loss", f"{end.loss:.4f}"))
-    checks = [v for v in rows.validations if v.name != "test"]
-    if checks:
-        best = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss)
-        out.append(("final validation loss", f"{checks[-1].loss:.4f}"))
-        out.append(("final validation perplexity", f"{checks[-1].ppl:,.2f}"))
-        out.append(("best validation loss", f"{best.loss:.4f} at {best.iteration:,}"))
-    tests = [v for v in rows.validations if v.name == "test"]
-    if tests:
-        out.append(("test loss", f"{tests[-1].loss:.4f}"))
+    for checks in by_set(v for v in rows.validations if v.name != "test"):
+        best, on = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss), _on(checks[0])
+        out.append((f"final validation loss{on}", f"{checks[-1].loss:.4f}"))
+        out.append((f"final validation perplexity{on}", f"{checks[-1].ppl:,.2f}"))
+        out.append((f"best validation loss{on}", f"{best.loss:.4f} at {best.iteration:,}"))
+    for tests in by_set(v for v in rows.validations if v.name == "test"):
+        out.append((f"test loss{_on(tests[0])}", f"{tests[-1].loss:.4f}"))
     if rows.steps:
         out.append(("tokens per second, median", f"{statistics.median(s.tokens_per_second for s in rows.steps):,.0f}"))
         mfu = [s.mfu for s in rows.steps if s.mfu is not None]
@@ -245,6 +249,18 @@ def headlines(rows: Rows, settings: dict[str, dict[str, Any]]) -> list[tuple[str
     called, seconds = wall_time(rows.attempts)
     out += [(called, duration(seconds)), ("attempts", str(len(rows.attempts)))]
     return out + [(k, str(start[k])) for k in ("device", "dtype", "torch") if start.get(k)]
+
+
+def by_set(validations: Iterable[Validation]) -> list[list[Validation]]:
+    """Of one name, each of several sets apart."""
+    out: dict[str, list[Validation]] = {}
+    for v in validations:
+        out.setdefault(v.of, []).append(v)
+    return list(out.values())
+
+
+def _on(v: Validation) -> str:
+    return f" on {v.of}" if v.of else ""
 
 
 def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:
@@ -294,6 +310,7 @@ def table(body: Iterable[list[str]], kind: str, head: Sequence[str] = ()) -> str
 # Colours as matplotlib writes them, and the page's variables that take their place.
 INK, FAINT, LINE, POINT, BAD = "#010000", "#010001", "#010002", "#010003", "#010004"
 VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", LINE: "var(--line)", POINT: "var(--point)", BAD: "var(--bad)"}
+LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))  # of several sets, and their signs in the legend
 POINTS = 1000  # of a line at most: no picture shows more
 
 
@@ -325,16 +342,16 @@ def _loss(rows: Rows) -> str:
     width = _line(axes, rows.steps, "loss", smooth=True)
     legend = [("line", "━", f"training, median of {width} steps" if width > 1 else "training")]
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
-        points = [v for v in rows.validations if v.name == name and math.isfinite(v.loss)]
-        if points:
+        sets = by_set(v for v in rows.validations if v.name == name and math.isfinite(v.loss))
+        for points, (line, dashes) in zip(sets, itertools.cycle(LINES)):
             x, y = np.array([(v.iteration, v.loss) for v in points]).T
-            axes.plot(*thinned(x, y), color=POINT, lw=1, marker=marker if len(points) < 200 else "", ms=4)
-            legend.append(("point", sign, name))
+            axes.plot(*thinned(x, y), color=POINT, lw=1, ls=line, marker=marker if len(points) < 200 else "", ms=4)
+            legend.append(("point", f"{sign} {dashes}" if len(sets) > 1 else sign, points[0].title))
     if not all(math.isfinite(s.loss) for s in rows.steps):
         legend.append(("bad", "×", "not finite"))
     if _resumed(rows):
         legend.append(("ink", "┆", "resumed"))
-    key = "".join(f'<span><b style="color: var(--{colour})">{sign}</b> {text}</span>' for colour, sign, text in legend)
+    key = "".join(f'<span><b style="color: var(--{colour})">{sign}</b> {escaped(text)}</span>' for colour, sign, text in legend)
     return framed("Loss", "", f'<div class="legend quiet">{key}</div>' + svg_of(figure, "Loss"), "wide")
 
 

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 from meshwright import flags, lr_schedule, tokenizers
 from meshwright.checkpoint import native, store
 from meshwright.checks import contradictions
-from meshwright.config import ARCHITECTURE, Checkpoint, Data, Logging, Model, Parallel, TrainConfig
+from meshwright.config import ARCHITECTURE, Checkpoint, Logging, Model, Parallel, TrainConfig
 from meshwright.config import Tokenizer as TokenizerFlags
 from meshwright.console import say
-from meshwright.data.indexed import fingerprint
+from meshwright.data.history import History, follow
+from meshwright.data.indexed import Indexed, fingerprint
+from meshwright.data.plan import parts, wanted
+from meshwright.datapaths import given, path_sets, prefixes
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.parallel.team import Team
 from meshwright.tokenizers import Tokenizer
-from meshwright.values import blend
 
 if TYPE_CHECKING:
     from meshwright.network import Network
@@ -52,6 +54,7 @@ class State:
         self.schedule = lr_schedule.from_config(config)
         self.progress = Progress()
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
+        self.blends: History | None = None  # of the training set, from which sample on
         self.epochs: list[list[Any]] | None = None  # of the training set: what its order follows from
         self.loaded: int | None = None  # the step this run continues from
         self.kept: int | None = None  # the step in --save that equals this state
@@ -103,6 +106,7 @@ class State:
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
         self.scaler.load(state["loss_scale"])
         self.skips, self.epochs = state["skips"], state.get("epochs")
+        self.blends = History.of(state.get("blends"))
         self.net.store.steps = 0 if c.no_load_optim else state["optimizer_steps"]
         before = saved.get("micro_batch_size")
         self.micro_batch_before = before if isinstance(before, int) else None
@@ -156,6 +160,7 @@ class State:
             state = dataclasses.asdict(p) | self.sizes | {
                 "schedule": dataclasses.asdict(self.schedule), "loss_scale": self.scaler.state(), "skips": self.skips,
                 "optimizer_steps": self.net.store.steps, "network": self.net.name, "epochs": self.epochs,
+                "blends": self.blends.state() if self.blends else None,
             }  # fmt: skip
             native.save(folder, p.iteration, self.tensors(), state, saved_settings(self.config), team=self.team)
             self.kept = p.iteration
@@ -222,7 +227,8 @@ _FREE = {*ARCHITECTURE,
            "exit_duration_in_mins", "exit_signal_handler", "kill_switch_path", "skip_train", "on_nonfinite", "compile",
            "recompute_granularity", "recompute_method", "recompute_num_layers", "checkpoint_activations",
            "recompute_activations", "deterministic_mode", "make_vocab_size_divisible_by", "pad_vocab_size_to",
-           "init_method_std", "init_method_xavier_uniform", "initial_loss_scale", "data_fingerprint")}  # fmt: skip
+           "init_method_std", "init_method_xavier_uniform", "initial_loss_scale", "data_fingerprint", "data_sets",
+           "blend_change_at")}  # fmt: skip
 
 # A run of its own may begin from the same weights with another rotation or epsilon, as one of longer contexts does.
 _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
@@ -242,8 +248,12 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         for name in ours
         if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
     ]
+    same_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
+    if not same_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
+        out.append(" > note: what the files that name the data say has changed since the checkpoint")
     if (
-        all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
+        same_sets
+        and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
         and saved.get("data_fingerprint") != ours["data_fingerprint"]
     ):
         out.append(
@@ -253,7 +263,8 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> Any:
-    return "not set" if value in (None, []) else value
+    told = "not set" if value in (None, []) else value
+    return f"{str(told)[:500]} ..." if len(str(told)) > 500 else told
 
 
 def saved_settings(config: TrainConfig) -> dict[str, Any]:
@@ -261,15 +272,10 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     return flags.to_dict(config) | {
         "world_size": None,
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
-    }
-
-
-def prefixes(d: Data) -> list[str]:
-    """Every pair of token files that is read, once."""
-    if d.mock_data:
-        return []
-    paths = (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path)
-    return list(dict.fromkeys(prefix for values in paths for prefix in blend(values)[1]))
+        "data_sets": [] if config.data.mock_data else [
+            [one.key, [[s.prefix, s.weight, s.begin, s.end] for s in one.sources]] for one in path_sets(config.data)
+        ],  # which may stand in files of their own
+    }  # fmt: skip
 
 
 def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
@@ -300,5 +306,10 @@ def check_loading(config: TrainConfig) -> list[str]:
     does = "take the weights of" if config.checkpoint.finetune else "continue from"
     told = [*notes, f"it would {does} step {step} in {root}", *differences(config, native.read_config(root, step))]
     if not config.checkpoint.finetune:
-        lr_schedule.resume(lr_schedule.from_config(config), native.read_state(root, step)["schedule"], config)
+        state = native.read_state(root, step)
+        lr_schedule.resume(lr_schedule.from_config(config), state["schedule"], config)
+        past, sets = History.of(state.get("blends")), {} if config.data.mock_data else {w.key: w for w in wanted(config)}
+        if past is not None and "train" in sets:
+            mine, consumed = parts(config, sets["train"], Indexed), state["consumed_train_samples"]
+            told += follow(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
     return told

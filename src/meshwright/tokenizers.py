@@ -11,13 +11,17 @@ reads that folder when the flags name no files, so that generation needs no voca
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy.typing as npt
 
 from meshwright import config
 from meshwright.errors import BAD_DATA, UserError
@@ -91,16 +95,16 @@ class GPT2BPE(_Bytewise):
         # Built at their first use: training needs the sizes alone.
         self._slow = functools.cache(lambda: self._tokenizers(vocab, merges))
         self._fast = functools.cache(lambda: self._tiktoken(vocab, merges))
+        self.gigatoken = functools.cache(lambda: self._gigatoken(vocab, merges))
 
     def _tiktoken(self, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Callable[[str], list[int]] | None:
         try:
             import tiktoken
         except ImportError:
             return None
-        merged = [vocab[left + right] for left, right in merges]
-        if any(a >= b for a, b in zip(merged, merged[1:], strict=False)):
-            return None  # tiktoken takes the id for the merge's rank
-        ids = [vocab[symbol] for symbol in _byte_symbols()] + merged
+        ids = self._ranked(vocab, merges)
+        if ids is None:
+            return None
         encoding = tiktoken.Encoding(
             self.name,
             pat_str=GPT2_PATTERN,
@@ -108,6 +112,31 @@ class GPT2BPE(_Bytewise):
             special_tokens={END_OF_TEXT: self.eod},
         )
         return encoding.encode_ordinary
+
+    @staticmethod
+    def _ranked(vocab: dict[str, int], merges: list[tuple[str, str]]) -> list[int] | None:
+        """All ids but the end of document's; None if they are not in the order of the merges, whose ranks some libraries take
+        them for."""
+        merged = [vocab[left + right] for left, right in merges]
+        if any(a >= b for a, b in zip(merged, merged[1:], strict=False)):
+            return None
+        return [vocab[symbol] for symbol in _byte_symbols()] + merged
+
+    def _gigatoken(
+        self, vocab: dict[str, int], merges: list[tuple[str, str]]
+    ) -> Callable[[str], npt.NDArray[Any]] | None:
+        """Thirty times faster than tiktoken. Nothing in a text is special to it, for it is given no special token."""
+        try:
+            from gigatoken.gigatoken_rs import BPETokenizer
+        except ImportError:
+            return None
+        ids = self._ranked(vocab, merges)
+        if ids is None:
+            return None
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            file.write(b"".join(b"%s %d\n" % (base64.b64encode(self._bytes[i]), i) for i in sorted(ids)))
+            file.flush()
+            return BPETokenizer.from_tiktoken(file.name, "gpt2", {}).encode
 
     def _tokenizers(self, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Callable[[str], list[int]]:
         from tokenizers import Tokenizer as Library
@@ -204,6 +233,12 @@ class Null:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)
+
+
+def fastest(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
+    """Text to the same ids as `encode`, perhaps as an array, at the speed of the `fast` extra's library if that is there."""
+    fast = tokenizer.gigatoken() if isinstance(tokenizer, GPT2BPE) else None
+    return fast or tokenizer.encode
 
 
 def build(t: config.Tokenizer, folder: Path | None = None) -> Tokenizer:

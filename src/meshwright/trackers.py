@@ -155,7 +155,8 @@ def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
 
 
 def validation_tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
-    """The same for a validation's row (name, loss, ppl)."""
+    """The same for a validation's row (name, loss, ppl); of one of several sets under bigscience's name."""
     tag = f"lm loss {row['name']}"
+    tag = f"lm-loss-validation/{row['set']}/{tag}" if row.get("set") else tag
     out = {tag: float(row["loss"])}
     return out | {f"{tag} ppl": float(row["ppl"])} if logging.log_validation_ppl_to_tensorboard else out

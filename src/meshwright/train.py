@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright import checks, console, deepspeed, flags, launch, launchers, start
+from meshwright import checks, console, datapaths, deepspeed, flags, launch, launchers, start
 from meshwright import command as commands
 from meshwright import device as devices
 from meshwright.checkpoint import store
@@ -160,7 +160,7 @@ def with_deepspeed(config: TrainConfig, tells: bool) -> TrainConfig:
 
 
 def without_files(d: Data) -> Data:
-    return dataclasses.replace(d, data_path=[], train_data_path=[], valid_data_path=[], test_data_path=[])
+    return dataclasses.replace(datapaths.without(d), multiple_validation_sets=False, validation_set_names=[])
 
 
 def run_on_rank(

@@ -21,8 +21,10 @@ from meshwright import device as devices
 from meshwright import fit, network, precision, run_folder
 from meshwright.config import TrainConfig
 from meshwright.console import say, tell_time
-from meshwright.data.datasets import Datasets, build_datasets, check_datasets, epochs, marks
+from meshwright.data.changing import used_of_each
+from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, epochs, marks
 from meshwright.data.loader import Batch, Dataset, Loader
+from meshwright.data.once import Once
 from meshwright.ending import Ending
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.metrics import Metrics, Timers, profiler
@@ -102,10 +104,22 @@ class Trainer:
         p = self.progress
         self.marks = marks(self.config.data, tokenizer)
         at = (p.iteration, p.consumed_train_samples) if self.will_train else None
-        data = self.team.first(lambda: build_datasets(self.config, self.vocab)) if datasets is None else datasets
+        data = self.team.first(self.open_files) if datasets is None else datasets
         self.team.all(lambda: check_datasets(self.config, data, datasets is not None, at))
         self.data = data
         self.state.read_in(epochs(self.data.get("train")))
+
+    def open_files(self) -> Datasets:
+        """The flags' data, with the blends that the checkpoint remembers, and those from now on."""
+        past, consumed = self.state.blends, self.progress.consumed_train_samples
+        if self.will_train:
+            data, self.state.blends = continue_datasets(self.config, self.vocab, past, consumed)
+        else:  # nothing is read on from where it was
+            data, _ = continue_datasets(self.config, self.vocab, None, 0)
+        last = self.state.blends.blends[-1].begin if self.state.blends else 0
+        d = dataclasses.replace(self.config.data, blend_change_at=str(last) if last else None)  # config.toml repeats it
+        self.config = self.state.config = dataclasses.replace(self.config, data=d)
+        return data
 
     @property
     def will_train(self) -> bool:
@@ -134,17 +148,18 @@ class Trainer:
         )  # fmt: skip
 
     def batches(
-        self, dataset: Dataset, consumed: int, batch: Callable[[int], int], wrap: bool = False
+        self, dataset: Dataset, consumed: int, batch: Callable[[int], int], wrap: bool = False, once: bool = False
     ) -> Generator[list[Batch], None, None]:
-        """Endless: the micro-batches of one step after the other, from this sample on."""
+        """Endless: the micro-batches of one step after the other, from this sample on. `once`: no sample counts twice."""
         at, micro, length = self.layout.at, self.config.micro_batch, self.config.data.seq_length
         assert length
         columns = length // self.layout.cp
         mine = None if self.layout.cp == 1 else slice(at("cp") * columns, (at("cp") + 1) * columns)
-        return iter(Loader(
+        loader = Loader(
             dataset, micro, batch, consumed, self.config.data.num_workers, self.vocab, self.marks,
             at("replicas", "shard"), self.layout.dp, wrap, self.device, mine, length + 1,
-        ))  # fmt: skip
+        )  # fmt: skip
+        return iter(Once(loader) if once else loader)
 
     @property
     def is_done(self) -> bool:
@@ -209,6 +224,7 @@ class Trainer:
                     self.save()
                 self.last += time.perf_counter() - pause  # neither counts as time of a step
         tell_time("after training is done")
+        self.tell_used(aloud=True)
         return ALL_DONE
 
     def asked_to_end(self, ending: Ending) -> str | None:
@@ -282,31 +298,51 @@ class Trainer:
         return False
 
     def validate(self, name: str, prefix: str, ahead: int, ending: Ending) -> float:
-        """Each validation reads the samples after the one before; which ones is a function of the iteration. NaN: none."""
-        t, dataset, size = self.config.training, self.data.get(name), self.config.global_batch
-        if dataset is None or not t.eval_iters or (ending.signal and self.team.size == 1):
+        """The mean loss of the sets of "valid" or "test", each with its own line; NaN if there is none."""
+        sets = [(key, data) for key, data in self.data.items() if data is not None and key.split("/")[0] == name]
+        losses = [self.validate_set(key, data, prefix, ahead, ending) for key, data in sets]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    def validate_set(self, key: str, dataset: Dataset, prefix: str, ahead: int, ending: Ending) -> float:
+        """Each validation reads the samples after the one before; which ones is a function of the iteration. With
+        --full-validation it reads all of them. NaN: none."""
+        t, size = self.config.training, self.config.global_batch
+        if not t.eval_iters or (ending.signal and self.team.size == 1):
             return math.nan
-        before = self.progress.iteration // t.eval_interval + ahead if name == "valid" else 0
-        batches = self.batches(dataset, before * t.eval_iters * size, lambda consumed: size, wrap=True)
+        name, _, of = key.partition("/")
+        whole = name == "valid" and self.config.data.full_validation
+        before = self.progress.iteration // t.eval_interval + ahead if name == "valid" and not whole else 0
+        steps = -(-len(dataset) // size) if whole else t.eval_iters
+        batches = self.batches(dataset, before * t.eval_iters * size, lambda consumed: size, wrap=True, once=whole)
         with contextlib.closing(batches):
             cut = (lambda: ending.signal is not None) if self.team.size == 1 else (lambda: False)
-            loss = network.evaluate(self.net, itertools.islice(batches, t.eval_iters), cut)
+            loss = network.evaluate(self.net, itertools.islice(batches, steps), cut)
         if ending.signal and self.team.size == 1:  # a grace of seconds may be running: saving comes first
             return math.nan
         p = self.progress
         shown = "test" if name == "test" else "validation"
-        self.metrics.validation(p.iteration, p.consumed_train_samples, shown, prefix, loss)
+        self.metrics.validation(p.iteration, p.consumed_train_samples, shown, prefix, loss, of)
         if not math.isfinite(loss) and allowed_in_a_row(t.on_nonfinite) == 0:
             self.metrics.row("end", p.iteration, reason="not finite", status=NON_FINITE, time=time.time())
             raise UserError(
-                f"iteration {p.iteration}: the loss on the {name} set is {loss}, so this step is not saved; the weights are "
+                f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; the weights are "
                 f"finite but of no use. A lower --lr (now {self.config.optimizer.lr}) or a longer warm-up usually helps",
                 NON_FINITE,
                 everywhere=True,
             )
         return loss
 
+    def tell_used(self, aloud: bool = False) -> None:
+        """Of a blend, the samples that were used of each data set so far: a row, and at the end of a training lines."""
+        p = self.progress
+        used = used_of_each(self.data.get("train"), p.consumed_train_samples) if self.team.leads else {}
+        if used:
+            self.metrics.row("used", p.iteration, consumed_samples=p.consumed_train_samples, samples=used)
+        for prefix, number in sorted(used.items(), key=lambda item: -item[1])[:20] if aloud else ():
+            say(f" > samples of each data set so far: {number:12d} {prefix}")
+
     def save(self) -> None:
+        self.tell_used()
         self.metrics.sync()
         seconds = self.state.save()
         if seconds is not None:

@@ -13,6 +13,7 @@ from meshwright import flags
 from meshwright.checkpoint import native, store
 from meshwright.checkpoint.store import Damaged
 from meshwright.config import TrainConfig
+from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, DONE, UserError
 
 
@@ -72,6 +73,8 @@ def describe(
     if chosen is None:
         return lines, False
     lines += settings(native.read_config(root, chosen))
+    blends = History.of(native.read_state(root, chosen).get("blends"))
+    lines += [f"  {line}" for line in blends.lines()] if blends else []
     if tensors:
         folder = store.step_folder(root, chosen)
         for name, tensor in sorted(native.read_index(folder, store.verify(folder)).items()):

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import say
-from meshwright.data.samples import Ints, cached_indices
+from meshwright.data.index_cache import Ints, Room, cached_indices
+from meshwright.data.samples import BLOCK, compiled
 
 if TYPE_CHECKING:
     from meshwright.data.loader import Dataset
@@ -40,12 +41,13 @@ class Blend:
         shares = np.array(weights, dtype=np.float64)
         shares /= shares.sum()  # once more, as Megatron does: a last bit can decide between two data sets
 
-        def build() -> list[Ints]:
+        def build(room: Room) -> list[Ints]:
             start = perf_counter()
             say(" > building indices for blendable datasets ...")
-            which, number = order(shares, size)
+            which, number = order(shares, size, room)
+            counts = sum(np.bincount(which[k : k + BLOCK], minlength=len(parts)) for k in range(0, size, BLOCK))
             say(" > sample ratios:")
-            for d, count in enumerate(np.bincount(which, minlength=len(parts)).tolist()):
+            for d, count in enumerate(np.atleast_1d(counts).tolist()):
                 say(f"   dataset {d}, input: {shares[d]:g}, achieved: {count / size:g}")
             say(f"> elapsed time for building blendable dataset indices: {perf_counter() - start:.2f} (sec)")
             return [which, number]
@@ -82,18 +84,30 @@ def samples_needed(size: int, share: float) -> int:
     return math.ceil(size * share * 1.005)
 
 
-def order(shares: Floats, size: int) -> tuple[Ints, Ints]:
+def order(shares: Floats, size: int, room: Room | None = None) -> tuple[Ints, Ints]:
     """For each sample the data set, int16, and the number of the sample in it, int64.
 
     Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x max(i, 1) -
-    taken_d, the first of equals. Each choice depends on all before it, yet two walks that differ a little soon fall
-    into step. So the walk is cut into pieces, walked side by side from guessed starts; a piece that does not start
-    where the one before ended is walked again from there, until all fit. What fits is the rule's walk, whatever was
-    guessed: the first piece starts right, so it ends right. A second pass over some of the pieces is usual, and a
-    hundred times faster than one choice after the other.
+    taken_d, the first of equals; float64 as in Megatron, so that ties fall alike.
     """
-    which, number = np.empty(size, np.int16), np.empty(size, np.int64)
-    taken, done = np.zeros(len(shares)), 0
+    room = room or Room()
+    which, number = room.array("dataset", size, np.int16), room.array("dataset_sample", size, np.int64)
+    fast = compiled(size)
+    if fast is None:
+        walk_side_by_side(shares, which, number)
+    else:
+        fast.blend(shares, np.zeros(len(shares)), 0, which, number)
+    return room.keep("dataset", which), room.keep("dataset_sample", number)
+
+
+def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
+    """Each choice depends on all before it, yet two walks that differ a little soon fall into step. So the walk is cut
+    into pieces, walked side by side from guessed starts; a piece that does not start where the one before ended is walked
+    again from there, until all fit. What fits is the rule's walk, whatever was guessed: the first piece starts right, so
+    it ends right. A second pass over some of the pieces is usual, and a hundred times faster than one choice after the
+    other.
+    """
+    size, taken, done = len(which), np.zeros(len(shares)), 0
     while done < size:
         left = size - done
         rows = min(ROWS, math.isqrt(left - 1) + 1)
@@ -113,11 +127,10 @@ def order(shares: Floats, size: int) -> tuple[Ints, Ints]:
         which[done : done + chosen.size] = chosen.T.reshape(-1)[:left]
         number[done : done + chosen.size] = numbers.T.reshape(-1)[:left]
         taken, done = end[:, -1], done + chosen.size
-    return which, number
 
 
 def walk(shares: Floats, starts: Ints, taken: Floats, rows: int) -> tuple[Ints, Ints, Floats]:
-    """The rule itself, `rows` times from each of the starts; float64 as in Megatron, so that ties fall alike."""
+    """The rule itself, `rows` times from each of the starts."""
     chosen, numbers = np.empty((rows, len(starts)), np.int16), np.empty((rows, len(starts)), np.int64)
     columns = np.arange(len(starts))
     for row in range(rows):

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshwright.config import Data, TrainConfig
-from meshwright.console import notice, say
-from meshwright.data.blend import Blend, normalised, samples_needed
+from meshwright.console import say
+from meshwright.data.blend import Blend
+from meshwright.data.changing import Chain, build
+from meshwright.data.history import History, follow, names
 from meshwright.data.indexed import Indexed, check_vocabulary
 from meshwright.data.loader import Cyclic, Dataset, Marks, Mock, Samples
+from meshwright.data.plan import Part, Wanted, documents, needed, targets, wanted
+from meshwright.data.plan import parts as parts_of
 from meshwright.data.samples import split_bounds
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.tokenizers import Tokenizer
-from meshwright.values import blend
 
-Datasets = Mapping[str, Dataset | None]  # "train", "valid", "test"
+Datasets = Mapping[str, Dataset | None]  # "train", "valid", "test"; of several, "valid/NAME" and "test/NAME"
 TITLES = {"train": "train", "valid": "validation", "test": "test"}
-Part = tuple[Indexed, range]  # token files, and the documents of them that a split has
 
 
 def marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
@@ -67,109 +68,112 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
 
 
 def build_datasets(config: TrainConfig, vocab_size: int) -> dict[str, Dataset | None]:
-    """The data of "train", "valid" and "test"; None where there is nothing to read, or no need to."""
+    """The data of a run that begins, by "train", "valid" and "test", or "valid/NAME" where several sets are validated on."""
+    return continue_datasets(config, vocab_size, None, 0)[0]
+
+
+def continue_datasets(
+    config: TrainConfig, vocab_size: int, past: History | None, consumed: int
+) -> tuple[dict[str, Dataset | None], History | None]:
+    """The same after so many samples, and the history of its blends. None where there is nothing to read, or no need to."""
     t, d = config.training, config.data
     assert d.seq_length
-    targets = {
-        "train": config.samples or config.steps * config.global_batch,
-        "valid": (config.steps // t.eval_interval + 1) * t.eval_iters * config.global_batch,
-        "test": t.eval_iters * config.global_batch,
-    }
+    sizes, out = targets(config), dict[str, Dataset | None](dict.fromkeys(TITLES))
     say("> building train, validation, and test datasets ...")
     say(" > datasets target sizes (minimum size):")
-    for title, samples in zip(("train:      ", "validation: ", "test:       "), targets.values(), strict=True):
+    for title, samples in zip(("train:      ", "validation: ", "test:       "), sizes.values(), strict=True):
         say(f"    {title}{samples}")
     say("> building train, validation, and test datasets for GPT ...")
-    wanted = [name for name in targets if targets[name] and not (name == "train" and t.skip_train)]
-    out: dict[str, Dataset | None] = dict.fromkeys(targets)
+    history = None
     if d.mock_data:
-        for n, name in enumerate(targets):
-            out[name] = Mock(vocab_size, targets[name], d.seq_length, t.seed + n) if name in wanted else None
+        for n, name in enumerate(sizes):
+            out[name] = Mock(vocab_size, sizes[name], d.seq_length, t.seed + n) if name in needed(config) else None
     else:
-        for name, (weights, parts) in open_parts(config, wanted, vocab_size).items():
-            out[name] = build_split(config, name, weights, parts, targets[name])
+        for want, parts in open_parts(config, vocab_size):
+            if want.key != want.paths.split:
+                out.pop(want.paths.split, None)
+            if want.key == "train":
+                history = follow(past, parts, want.samples, consumed, d.blend_change_at)
+                out["train"] = build_train(config, want, parts, history, consumed, vocab_size)
+            else:
+                out[want.key] = build_split(config, want, parts)
     if d.dataloader_type == "cyclic":
-        out = {name: None if dataset is None else Cyclic(dataset) for name, dataset in out.items()}
+        whole = ("valid",) if d.full_validation else ()
+        out = {n: x if x is None or n.startswith(whole) and whole else Cyclic(x) for n, x in out.items()}
     say("> finished creating GPT datasets ...")
-    return out
+    return out, history
 
 
-def open_parts(
-    config: TrainConfig, wanted: list[str], vocab_size: int
-) -> dict[str, tuple[list[float] | None, list[Part]]]:
-    """The documents of each wanted split, with the weights of a blend."""
-    d = config.data
-    if d.data_path:
+def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[Wanted, list[Part]]]:
+    """The documents of each wanted set; every pair of files is opened once."""
+    d, opened = config.data, dict[str, Indexed]()
+    sets = wanted(config)
+    if any(want.paths.divided for want in sets):
         say("Single data path provided for train, valid & test")
-        say(f"data_prefix: {d.data_path}")
-        weights, prefixes = blend(d.data_path)
-        shared: dict[str, list[Part]] = {name: [] for name in TITLES}
-        for prefix in prefixes:
-            indexed = open_indexed(prefix, d.mmap_warmup, vocab_size)
-            bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
-            say(" > dataset split:")
-            for name, a, b in zip(TITLES, bounds, bounds[1:], strict=False):
-                say_documents(name, a, b)
-                shared[name].append((indexed, range(a, b)))
-        return {name: (weights, shared[name]) for name in wanted}
-    say("Separate data paths provided for train, valid & test. Split string will be ignored.")
-    out = {}
-    for name, values in zip(TITLES, (d.train_data_path, d.valid_data_path, d.test_data_path), strict=True):
-        if values and name in wanted:
-            weights, prefixes = blend(values)
-            parts: list[Part] = []
-            for prefix in prefixes:
-                indexed = open_indexed(prefix, d.mmap_warmup, vocab_size)
-                say_documents(name, 0, len(indexed))
-                parts.append((indexed, range(len(indexed))))
-            out[name] = weights, parts
-    return out
+        say(f"data_prefix: {d.data_path or d.data_args_path}")
+    else:
+        say("Separate data paths provided for train, valid & test. Split string will be ignored.")
+    for want in sets:
+        for source in want.paths.sources:
+            if source.prefix not in opened:
+                indexed = opened[source.prefix] = open_indexed(source.prefix, d.mmap_warmup, vocab_size)
+                if want.paths.divided:
+                    say(" > dataset split:")
+                    bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
+                    for name, a, b in zip(TITLES, bounds, bounds[1:], strict=False):
+                        say_documents(TITLES[name], range(a, b))
+            if not want.paths.divided:
+                title = want.paths.name or TITLES[want.paths.split]
+                say_documents(title, documents(d, want.paths, source, len(opened[source.prefix])))
+    return [(want, parts_of(config, want, opened.__getitem__)) for want in sets]
 
 
-def say_documents(name: str, a: int, b: int) -> None:
-    say(f"    {TITLES[name]}:")
-    say(f"     document indices in [{a}, {b}) total of {b - a} documents")
+def say_documents(title: str, mine: range) -> None:
+    say(f"    {title}:")
+    say(f"     document indices in [{mine.start}, {mine.stop}) total of {len(mine)} documents")
 
 
-def build_split(
-    config: TrainConfig, name: str, weights: list[float] | None, parts: list[Part], size: int
-) -> Dataset | None:
-    """The samples of one split: of one pair of files, or a blend of several that leaves out what has no token."""
-    d, seed = config.data, config.training.seed
-    assert d.seq_length
-    flag = f"--split {d.split}" if d.data_path else f"--{name}-data-path"
-    kept: list[tuple[float, Indexed, range, int]] = []
-    for n, (indexed, documents) in enumerate(parts):
-        tokens = int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
-        weight = weights[n] if weights else float(tokens)
-        if tokens and weight:
-            kept.append((weight, indexed, documents, tokens))
-            continue
-        why = f"of {len(indexed)} documents is empty" if not tokens else "has the weight 0"
-        notice(f"{flag}: the {name} split of {indexed.prefix} {why}, so it is left out")
-    total = sum(tokens for *_, tokens in kept)
-    if name == "train" and total <= d.seq_length:
-        used, there = sum(len(documents) for _, documents in parts), sum(len(indexed) for indexed, _ in parts)
-        raise UserError(
-            f"the training split ({used} of {there} documents) has {total} tokens, but one sample takes "
-            f"--seq-length {d.seq_length} + 1: give more data, a shorter --seq-length or another {flag.split()[0]}",
-            BAD_DATA,
-        )
-    if not kept:
+def build_split(config: TrainConfig, want: Wanted, parts: list[Part]) -> Dataset | None:
+    """The samples of one set: of one pair of files, or a blend of several."""
+    if not parts:
         return None
-    plain = weights is None and len(parts) == 1
-    shares = normalised([weight for weight, *_ in kept])
-    made = []
-    for share, (_, indexed, documents, tokens) in zip(shares, kept, strict=True):
-        if tokens <= d.seq_length:
-            notice(
-                f"the {name} split of {indexed.prefix} has {tokens} tokens: each sample of {d.seq_length} + 1 repeats "
-                "its documents"
-            )
-        number = size if plain else samples_needed(size, share)
-        folder = cache_folder(d.data_cache_path, indexed)
-        made.append(Samples(indexed, documents, number, d.seq_length, seed, d.last_epoch_cutoff, folder, name))
-    return made[0] if plain else Blend(made, shares, size, cache_folder(d.data_cache_path, kept[0][1]))
+    made = [build_samples(config, want.key, p.indexed, p.documents, p.samples) for p in parts]
+    if len(want.paths.sources) == 1 and want.paths.sources[0].weight is None:
+        return made[0]
+    if want.whole:
+        return Chain(made)
+    return Blend(made, [p.share for p in parts], want.samples, cache_folder(config, parts[0].indexed))
+
+
+def build_train(
+    config: TrainConfig, want: Wanted, parts: list[Part], history: History, consumed: int, vocab_size: int
+) -> Dataset | None:
+    """The training set: one blend, as a split's, or one after the other."""
+    place = {name: part for name, part in zip(names(parts), parts, strict=True)}
+    if len(history.blends) == 1:
+        return build_split(config, want, [replace(place[n], share=share) for n, share in history.blends[0].shares])
+    opened: dict[str, Indexed] = {name: part.indexed for name, part in place.items()}
+
+    def indexed_of(name: str) -> Indexed:
+        if name not in opened:  # one that the blend given has no longer, and that is still to be read from
+            opened[name] = open_indexed(history.sources[name].prefix, config.data.mmap_warmup, vocab_size)
+        return opened[name]
+
+    def samples(name: str, number: int, more: int) -> Samples:
+        return build_samples(config, "train", indexed_of(name), range(*history.sources[name].documents), number, more)
+
+    def one_epoch(name: str) -> int:
+        first, end = history.sources[name].documents
+        tokens = indexed_of(name).tokens_of(first, end)
+        return max(1, (tokens - 1) // (config.data.seq_length or 1))
+
+    return build(history, want.samples, consumed, samples, one_epoch, cache_folder(config, parts[0].indexed))
+
+
+def build_samples(config: TrainConfig, key: str, indexed: Indexed, mine: range, number: int, more: int = 0) -> Samples:
+    d, seed = config.data, (config.training.seed + more) % 2**32
+    assert d.seq_length
+    return Samples(indexed, mine, number, d.seq_length, seed, d.last_epoch_cutoff, cache_folder(config, indexed), key)
 
 
 def epochs(dataset: object) -> list[list[Any]]:
@@ -177,11 +181,14 @@ def epochs(dataset: object) -> list[list[Any]]:
     if isinstance(dataset, Cyclic):
         return epochs(dataset.dataset)
     if isinstance(dataset, Blend):
-        return [one for part in dataset.parts for one in epochs(part)]
+        return [
+            one for part in dataset.parts for one in epochs(part)
+        ]  # of a blend that changes: nothing, its order stays
     return [[dataset.epochs, dataset.apart]] if isinstance(dataset, Samples) else []
 
 
-def cache_folder(given: str | None, indexed: Indexed) -> Path:
+def cache_folder(config: TrainConfig, indexed: Indexed) -> Path:
+    given = config.data.data_cache_path
     return Path(given) if given else Path(indexed.prefix).parent / "index-cache"
 
 

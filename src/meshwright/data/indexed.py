@@ -15,14 +15,17 @@ three arrays, and because its own library neither checks a file before it is use
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from meshwright.errors import BAD_DATA, UserError
 
@@ -31,27 +34,63 @@ LEGACY_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 BLOCK = 1 << 20  # array elements looked at together, so that checks of a large file need little memory
+FULL = 1 << 22  # sequences, and documents, up to which opening looks at every one: some hundredths of a second
+PROBES, PROBE = 64, 1 << 12  # of a larger file: places, spread evenly, and elements at each
+
+
+class Column:
+    """One array of a file, read piece by piece: through a map, each page looked at makes megabytes around it resident."""
+
+    def __init__(self, file: BinaryIO, dtype: npt.DTypeLike, count: int, offset: int = 0) -> None:
+        self.file, self.dtype, self.count, self.offset = file, np.dtype(dtype), count, offset
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
+        start, stop = min(start, self.count), min(stop, self.count)
+        self.file.seek(self.offset + start * self.dtype.itemsize)
+        return np.fromfile(self.file, self.dtype, max(stop - start, 0))
 
 
 class Indexed:
-    """A pair of files as read-only memory maps. Every inconsistency is refused here, before the first step."""
+    """A pair of files as read-only memory maps. What does not fit together is refused here, before the first step.
 
-    def __init__(self, prefix: str | Path) -> None:
+    `check`: "full" looks at every length and pointer, "quick" at both files' sizes and at spread places, so that 1e8
+    documents open at once; by default the file's length decides. Pointers are running sums: where lengths were changed,
+    those behind don't fit, and where a piece was lost, the files' sizes don't.
+    """
+
+    def __init__(self, prefix: str | Path, check: Literal["full", "quick"] | None = None) -> None:
         self.prefix = str(prefix)
         idx = _map(f"{self.prefix}.idx")
         n, m = self._read_header(idx)
         self.sizes = np.frombuffer(idx, "<i4", n, HEADER.size)
         self.pointers = np.frombuffer(idx, "<i8", n, HEADER.size + 4 * n)
         self.doc_idx = np.frombuffer(idx, "<i8", m, HEADER.size + 12 * n)
-        self._check_arrays()
+        with open(f"{self.prefix}.idx", "rb") as file:
+            sizes = Column(file, "<i4", n, HEADER.size)
+            pointers = Column(file, "<i8", n, HEADER.size + 4 * n)
+            borders = Column(file, "<i8", m, HEADER.size + 12 * n)
+            for first, stop in places(n, check):
+                self._check_sequences(sizes, pointers, first, stop)
+            self._check_ends()
+            for first, stop in places(m, check):
+                self._check_documents(borders.read(first, stop + 1))
         self.tokens = np.frombuffer(_map(f"{self.prefix}.bin"), self.dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def tokens_of(self, first: int, stop: int) -> int:
+        """How many tokens the sequences from `first` to before `stop` have, at once."""
+        begin, end = (int(self.pointers[i]) if i < len(self) else self.tokens.nbytes for i in (first, max(first, stop)))
+        return (end - begin) // self.dtype.itemsize
+
     def sequence_at(self, token: int) -> int:
         """The sequence that holds this token of the file."""
-        return int(np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right")) - 1
+        # Not numpy's search, which would first copy pointers that lie off their alignment, all of them.
+        return bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
 
     def _read_header(self, idx: bytes | mmap.mmap) -> tuple[int, int]:
         if idx[:8] == LEGACY_MAGIC:
@@ -76,37 +115,53 @@ class Indexed:
             raise self._damaged(f"{len(idx):,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
         return n, m
 
-    def _check_arrays(self) -> None:
-        """Sizes, pointers, document index and the .bin's length must tell the same story."""
-        position = 0
-        for start in range(0, len(self.sizes), BLOCK):
-            sizes = self.sizes[start : start + BLOCK].astype(np.int64)
-            if sizes.min() < 0:
-                raise self._damaged(f"sequence {start + int(sizes.argmin()):,} has a size below 0")
-            ends = position + np.cumsum(sizes * self.dtype.itemsize)
-            wrong = np.flatnonzero(self.pointers[start : start + BLOCK] != ends - sizes * self.dtype.itemsize)
-            if len(wrong):
-                raise self._damaged(f"the pointer of sequence {start + int(wrong[0]):,} is not the sum before it")
-            position = int(ends[-1])
+    def _check_sequences(self, sizes: Column, pointers: Column, first: int, stop: int) -> None:
+        """Each pointer must be the one before and the bytes of that sequence; the first is 0."""
+        before = max(first - 1, 0)
+        lengths, begins = sizes.read(before, stop).astype(np.int64), pointers.read(before, stop)
+        if lengths.min() < 0:
+            raise self._damaged(f"sequence {before + int(lengths.argmin()):,} has a size below 0")
+        lengths *= self.dtype.itemsize
+        wrong = np.flatnonzero(begins[1:] != begins[0] + np.cumsum(lengths[:-1]))
+        if first == 0 and begins[0] != 0:
+            wrong = np.array([-1])
+        if len(wrong):
+            raise self._damaged(f"the pointer of sequence {before + 1 + int(wrong[0]):,} is not the sum before it")
+
+    def _check_ends(self) -> None:
+        """The document index must reach to the last sequence, and the last sequence to the end of the .bin."""
         if not len(self.doc_idx) or self.doc_idx[0] != 0 or self.doc_idx[-1] != len(self.sizes):
             raise self._damaged(f"the document index does not run from 0 to the {len(self.sizes):,} sequences")
-        for start in range(0, len(self.doc_idx), BLOCK):
-            if np.any(np.diff(self.doc_idx[start : start + BLOCK + 1]) < 0):
-                raise self._damaged("the document index goes backwards")
+        expected = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
         path = f"{self.prefix}.bin"
         try:
             actual = os.path.getsize(path)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}", BAD_DATA) from None
-        if actual != position:
+        if actual != expected:
             raise UserError(
-                f"{path} has {actual:,} bytes, but its .idx describes {position:,}: one of the two is cut short or "
+                f"{path} has {actual:,} bytes, but its .idx describes {expected:,}: one of the two is cut short or "
                 "belongs to other data; preprocess again",
                 BAD_DATA,
             )
 
+    def _check_documents(self, ends: npt.NDArray[np.integer[Any]]) -> None:
+        if np.any(np.diff(ends) < 0) or ends.min() < 0 or ends.max() > len(self):
+            raise self._damaged("the document index goes backwards")
+
     def _damaged(self, what: str) -> UserError:
         return UserError(f"{self.prefix}.idx is damaged: {what}; preprocess again", BAD_DATA)
+
+
+def places(length: int, check: Literal["full", "quick"] | None) -> Iterator[tuple[int, int]]:
+    """Ranges to look at: all, in blocks, or some, first and last among them."""
+    if check == "full" or (check is None and length <= FULL):
+        yield from ((first, min(first + BLOCK, length)) for first in range(0, length, BLOCK))
+    else:
+        last = max(length - PROBE, 0)
+        yield from (
+            (first, min(first + PROBE, length)) for first in sorted({last * n // (PROBES - 1) for n in range(PROBES)})
+        )
 
 
 def fingerprint(prefix: str | Path) -> str:
@@ -131,10 +186,13 @@ def fingerprint(prefix: str | Path) -> str:
 def check_vocabulary(indexed: Indexed, vocab_size: int, blocks: int = 64, block: int = 4096) -> None:
     """Refuse data of another vocabulary before the first step by looking at samples; the loader looks at all."""
     last = max(len(indexed.tokens) - block, 0)
-    for start in sorted({last * n // (blocks - 1) for n in range(blocks)}):
-        tokens = indexed.tokens[start : start + block]
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-        if len(wrong):
+    with open(f"{indexed.prefix}.bin", "rb") as file:
+        ids = Column(file, indexed.dtype, len(indexed.tokens))
+        for start in sorted({last * n // (blocks - 1) for n in range(blocks)}):
+            tokens = ids.read(start, start + block)
+            wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+            if not len(wrong):
+                continue
             at = start + int(wrong[0])
             raise UserError(
                 f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.console import say
+from meshwright.data.index_cache import Ints, Room, cached_indices
 from meshwright.data.indexed import Indexed, fingerprint
-from meshwright.data.samples import VERSION, Ints, build_indices, cached_indices, epochs_needed
+from meshwright.data.samples import VERSION, build_indices, epochs_needed
 from meshwright.errors import BAD_DATA, UserError
 
 
@@ -59,10 +60,10 @@ class Samples:
         name: str = "train",
     ) -> None:
         self.indexed, self.seq_length = indexed, seq_length
+        tokens = indexed.tokens_of(documents.start, documents.stop)
 
-        def build() -> list[Ints]:
-            *arrays, _ = build_indices(indexed.sizes, documents, num_samples, seq_length, seed, cutoff)
-            return arrays
+        def build(room: Room) -> list[Ints]:
+            return build_indices(indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, room)
 
         key = {
             "version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "first": documents.start,
@@ -70,7 +71,6 @@ class Samples:
         }  # fmt: skip
         names = ("doc", "sample", "shuffle")
         self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(cache_dir, key, names, build)
-        tokens = int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
         self.epochs, self.apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
         say(f"    total number of samples: {len(self.sample_idx)}")
         say(f"    total number of epochs: {self.epochs}")

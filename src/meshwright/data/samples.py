@@ -3,33 +3,25 @@
 Three index arrays make the order. The documents of a split, repeated for as many epochs as are needed, are shuffled
 (`doc_idx`); the shuffled documents are read as one stream of tokens and cut every S tokens (`sample_idx`: where each
 sample begins); the samples are shuffled (`shuffle_idx`). A sample takes S + 1 tokens, its last being the next one's
-first. Everything is vectorised numpy, so nothing compiles.
-
-The arrays are cached under a hash of all that they depend on. A `.json` file written last makes the arrays of a cache
-entry valid and holds their checksums: a damaged or half-written entry is built again.
+first. Everything is vectorised numpy, so nothing compiles; with the extra `fast`, numba's twins of it serve large data.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-import zlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
-from meshwright.console import notice, say
+from meshwright.console import say
+from meshwright.data.index_cache import Ints, Room
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.files import replacing
 from meshwright.values import split_shares
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 BLOCK = 1 << 20
-Ints = npt.NDArray[np.integer[Any]]
+LARGE = 10_000_000  # documents and samples; below, numpy is done before numba is imported
 
 
 def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
@@ -48,11 +40,29 @@ def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
     return [0] + [max(bound - surplus, 0) for bound in bounds[1:]]  # below 0 would take documents from the end
 
 
+def compiled(elements: int) -> ModuleType | None:
+    """numba's twins of the loops over so many elements, where they are worth their import and can be had."""
+    if elements < LARGE:
+        return None
+    try:
+        from meshwright.data import fast
+    except (ImportError, RuntimeError):  # not installed, or made for another numpy; no folder for what it compiles
+        return None
+    return fast
+
+
 def build_indices(
-    sizes: Ints, documents: range, num_samples: int, seq_length: int, seed: int, cutoff: float
-) -> tuple[Ints, Ints, Ints, int]:
-    """doc_idx, sample_idx, shuffle_idx and the number of epochs."""
-    tokens = int(sizes[documents.start : documents.stop].sum(dtype=np.int64))
+    sizes: Ints,
+    documents: range,
+    tokens: int,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    cutoff: float,
+    room: Room | None = None,
+) -> list[Ints]:
+    """doc_idx, sample_idx and shuffle_idx; `tokens` are those of the documents."""
+    room = room or Room()
     if tokens == 0:
         raise UserError(f"documents {documents.start} to {documents.stop} hold no token", BAD_DATA)
     epochs, apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
@@ -66,31 +76,49 @@ def build_indices(
             f" > last epoch number of samples ({last}) is {'smaller' if apart else 'larger'} than {cutoff:.0%} of "
             f"number of samples per epoch ({per_epoch}), setting separate_last_epoch to {apart}"
         )
+    places = epochs * len(documents)
     rng = np.random.RandomState(seed)  # the same for every split; its stream is frozen by numpy's promise
+    fast = compiled(places + total)
 
     # "elasped" is Megatron's own misspelling: its log is what people's scripts read.
     start = time.perf_counter()
-    once = np.arange(documents.start, documents.stop, dtype=np.int32)
-    doc_idx = np.tile(once, epochs)
-    whole = len(once) * (epochs - 1 if apart else epochs)
-    rng.shuffle(doc_idx[:whole])
-    if apart:
-        rng.shuffle(doc_idx[whole:])
+    doc_idx = room.array("doc", places, np.int32 if documents.stop <= 2**31 else np.int64)
+    fill(doc_idx.reshape(epochs, -1), documents.start)
+    shuffle(rng, doc_idx, places - len(documents) if apart else places, fast)
+    doc_idx = room.keep("doc", doc_idx)
     say(f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
     start = time.perf_counter()
-    sample_idx = cut(sizes, doc_idx, total, seq_length)
+    # Read, not mapped: in the file they lie off their alignment, and are looked up in random order.
+    lengths = np.array(sizes[documents.start : documents.stop], dtype=np.int32)
+    rows = (cut if fast is None else cut_fast)(lengths, doc_idx, documents.start, total, seq_length)
+    sample_idx = room.stream("sample", (total + 1, 2), np.int32 if places < 2**31 else np.int64, rows)
+    del lengths
     say(f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
     start = time.perf_counter()
     first = before_last if apart else total
     say(f" > building shuffle index with split [0, {first}) and [{first}, {total}) ...")
-    shuffle_idx: Ints = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
-    rng.shuffle(shuffle_idx[:first])
-    if first < total:
-        rng.shuffle(shuffle_idx[first:])
+    shuffle_idx = room.array("shuffle", total, np.uint32 if total < 2**32 - 2 else np.int64)
+    fill(shuffle_idx.reshape(1, -1), 0)
+    shuffle(rng, shuffle_idx, first, fast)
+    shuffle_idx = room.keep("shuffle", shuffle_idx)
     say(f" > elasped time to build and save shuffle-idx mapping (seconds): {time.perf_counter() - start:4f}")
-    return doc_idx, sample_idx, shuffle_idx, epochs
+    return [doc_idx, sample_idx, shuffle_idx]
+
+
+def fill(x: Ints, first: int) -> None:
+    """first, first + 1, ... in each row."""
+    for begin in range(0, x.shape[1], BLOCK):
+        part = x[:, begin : begin + BLOCK]
+        part[:] = np.arange(first + begin, first + begin + part.shape[1], dtype=x.dtype)
+
+
+def shuffle(rng: np.random.RandomState, x: Ints, border: int, fast: ModuleType | None) -> None:
+    """What lies before the border, then what lies behind it."""
+    for part in (x[:border], x[border:]):
+        if len(part):
+            rng.shuffle(part) if fast is None else fast.shuffle(rng, part)
 
 
 def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float) -> tuple[int, bool]:
@@ -102,82 +130,50 @@ def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float)
     return epochs, epochs > 1 and num_samples - before_last < int(cutoff * ((tokens - 1) // seq_length))
 
 
-def cut(sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Ints:
-    """Row k: in which place of doc_idx, and at which token of that document, sample k begins.
+def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -> Iterator[Ints]:
+    """Row k: in which place of doc_idx, and at which token of that document, sample k begins; in blocks of rows.
 
-    Sample k begins at token k x S of the stream. Counting the multiples of S inside each document and repeating the
-    document's place as often gives all rows at once; documents are taken in blocks, so memory stays bounded.
+    `sizes` are those of the documents from number `first` on. Sample k begins at token k x S of the stream. Counting the
+    multiples of S inside each document and repeating the document's place as often gives many rows at once; documents are
+    taken in blocks, so memory stays bounded.
     """
-    rows = np.zeros((samples + 1, 2), dtype=np.int32 if len(doc_idx) < 2**31 else np.int64)
-    done, position = 1, 0  # row 0 is (0, 0) even where the first documents are empty, as in Megatron's walk
-    for begin in range(0, len(doc_idx), BLOCK):
-        lengths = sizes[doc_idx[begin : begin + BLOCK]].astype(np.int64)
-        ends = position + np.cumsum(lengths)
+    dtype = np.int32 if len(doc_idx) < 2**31 else np.int64
+    yield np.zeros((1, 2), dtype)  # row 0 is (0, 0) even where the first documents are empty, as in Megatron's walk
+    done, position = 1, 0
+    block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))  # of documents, about BLOCK rows
+    for begin in range(0, len(doc_idx), block):
+        lengths = sizes[doc_idx[begin : begin + block] - first]
+        ends = position + np.cumsum(lengths, dtype=np.int64)
         last = np.clip((ends - 1) // seq_length, done - 1, samples)  # the last sample that begins before each end
-        places = np.repeat(np.arange(len(lengths)), np.diff(last, prepend=done - 1))
-        new = slice(done, done + len(places))
-        rows[new, 0] = begin + places
-        rows[new, 1] = np.arange(new.start, new.stop) * seq_length - (ends - lengths)[places]
-        done, position = new.stop, int(ends[-1])
-    return rows
+        places = np.repeat(np.arange(len(lengths), dtype=dtype), np.diff(last, prepend=done - 1))
+        rows = np.empty((len(places), 2), dtype)
+        rows[:, 0] = begin + places
+        rows[:, 1] = np.arange(done, done + len(places)) * seq_length - (ends - lengths)[places]
+        done, position = done + len(places), int(ends[-1])
+        yield rows
+    whole(done, samples)
 
 
-def cached_indices(
-    folder: str | Path | None, key: dict[str, Any], parts: Sequence[str], build: Callable[[], list[Ints]]
-) -> list[Ints]:
-    """The arrays from the cache; built, and put there, where they are missing or damaged. Without a folder: built."""
-    if folder is None:
-        return build()
-    folder = Path(folder)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    paths = {part: folder / f"{name}_{part}_idx.npy" for part in parts}
-    record = folder / f"{name}.json"
-    if not record.exists():
-        say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
-    else:
-        loaded = load_indices(paths, record)
-        if not isinstance(loaded, str):
-            return loaded
-        notice(f"{record} is damaged ({loaded}): building the indices again")
+def cut_fast(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -> Iterator[Ints]:
+    """The same, by numba."""
+    from meshwright.data import fast
 
-    built = build()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, values in zip(paths.values(), built, strict=True):
-            with replacing(path) as file:
-                np.save(file, values, allow_pickle=False)
-        checksums = {part: checksum(path) for part, path in paths.items()}
-        with replacing(record) as file:
-            file.write(json.dumps({**key, "crc32": checksums}, indent=1).encode() + b"\n")
-    except OSError as error:
-        notice(f"{folder} takes no index cache ({error.strerror or error}): the indices stay in memory")
-        return built
-    # Read back rather than kept: memory-mapped arrays are shared by all processes of a machine.
-    loaded = load_indices(paths, record)
-    return built if isinstance(loaded, str) else loaded
+    dtype = np.int32 if len(doc_idx) < 2**31 else np.int64
+    yield np.zeros((1, 2), dtype)
+    done, place, offset = 1, 0, seq_length
+    rows = np.empty((BLOCK + 1, 2), dtype)
+    while place < len(doc_idx):
+        made, place, offset = fast.cut(sizes, doc_idx, first, place, offset, seq_length, rows)
+        done += made
+        yield rows[:made]
+    whole(done, samples)
 
 
-def checksum(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def load_indices(paths: dict[str, Path], record: Path) -> list[Ints] | str:
-    """The arrays of a cache entry, memory-mapped, or what is wrong with it."""
-    start = time.perf_counter()
-    try:
-        checksums = json.loads(record.read_bytes())["crc32"]
-        for part, path in paths.items():
-            if checksum(path) != checksums[part]:
-                return f"the checksum of {path.name} differs"
-        # As plain arrays: indexing numpy's memmap class is several times slower.
-        arrays = [np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for path in paths.values()]
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        return str(error)
-    for part, path in paths.items():
-        say(f" > loading {part}-idx mapping from {path}")
-    say(f"    loaded indexed file in {time.perf_counter() - start:.3f} seconds")
-    return arrays
+def whole(done: int, samples: int) -> None:
+    """Sizes and pointers of the .idx tell different stories where this fails."""
+    if done != samples + 1:
+        raise UserError(
+            f"the sizes of the .idx give {done - 1:,} samples, its pointers {samples:,}: it is damaged; "
+            "`meshwright data verify` tells where",
+            BAD_DATA,
+        )

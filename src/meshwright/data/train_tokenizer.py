@@ -7,7 +7,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from meshwright.data.preprocess import find_inputs, read_texts
+from meshwright.data.text import find_inputs, read_texts
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, train_bpe
 

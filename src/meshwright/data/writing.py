@@ -34,15 +34,25 @@ class Writer:
     process is killed, no .idx stands beside a .bin that it does not describe.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: tuple[int, int, int] | None = None) -> None:
+        """`begun`: tokens, sequences and documents of an interrupted writer's parts that are to stay."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        self.tokens = self.sequences = self.documents = 0
+        self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
+        self.is_part = False  # of a whole that is put together later
+        self.is_kept = (
+            False  # whether what is there stays when this ends with an error, for another writer to go on with
+        )
+        self.files: dict[str, BinaryIO] = {}
+        lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)
         try:
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            self.files: dict[str, BinaryIO] = {
-                part: open(f"{self.prefix}{part}.tmp", "wb", buffering=1 << 20)
-                for part in PARTS  # closed in __exit__
-            }
+            for part, length in zip(PARTS, lengths, strict=True):
+                file = open(
+                    f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", buffering=1 << 20
+                )  # closed in __exit__
+                self.files[part] = file
+                file.truncate(length)
+                file.seek(length)
         except OSError as error:
             raise self.failed(error) from None
 
@@ -56,13 +66,30 @@ class Writer:
     def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
         """Many at once: tokens of all, the length of each sequence, and after how many sequences in all each document ends."""
         try:
-            for part, values, kind in zip(PARTS, (tokens, sizes, ends), (self.dtype, "<i4", "<i8"), strict=True):
-                self.files[part].write(np.ascontiguousarray(values, dtype=kind).data)
+            self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         except OSError as error:
             raise self.failed(error) from None
-        self.tokens += len(tokens)
+        self.reserve(len(tokens), sizes, ends)
+
+    def reserve(self, tokens: int, sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> int:
+        """The same for tokens that somebody else writes into the .bin.tmp: returns at which byte."""
+        try:
+            self.files[".sizes"].write(np.ascontiguousarray(sizes, dtype="<i4").data)
+            self.files[".docs"].write(np.ascontiguousarray(ends, dtype="<i8").data)
+        except OSError as error:
+            raise self.failed(error) from None
+        offset = self.tokens * self.dtype.itemsize
+        self.tokens += tokens
         self.sequences += len(sizes)
         self.documents += len(ends)
+        return offset
+
+    def flush(self) -> None:
+        try:
+            for file in self.files.values():
+                file.flush()
+        except OSError as error:
+            raise self.failed(error) from None
 
     def __enter__(self) -> Writer:
         return self
@@ -70,16 +97,17 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if kind is None:
-                for file in self.files.values():
-                    file.flush()
-                publish(self.prefix, self.dtype)
+                self.flush()
+                if not self.is_part:
+                    publish(self.prefix, self.dtype)
         except OSError as failure:
             raise self.failed(failure) from None
         finally:
             for file in self.files.values():
                 with contextlib.suppress(OSError):  # a full disk fails again here
                     file.close()
-            clear(self.prefix)
+            if not (self.is_part if kind is None else self.is_kept):
+                clear(self.prefix)
 
     def failed(self, error: OSError) -> UserError:
         written = self.tokens * self.dtype.itemsize
@@ -99,6 +127,33 @@ def publish(prefix: str, dtype: np.dtype[Any]) -> None:
     os.replace(f"{prefix}.idx.tmp", f"{prefix}.idx")
     sync(Path(prefix).parent)
     clear(prefix)
+
+
+Counts = Sequence[tuple[int, int, int]]  # of several parts: tokens, sequences, documents
+
+
+def make_room(prefix: str, dtype: np.dtype[Any], counts: Counts) -> None:
+    """The whole's `.tmp` files, for several to write their parts into."""
+    for part, each, size in zip(PARTS, zip(*counts, strict=True), (dtype.itemsize, 4, 8), strict=True):
+        with open(f"{prefix}{part}.tmp", "wb") as file:
+            file.truncate(sum(each) * size)
+
+
+def copy_part(prefix: str, writer: Writer, number: int, counts: Counts) -> None:
+    """What a writer has, the part of this number, to its place in the whole."""
+    tokens, sequences, documents = (sum(values) for values in zip((0, 0, 0), *counts[:number], strict=True))
+    try:
+        for part, offset, add in (
+            (".bin", tokens * writer.dtype.itemsize, 0), (".sizes", 4 * sequences, 0), (".docs", 8 * documents, sequences)
+        ):  # fmt: skip
+            with open(f"{prefix}{part}.tmp", "r+b", buffering=0) as whole:
+                whole.seek(offset)
+                for block in blocks(f"{writer.prefix}{part}.tmp", "<i8" if add else "u1"):
+                    whole.write((block + add).data if add else block.data)
+    except OSError as error:
+        raise UserError(
+            f"{prefix}{part}.tmp cannot be written ({error.strerror}): all ranks need one shared folder", IO
+        ) from None
 
 
 def clear(prefix: str) -> None:

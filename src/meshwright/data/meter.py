@@ -1,0 +1,39 @@
+"""How far a long piece of work over bytes is: a bar on a terminal, and the speed at its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def metered(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A call for every so many bytes done. Without a terminal nothing is shown: the result's own line tells the speed."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+class Clock:
+    """Bytes a second since it was made."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+
+    def speed(self, count: int) -> str:
+        return f"{count / 1e6 / max(time.perf_counter() - self.start, 1e-9):,.1f} MB/s"

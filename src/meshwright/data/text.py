@@ -1,0 +1,361 @@
+"""Documents out of what people have them in: JSON lines, plain or compressed, tables, archives of text files.
+
+An input is cut into pieces of about a megabyte, which worker processes turn into tokens. A piece of a plain file or of a table
+is a place, which the worker reads; of a stream, which can be read in one order only, it holds the bytes. Where pieces begin
+depends on the input alone, so that an interrupted run goes on at a piece, and several machines share them out.
+
+Lines are cut as bytes, so that one that is not UTF-8 costs that line and no other. A line is parsed by orjson; what orjson
+refuses, the standard library looks at again: it is laxer (NaN, a lone surrogate in a key nobody reads), so no line is lost
+that Megatron would have kept, and it says better what is wrong with the rest.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+import orjson
+
+from meshwright.data import containers
+from meshwright.errors import BAD_DATA, IO, UserError
+
+BOM = b"\xef\xbb\xbf"
+PIECE = 1 << 20  # bytes
+LONGEST = 1 << 28  # bytes of a line: what is longer counts as a bad one
+TOO_LONG = b"\xff too long"  # stands for such a line
+Texts = list[str]
+
+
+class BadLine(Exception):
+    """One line that gives no document. `kind` is what is counted, `detail` belongs to this line."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind} ({detail})" if detail else kind)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Input:
+    """`bytes` of a stream are unknown (0) or those of the compressed file."""
+
+    path: str
+    kind: Literal["lines", "stream", "parquet", "arrow"]
+    bytes: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its pieces can be read in any order."""
+        return self.kind != "stream"
+
+
+@dataclass(frozen=True)
+class Piece:
+    number: int  # of its input
+    path: str
+    kind: Literal["place", "lines", "texts", "parquet", "arrow", "broken"]
+    begin: int = 0  # of a file in bytes, of a table in row groups or batches
+    end: int = 0
+    content: Any = b""  # lines as bytes; (name, bytes) of texts; of a broken stream, why
+    behind: int = 0  # bytes of the input that are done with it
+
+
+# What the inputs are.
+
+
+def find_inputs(patterns: list[str]) -> list[str]:
+    """Files and `-` as given, patterns in sorted order; all are looked for before work starts."""
+    found = []
+    for pattern in patterns:
+        matches = [pattern] if pattern == "-" or Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        if not matches:
+            raise UserError(f"--input {pattern} does not exist", BAD_DATA)
+        found += matches
+    return found
+
+
+def look(paths: list[str]) -> list[Input]:
+    """What each is, by its first bytes; a folder is the tables in it."""
+    return [one for path in paths for one in ([Input("-", "stream")] if path == "-" else _look(path))]
+
+
+def _look(path: str) -> list[Input]:
+    if os.path.isdir(path):
+        tables = containers.tables_in(path)
+        if not tables:
+            raise UserError(
+                f"--input {path} cannot be read: Is a directory, in which no .parquet or .arrow file is", IO
+            )
+        return [one for table in tables for one in _look(table)]
+    try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):
+            return [Input(path, "stream")]  # a pipe must not be read here
+        with open(path, "rb") as file:
+            start = file.read(containers.HEAD)
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
+    kind = containers.kind_of(start)
+    if kind in ("parquet", "arrow"):
+        return [Input(path, cast(Any, kind), about.st_size)]
+    if kind == "legacy arrow":
+        return (
+            [Input(path, "arrow", about.st_size)] if path.endswith(".arrow") else [Input(path, "lines", about.st_size)]
+        )
+    return [Input(path, "stream" if kind else "lines", about.st_size)]
+
+
+# Cutting.
+
+
+def pieces(inputs: list[Input]) -> Iterator[Piece]:
+    """All of them, in the order of the documents."""
+    return shared(inputs, 0, 1)
+
+
+def _of_input(number: int, one: Input) -> Iterator[Piece]:
+    if one.kind == "lines":
+        for begin in range(0, one.bytes, PIECE):
+            end = min(begin + PIECE, one.bytes)
+            yield Piece(number, one.path, "place", begin, end, behind=end)
+    elif one.kind == "stream":
+        yield from _of_stream(number, one.path)
+    else:
+        count = containers.parts_of(one.path, one.kind)
+        for begin, end in containers.spans(count, one.bytes, PIECE):
+            yield Piece(number, one.path, one.kind, begin, end, behind=one.bytes * end // count)
+
+
+def shared(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
+    """One rank's pieces: a range of the bytes, so that all ranks' pieces one after the other are those of the whole."""
+    total, base = sum(max(one.bytes, 1) for one in inputs), 0
+    for number, one in enumerate(inputs):
+        if one.is_cut:
+            at = 0
+            for piece in _of_input(number, one):
+                if (base + at) * size // total == rank:
+                    yield piece
+                at = piece.behind
+        elif base * size // total == rank:
+            yield from _of_input(number, one)
+        base += max(one.bytes, 1)
+
+
+def _of_stream(number: int, path: str) -> Iterator[Piece]:
+    """Cut short, it gives all that was whole, and then why it ended."""
+    file = open_input(path)
+    try:
+        if containers.is_archive(file):
+            for texts in containers.texts(file, PIECE):
+                yield Piece(number, path, "texts", content=texts, behind=containers.position(file))
+        else:
+            for lines in cut(containers.chunks(file), PIECE):
+                yield Piece(number, path, "lines", content=lines, behind=containers.position(file))
+    except containers.DAMAGES as error:
+        yield Piece(number, path, "broken", content=str(error) or type(error).__name__)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read to its end: {error.strerror or error}", IO) from None
+    finally:
+        if path != "-":
+            file.close()
+
+
+def open_input(path: str) -> BinaryIO:
+    if path == "-":
+        stdin = sys.stdin.buffer
+        return stdin if hasattr(stdin, "peek") else cast(BinaryIO, io.BufferedReader(cast(Any, stdin)))
+    try:
+        return open(path, "rb", buffering=PIECE)
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
+
+
+def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """Whole lines, of about this many bytes together; a stream that breaks off gives its whole lines before the error."""
+    kept: list[bytes] = []
+    have, ends, too_long = 0, False, False  # ends: a line feed is among them
+
+    def lines() -> bytes:
+        nonlocal kept, have, ends
+        data = b"".join(kept)
+        end = data.rfind(b"\n") + 1
+        kept, have, ends = [data[end:]], len(data) - end, False
+        return data[:end]
+
+    try:
+        for chunk in chunks:
+            if too_long:
+                _, feed, chunk = chunk.partition(b"\n")
+                if not feed:
+                    continue
+                kept, have, ends, too_long = [TOO_LONG, b"\n"], len(TOO_LONG) + 1, True, False
+            kept.append(chunk)
+            have += len(chunk)
+            ends = ends or b"\n" in chunk
+            if have >= size and ends:
+                yield lines()
+            if have > LONGEST:
+                kept, have, ends, too_long = [], 0, False, True
+    except containers.DAMAGES:
+        if ends:
+            yield lines()
+        raise
+    if rest := TOO_LONG if too_long else b"".join(kept):
+        yield rest
+
+
+# Reading.
+
+
+def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
+    """One for each line, row or text of the piece: the text under each key, what is wrong with it, or None for a blank line."""
+    if piece.kind in ("place", "lines"):
+        lines = read_place(piece.path, piece.begin, piece.end) if piece.kind == "place" else piece.content
+        for line in lines.removesuffix(b"\n").split(b"\n") if lines else ():
+            yield _tried(line, keys)
+    elif piece.kind == "texts":
+        for _, content in piece.content:
+            try:
+                yield [content.decode("utf-8")] * len(keys)
+            except UnicodeDecodeError as error:
+                yield BadLine("not UTF-8", f"byte 0x{content[error.start]:02x} at {error.start}")
+    elif piece.kind in ("parquet", "arrow"):
+        for row in containers.rows(piece.path, piece.kind, piece.begin, piece.end, keys):
+            yield row if all(type(text) is str for text in row) else _no_text(row, keys)
+
+
+def place_of(piece: Piece, unit: int, first_line: int) -> str:
+    """Of a unit, for people; `first_line` is the number of the piece's first line in its file."""
+    if piece.kind == "texts":
+        return f"{piece.path}:{piece.content[unit][0]}"
+    if piece.kind in ("parquet", "arrow"):
+        return f"{piece.path}: row {first_line + unit}"
+    return f"{piece.path}:{first_line + unit}"
+
+
+def read_place(path: str, begin: int, end: int) -> bytes:
+    """The lines that begin within these bytes of a file."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(max(begin - 1, 0))
+            data = read_fully(file, end - max(begin - 1, 0))
+            first = data.find(b"\n") + 1 if begin else 0
+            if begin and not first:
+                return b""  # in the middle of one line
+            if first == len(data):
+                return b""
+            parts, have = [data[first:]], len(data) - first
+            while not parts[-1].endswith(b"\n") and (more := file.read(PIECE)):
+                stop = more.find(b"\n") + 1
+                parts.append(more[: stop or len(more)])
+                have += len(parts[-1])
+                if stop:
+                    break
+                if have > LONGEST:  # only the last line can be so long
+                    whole = b"".join(parts)
+                    return whole[: whole.rfind(b"\n") + 1] + TOO_LONG
+    except OSError as error:
+        raise UserError(f"{path} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
+    lines = b"".join(parts)
+    return lines if begin else lines.removeprefix(BOM)
+
+
+def read_fully(file: Any, size: int) -> bytes:
+    parts = []
+    while size > 0 and (part := file.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
+    """Every text of the inputs; the first bad line is an error."""
+    none_yet = True
+    lines: dict[int, int] = {}
+    for piece in pieces(look(inputs)):
+        if piece.kind == "broken":
+            raise UserError(broken(piece), BAD_DATA)
+        first, count = lines.get(piece.number, 1), 0
+        for unit in units(piece, keys):
+            if isinstance(unit, BadLine):
+                place = place_of(piece, count, first)
+                raise UserError(f"{place}: {unit}{expected(unit, none_yet)}", BAD_DATA)
+            count += 1
+            if unit:
+                none_yet = False
+                yield from unit
+        lines[piece.number] = first + count
+
+
+def broken(piece: Piece) -> str:
+    return f"{piece.path} is cut short or damaged ({piece.content})"
+
+
+def expected(bad: BadLine, is_first: bool) -> str:
+    """What is said to those whose file is plain text."""
+    if not is_first or bad.kind != "not JSON":
+        return ""
+    return '; one {"text": "..."} a line is expected, and docs/data.md shows how plain text becomes that'
+
+
+# A line.
+
+
+def _tried(line: bytes, keys: list[str]) -> Texts | BadLine | None:
+    try:
+        return parse(line, keys)
+    except BadLine as bad:
+        return bad
+
+
+def parse(line: bytes, keys: list[str]) -> Texts | None:
+    """The text under each key; None for a blank line."""
+    lax = False
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        if not line.strip():
+            return None
+        record, lax = parse_laxly(line), True
+    if type(record) is not dict:
+        raise BadLine("not a JSON object", f"but a {type(record).__name__}; one object a line is needed")
+    texts = []
+    for key in keys:
+        text = record.get(key)
+        if type(text) is not str:
+            if key not in record:
+                raise BadLine(f"no key {key!r}", f"keys: {', '.join(list(record)[:5]) or 'none'}")
+            raise BadLine(f"null under {key!r}" if text is None else f"no text under {key!r}", type(text).__name__)
+        if lax and (half := next((c for c in text if "\ud800" <= c <= "\udfff"), None)):
+            raise BadLine(f"lone surrogate under {key!r}", f"\\u{ord(half):04x}, half a character")
+        texts.append(text)
+    return texts
+
+
+def parse_laxly(line: bytes) -> Any:
+    if line == TOO_LONG:
+        raise BadLine(f"longer than {LONGEST:,} bytes")
+    try:
+        text = line.rstrip().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadLine("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadLine("not JSON", f"{error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise BadLine("not JSON", str(error)) from None
+
+
+def _no_text(row: list[Any], keys: list[str]) -> BadLine:
+    key, value = next((key, value) for key, value in zip(keys, row, strict=True) if type(value) is not str)
+    if value is None:
+        return BadLine(f"null under {key!r}", "NoneType")
+    return BadLine(f"no text under {key!r}", type(value).__name__)

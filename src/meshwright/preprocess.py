@@ -1,0 +1,345 @@
+"""`meshwright preprocess`: text to token files, on all cores of one machine or of several.
+
+The input is cut into pieces (data/text.py), workers encode them and write side by side (data/crew.py), and what is committed is
+noted in `<prefix>.progress`: the same command started again after a kill goes on there and ends with the same bytes. Started as
+several ranks, each takes a range of the input into files of its own, which are then copied into one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from meshwright import command, launchers, start, tokenizers
+from meshwright.config import PreprocessConfig
+from meshwright.data import crew, sentences
+from meshwright.data.encoding import Encoder, Made, where
+from meshwright.data.journal import Journal, is_there
+from meshwright.data.text import Input, Piece, broken, find_inputs, look, shared
+from meshwright.data.writing import Writer, clear, copy_part, make_room, publish, token_dtype
+from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.launchers import World
+from meshwright.parallel.team import Team
+
+MIB = 1 << 20
+
+
+@dataclass
+class Totals:
+    """What is committed."""
+
+    documents: int = 0
+    bytes: int = 0
+    bad: dict[str, tuple[int, str]] = field(default_factory=dict)  # kind: how many, place of the first
+    units: dict[int, int] = field(default_factory=dict)  # of each input, lines or rows so far
+    begun: float = field(default_factory=time.perf_counter)
+    before: int = 0  # bytes that an interrupted run had done
+
+    def add(self, piece: Piece, made: Made) -> None:
+        before = self.units.get(piece.number, 0)
+        for kind, (count, unit) in made.bad.items():
+            self.count(kind, count, where(piece, unit, before))
+        self.units[piece.number] = before + made.units
+        self.documents += made.documents
+        self.bytes += made.bytes
+
+    def count(self, kind: str, count: int, place: str) -> None:
+        n, first = self.bad.get(kind, (0, place))
+        self.bad[kind] = (n + count, first)
+
+    def line(self) -> str:
+        seconds = max(time.perf_counter() - self.begun, 1e-9)
+        speed = (self.bytes - self.before) / MIB / seconds
+        return f"Processed {self.documents} documents ({self.documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
+
+    def bad_lines(self) -> str:
+        kinds = "; ".join(f"{n:,} {kind}, first {place}" for kind, (n, place) in self.bad.items())
+        return f"{sum(n for n, _ in self.bad.values()):,} bad lines: {kinds}"
+
+
+def main(argv: list[str]) -> int:
+    parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
+    if parsed is None:
+        return DONE
+    if parsed.dry_run:
+        inputs = [one.path for one in look(find_inputs(parsed.config.preprocess.input))]
+        print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")
+        return DONE
+    world = launchers.find(os.environ)
+    try:
+        run(parsed.config, sys.stdout, sys.stderr, world)
+    finally:
+        if world.size > 1:
+            start.leave()
+    return DONE
+
+
+def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None) -> None:
+    """One pair of files for each key: <prefix>_<key>_document.bin/.idx, or _sentence."""
+    begun = time.perf_counter()
+    world = world or World()
+    # The time-out concerns those who wait for the slowest rank to end.
+    team = start.join(world, timeout_minutes=7 * 24 * 60) if world.size > 1 else Team()
+    if not team.leads:
+        stdout, stderr = io.StringIO(), io.StringIO()
+    p = config.preprocess
+    inputs = look(find_inputs(p.input))
+    if world.size > 1 and any(one.kind == "stream" and not one.bytes for one in inputs):
+        raise UserError("--input - or a pipe has one reader: start one process, or give files", everywhere=True)
+    for one in inputs:
+        print(f"Opening {one.path}", file=stdout)
+    if p.dataset_impl != "mmap":
+        print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
+    print(f"> building {config.tokenizer.tokenizer_type} tokenizer ...", file=stdout)
+    tokenizer = tokenizers.build(config.tokenizer)
+    print(tokenizers.padding_line(tokenizer.size, tokenizers.padded_size(tokenizer.size, 128, 1, None)), file=stdout)
+    print(f"Vocab size: {tokenizer.size}", file=stdout)
+    print(f"Output prefix: {p.output_prefix}", file=stdout)
+
+    share = Share(config, inputs, tokenizer, world, stdout, stderr)
+    print(f"Time to startup: {time.perf_counter() - begun}", file=stdout, flush=True)
+    team.all(share.work)
+    if world.size > 1:
+        together(team, share)
+    report(share, stdout, stderr)
+
+
+class Share:
+    """One process's part of the input: all of it, or that of one of several ranks."""
+
+    def __init__(
+        self, config: PreprocessConfig, inputs: list[Input], tokenizer: tokenizers.Tokenizer, world: World, stdout: TextIO,
+        stderr: TextIO,
+    ) -> None:  # fmt: skip
+        self.config, self.inputs, self.world, self.stdout, self.stderr = config, inputs, world, stdout, stderr
+        p = config.preprocess
+        self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
+        level = "sentence" if p.split_sentences else "document"
+        self.prefixes = [f"{p.output_prefix}_{key}_{level}" for key in self.keys]
+        self.part = "" if world.size == 1 else f".part{world.rank:05d}"
+        if p.split_sentences:
+            sentences.build(p.lang, p.keep_newlines)  # whether it can be had, before anything is written
+        self.make = functools.partial(encoder, config, self.dtype)
+        self.identity = {
+            "inputs": [[one.path, one.kind, *_state(one)] for one in inputs], "share": [world.rank, world.size],
+            "tokenizer": [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)],
+            "settings": {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input")},
+        }  # fmt: skip
+        self.totals, self.writers = Totals(), list[Writer]()
+        self.lock, self.snapshots, self.written, self.next = (
+            threading.Lock(),
+            dict[int, dict[str, Any]](),
+            set[int](),
+            0,
+        )
+        self.last: dict[str, Any] | None = None
+        self.show: Callable[[int], None] = lambda behind: None
+
+    def work(self) -> None:
+        """All pieces; the files of a single process are then complete."""
+        p = self.config.preprocess
+        with ExitStack() as stack:
+            self.journal = stack.enter_context(
+                Journal(f"{p.output_prefix}{self.part}.progress", self.identity, self.stderr)
+            )
+            begun = self.journal.state or {}
+            size = np.dtype(self.dtype).itemsize
+            if not all(is_there(*one, size) for one in zip(self.part_names(), begun.get("lengths", []), strict=False)):
+                begun = {}
+            self.resume(begun)
+            for prefix, lengths in zip(self.part_names(), begun.get("lengths") or [None] * len(self.keys), strict=True):
+                writer = Writer(prefix, self.dtype, lengths and tuple(lengths))
+                writer.is_kept, writer.is_part = True, bool(self.part)
+                self.writers.append(stack.enter_context(writer))
+            todo = self.todo(begun.get("pieces", 0))
+            paths = [f"{writer.prefix}.bin.tmp" for writer in self.writers]
+            stop = p.on_error == "stop"
+            try:
+                size = self.workers()
+                if size == 1:
+                    with self.progress():
+                        crew.work_alone(todo, self.make, paths, stop, self.commit, self.note)
+                else:
+                    self.stdout.flush()
+                    team = crew.Crew(size, todo, self.make, paths, stop, self.commit, self.note, start.die_with_parent)
+                    with self.progress():
+                        team.run()
+                if self.world.size == 1:
+                    self.require_tokens([writer.tokens for writer in self.writers])
+            except UserError as error:
+                if error.status == BAD_DATA:  # to be mended, with which all begins anew
+                    for writer in self.writers:
+                        writer.is_kept = False
+                    self.journal.is_kept = False
+                raise
+            if self.world.size == 1:
+                self.journal.is_kept = False
+            elif self.last:  # until all ranks' parts are put together
+                self.journal.note(self.last)
+
+    def discard(self) -> None:
+        """A rank's part, once it is in the whole."""
+        for writer in self.writers:
+            clear(writer.prefix)
+        Path(self.journal.path).unlink(missing_ok=True)
+
+    def part_names(self) -> list[str]:
+        return [prefix + self.part for prefix in self.prefixes]
+
+    def resume(self, begun: dict[str, Any]) -> None:
+        t = self.totals
+        if begun:
+            t.documents, t.bytes, t.before = begun["documents"], begun["bytes"], begun["bytes"]
+            t.units = {int(k): v for k, v in begun["units"].items()}
+            t.bad = {kind: (n, first) for kind, (n, first) in begun["bad"].items()}
+            self.next = begun["pieces"]
+            print(f"going on after {t.documents:,} documents of an interrupted run", file=self.stderr)
+
+    def todo(self, done: int) -> Iterator[tuple[int, Piece]]:
+        mine = shared(self.inputs, self.world.rank, self.world.size)
+        return enumerate(islice(mine, done, None), done)
+
+    def workers(self) -> int:
+        """As many as asked for, or cores; a few pieces are done before others have started."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = self.config.preprocess.workers or max(1, cores // self.world.local_size)
+        small = all(one.kind == "lines" for one in self.inputs) and sum(one.bytes for one in self.inputs) < 4 * MIB
+        return 1 if small else wanted
+
+    def commit(self, number: int, piece: Piece, made: Made) -> list[int]:
+        """In the order of the input: where each key's tokens belong."""
+        stop = self.config.preprocess.on_error == "stop"
+        hint = "leave such lines out with --on-error skip (nothing was written)"
+        with self.lock:
+            if made.bad and stop:
+                place = where(piece, next(iter(made.bad.values()))[1], self.totals.units.get(piece.number, 0))
+                raise UserError(f"{place}: {made.first_bad}; mend the line, or {hint}", BAD_DATA)
+            if piece.kind == "broken" and stop:
+                raise UserError(f"{broken(piece)}: fetch it again, or keep what is whole and {hint}", BAD_DATA)
+            if piece.kind == "broken":
+                self.totals.count("input cut short", 1, f"{piece.path} ({piece.content})")
+            self.totals.add(piece, made)
+            offsets = [
+                writer.reserve(tokens, sizes, ends + writer.sequences)
+                for writer, tokens, sizes, ends in zip(self.writers, made.tokens, made.sizes, made.ends, strict=True)
+            ]
+            t = self.totals
+            self.last = self.snapshots[number] = {
+                "pieces": number + 1, "documents": t.documents, "bytes": t.bytes, "units": dict(t.units),
+                "bad": copy.copy(t.bad), "lengths": [[w.tokens, w.sequences, w.documents] for w in self.writers],
+            }  # fmt: skip
+            self.show(sum(one.bytes for one in self.inputs[: piece.number]) + piece.behind)
+        return offsets
+
+    def note(self, number: int) -> None:
+        """The tokens of this piece are in the file."""
+        with self.lock:
+            self.written.add(number)
+            state = None
+            while self.next in self.written:
+                self.written.remove(self.next)
+                state = self.snapshots.pop(self.next)
+                self.next += 1
+            if state is not None and self.journal.is_due():
+                for writer in self.writers:
+                    writer.flush()
+                self.journal.note(state)
+
+    def require_tokens(self, tokens: list[int]) -> None:
+        for key, count in zip(self.keys, tokens, strict=True):
+            if not count:
+                reason = f" ({self.totals.bad_lines()})" if self.totals.bad else ""
+                paths = ", ".join(one.path for one in self.inputs)
+                raise UserError(f"no token under {key!r} in {paths}{reason}: nothing was written", BAD_DATA)
+
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        """Megatron's line every --log-interval documents; on a terminal a moving bar instead."""
+        t, stderr, interval = self.totals, self.stderr, self.config.preprocess.log_interval
+        if not stderr.isatty():
+            told = [t.documents // interval]
+
+            def line(behind: int) -> None:
+                if t.documents // interval > told[0]:
+                    told[0] = t.documents // interval
+                    print(t.line(), file=stderr, flush=True)
+
+            self.show = line
+            yield
+            return
+
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        total = sum(one.bytes for one in self.inputs) if all(one.bytes for one in self.inputs) else None
+        with Progress(*columns, console=Console(file=stderr), transient=True) as bar:
+            task = bar.add_task("", total=total)
+            self.show = lambda behind: bar.update(task, completed=behind, description=t.line())
+            yield
+
+
+def encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
+    """What each worker makes for itself."""
+    p, tokenizer = config.preprocess, tokenizers.build(config.tokenizer)
+    cut = sentences.build(p.lang, p.keep_newlines) if p.split_sentences else None
+    keys = list(dict.fromkeys(p.json_keys))
+    return Encoder(tokenizers.fastest(tokenizer), tokenizer.eod if p.append_eod else None, keys, dtype, cut)
+
+
+def _state(one: Input) -> list[int]:
+    """What tells whether a file is still the same; a pipe never is."""
+    if one.kind == "stream" and not one.bytes:
+        return [time.time_ns()]
+    about = os.stat(one.path)
+    return [about.st_size, about.st_mtime_ns]
+
+
+def together(team: Team, share: Share) -> None:
+    """The parts of all ranks become one pair of files for each key, the bytes that one process would have written."""
+    t = share.totals
+    totals = share.totals = Totals(begun=t.begun)
+    for documents, size, before, bad in team.gather((t.documents, t.bytes, t.before, t.bad)):
+        totals.documents += documents
+        totals.bytes += size
+        totals.before += before
+        for kind, (count, place) in bad.items():
+            totals.count(kind, count, place)
+    counts = [team.gather((writer.tokens, writer.sequences, writer.documents)) for writer in share.writers]
+    try:
+        share.require_tokens([sum(tokens for tokens, _, _ in ranks) for ranks in counts])
+    except UserError as error:
+        share.discard()
+        raise UserError(str(error), error.status, everywhere=True) from None
+    for prefix, writer, ranks in zip(share.prefixes, share.writers, counts, strict=True):
+        team.lead(lambda prefix=prefix, writer=writer, ranks=ranks: make_room(prefix, writer.dtype, ranks))  # type: ignore[misc]
+        team.all(lambda prefix=prefix, writer=writer, ranks=ranks: copy_part(prefix, writer, team.rank, ranks))  # type: ignore[misc]
+        team.lead(lambda prefix=prefix, writer=writer: publish(prefix, writer.dtype))  # type: ignore[misc]
+        writer.tokens, writer.sequences, writer.documents = (sum(values) for values in zip(*ranks, strict=True))
+    share.discard()
+
+
+def report(share: Share, stdout: TextIO, stderr: TextIO) -> None:
+    print(share.totals.line(), file=stderr)
+    if share.totals.bad:
+        print(f"left out {share.totals.bad_lines()}", file=stderr)
+    for prefix, writer in zip(share.prefixes, share.writers, strict=True):
+        size = writer.tokens * writer.dtype.itemsize
+        print(
+            f"wrote {prefix}.bin/.idx: {share.totals.documents:,} documents, {writer.sequences:,} sequences, "
+            f"{writer.tokens:,} tokens, {size:,} bytes ({writer.dtype.name})",
+            file=stdout,
+        )

@@ -1,0 +1,11 @@
+"""bigscience's script name: the same as `meshwright data merge`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # runs from a clone too, without an install
+
+from meshwright.__main__ import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(["data", "merge", *sys.argv[1:]]))
