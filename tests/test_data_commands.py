@@ -23,9 +23,9 @@ import pytest
 
 from conftest import tokens_of
 from meshwright.__main__ import main
-from meshwright.data import ahead, fetch, loose, merge, verify
+from meshwright.data import ahead, fetch, merge, verify
 from meshwright.data.indexed import HEADER, MAGIC, Indexed
-from meshwright.data.look import document_lengths, summary, token_counts
+from meshwright.data.look import Lengths, document_lengths, summary, token_counts
 from meshwright.data.writing import Writer
 from meshwright.errors import UserError
 
@@ -175,8 +175,8 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     prefix = write(tmp_path / "a", documents)
     whole = verify.check(prefix, 257, EOD, True, lambda count: None)
     lengths = Counter(sum(map(len, d)) for d in documents)
-    monkeypatch.setattr(verify, "BLOCK", 3)
-    monkeypatch.setattr("meshwright.data.look.BLOCK", 3)
+    monkeypatch.setattr("meshwright.data.verify.BLOCK", 3)
+    monkeypatch.setattr("meshwright.data.arrays.BLOCK", 3)
     monkeypatch.setattr("meshwright.data.look.SHORT", 20)
     assert verify.check(prefix, 257, EOD, True, lambda count: None) == whole and not whole.problems
     counted = document_lengths(Indexed(prefix))
@@ -215,6 +215,38 @@ def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
     _, out, _ = run("inspect", prefix, "--top", "2")
     assert "100 documents" in out and out.count("#") > 30 and "most frequent of" in out
     assert "most_frequent" not in summary(Indexed(prefix), 0, None)
+
+
+def test_quantiles_are_lengths_that_occur() -> None:
+    lengths = Lengths(np.array([3, 7, 90]), np.array([1, 2, 1]))
+    assert [lengths.quantile(q) for q in (0, 0.25, 0.26, 0.75, 0.76, 1)] == [3, 3, 7, 7, 90, 90]
+    assert lengths.doubling() == [(2, 3, 1), (4, 7, 2), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)]
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    prefix = write(tmp_path / "name-of-it", some(20))
+    for argv, told in (
+        (["verify", prefix], "name-of-it"),
+        (["merge", prefix, "--output-prefix", f"{prefix}2"], "merging"),
+    ):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(Terminal()) as err:
+            assert main(["data", *argv]) == 0
+        assert told in err.getvalue() and "kB" in err.getvalue()
+
+
+def test_what_only_prints_may_lose_its_reader(tmp_path: Path) -> None:
+    """`inspect | head` is done; a `verify` whose word nobody heard is not."""
+    prefix = write(tmp_path / "a", some(20))
+    for verb, status in (("inspect", 0), ("verify", 74)):
+        end, pipe = os.pipe()
+        os.close(end)
+        done = subprocess.run([sys.executable, "-m", "meshwright", "data", verb, prefix], stdout=pipe)
+        os.close(pipe)
+        assert done.returncode == status, verb
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -423,6 +455,22 @@ def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.Monk
         assert Path(f"{made.prefix}.bin").read_bytes() == megatrons_merge(prefixes)[0]
 
 
+def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --merge distributed the copies wait for one another; serially they would wait for ever."""
+    prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(3)]
+    meet, copy = threading.Barrier(3), merge.copy
+
+    def together(*given: Any) -> None:
+        meet.wait(0.5)
+        copy(*given)
+
+    monkeypatch.setattr(merge, "copy", together)
+    assert run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed")[0] == 0
+    assert Path(tmp_path / "out.bin").read_bytes() == megatrons_merge(prefixes)[0]
+    with pytest.raises(threading.BrokenBarrierError):
+        run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "serial")
+
+
 def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(2)]
     monkeypatch.setattr(
@@ -464,8 +512,8 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
         kind in told
         for kind in ("1 not a JSON object, first", "1 not UTF-8", f"1 not JSON, first {place / 'b.json'}:3")
     )
-    assert loose.merge(str(place), str(out), True).documents == 5
-    assert "[" not in out.read_text().splitlines()[3]
+    assert run("merge-json", "--json-path", str(place), "--output-file", str(out), "--each-line")[0] == 0
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()[3:]] == ["first line\n", "second ä\n"]
     (tmp_path / "empty").mkdir()
     assert run("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
 
@@ -601,8 +649,10 @@ def test_parts_are_never_mixed(tmp_path: Path, server: Server, change: str) -> N
         url = server.url.replace("x=1", "x=2")
     else:  # killed between the last byte and the new name
         (tmp_path / "data.bin.part").write_bytes(CONTENT)
+    server.asked = []
     assert run("fetch", url, "--output", str(tmp_path))[0] == 0
     assert (tmp_path / "data.bin").read_bytes() == wanted
+    assert (server.asked == [None]) == (change == "other address")
 
 
 def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None:

@@ -181,15 +181,15 @@ def test_two_ranges_of_one_file_are_two_sources():
 def test_groups_are_ranges_of_documents(files):
     """Ends are round(share x documents), and every set is built for the same number of samples."""
     made, lines, notices = build(
-        train_weighted_split_paths=["T: 0.75 0:0.71 p0, 0.25 0:1 p1"],
-        valid_weighted_split_paths=["ONE: 0.5 0.71:1 p0, 0.5 0:0.33 p2", "TWO: p1"],
+        train_weighted_split_paths=["T: 0.75 0:0.73 p0, 0.25 0:1 p1"],
+        valid_weighted_split_paths=["ONE: 0.5 0.73:1 p0, 0.5 0:0.33 p2", "TWO: p1"],
         test_weighted_split_paths=["LAST: 3 0:1 p2"],
     )
     assert notices == [] and list(made) == ["train", "valid/ONE", "valid/TWO", "test/LAST"]
     shares = [0.75, 0.25]
     parts = [
         Samples(Indexed(f"p{n}"), range(end), math.ceil(40 * shares[n] * 1.005), SEQ, 1234)
-        for n, end in ((0, 14), (1, 10))
+        for n, end in ((0, 15), (1, 10))
     ]
     for k, (which, number) in enumerate(zip(*rule(shares, 40), strict=True)):
         assert made["train"][k].tolist() == parts[which][number].tolist()
@@ -200,7 +200,7 @@ def test_groups_are_ranges_of_documents(files):
     alone = Samples(Indexed("p2"), range(40), 4, SEQ, 1234)
     assert all(np.array_equal(made["test/LAST"][k], alone[k]) for k in range(4))
     said = [(lines[n - 1].strip(), line.strip()) for n, line in enumerate(lines) if "document indices" in line]
-    assert ("ONE:", "document indices in [14, 20) total of 6 documents") in said
+    assert ("ONE:", "document indices in [15, 20) total of 5 documents") in said
     assert ("ONE:", "document indices in [0, 13) total of 13 documents") in said
     assert lines.count(" > building dataset index ...") == 3  # each pair of files once
 
@@ -369,6 +369,24 @@ def test_further_epochs_follow_in_full(files):
         assert len(set(seen[62 * epoch : 62 * (epoch + 1)])) == 62, "each epoch in full, none of its samples twice"
     longer, _, _, _ = run_of(400, 10, 240, state, data_path=["p1"])
     assert longer == more  # a longer run has the same order, for what it has more is read behind
+
+
+def test_the_same_in_another_order(files):
+    """Who is first decides between equals: what was first stays first."""
+    plain, state, _, _ = run_of(20, 0, 40, None, data_path=["1", "p0", "1", "p1"])
+    got, kept, _, _ = run_of(20, 10, 40, state, data_path=["3", "p1", "3", "p0"])
+    assert got == plain[10:] and kept.blends == state.blends
+    assert run_of(20, 0, 40, None, data_path=["3", "p1", "3", "p0"])[0] != plain
+
+
+def test_what_is_asked_for(files):
+    """Alone all samples, in a blend half a percent more than the share; a newcomer's share is one of what is left."""
+    _, state, _, _ = run_of(200, 0, 10, None, data_path=["p0"])
+    assert [k.samples for k in state.sources.values()] == [400]
+    _, state, _, _ = run_of(200, 0, 10, None, data_path=["1", "p0"])
+    assert [k.samples for k in state.sources.values()] == [402]
+    _, state, _, _ = run_of(200, 10, 11, state, data_path=["1", "p0", "1", "p1"], blend_change_at="300")
+    assert [k.samples for k in state.sources.values()] == [402, 51]
 
 
 def test_a_dropped_source_may_be_gone(files):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import tokens_of
+from meshwright.data import indexed as indexed_module
 from meshwright.data.indexed import HEADER, Indexed, fingerprint
 from meshwright.data.writing import Writer, token_dtype
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -26,9 +27,9 @@ def write(prefix, documents, dtype=np.uint16):
     return prefix
 
 
-def refused(words, prefix):
+def refused(words, prefix, check=None):
     with pytest.raises(UserError, match=words) as caught:
-        Indexed(prefix)
+        Indexed(prefix, check)
     assert caught.value.status == BAD_DATA
 
 
@@ -79,8 +80,13 @@ def pair(tmp_path):
     return prefix, tmp_path / "x.idx", tmp_path / "x.bin"
 
 
-def test_truncated_everywhere(pair):
+@pytest.mark.parametrize("check", ["full", "quick"])
+def test_truncated_everywhere(pair, check):
     prefix, idx, bin_ = pair
+
+    def refused(words, prefix):
+        return globals()["refused"](words, prefix, check)
+
     whole = idx.read_bytes()
     for cut in {len(whole) * n // 16 for n in range(16)} | {8, 9, 33, 34, len(whole) - 1}:
         idx.write_bytes(whole[:cut])
@@ -119,12 +125,13 @@ def test_truncated_everywhere(pair):
         (34 + 12 * 20 + 8 * 20, b"\x13", "does not run from 0 to the 20"),
     ],
 )
-def test_damaged(pair, offset, value, words):
+@pytest.mark.parametrize("check", ["full", "quick"])
+def test_damaged(pair, offset, value, words, check):
     prefix, idx, _ = pair
     content = bytearray(idx.read_bytes())
     content[offset : offset + len(value)] = value
     idx.write_bytes(content)
-    refused(words, prefix)
+    refused(words, prefix, check)
 
 
 def test_other_inconsistencies(pair):
@@ -139,6 +146,50 @@ def test_other_inconsistencies(pair):
     idx.write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 0))
     bin_.write_bytes(b"")
     refused("does not run from 0", prefix)
+
+
+def test_tokens_of_sequences_without_looking_at_each(tmp_path):
+    sizes = [3, 0, 7, 1, 5]
+    data = Indexed(write(tmp_path / "x", [[[1] * n] for n in sizes], np.int32))
+    for first in range(6):
+        for stop in range(6):
+            assert data.tokens_of(first, stop) == sum(sizes[first:stop])
+
+
+def test_large_files_are_looked_at_in_places(tmp_path, monkeypatch):
+    """Damage anywhere shows in a full check; in a quick one, what moves all that is behind it, and files of other sizes."""
+    n = 3000
+    prefix = write(tmp_path / "x", [[[1] * (1 + k % 5)] for k in range(n)], np.int32)
+    monkeypatch.setattr(indexed_module, "PROBE", 8)
+    monkeypatch.setattr(indexed_module, "BLOCK", 100)
+    idx, whole = tmp_path / "x.idx", (tmp_path / "x.idx").read_bytes()
+    reads = []
+    real = indexed_module.Column.read
+    monkeypatch.setattr(indexed_module.Column, "read", lambda *a: reads.append(len(x := real(*a))) or x)
+    quick = Indexed(prefix, "quick")
+    assert sum(reads) < 3 * 64 * 9 + 1
+    full = Indexed(prefix, "full")
+    assert np.array_equal(quick.sizes, full.sizes)
+    for at in range(0, n, 77):
+        content = bytearray(whole)
+        content[34 + 4 * at] += 1
+        idx.write_bytes(content)
+        refused(f"the pointer of sequence {at + 1:,} is not the sum before it", prefix, "full")
+        content = bytearray(whole)
+        pointers = np.frombuffer(content, "<i8", n, 34 + 4 * n)
+        pointers[at + 1 :] += (
+            4  # a length that was changed together with all that follows: only the .bin's length tells
+        )
+        content[34 + 4 * at] += 1
+        idx.write_bytes(content)
+        refused("x.bin has 36,000 bytes, but its .idx describes 36,004", prefix, "quick")
+        content = bytearray(whole)
+        content[34 + 12 * n + 8 * at : 34 + 12 * n + 8 * at + 8] = b"\xff" * 8
+        idx.write_bytes(content)
+        refused("goes backwards|does not run from 0", prefix, "full")
+    assert [list(indexed_module.places(m, "quick"))[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
+    assert [first for first, _ in indexed_module.places(5000, None)] == list(range(0, 5000, 100))
+    assert len(list(indexed_module.places(indexed_module.FULL + 1, None))) == 64
 
 
 def test_fingerprint_tells_data_apart_but_not_times(tmp_path):

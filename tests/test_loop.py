@@ -19,7 +19,7 @@ from conftest import TINY_FLAGS
 from meshwright import network, report, trainer
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, store
-from meshwright.data.indexed import Writer
+from meshwright.data.writing import Writer
 from meshwright.tokenizers import train_bpe
 
 

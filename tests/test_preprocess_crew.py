@@ -22,9 +22,9 @@ from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
 ROOT = Path(__file__).parents[1]
 SMALL = """
 import sys
-from meshwright.data import text, journal
+from meshwright.data import containers, journal, text
 from meshwright import preprocess
-text.PIECE, preprocess.MIB, journal.SECONDS = 3000, 1, 0
+text.PIECE, containers.CHUNK, preprocess.MIB, journal.SECONDS = 3000, 1000, 1, 0
 from meshwright.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -70,19 +70,22 @@ def left(tmp_path, output):
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_workers_write_the_bytes_of_one(tmp_path, small, workers):
+def test_workers_write_the_bytes_of_one(tmp_path, small, workers, monkeypatch):
     """Files, streams, several keys, bad lines."""
     corpus(tmp_path / "a", bad=0.05)
     corpus(tmp_path / "b", 700, seed=1)
     subprocess.run(["gzip", str(tmp_path / "b")], check=True)
     inputs = [tmp_path / "a", tmp_path / "b.gz", tmp_path / "a"]
-    told = []
+    told, crews = [], []
+    real = crew.Crew.__init__
+    monkeypatch.setattr(crew.Crew, "__init__", lambda self, size, *given: (crews.append(size), real(self, size, *given))[0])
     for output, size in (("one", 1), ("many", workers)):
         told.append(work(tmp_path, output, inputs, workers=size, json_keys=["text", "title"], on_error="skip"))
     assert made(tmp_path, "one", "text", "title") == made(tmp_path, "many", "text", "title")
     assert told[0][1].splitlines()[-1] == told[1][1].splitlines()[-1]
     assert "bad lines" in told[0][1]
     assert left(tmp_path, "") == []
+    assert crews == [workers]
 
 
 def test_the_first_bad_line_of_the_input_is_told_whoever_finds_one(tmp_path, small):
@@ -135,6 +138,11 @@ def start(tmp_path, *flags, program=SMALL, **more):
     return subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)
 
 
+def noted(tmp_path):
+    path = tmp_path / "out.progress"
+    return path.stat().st_size if path.exists() else 0
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("packed", [False, True])
 def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path, packed):
@@ -150,9 +158,11 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path, 
     for _ in range(2):
         idx.unlink(missing_ok=True)
         for _ in range(5):
+            size = noted(tmp_path) + rng.randrange(200, 8000)  # bytes: a piece is about 130
             process = start(tmp_path, *flags, "out", program=SLOW)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=rng.uniform(0.3, 0.8))
+            while process.poll() is None and noted(tmp_path) < size:
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.01))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             _, stderr = process.communicate()
@@ -161,9 +171,10 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path, 
         process = start(tmp_path, *flags, "out")
         _, stderr = process.communicate()
         assert process.returncode == 0, stderr
+        resumed += "going on after" in stderr
         assert made(tmp_path, "out") == made(tmp_path, "whole")
         assert left(tmp_path, "out") == []
-    assert resumed >= 3
+    assert resumed >= 6
 
 
 @pytest.mark.whole

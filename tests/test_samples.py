@@ -1,14 +1,19 @@
 """Which tokens are sample k: compared with Megatron's seven steps written as plain slow Python."""
 
+import builtins
+import errno
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import heard, tokens_of
 from meshwright.config import Data, Tokenizer, TrainConfig, Training
-from meshwright.data import loader, samples
+from meshwright.data import index_cache, loader, samples
 from meshwright.data.datasets import build_datasets, check_vocabulary
 from meshwright.data.indexed import Indexed
 from meshwright.data.loader import Mock, Samples
@@ -64,7 +69,16 @@ def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
     return doc_idx, rows, shuffle_idx, epochs, apart
 
 
-def test_seven_steps_on_random_cases(monkeypatch):
+@pytest.fixture(params=["numpy", "fast"])
+def way(request, monkeypatch):
+    """Both ways to build."""
+    if request.param == "fast":
+        pytest.importorskip("numba", reason="numba is not there (the extra `fast`)")
+    monkeypatch.setattr(samples, "LARGE", 0 if request.param == "fast" else sys.maxsize)
+    return request.param
+
+
+def test_seven_steps_on_random_cases(monkeypatch, way):
     monkeypatch.setattr(samples, "BLOCK", 7)  # so that small cases have several blocks
     rng = np.random.default_rng(1)
     seen = set()
@@ -85,6 +99,90 @@ def test_seven_steps_on_random_cases(monkeypatch):
         assert [a.dtype for a in got] == [np.int32, np.int32, np.uint32]
         seen.add((apart, min(epochs, 3), cutoff))
     assert len(seen) == 10  # one, two or more epochs, the last apart or not (a single one never is), both cutoffs
+
+
+@pytest.mark.parametrize("n", [2, 511, 512, 513, 1025, 70_000])
+def test_numbas_shuffle_is_numpys(n):
+    fast = pytest.importorskip("meshwright.data.fast", reason="numba is not there (the extra `fast`)")
+    for seed, dtype in enumerate((np.int32, np.uint32, np.int64)):
+        a, b = np.random.RandomState(seed), np.random.RandomState(seed)
+        assert a.randn() == b.randn()  # which leaves half of a pair of normal numbers in the state
+        x, y = np.arange(n, dtype=dtype), np.arange(n, dtype=dtype)
+        a.shuffle(x)
+        fast.shuffle(b, y)
+        assert np.array_equal(x, y)
+        assert a.randn() == b.randn() and a.randint(2**31) == b.randint(2**31)
+
+
+@pytest.mark.parametrize("limit", [5, 255, 256, 2**31 - 1, 2**31, 2**32 - 2, 2**32 + 300, 2**40 + 7])
+def test_numbas_random_numbers_are_numpys(limit):
+    """Up to i, i - 1, ...: also where arrays would be too large to be shuffled in a test."""
+    fast = pytest.importorskip("meshwright.data.fast", reason="numba is not there (the extra `fast`)")
+    for seed in range(3):
+        rng = np.random.RandomState(seed)
+        rng.random_sample(7)
+        _, key, at, *_ = rng.get_state()
+        key, words, out = key.copy(), np.empty(624, np.uint32), np.empty(min(1000, limit) + 1, np.int64)
+        fast._temper(key, words)
+        at = fast.draw(key, words, at, limit, out)
+        for k, got in enumerate(out[:-1].tolist()):  # RandomState.randint draws as its shuffle does, width by width
+            top = limit - k + 1
+            assert got == rng.randint(0, top, dtype=np.uint32 if top <= 2**32 else np.uint64), k
+        assert (at, key.tolist()) == (rng.get_state()[2], rng.get_state()[1].tolist())
+
+
+def test_widths_of_numbers():
+    assert samples.dtypes(2**31, 2**31 - 1, 2**32 - 3) == (np.int32, np.int32, np.uint32)
+    assert samples.dtypes(2**31 + 1, 2**31, 2**32 - 2) == (np.int64, np.int64, np.int64)
+
+
+def test_places_beyond_31_bits(way):
+    """No array of such a size is made: one document, 2^31 + 8 times."""
+    many = np.broadcast_to(np.int32(0), 2**31 + 8)
+    assert [b.dtype for b in samples.cut(np.array([5]), many[:3], 0, 1, 7)] == [np.int32, np.int32]
+    if way == "fast":
+        from meshwright.data import fast
+
+        rows = np.zeros((9, 2), np.int64)
+        made, place, offset = fast.cut(np.array([5], np.int32), many, 2**31 - 2, 1, 7, rows)
+        assert rows[:made].tolist() == [[2**31 - 2 + (1 + 7 * k) // 5, (1 + 7 * k) % 5] for k in range(made)]
+        assert (made, place, offset) == (7, 2**31 + 8, 0)
+    else:
+        assert next(iter(samples.cut(np.array([5]), many, 0, 1, 7))).dtype == np.int64
+
+
+def test_sums_beyond_31_bits(way):
+    sizes = np.array([2**31 - 1, 3, 2**30, 0, 2**31 - 1], np.int32)
+    tokens, length = int(sizes.sum(dtype=np.int64)), 10**7 + 19
+    doc_idx, rows, _ = build_indices(sizes, range(5), tokens, tokens // length, length, 3, 0.8)
+    ends = np.cumsum(sizes[doc_idx], dtype=np.int64).tolist()
+    for k, (place, offset) in enumerate(rows.tolist()[1:], start=1):
+        assert (ends[place - 1] if place else 0) + offset == k * length and k * length < ends[place]
+    assert len(rows) == (tokens - 1) // length + 1
+
+
+def test_lengths_that_are_not_what_the_pointers_say(way):
+    with pytest.raises(UserError, match="sizes of the .idx give 3 samples, its pointers 9: it is damaged") as caught:
+        build_indices(np.array([10, 5], np.int32), range(2), 40, 4, 4, 1, 0.8)
+    assert caught.value.status == BAD_DATA
+
+
+def test_numba_is_for_large_data_and_may_be_absent(monkeypatch):
+    assert samples.compiled(samples.LARGE - 1) is None
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("numba"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    for module in ("numba", "meshwright.data.fast"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.delattr("meshwright.data.fast", raising=False)
+    with heard() as (_, notices):
+        assert samples.compiled(samples.LARGE) is None
+    assert notices == []
 
 
 def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
@@ -308,6 +406,102 @@ def test_a_cache_folder_that_takes_nothing(tmp_path):
     assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
     assert len(notices) == 1
     assert "the indices stay in memory" in notices[0]
+
+
+BUILD = """
+import sys, time, numpy as np
+from meshwright.data.index_cache import cached_indices
+def build(room):
+    print("builds", flush=True)
+    time.sleep(0.5)
+    array = room.array("doc", 3, np.int32)
+    array[:] = 7
+    return [array]
+print(cached_indices(sys.argv[1], {"a": 1}, ["doc"], build)[0].tolist())
+"""
+
+
+def test_processes_of_one_machine_build_once_and_machines_each(tmp_path):
+    """Two processes on one folder stand for a machine, or for two with a shared folder; another folder for another one."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(tmp_path / folder)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for folder in ("one", "one", "one", "two")
+    ]
+    out = [process.communicate(timeout=60)[0].splitlines() for process in started]
+    assert [process.returncode for process in started] == [0] * 4
+    builders = [folder for folder, lines in zip(("one", "one", "one", "two"), out, strict=True) if "builds" in lines]
+    assert builders == ["one", "two"]
+    assert {lines[-1] for lines in out} == {"[7, 7, 7]"}
+    for folder in ("one", "two"):
+        assert [p.suffix for p in cache_files(tmp_path / folder)] == [".json", ".npy"]
+
+
+def test_without_locks_several_build_the_same(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(index_cache.fcntl, "flock", flock)
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
+    real, inner = samples.build_indices, []
+
+    def twice(*a):
+        if not inner:
+            inner.append(None)
+            inner[0] = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)  # another builder, done before this one
+        return real(*a)
+
+    monkeypatch.setattr(loader, "build_indices", twice)
+    made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
+    assert same(made, inner[0])
+    assert [p.suffix for p in cache_files(cache)] == [".json", ".npy", ".npy", ".npy"]
+
+
+def test_what_a_killed_builder_left_is_removed(tmp_path):
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
+    good = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
+    files = cache_files(cache)
+    [record] = [p for p in files if p.suffix == ".json"]
+    record.unlink()
+    for name in (f"{files[-1].name}.0123abcd.tmp", f"{record.stem}.lock"):
+        (cache / name).write_bytes(b"half")
+    assert same(Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache), good)
+    assert cache_files(cache) == files
+
+
+def test_a_full_disk_leaves_the_indices_in_memory(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(index_cache.os, "posix_fallocate", full)
+    indexed = data(tmp_path / "x", [30, 20, 10, 40])
+    with heard() as (_, notices):
+        made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "cache")
+    assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
+    assert len(notices) == 1 and "takes no index cache (No space left on device)" in notices[0]
+    assert cache_files(tmp_path / "cache") == []
+
+
+def test_large_cache_files_are_probed(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_cache, "WHOLE", 1000)
+    monkeypatch.setattr(index_cache, "PROBE", 16)
+    path = tmp_path / "x"
+    content = np.random.default_rng(1).bytes(100_000)
+    path.write_bytes(content)
+    good = index_cache.checksum(path)
+    for damaged in (
+        content[:-1],
+        content + b"0",
+        content[:50_000] + bytes(50_000),
+        content[::-1],
+        bytes(100) + content[100:],
+    ):
+        path.write_bytes(damaged)
+        assert index_cache.checksum(path) != good
+    path.write_bytes(content)
+    assert index_cache.checksum(path) == good
 
 
 def test_no_sample_can_be_cached(tmp_path):

@@ -6,13 +6,18 @@ import io
 import json
 import lzma
 import random
+import sys
 import tarfile
 
 import pytest
 
-from meshwright.data import containers, text
+from conftest import tokens_of
+from meshwright import preprocess
+from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.data import containers, sentences, text
+from meshwright.data.indexed import Indexed
 from meshwright.data.text import BadLine, look, pieces, read_place, units
-from meshwright.errors import UserError
+from meshwright.errors import UNAVAILABLE, UserError
 
 
 def line(text, **more):
@@ -181,3 +186,63 @@ def test_shares_of_several_ranks_are_the_whole(tmp_path, monkeypatch):
         assert [piece for part in parts for piece in part] == whole
         if size <= 3:
             assert min(map(len, parts)) > 3
+
+
+@pytest.fixture
+def punkt(tmp_path, monkeypatch):
+    """NLTK with a model of nearly nothing, in the place where its downloader puts them."""
+    import nltk
+
+    folder = tmp_path / "nltk" / "tokenizers" / "punkt_tab" / "toylang"
+    folder.mkdir(parents=True)
+    (folder / "abbrev_types.txt").write_text("dr\n")
+    for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
+        (folder / name).write_text("")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
+    sentences.build.cache_clear()
+    yield "toylang"
+    sentences.build.cache_clear()
+
+
+def test_sentences(tmp_path, punkt):
+    """Each is a sequence; the end of document is behind the last; with --keep-newlines they are together the text."""
+    content = "Dr. Who is here. He left!\n\nWhy? No answer"
+    assert sentences.build(punkt, False)(content) == ["Dr. Who is here.", "He left!", "Why?", "No answer"]
+    assert "".join(sentences.build(punkt, True)(content)) == content
+    (tmp_path / "in.jsonl").write_bytes(line(content) + b"\n" + line("") + b"\n" + line("One."))
+    tokenizer = Tokenizer(tokenizer_type="ByteTokenizer")
+    for keep, first in ((False, b"Dr. Who is here."), (True, b"Dr. Who is here. ")):
+        p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), append_eod=True, lang=punkt,
+                       split_sentences=True, keep_newlines=keep)  # fmt: skip
+        preprocess.run(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
+        data = Indexed(tmp_path / "out_text_sentence")
+        assert data.doc_idx.tolist() == [0, 4, 4, 5]
+        assert bytes(tokens_of(data, 0).tolist()) == first
+        assert [tokens_of(data, n).tolist()[-1] == 256 for n in range(5)] == [False, False, False, True, True]
+
+
+def test_sentences_without_nltk_or_its_model(punkt, monkeypatch):
+    with pytest.raises(
+        UserError, match="needs NLTK's model of klingon: pip install nltk; python -m nltk.downloader"
+    ) as caught:
+        sentences.build("klingon", False)
+    assert caught.value.status == UNAVAILABLE
+    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
+    with pytest.raises(
+        UserError, match="needs NLTK and its model of english: pip install nltk; python -m nltk.downloader"
+    ):
+        sentences.build("english", False)
+
+
+def test_packages_that_are_not_there(tmp_path, monkeypatch):
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd....")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1....")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for name, package in (("a.zst", "zstandard"), ("a.parquet", "pyarrow")):
+        with pytest.raises(
+            UserError, match=rf"needs the package {package}: pip install 'meshwright\[data\]'"
+        ) as caught:
+            texts_of(tmp_path / name)
+        assert caught.value.status == UNAVAILABLE

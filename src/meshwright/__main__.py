@@ -14,7 +14,10 @@ from meshwright.start import die_with_parent
 COMMANDS = {
     "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three minutes"),
     "preprocess": ("meshwright.preprocess", "text to .bin/.idx"),
-    "data": ("meshwright.data.commands", "verify, inspect, merge, fetch token files; index and plan a training's samples"),
+    "data": (
+        "meshwright.data.commands",
+        "verify, inspect, merge, fetch token files; index and plan a training's samples",
+    ),
     "train-tokenizer": ("meshwright.data.train_tokenizer", "learn a BPE vocabulary from text"),
     "train": ("meshwright.train", "pre-train a GPT"),
     "launch": ("meshwright.launch", "start a command or a script as several ranks, on one machine or many"),
@@ -51,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         return SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return DONE if {name, " ".join(argv[:2])} & READ_ONLY or set(argv) & PRINTS else IO  # what only prints has done its work
+        prints = {name, " ".join(argv[:2])} & READ_ONLY or set(argv) & PRINTS
+        return DONE if prints else IO  # what only prints has done its work
     except OSError as e:
         _tell(f"meshwright {name}: error: {f'{e.filename}: {e.strerror}' if e.filename else e}")
         return IO

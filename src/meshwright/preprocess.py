@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from meshwright import command, launchers, start, tokenizers
-from meshwright.config import PreprocessConfig
+from meshwright.config import PreprocessConfig, Tokenizer
 from meshwright.data import crew, sentences
 from meshwright.data.encoding import Encoder, Made, where
 from meshwright.data.journal import Journal, is_there
@@ -104,7 +104,9 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
     if p.dataset_impl != "mmap":
         print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
     print(f"> building {config.tokenizer.tokenizer_type} tokenizer ...", file=stdout)
-    tokenizer = tokenizers.build(config.tokenizer)
+    tokenizer_of.cache_clear()  # the files may be others now
+    tokenizer = tokenizer_of(config.tokenizer)
+    tokenizers.fastest(tokenizer)
     print(tokenizers.padding_line(tokenizer.size, tokenizers.padded_size(tokenizer.size, 128, 1, None)), file=stdout)
     print(f"Vocab size: {tokenizer.size}", file=stdout)
     print(f"Output prefix: {p.output_prefix}", file=stdout)
@@ -293,11 +295,16 @@ class Share:
 
 
 def encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
-    """What each worker makes for itself."""
-    p, tokenizer = config.preprocess, tokenizers.build(config.tokenizer)
+    """What each worker makes for itself; a forked one finds the tokenizer ready."""
+    p, tokenizer = config.preprocess, tokenizer_of(config.tokenizer)
     cut = sentences.build(p.lang, p.keep_newlines) if p.split_sentences else None
     keys = list(dict.fromkeys(p.json_keys))
     return Encoder(tokenizers.fastest(tokenizer), tokenizer.eod if p.append_eod else None, keys, dtype, cut)
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer_of(settings: Tokenizer) -> tokenizers.Tokenizer:
+    return tokenizers.build(settings)
 
 
 def _state(one: Input) -> list[int]:

@@ -101,6 +101,8 @@ def plan(config: TrainConfig, as_json: bool) -> None:
 
     sets = [one_set(config, want, parts(config, want, indexed)) for want in wanted(config)]
     warnings = [line for one in sets for line in one.pop("warnings")]
+    if config.data.blend_change_at is not None:
+        warnings.append("--blend-change-at: counted as if this blend held from the first sample")
     if as_json:
         print(json.dumps({"sets": sets, "warnings": warnings}))
         return

@@ -112,7 +112,7 @@ def _shuffle(x: Any, key: Any, at: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def cut(sizes: Any, doc_idx: Any, first: int, place: Any, offset: Any, seq_length: int, rows: Any) -> tuple[int, int, int]:
+def cut(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows: Any) -> tuple[int, int, int]:
     """Fill rows from a place on, in whose document the next sample begins at this token (which may lie behind its end).
 
     Returns how many rows there are, and place and offset for the next call. It ends where doc_idx does. `rows` is longer by
@@ -124,7 +124,7 @@ def cut(sizes: Any, doc_idx: Any, first: int, place: Any, offset: Any, seq_lengt
     while place < len(doc_idx):
         count = min(BATCH, len(doc_idx) - place)
         for k in range(count):
-            near[k] = sizes[doc_idx[place + k] - first]
+            near[k] = sizes[doc_idx[place + k]]
         for k in range(count):
             size = near[k]
             if done < full:

@@ -32,19 +32,14 @@ from meshwright.files import replacing
 Ints = npt.NDArray[np.integer[Any]]
 WHOLE = 64 << 20  # files up to here are checked byte by byte when they are opened,
 PROBES, PROBE = 256, 1 << 18  # larger ones in as many blocks of this many bytes: as much to read at any size
-IN_MEMORY = 1 << 30  # bytes of an array that is filled in memory, where pages are large and random places near, then written
 
 
 class Room:
     """Where a build puts its arrays: memory, if there is no folder."""
 
     def array(self, part: str, length: int, dtype: npt.DTypeLike) -> Ints:
-        """To be filled in any order, and then kept."""
+        """To be filled in any order."""
         return np.empty(length, dtype)
-
-    def keep(self, part: str, array: Ints) -> Ints:
-        """The array, to be read from now on."""
-        return array
 
     def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:
         """The blocks one after the other, which together have this shape."""
@@ -66,19 +61,13 @@ class Files(Room):
         self.temporary = {part: path.with_name(f"{path.name}.{word}.tmp") for part, path in paths.items()}
 
     def array(self, part: str, length: int, dtype: npt.DTypeLike) -> Ints:
-        size = length * np.dtype(dtype).itemsize
-        if size <= IN_MEMORY:
-            return super().array(part, length, dtype)
-        with self.temporary[part].open("wb") as file:
+        path = self.temporary[part]
+        with path.open("wb") as file:
             begin = self._header(file, (length,), dtype)
             # Space now: on a disk that is full, writing to a mapped file would kill the process without a word.
-            os.posix_fallocate(file.fileno(), begin, size)
-        return mapped(self.temporary[part], "r+")
-
-    def keep(self, part: str, array: Ints) -> Ints:
-        if array.nbytes <= IN_MEMORY:
-            return self.stream(part, array.shape, array.dtype, [array])
-        return mapped(self.temporary[part], "r")
+            if length:
+                os.posix_fallocate(file.fileno(), begin, length * np.dtype(dtype).itemsize)
+        return mapped(path, "r+")
 
     def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:
         path = self.temporary[part]

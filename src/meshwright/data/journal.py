@@ -32,6 +32,7 @@ class Journal:
             self.file = open(path, "a+", encoding="utf-8")
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.file.close()
             raise UserError(
                 f"another process is writing {path.removesuffix('.progress')}: wait for it", LOCKED
             ) from None

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from meshwright.data.indexed import BLOCK, Indexed
+from meshwright.data.arrays import Header, Ints, blocks, document_ends
+from meshwright.data.indexed import Column, Indexed
 from meshwright.data.meter import metered
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.tokenizers import Tokenizer
 
 SHORT = 1 << 22  # lengths below this are counted one by one; longer documents are few in any corpus, for they fill it
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
-Ints = npt.NDArray[np.integer[Any]]
 
 
 @dataclass
@@ -54,39 +53,25 @@ class Lengths:
 
 
 def document_lengths(indexed: Indexed) -> Lengths:
-    table, long = np.zeros(SHORT, np.int64), list[Ints]()
-    ends = Ends(indexed)
-    for start in range(0, len(indexed.doc_idx) - 1, BLOCK):
-        borders = ends.at(indexed.doc_idx[start : start + BLOCK + 1])
-        lengths = np.diff(borders)
-        table += np.bincount(lengths[lengths < SHORT], minlength=SHORT)
-        long.append(lengths[lengths >= SHORT])
+    documents = len(indexed.doc_idx) - 1
+    table, long, previous = np.zeros(SHORT, np.int64), list[Ints](), 0
+    with open(f"{indexed.prefix}.idx", "rb") as idx:
+        for ends in document_ends(Header.of(idx, indexed.dtype, len(indexed), documents + 1)):
+            lengths = np.diff(ends, prepend=previous)
+            table += np.bincount(lengths[lengths < SHORT], minlength=SHORT)
+            long.append(lengths[lengths >= SHORT])
+            previous = int(ends[-1]) if len(ends) else previous
+    table[0] = documents - table.sum() - sum(map(len, long))
     values = np.flatnonzero(table)
-    beyond, counts = (
-        np.unique(np.concatenate(long), return_counts=True) if long else (np.zeros(0, int), np.zeros(0, int))
-    )
+    beyond, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *long]), return_counts=True)
     return Lengths(np.concatenate([values, beyond]), np.concatenate([table[values], counts]))
-
-
-class Ends:
-    """Where in the tokens a sequence begins; asked for the number of sequences, where the last one ends."""
-
-    def __init__(self, indexed: Indexed) -> None:
-        self.indexed, self.total = indexed, len(indexed.tokens)
-
-    def at(self, sequences: Ints) -> Ints:
-        out = np.full(len(sequences), self.total, np.int64)
-        inside = sequences < len(self.indexed)
-        out[inside] = self.indexed.pointers[sequences[inside]] // self.indexed.dtype.itemsize
-        return out
 
 
 def token_counts(indexed: Indexed) -> Ints:
     """How often each id occurs."""
     counts = np.zeros(0, np.int64)
-    with metered("counting tokens", len(indexed.tokens) * indexed.dtype.itemsize) as advance:
-        for start in range(0, len(indexed.tokens), BLOCK):
-            ids = indexed.tokens[start : start + BLOCK]
+    with open(f"{indexed.prefix}.bin", "rb") as file, metered("counting tokens", indexed.tokens.nbytes) as advance:
+        for _, ids in blocks(Column(file, indexed.dtype, len(indexed.tokens))):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
                 raise UserError(
@@ -190,8 +175,8 @@ def document(indexed: Indexed, number: int, tokenizer: Tokenizer | None) -> dict
             f"--document {number}: {indexed.prefix} has {documents:,} documents, 0 to {documents - 1}", BAD_DATA
         )
     first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
-    start, stop = Ends(indexed).at(np.array([first, end])).tolist()
-    ids = indexed.tokens[start:stop].tolist()
+    start = indexed.tokens_of(0, first)
+    ids = indexed.tokens[start : start + indexed.tokens_of(first, end)].tolist()
     out = {
         "document": number,
         "first_sequence": first,

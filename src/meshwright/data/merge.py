@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 
 from meshwright.console import notice
+from meshwright.data.arrays import Header, blocks
 from meshwright.data.index_cache import alone
-from meshwright.data.indexed import BLOCK, Indexed
+from meshwright.data.indexed import BLOCK, Column, Indexed
 from meshwright.data.meter import metered
 from meshwright.data.writing import Writer
 from meshwright.errors import BAD_DATA, IO, UserError
 
 TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
+PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end
 STEP = 1 << 27  # bytes asked of the kernel at a time, so that the bar moves
 # What the kernel says where it cannot copy between these two files: other ways do.
 CANNOT = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
@@ -124,12 +126,14 @@ def check_room(output_prefix: str, needed: int) -> None:
 
 def append_index(writer: Writer, shard: Shard) -> int:
     """Lengths, and document borders moved by the sequences before; returns the byte where the shard's tokens are to be."""
-    indexed, before, nothing = Indexed(shard.prefix, check="quick"), writer.sequences, np.zeros(0, np.int64)
+    before, nothing = writer.sequences, np.zeros(0, np.int64)
     place = writer.reserve(shard.tokens, nothing, nothing)
-    for start in range(0, len(indexed), BLOCK):
-        writer.reserve(0, indexed.sizes[start : start + BLOCK], nothing)
-    for start in range(1, len(indexed.doc_idx), BLOCK):  # without the leading 0: the shard before ends there
-        writer.reserve(0, nothing, indexed.doc_idx[start : start + BLOCK] + before)
+    with open(f"{shard.prefix}.idx", "rb") as idx:
+        header = Header.of(idx, shard.dtype, shard.sequences, shard.documents + 1)
+        for _, sizes in blocks(header.sizes):
+            writer.reserve(0, sizes, nothing)
+        for start, borders in blocks(header.borders):  # the first 0 is where the shard before ends
+            writer.reserve(0, nothing, (borders if start else borders[1:]) + before)
     return place
 
 
@@ -173,17 +177,22 @@ def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int
 
 def check_result(shards: list[Shard], output_prefix: str) -> None:
     """The merged pair opens, and begins and ends each shard's stretch with that shard's own tokens."""
-    result, place = Indexed(output_prefix, check="full"), 0
-    for shard in shards:
-        source = Indexed(shard.prefix, check="quick").tokens
-        for start in {0, max(len(source) - BLOCK // 64, 0)}:
-            piece = source[start : start + BLOCK // 64]
-            if not np.array_equal(piece, result.tokens[place + start : place + start + len(piece)]):
-                raise UserError(
-                    f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: the disk or a program "
-                    "that writes there too is at fault; merge again",
-                    IO,
-                )
-        place += len(source)
-    if place != len(result.tokens) or len(result) != sum(shard.sequences for shard in shards):
-        raise UserError(f"{output_prefix} has {len(result.tokens):,} tokens, its parts {place:,}: merge again", IO)
+    made, place = look(output_prefix), 0
+    if (made.sequences, made.documents) != (sum(s.sequences for s in shards), sum(s.documents for s in shards)):
+        raise UserError(
+            f"{output_prefix}.idx holds {made.sequences:,} sequences, not those of its parts: merge again", IO
+        )
+    with open(f"{output_prefix}.bin", "rb") as target:
+        result = Column(target, made.dtype, made.tokens)
+        for shard in shards:
+            with open(f"{shard.prefix}.bin", "rb") as source:
+                tokens = Column(source, shard.dtype, shard.tokens)
+                for start in {0, max(shard.tokens - PROBE, 0)}:
+                    stop = min(start + PROBE, shard.tokens)
+                    if not np.array_equal(tokens.read(start, stop), result.read(place + start, place + stop)):
+                        raise UserError(
+                            f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: the disk or a "
+                            "program that writes there too is at fault; merge again",
+                            IO,
+                        )
+            place += shard.tokens

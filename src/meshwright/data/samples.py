@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +63,10 @@ def build_indices(
     cutoff: float,
     room: Room | None = None,
 ) -> list[Ints]:
-    """doc_idx, sample_idx and shuffle_idx; `tokens` are those of the documents."""
+    """doc_idx, sample_idx and shuffle_idx; `tokens` are those of the documents.
+
+    A second thread fills and shuffles the samples beside the rest, as soon as the documents have had their random numbers.
+    """
     room = room or Room()
     if tokens == 0:
         raise UserError(f"documents {documents.start} to {documents.stop} hold no token", BAD_DATA)
@@ -80,31 +85,44 @@ def build_indices(
     rng = np.random.RandomState(seed)  # the same for every split; its stream is frozen by numpy's promise
     fast = compiled(places + total)
 
-    # "elasped" is Megatron's own misspelling: its log is what people's scripts read.
-    start = time.perf_counter()
-    doc_idx = room.array("doc", places, np.int32 if documents.stop <= 2**31 else np.int64)
-    fill(doc_idx.reshape(epochs, -1), documents.start)
-    shuffle(rng, doc_idx, places - len(documents) if apart else places, fast)
-    doc_idx = room.keep("doc", doc_idx)
-    say(f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}")
+    doc_dtype, row_dtype, shuffle_dtype = dtypes(documents.stop, places, total)
+    shuffle_idx = room.array("shuffle", total, shuffle_dtype)
+    with ThreadPoolExecutor(1) as beside:
+        ready = beside.submit(fill, shuffle_idx.reshape(1, -1), 0)
 
-    start = time.perf_counter()
-    # Read, not mapped: in the file they lie off their alignment, and are looked up in random order.
-    lengths = np.array(sizes[documents.start : documents.stop], dtype=np.int32)
-    rows = (cut if fast is None else cut_fast)(lengths, doc_idx, documents.start, total, seq_length)
-    sample_idx = room.stream("sample", (total + 1, 2), np.int32 if places < 2**31 else np.int64, rows)
-    del lengths
-    say(f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}")
+        # "elasped" is Megatron's own misspelling: its log is what people's scripts read.
+        start = time.perf_counter()
+        doc_idx = room.array("doc", places, doc_dtype)
+        fill(doc_idx.reshape(epochs, -1), documents.start)
+        shuffle(rng, doc_idx, places - len(documents) if apart else places, fast)
+        say(f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
-    start = time.perf_counter()
-    first = before_last if apart else total
-    say(f" > building shuffle index with split [0, {first}) and [{first}, {total}) ...")
-    shuffle_idx = room.array("shuffle", total, np.uint32 if total < 2**32 - 2 else np.int64)
-    fill(shuffle_idx.reshape(1, -1), 0)
-    shuffle(rng, shuffle_idx, first, fast)
-    shuffle_idx = room.keep("shuffle", shuffle_idx)
-    say(f" > elasped time to build and save shuffle-idx mapping (seconds): {time.perf_counter() - start:4f}")
+        first = before_last if apart else total
+        ready.result()
+        ready = beside.submit(shuffle, rng, shuffle_idx, first, fast)
+        start = time.perf_counter()
+        if fast is None:  # numpy is twice as slow where numbers lie off their alignment, as in the file
+            mine = np.array(sizes[documents.start : documents.stop])
+            rows = cut(mine, doc_idx, documents.start, total, seq_length)
+        else:
+            rows = cut_fast(sizes, doc_idx, total, seq_length)
+        sample_idx = room.stream("sample", (total + 1, 2), row_dtype, rows)
+        say(f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}")
+
+        start = time.perf_counter()
+        say(f" > building shuffle index with split [0, {first}) and [{first}, {total}) ...")
+        ready.result()
+        say(f" > elasped time to build and save shuffle-idx mapping (seconds): {time.perf_counter() - start:4f}")
     return [doc_idx, sample_idx, shuffle_idx]
+
+
+def dtypes(documents: int, places: int, samples: int) -> tuple[type[np.integer[Any]], ...]:
+    """Of doc_idx, sample_idx and shuffle_idx: Megatron's, and wider where it ends with more than 31 bits of documents."""
+    return (
+        np.int32 if documents <= 2**31 else np.int64,
+        np.int32 if places < 2**31 else np.int64,
+        np.uint32 if samples < 2**32 - 2 else np.int64,
+    )
 
 
 def fill(x: Ints, first: int) -> None:
@@ -137,7 +155,7 @@ def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -
     multiples of S inside each document and repeating the document's place as often gives many rows at once; documents are
     taken in blocks, so memory stays bounded.
     """
-    dtype = np.int32 if len(doc_idx) < 2**31 else np.int64
+    _, dtype, _ = dtypes(0, len(doc_idx), samples)
     yield np.zeros((1, 2), dtype)  # row 0 is (0, 0) even where the first documents are empty, as in Megatron's walk
     done, position = 1, 0
     block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))  # of documents, about BLOCK rows
@@ -154,16 +172,16 @@ def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -
     whole(done, samples)
 
 
-def cut_fast(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -> Iterator[Ints]:
+def cut_fast(sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Iterator[Ints]:
     """The same, by numba."""
     from meshwright.data import fast
 
-    dtype = np.int32 if len(doc_idx) < 2**31 else np.int64
+    _, dtype, _ = dtypes(0, len(doc_idx), samples)
     yield np.zeros((1, 2), dtype)
     done, place, offset = 1, 0, seq_length
     rows = np.empty((BLOCK + 1, 2), dtype)
     while place < len(doc_idx):
-        made, place, offset = fast.cut(sizes, doc_idx, first, place, offset, seq_length, rows)
+        made, place, offset = fast.cut(sizes, doc_idx, place, offset, seq_length, rows)
         done += made
         yield rows[:made]
     whole(done, samples)

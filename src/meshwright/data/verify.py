@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,41 +19,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.data.arrays import Header, Ints, blocks, document_ends, sequence_of
 from meshwright.data.index_cache import checksum
-from meshwright.data.indexed import BLOCK, CODES, HEADER, LEGACY_MAGIC, MAGIC
+from meshwright.data.indexed import BLOCK, CODES, HEADER, LEGACY_MAGIC, MAGIC, Column
 from meshwright.errors import BAD_DATA, UserError
 
-Ints = npt.NDArray[np.integer[Any]]
 Advance = Callable[[int], None]
-
-
-class Column:
-    """One array of a file, read piece by piece rather than mapped: mapped pages would count as this process's memory."""
-
-    def __init__(self, file: BinaryIO, dtype: npt.DTypeLike, count: int, offset: int = 0) -> None:
-        self.file, self.dtype, self.count, self.offset = file, np.dtype(dtype), count, offset
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, start: int, stop: int) -> Ints:
-        start, stop = min(start, self.count), min(stop, self.count)
-        self.file.seek(self.offset + start * self.dtype.itemsize)
-        return np.fromfile(self.file, self.dtype, max(stop - start, 0))
-
-    def blocks(self) -> Iterator[tuple[int, Ints]]:
-        for start in range(0, self.count, BLOCK):
-            yield start, self.read(start, start + BLOCK)
-
-
-@dataclass
-class Header:
-    """What an .idx says of itself."""
-
-    dtype: np.dtype[Any]
-    sizes: Column
-    pointers: Column
-    borders: Column
 
 
 @dataclass
@@ -128,22 +99,21 @@ def read_header(idx: BinaryIO, found: Findings) -> Header | None:
         return None
     dtype = np.dtype(CODES[code]).newbyteorder("<")
     found.dtype = dtype.name
-    columns = (Column(idx, "<i4", n, HEADER.size), Column(idx, "<i8", n, HEADER.size + 4 * n))
-    return Header(dtype, *columns, Column(idx, "<i8", m, HEADER.size + 12 * n))
+    return Header.of(idx, dtype, n, m)
 
 
 def check_arrays(header: Header, found: Findings) -> bool:
     """Lengths, pointers and document borders; whether all three are right."""
     name, itemsize = f"{found.prefix}.idx", header.dtype.itemsize
     negative, astray, backwards = Tally(), Tally(), Tally()
-    for start, sizes in header.sizes.blocks():
+    for start, sizes in blocks(header.sizes):
         lengths = sizes.astype(np.int64)
         negative.add(start, lengths < 0)
         ends = found.tokens + np.cumsum(lengths)
         astray.add(start, header.pointers.read(start, start + BLOCK) != (ends - lengths) * itemsize)
         found.tokens = int(ends[-1])
     last = 0
-    for start, borders in header.borders.blocks():
+    for start, borders in blocks(header.borders):
         backwards.add(start, np.diff(borders, prepend=last) < 0)
         last = int(borders[-1])
     said = [
@@ -224,42 +194,6 @@ def check_tokens(
             f"{name}: {strange.count:,} ids are not in {allowed}; the first is {held} at token {strange.first:,}{where}"
         )
     found.with_eod = ends_told(last, eod, found)
-
-
-def document_ends(header: Header) -> Iterator[Ints]:
-    """Where each document that has a token ends, in tokens, in order."""
-    itemsize, n = header.dtype.itemsize, len(header.sizes)
-    previous = 0
-    for start in range(1, len(header.borders), BLOCK):
-        borders = header.borders.read(start, start + BLOCK)
-        done = 0
-        while done < len(borders):
-            first = int(borders[done])
-            stop = done + int(np.searchsorted(borders[done:], first + BLOCK))
-            last = int(borders[stop - 1])
-            pointers = header.pointers.read(first, last + 1) // itemsize
-            if last == n:
-                final = (
-                    int(header.pointers.read(n - 1, n)[0]) // itemsize + int(header.sizes.read(n - 1, n)[0]) if n else 0
-                )
-                pointers = np.append(pointers, final)
-            ends = pointers[borders[done:stop] - first]
-            kept = ends[np.diff(ends, prepend=previous) > 0]
-            previous = int(ends[-1])
-            done = stop
-            yield kept
-
-
-def sequence_of(header: Header, token: int) -> int:
-    """The sequence that holds this token: a binary search in the file."""
-    low, high = 0, len(header.pointers)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if int(header.pointers.read(middle, middle + 1)[0]) <= token * header.dtype.itemsize:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | None) -> str:

@@ -54,6 +54,8 @@ class Writer:
                 file.truncate(length)
                 file.seek(length)
         except OSError as error:
+            for file in self.files.values():
+                file.close()
             raise self.failed(error) from None
 
     def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:

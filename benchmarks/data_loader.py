@@ -1,0 +1,117 @@
+"""Share of a step's time that is spent waiting for its batches, at steps of 1, 10 and 100 ms, through the real Loader.
+
+usage: python benchmarks/data_loader.py FOLDER [--steps-ms 1 10 100] [--lengths 1024 2048] [--num-workers 2] [--seconds 6]
+
+A corpus of 200 MB in documents of 600 tokens is made in FOLDER and removed at the end. A step is 64 samples in micro-batches
+of 8. It either sleeps, as a process does whose GPU works, or keeps one thread of torch busy with products of matrices, which
+takes the interpreter from the thread that reads ahead. "wait" is the time within next(), the median and the largest of all
+steps but the first three; "share" is the sum of it divided by that of all time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+import numpy as np
+import torch
+
+from meshwright import console
+from meshwright.data.indexed import Indexed
+from meshwright.data.loader import Loader, Samples
+from meshwright.data.writing import Writer
+
+VOCAB = 50257
+
+
+def corpus(prefix: Path) -> Indexed:
+    rng = np.random.default_rng(1)
+    with Writer(prefix, np.uint16) as writer:
+        while writer.tokens < 100_000_000:
+            sizes = rng.integers(50, 1151, 1000, dtype=np.int32)
+            tokens = rng.integers(0, VOCAB, int(sizes.sum()), dtype=np.uint16)
+            writer.append(tokens, sizes, np.arange(writer.sequences + 1, writer.sequences + 1001))
+    return Indexed(prefix)
+
+
+def asleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def busy(seconds: float) -> None:
+    """Products of about 0.3 ms each, as a model's layers are."""
+    x, end = busy_matrix, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        torch.mm(x, x)
+
+
+busy_matrix = torch.full((256, 256), 1e-3)
+
+
+def measure(data: Samples, workers: int, work: Callable[[float], None], step: float, seconds: float) -> str:
+    loader = Loader(data, 8, lambda _: 64, 0, workers, VOCAB, wrap=True)
+    waits, spent = [], []
+    batches = iter(loader)
+    for n in range(3 + max(30, int(seconds / step))):
+        if n == 3:
+            begin = time.perf_counter()
+        start = time.perf_counter()
+        one = next(batches)
+        waits.append(time.perf_counter() - start)
+        assert len(one) == 8
+        work(step)
+        if time.perf_counter() - start > 0 and n > 3 and time.perf_counter() - begin > 4 * seconds:
+            break
+    spent = time.perf_counter() - begin
+    batches.close()
+    waits = waits[3:]
+    return (
+        f"{1e3 * float(np.median(waits)):.3f} | {1e3 * max(waits):.2f} | {sum(waits) / spent:.2%} | {len(waits)} | "
+        f"{1e3 * spent / len(waits):.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps-ms", nargs="*", type=float, default=[1, 10, 100])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[1024, 2048])
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True)
+    console.speak(None)
+    torch.set_num_threads(1)
+    model = next((x.split(": ")[1] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "")
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    print(f"{model.strip()}, {os.cpu_count()} cores; {versions}; --num-workers {args.num_workers}\n")
+    print("| sequence | step | wait, median ms | wait, most ms | share of the time | steps | ms a step |")
+    print("|---|---|---|---|---|---|---|")
+    try:
+        indexed = corpus(args.folder / "x")
+        for length in args.lengths:
+            data = Samples(indexed, range(len(indexed)), len(indexed) * 400 // length, length, 1)
+            start = time.perf_counter()
+            loader = Loader(data, 8, lambda _: 64, 0, 0, VOCAB)
+            for k in range(20):
+                loader.step(64 * k, 64)
+            alone = (time.perf_counter() - start) / 20
+            print(f"| {length} | reading alone, no step | {1e3 * alone:.3f} | | | 20 | |", flush=True)
+            for work in (asleep, busy):
+                for step in args.steps_ms:
+                    told = measure(data, args.num_workers, work, step / 1e3, args.seconds)
+                    print(f"| {length} | {step:g} ms {work.__name__} | {told} |", flush=True)
+    finally:
+        shutil.rmtree(args.folder)
+
+
+if __name__ == "__main__":
+    main()
