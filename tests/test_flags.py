@@ -491,7 +491,6 @@ def test_commands_of_the_documents(cls, line, told):
     ("cls", "line", "words"),
     [
         (TrainConfig, "--universal-checkpoint --ckpt-format torch", "in this version"),
-        (PreprocessConfig, "--split-sentences --keep-newlines --lang german --partitions 2", "in this version"),
     ],
 )
 def test_not_yet_names_the_flag(cls, line, words):

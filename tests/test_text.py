@@ -16,7 +16,7 @@ from meshwright import preprocess
 from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
 from meshwright.data import containers, sentences, text
 from meshwright.data.indexed import Indexed
-from meshwright.data.text import BadLine, look, pieces, read_place, units
+from meshwright.data.text import BadLine, lines_of, look, pieces, read_place, units
 from meshwright.errors import UNAVAILABLE, UserError
 
 
@@ -37,9 +37,13 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
         content += b"\n" * rng.randrange(2)
         path = tmp_path / "in"
         path.write_bytes(content)
-        found = [read_place(str(path), a, min(a + size, len(content))) for a in range(0, len(content), size)]
+        monkeypatch.setattr(text, "REST", rng.choice([1, 3, 1000]))
+        places = [read_place(str(path), a, min(a + size, len(content))) for a in range(0, len(content), size)]
+        found = [data[first:stop] for data, first, stop in places]
         assert b"".join(found) == content
-        assert all(part.endswith(b"\n") for part in found[:-1] if part and content.endswith(b"\n"))
+        assert [bytes(one) for place in places for one in lines_of(*place)] == content.removesuffix(b"\n").split(
+            b"\n"
+        ) * bool(content)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
@@ -61,6 +65,7 @@ def test_a_line_too_long_is_one_bad_line(tmp_path, monkeypatch):
     """In a file and in a stream; its neighbours are kept, and it is never held whole."""
     monkeypatch.setattr(text, "LONGEST", 5000)
     monkeypatch.setattr(text, "PIECE", 1000)
+    monkeypatch.setattr(text, "REST", 100)
     content = line("a") + b"\n" + line("z" * 9000) + b"\n" + line("b") + b"\n" + line("y" * 8000)
     (tmp_path / "plain").write_bytes(content)
     with gzip.open(tmp_path / "packed", "wb") as file:

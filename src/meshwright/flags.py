@@ -87,7 +87,7 @@ def parse(
         unknown = [word for word in unknown if word.startswith("-")]
         cli.update({positional: [*words, *cli.get(positional, [])]} if words else {})
     elif positional and bare is not None and cli.setdefault(positional, bare) != bare:
-        complaints.append(f"{bare} and {settings.spelling(positional)} {cli[positional]} are two: give one")
+        complaints.append(f"{bare} and {settings.spelling(positional)} {cli[positional]} name two folders: give one")
     notices = [
         f"{name} is accepted and has no effect: {why}"
         for name, (_, why) in NO_EFFECT.items()

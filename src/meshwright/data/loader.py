@@ -79,12 +79,26 @@ class Samples:
         return len(self.shuffle_idx)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        tokens, pointers, itemsize = self.indexed.tokens, self.indexed.pointers, self.indexed.dtype.itemsize
-        parts = []
-        for document, offset, length in self._pieces(k):
-            start = int(pointers[document]) // itemsize + offset
-            parts.append(tokens[start : start + length])  # a view of the memory-mapped file
-        return np.concatenate(parts, dtype=np.int64)
+        if not 0 <= k < len(self):
+            raise IndexError(f"sample {k} of {len(self)}")
+        return self.read([k])[0]
+
+    def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
+        """[samples, S + 1]: each the pieces of its documents, one behind the other."""
+        indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
+        (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
+        counts = last - first + 1
+        stops = counts.cumsum()  # of each sample's pieces
+        documents = self.doc_idx[np.arange(stops[-1]) + np.repeat(first - stops + counts, counts)]
+        begins = indexed.pointers[documents] // indexed.dtype.itemsize
+        ends = begins + indexed.sizes[documents]
+        ends[stops - 1] = begins[stops - 1] + end + 1
+        begins[stops - counts] += offset
+        text = np.empty((len(j), self.seq_length + 1), np.int64)
+        tokens = indexed.tokens
+        pieces = [tokens[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]  # of the memory-mapped file
+        np.concatenate(pieces, out=text.reshape(-1), casting="unsafe")
+        return text
 
     def locate(self, k: int, position: int) -> str:
         for document, offset, length in self._pieces(k):
@@ -282,41 +296,49 @@ class Loader:
     def step(self, first: int, samples: int) -> list[Batch]:
         """This rank's slice of each block of the step."""
         block = self.micro_batch * self.ranks
-        return [self.read(k + self.rank * self.micro_batch) for k in range(first, first + samples, block)]
-
-    def read(self, first: int) -> Batch:
-        """The micro-batch of the samples from number `first` on."""
-        numbers = range(first, first + self.micro_batch)
+        starts = range(first + self.rank * self.micro_batch, first + samples, block)
+        numbers = [n for start in starts for n in range(start, start + self.micro_batch)]
         if numbers[-1] >= len(self.dataset) and not self.wrap:
             raise UserError(
-                f"samples {first} to {numbers[-1]} are wanted, but the data set has {len(self.dataset)}: it was built "
-                "for fewer steps",
+                f"samples {first} to {first + samples - 1} are wanted, but the data set has {len(self.dataset)}: it was "
+                "built for fewer steps",
                 BAD_DATA,
             )
-        samples = [np.asarray(self.dataset[k % len(self.dataset)]) for k in numbers]
+        text = self.texts(numbers)
+        if text.min() < 0 or text.max() >= self.vocab_size:
+            raise self.unknown_id(numbers, text)
+        size = self.micro_batch
+        return [self.batch_of(numbers[k : k + size], text[k : k + size]) for k in range(0, len(numbers), size)]
+
+    def texts(self, numbers: list[int]) -> npt.NDArray[np.int64]:
+        """[samples, S + 1]: of all samples of a step at once where the data set can, for the interpreter is not free meanwhile."""
+        places = [k % len(self.dataset) for k in numbers]
+        if isinstance(self.dataset, Samples) and self.length in (None, self.dataset.seq_length + 1):
+            return self.dataset.read(places)
+        samples = [np.asarray(self.dataset[k]) for k in places]
         shape = (self.length or samples[0].size,)
         if any(ids.dtype.kind not in "iu" or ids.shape != shape for ids in samples):
             raise self.misshapen(numbers, samples, shape)
-        text = np.stack(samples).astype(np.int64, copy=False)  # [B, S + 1]
-        if text.min() < 0 or text.max() >= self.vocab_size:
-            raise self.unknown_id(numbers, text)
+        return np.stack(samples).astype(np.int64, copy=False)
+
+    def batch_of(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
         batch = Batch(
             tokens=torch.from_numpy(text[:, :-1].copy()),
             labels=torch.from_numpy(text[:, 1:].copy()),
-            sample_ids=torch.arange(numbers.start, numbers.stop),
+            sample_ids=torch.arange(numbers[0], numbers[-1] + 1),
             **(self.marks.of(text[:, :-1]) if self.marks else {}),
         )
         if self.columns is not None:
             batch = batch.part(self.columns)
         return batch if self.device is None else batch.to(self.device)
 
-    def misshapen(self, numbers: range, samples: list[npt.NDArray[Any]], shape: tuple[int]) -> UserError:
+    def misshapen(self, numbers: list[int], samples: list[npt.NDArray[Any]], shape: tuple[int]) -> UserError:
         pairs = zip(numbers, samples, strict=True)
         k, ids = next((k, ids) for k, ids in pairs if ids.dtype.kind not in "iu" or ids.shape != shape)
         wanted = "one row of int64" if self.length is None else f"{self.length} int64, --seq-length + 1"
         return UserError(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}: give {wanted}", BAD_DATA)
 
-    def unknown_id(self, numbers: range, text: npt.NDArray[np.int64]) -> UserError:
+    def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         row, column = np.argwhere((text < 0) | (text >= self.vocab_size))[0].tolist()
         place = self.dataset.locate(numbers[row] % len(self.dataset), column)
         return UserError(

@@ -29,6 +29,7 @@ from meshwright.errors import BAD_DATA, IO, UserError
 
 BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 20  # bytes
+REST = 1 << 16  # read with a piece, for its last line mostly ends within it
 LONGEST = 1 << 28  # bytes of a line: what is longer counts as a bad one
 TOO_LONG = b"\xff too long"  # stands for such a line
 Texts = list[str]
@@ -217,8 +218,12 @@ def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
 def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
     """One for each line, row or text of the piece: the text under each key, what is wrong with it, or None for a blank line."""
     if piece.kind in ("place", "lines"):
-        lines = read_place(piece.path, piece.begin, piece.end) if piece.kind == "place" else piece.content
-        for line in lines.removesuffix(b"\n").split(b"\n") if lines else ():
+        lines = (
+            read_place(piece.path, piece.begin, piece.end)
+            if piece.kind == "place"
+            else (piece.content, 0, len(piece.content))
+        )
+        for line in lines_of(*lines):
             yield _tried(line, keys)
     elif piece.kind == "texts":
         for _, content in piece.content:
@@ -240,31 +245,45 @@ def place_of(piece: Piece, unit: int, first_line: int) -> str:
     return f"{piece.path}:{first_line + unit}"
 
 
-def read_place(path: str, begin: int, end: int) -> bytes:
+Lines = tuple[bytes, int, int]  # whole lines between two places of a buffer: nothing is copied to cut it
+
+
+def lines_of(buffer: bytes, first: int, stop: int) -> Iterator[memoryview]:
+    view = memoryview(buffer)
+    while first < stop:
+        end = buffer.find(b"\n", first, stop)
+        end = stop if end < 0 else end
+        yield view[first:end]
+        first = end + 1
+
+
+def read_place(path: str, begin: int, end: int) -> Lines:
     """The lines that begin within these bytes of a file."""
+    start = max(begin - 1, 0)
+    size = end - start
     try:
         with open(path, "rb", buffering=0) as file:
-            file.seek(max(begin - 1, 0))
-            data = read_fully(file, end - max(begin - 1, 0))
-            first = data.find(b"\n") + 1 if begin else 0
-            if begin and not first:
-                return b""  # in the middle of one line
-            if first == len(data):
-                return b""
-            parts, have = [data[first:]], len(data) - first
-            while not parts[-1].endswith(b"\n") and (more := file.read(PIECE)):
+            file.seek(start)
+            data = read_fully(file, size + REST)
+            first = data.find(b"\n", 0, size) + 1 if begin else len(BOM) * data.startswith(BOM)
+            if first >= size or (begin and not first):
+                return b"", 0, 0  # in the middle of one line, or it ends here
+            stop = data.find(b"\n", size - 1) + 1
+            if stop or len(data) < size + REST:
+                return data, first, stop or len(data)
+            parts, have = [data], len(data)
+            while more := file.read(PIECE):
                 stop = more.find(b"\n") + 1
                 parts.append(more[: stop or len(more)])
                 have += len(parts[-1])
                 if stop:
                     break
                 if have > LONGEST:  # only the last line can be so long
-                    whole = b"".join(parts)
-                    return whole[: whole.rfind(b"\n") + 1] + TOO_LONG
+                    data = data[: data.rfind(b"\n") + 1] + TOO_LONG
+                    return data, first, len(data)
     except OSError as error:
         raise UserError(f"{path} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
-    lines = b"".join(parts)
-    return lines if begin else lines.removeprefix(BOM)
+    return b"".join(parts), first, have
 
 
 def read_fully(file: Any, size: int) -> bytes:
@@ -308,22 +327,23 @@ def expected(bad: BadLine, is_first: bool) -> str:
 # A line.
 
 
-def _tried(line: bytes, keys: list[str]) -> Texts | BadLine | None:
+def _tried(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
     try:
         return parse(line, keys)
     except BadLine as bad:
         return bad
 
 
-def parse(line: bytes, keys: list[str]) -> Texts | None:
+def parse(line: memoryview, keys: list[str]) -> Texts | None:
     """The text under each key; None for a blank line."""
     lax = False
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
-        if not line.strip():
+        whole = bytes(line)
+        if not whole.strip():
             return None
-        record, lax = parse_laxly(line), True
+        record, lax = parse_laxly(whole), True
     if type(record) is not dict:
         raise BadLine("not a JSON object", f"but a {type(record).__name__}; one object a line is needed")
     texts = []
