@@ -133,9 +133,13 @@ def blend(sources: int, samples: int, peer: str) -> dict[str, Any]:
 def opened(prefix: Path) -> dict[str, Any]:
     from meshwright.data.indexed import Indexed
 
+    before = status(os.getpid())
     with counted() as spent:
         indexed = Indexed(prefix)
-    return {**spent, "load": 0.0, "samples": len(indexed), "sum": ""}
+    after = status(os.getpid())  # too soon over to be watched
+    used = {"anonymous": after["RssAnon"] - before["RssAnon"], "resident": after["VmRSS"] - before["VmRSS"]}
+    used["all"] = after["VmRSS"]
+    return {**spent, "load": 0.0, "samples": len(indexed), "sum": "", **{name: n / 1e6 for name, n in used.items()}}
 
 
 class counted:
@@ -190,7 +194,7 @@ def run(arguments: list[str]) -> dict[str, Any]:
         return {"error": f"exit status {child.returncode}"}
     told: dict[str, Any] = json.loads(text.splitlines()[-1])
     used = {name: (peak[name] - before[name]) / 1e6 for name in peak}
-    return {**told, "anonymous": used["RssAnon"], "resident": used["VmRSS"], "all": peak["VmRSS"] / 1e6}
+    return {"anonymous": used["RssAnon"], "resident": used["VmRSS"], "all": peak["VmRSS"] / 1e6, **told}
 
 
 def status(pid: int) -> dict[str, int]:
@@ -205,8 +209,8 @@ def row(what: str, told: dict[str, Any]) -> None:
         line = f"| {what} | {told['error']} |"
     else:
         line = (
-            f"| {what} | {told['wall']:.3f} | {told['cpu']:.3f} | {told['anonymous']:.2f} | {told['resident']:.2f} | "
-            f"{told['all']:.2f} | {told['load']:.2f} | {told['sum'][:40]} |"
+            f"| {what} | {told['wall']:.3f} | {told['cpu']:.3f} | {told['anonymous']:.3f} | {told['resident']:.3f} | "
+            f"{told['all']:.3f} | {told['load']:.2f} | {told['sum'][:40]} |"
         )
     print(line, flush=True)
 

@@ -108,6 +108,7 @@ CELLS = {
         Cell("DP2 ZeRO-3", ZERO3, 16, 32, 2),
         Cell("DP2 ZeRO-1", ZERO1, 8, 32, 2),
         Cell("PP2", f"{PP2} {VIRTUAL} 8", 4, 32, 2),
+        Cell("PP2 micro-batch 2", f"{PP2} {VIRTUAL} 8", 2, 32, 2, extra=True),
         Cell("PP2 not interleaved", PP2, 2, 32, 2),
         Cell("TP2", f"{TP2} {SP}", 8, 32, 2),
         Cell("TP2 without SP", TP2, 8, 32, 2, extra=True),

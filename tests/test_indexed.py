@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +191,26 @@ def test_large_files_are_looked_at_in_places(tmp_path, monkeypatch):
     assert [list(indexed_module.places(m, "quick"))[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
     assert [first for first, _ in indexed_module.places(5000, None)] == list(range(0, 5000, 100))
     assert len(list(indexed_module.places(indexed_module.FULL + 1, None))) == 64
+
+
+def test_a_hundred_million_documents_open_at_once(tmp_path):
+    """Empty ones, in a file of holes."""
+    n = 10**8
+    (tmp_path / "x.bin").write_bytes(b"")
+    with open(tmp_path / "x.idx", "wb") as idx:
+        idx.write(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, n, n + 1))
+        idx.seek(HEADER.size + 12 * n + 8 * n)
+        idx.write(n.to_bytes(8, "little"))
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before, start = resident(), time.process_time()
+    opened = Indexed(tmp_path / "x")
+    assert opened.tokens_of(0, n) == 0
+    assert time.process_time() - start < 0.1
+    assert resident() - before < 50e6
+    assert (len(opened), int(opened.doc_idx[-1])) == (n, n)
 
 
 def test_fingerprint_tells_data_apart_but_not_times(tmp_path):

@@ -195,9 +195,12 @@ def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
         j = int(made.shuffle_idx[k])
         assert made[k].tolist() == stream[j * 4 : j * 4 + 5]
         assert made[k].dtype == np.int64
+        assert made.read([k]).tolist() == [made[k].tolist()]
         for position, token in enumerate(made[k].tolist()):
             at, document = re.match(r"token (\d+) of document (\d+) in ", made.locate(k, position)).groups()
             assert tokens_of(indexed, int(document))[int(at)] == token
+    numbers = np.random.default_rng(1).permutation(len(made)).tolist()
+    assert made.read(numbers).tolist() == [made[k].tolist() for k in numbers]
     for k in (-1, len(made)):
         with pytest.raises(IndexError):
             made[k]

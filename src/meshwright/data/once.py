@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from meshwright.data.loader import Batch, Loader
@@ -17,8 +19,8 @@ class Once(Loader):
         vars(self).update(vars(whole))
         self.whole, whole.columns, whole.device = whole, None, None
 
-    def read(self, first: int) -> Batch:
-        batch = self.whole.read(first)
+    def batch_of(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
+        batch = self.whole.batch_of(numbers, text)
         beyond = batch.sample_ids >= len(self.dataset)
         if beyond.any():
             mask = torch.ones(batch.tokens.shape) if batch.loss_mask is None else batch.loss_mask.clone()
