@@ -58,8 +58,9 @@ busy_matrix = torch.full((256, 256), 1e-3)
 
 def measure(data: Samples, workers: int, work: Callable[[float], None], step: float, seconds: float) -> str:
     loader = Loader(data, 8, lambda _: 64, 0, workers, VOCAB, wrap=True)
-    waits, spent = [], []
+    waits: list[float] = []
     batches = iter(loader)
+    begin = 0.0
     for n in range(3 + max(30, int(seconds / step))):
         if n == 3:
             begin = time.perf_counter()
@@ -68,7 +69,7 @@ def measure(data: Samples, workers: int, work: Callable[[float], None], step: fl
         waits.append(time.perf_counter() - start)
         assert len(one) == 8
         work(step)
-        if time.perf_counter() - start > 0 and n > 3 and time.perf_counter() - begin > 4 * seconds:
+        if n > 3 and time.perf_counter() - begin > 4 * seconds:
             break
     spent = time.perf_counter() - begin
     batches.close()

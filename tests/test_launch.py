@@ -268,7 +268,7 @@ def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("mine.py").touch()
     assert launch.command(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
     assert launch.command(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
-    for words, told in ((["their.py"], "there is no script their.py"), (["preprocess"], "preprocess is none of train"),
+    for words, told in ((["their.py"], "there is no script their.py"), (["inspect"], "inspect is none of train"),
                         (["--nprocs"], "launch has no flag --nprocs")):  # fmt: skip
         with pytest.raises(UserError, match=told):
             launch.command(words)

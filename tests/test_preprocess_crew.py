@@ -15,7 +15,7 @@ import pytest
 
 from meshwright import preprocess
 from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
-from meshwright.data import crew, journal, text
+from meshwright.data import crew, journal, text, writing
 from meshwright.data.indexed import Indexed
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
 
@@ -78,7 +78,9 @@ def test_workers_write_the_bytes_of_one(tmp_path, small, workers, monkeypatch):
     inputs = [tmp_path / "a", tmp_path / "b.gz", tmp_path / "a"]
     told, crews = [], []
     real = crew.Crew.__init__
-    monkeypatch.setattr(crew.Crew, "__init__", lambda self, size, *given: (crews.append(size), real(self, size, *given))[0])
+    monkeypatch.setattr(
+        crew.Crew, "__init__", lambda self, size, *given: (crews.append(size), real(self, size, *given))[0]
+    )
     for output, size in (("one", 1), ("many", workers)):
         told.append(work(tmp_path, output, inputs, workers=size, json_keys=["text", "title"], on_error="skip"))
     assert made(tmp_path, "one", "text", "title") == made(tmp_path, "many", "text", "title")
@@ -97,6 +99,73 @@ def test_the_first_bad_line_of_the_input_is_told_whoever_finds_one(tmp_path, sma
             work(tmp_path, "out", [tmp_path / "a"], workers=workers)
         assert caught.value.status == BAD_DATA
         assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_bad_line_late_in_the_input_loses_nothing(tmp_path, small):
+    """The same command with --on-error skip goes on where it stopped."""
+    corpus(tmp_path / "a")
+    with open(tmp_path / "a", "a") as file:
+        file.write("\n{bad\n" + json.dumps({"text": "last"}))
+    work(tmp_path, "skip", [tmp_path / "a"], workers=1, on_error="skip")
+    for workers in (1, 3):
+        with pytest.raises(UserError, match="/a:2001: not JSON"):
+            work(tmp_path, "out", [tmp_path / "a"], workers=workers)
+        assert left(tmp_path, "out")
+        _, stderr = work(tmp_path, "out", [tmp_path / "a"], workers=workers, on_error="skip")
+        assert "going on after" in stderr and "1 not JSON, first " in stderr and "/a:2001" in stderr
+        assert made(tmp_path, "out") == made(tmp_path, "skip")
+        assert left(tmp_path, "out") == []
+
+
+def test_a_full_disk_while_the_index_is_written(tmp_path, small, monkeypatch):
+    """What is encoded stays: the same command writes the index alone."""
+    corpus(tmp_path / "a")
+    work(tmp_path, "whole", [tmp_path / "a"], workers=1)
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "write_index", full)
+        with pytest.raises(
+            UserError, match="No space left on device: nothing was published; free space and the same command"
+        ):
+            work(tmp_path, "out", [tmp_path / "a"], workers=2)
+    assert left(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
+    _, stderr = work(tmp_path, "out", [tmp_path / "a"], workers=2)
+    assert "going on after 2,000 documents" in stderr or "going on after 1," in stderr
+    assert made(tmp_path, "out") == made(tmp_path, "whole") and left(tmp_path, "out") == []
+
+
+def test_many_small_inputs(tmp_path, small, monkeypatch):
+    """What is noted of each piece does not grow with the number of inputs."""
+    for n in range(300):
+        corpus(tmp_path / f"in-{n:03}", 3, seed=n)
+    longest = []
+    real = journal.Journal.note
+    monkeypatch.setattr(
+        journal.Journal, "note", lambda self, state: (longest.append(len(json.dumps(state))), real(self, state))
+    )
+    work(tmp_path, "out", sorted(tmp_path.glob("in-*")), workers=2)
+    assert len(Indexed(tmp_path / "out_text_document")) == 900
+    assert max(longest) < 300
+
+
+def test_a_journal_stays_small(tmp_path, monkeypatch):
+    """And whatever a kill leaves of it, its last whole line is true."""
+    monkeypatch.setattr(journal, "LONGEST", 500)
+    path, belongs = tmp_path / "x.progress", {"a": 1}
+    with journal.Journal(str(path), belongs, io.StringIO()) as one:
+        for n in range(200):
+            one.note({"n": n})
+            assert path.stat().st_size < 600
+    for cut in range(1, 40):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] if cut > 1 else content)
+        with journal.Journal(str(path), belongs, io.StringIO()) as again:
+            assert again.state is None or 150 < again.state["n"] < 200
+            if again.state is None:
+                break
 
 
 def test_a_stream_cut_short(tmp_path, small):
@@ -234,7 +303,7 @@ def test_ranks_share_the_input_and_make_the_same_files(tmp_path):
     assert told[1][0] == told[2][0] == "" and told[0][0].splitlines()[-1] == alone[0].splitlines()[-1].replace(
         "whole", "ranks"
     )
-    assert told[0][1].splitlines()[-1].split(":")[0] == alone[1].splitlines()[-1].split(":")[0]  # how many bad lines
+    assert told[0][1].splitlines()[-1] == alone[1].splitlines()[-1]  # how many bad lines, and the first of each kind
 
 
 def test_two_writers_of_one_output(tmp_path, small):

@@ -500,6 +500,7 @@ def test_large_cache_files_are_probed(tmp_path, monkeypatch):
         content[:50_000] + bytes(50_000),
         content[::-1],
         bytes(100) + content[100:],
+        content[:-9] + bytes(9),
     ):
         path.write_bytes(damaged)
         assert index_cache.checksum(path) != good

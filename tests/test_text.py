@@ -251,3 +251,10 @@ def test_packages_that_are_not_there(tmp_path, monkeypatch):
         ) as caught:
             texts_of(tmp_path / name)
         assert caught.value.status == UNAVAILABLE
+
+
+def test_flags_of_sentences_belong_together():
+    from meshwright.checks import problems
+
+    told = problems(PreprocessConfig(Preprocess(input=["x"], output_prefix="y", keep_newlines=True, lang="german")))
+    assert told == ["--keep-newlines belongs to --split-sentences", "--lang belongs to --split-sentences"]

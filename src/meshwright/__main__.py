@@ -82,6 +82,11 @@ def _run(name: str, argv: list[str]) -> int:
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"meshwright: no command {name!r}{hint}\n{usage()}", file=sys.stderr)
         return USAGE
+    with contextlib.suppress(ImportError, ValueError, OSError):  # a blend of hundreds of files has thousands of maps
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
     # Threads that wait soon sleep: on a busy machine those that spin, GNU OpenMP's default, halve the speed or worse.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     return importlib.import_module(COMMANDS[name][0]).main(argv) or DONE

@@ -49,8 +49,10 @@ def problems(config: Any, data: bool = True) -> list[str]:
     if isinstance(config, VerifyConfig | MergeConfig | FetchConfig | LooseTextConfig):
         return out + files_problems(config)
     if isinstance(config, PreprocessConfig):
-        needs = {"--input is needed: a JSON-lines file": config.preprocess.input,
-                 "--output-prefix is needed: where to write": config.preprocess.output_prefix}  # fmt: skip
+        p = config.preprocess
+        needs = {"--input is needed: a JSON-lines file": p.input, "--output-prefix is needed: where to write": p.output_prefix,
+                 "--keep-newlines belongs to --split-sentences": p.split_sentences or not p.keep_newlines,
+                 "--lang belongs to --split-sentences": p.split_sentences or p.lang == type(p).lang}  # fmt: skip
         return out + [line for line, there in needs.items() if not there]
     if isinstance(config, GenerateConfig):
         return out + reading_problems(config, "generate") + sampling_problems(config)

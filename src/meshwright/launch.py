@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     pass
 
 PORT = 29500  # torchrun's
-TOGETHER = ("train", "evaluate", "generate")  # commands that several ranks can run
+TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that several ranks can run
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
+import glob
+import itertools
 import os
 import sys
 import threading
@@ -26,10 +27,10 @@ import numpy as np
 from meshwright import command, launchers, start, tokenizers
 from meshwright.config import PreprocessConfig, Tokenizer
 from meshwright.data import crew, sentences
-from meshwright.data.encoding import Encoder, Made, where
+from meshwright.data.encoding import Encoder, Made
 from meshwright.data.journal import Journal, is_there
-from meshwright.data.text import Input, Piece, broken, find_inputs, look, shared
-from meshwright.data.writing import Writer, clear, copy_part, make_room, publish, token_dtype
+from meshwright.data.text import Input, Piece, broken, find_inputs, lines_before, look, place_of, shared
+from meshwright.data.writing import Writer, copy_part, make_room, publish, token_dtype
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.launchers import World
 from meshwright.parallel.team import Team
@@ -44,17 +45,8 @@ class Totals:
     documents: int = 0
     bytes: int = 0
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)  # kind: how many, place of the first
-    units: dict[int, int] = field(default_factory=dict)  # of each input, lines or rows so far
     begun: float = field(default_factory=time.perf_counter)
-    before: int = 0  # bytes that an interrupted run had done
-
-    def add(self, piece: Piece, made: Made) -> None:
-        before = self.units.get(piece.number, 0)
-        for kind, (count, unit) in made.bad.items():
-            self.count(kind, count, where(piece, unit, before))
-        self.units[piece.number] = before + made.units
-        self.documents += made.documents
-        self.bytes += made.bytes
+    before: tuple[int, int] = (0, 0)  # documents and bytes that an interrupted run had done
 
     def count(self, kind: str, count: int, place: str) -> None:
         n, first = self.bad.get(kind, (0, place))
@@ -62,8 +54,8 @@ class Totals:
 
     def line(self) -> str:
         seconds = max(time.perf_counter() - self.begun, 1e-9)
-        speed = (self.bytes - self.before) / MIB / seconds
-        return f"Processed {self.documents} documents ({self.documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
+        documents, speed = self.documents - self.before[0], (self.bytes - self.before[1]) / MIB / seconds
+        return f"Processed {self.documents} documents ({documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
 
     def bad_lines(self) -> str:
         kinds = "; ".join(f"{n:,} {kind}, first {place}" for kind, (n, place) in self.bad.items())
@@ -75,7 +67,10 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     if parsed.dry_run:
-        inputs = [one.path for one in look(find_inputs(parsed.config.preprocess.input))]
+        p = parsed.config.preprocess
+        inputs = [one.path for one in look(find_inputs(p.input))]
+        if p.split_sentences:
+            sentences.build(p.lang, p.keep_newlines)
         print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")
         return DONE
     world = launchers.find(os.environ)
@@ -93,8 +88,13 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
     world = world or World()
     # The time-out concerns those who wait for the slowest rank to end.
     team = start.join(world, timeout_minutes=7 * 24 * 60) if world.size > 1 else Team()
-    if not team.leads:
-        stdout, stderr = io.StringIO(), io.StringIO()
+    with ExitStack() as stack:
+        if not team.leads:
+            stdout = stderr = stack.enter_context(open(os.devnull, "w"))
+        _run(config, stdout, stderr, world, team, begun)
+
+
+def _run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World, team: Team, begun: float) -> None:
     p = config.preprocess
     inputs = look(find_inputs(p.input))
     if world.size > 1 and any(one.kind == "stream" and not one.bytes for one in inputs):
@@ -113,7 +113,13 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
 
     share = Share(config, inputs, tokenizer, world, stdout, stderr)
     print(f"Time to startup: {time.perf_counter() - begun}", file=stdout, flush=True)
-    team.all(share.work)
+    if world.size > 1:
+        team.lead(lambda: Path(share.failed).unlink(missing_ok=True))
+    try:
+        team.all(share.work)
+    finally:
+        if team.leads and world.size > 1:
+            Path(share.failed).unlink(missing_ok=True)
     if world.size > 1:
         together(team, share)
     report(share, stdout, stderr)
@@ -138,9 +144,15 @@ class Share:
         self.identity = {
             "inputs": [[one.path, one.kind, *_state(one)] for one in inputs], "share": [world.rank, world.size],
             "tokenizer": [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)],
-            "settings": {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input")},
+            # Not on_error: in what is committed nothing stopped it, or all that is bad is counted.
+            "settings": {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input", "on_error")},
         }  # fmt: skip
         self.totals, self.writers = Totals(), list[Writer]()
+        sizes = [max(one.bytes, 1) for one in inputs]
+        self.ahead = [0, *itertools.accumulate(sizes)]  # bytes of the inputs before each
+        self.mine = [self.ahead[-1] * n // world.size for n in (world.rank, world.rank + 1)]
+        self.input = (-1, 0, 0)  # the present one, units of it so far, and the byte at which this rank began with it
+        self.failed, self.looked = f"{p.output_prefix}.failed", 0.0
         self.lock, self.snapshots, self.written, self.next = (
             threading.Lock(),
             dict[int, dict[str, Any]](),
@@ -176,27 +188,32 @@ class Share:
                         crew.work_alone(todo, self.make, paths, stop, self.commit, self.note)
                 else:
                     self.stdout.flush()
-                    team = crew.Crew(size, todo, self.make, paths, stop, self.commit, self.note, start.die_with_parent)
+                    team = crew.Crew(size, todo, self.make, paths, stop, self.commit, self.note)
                     with self.progress():
                         team.run()
                 if self.world.size == 1:
                     self.require_tokens([writer.tokens for writer in self.writers])
+                for writer in self.writers:
+                    writer.finish()
             except UserError as error:
-                if error.status == BAD_DATA:  # to be mended, with which all begins anew
-                    for writer in self.writers:
-                        writer.is_kept = False
-                    self.journal.is_kept = False
+                self.journal.is_kept = self.journal.state is not None  # else there is nothing to go on with
+                for writer in self.writers:
+                    writer.is_kept = self.journal.is_kept
+                if self.world.size > 1:
+                    Path(self.failed).write_text(f"rank {self.world.rank}: {error}")
                 raise
             if self.world.size == 1:
                 self.journal.is_kept = False
+                self.discard()
             elif self.last:  # until all ranks' parts are put together
                 self.journal.note(self.last)
 
     def discard(self) -> None:
-        """A rank's part, once it is in the whole."""
-        for writer in self.writers:
-            clear(writer.prefix)
-        Path(self.journal.path).unlink(missing_ok=True)
+        """The parts of ranks, those of an interrupted run of another size too."""
+        output = glob.escape(str(self.config.preprocess.output_prefix))
+        for path in glob.glob(f"{output}*.part[0-9][0-9][0-9][0-9][0-9].*"):
+            if path.endswith((".tmp", ".progress")):
+                Path(path).unlink(missing_ok=True)
 
     def part_names(self) -> list[str]:
         return [prefix + self.part for prefix in self.prefixes]
@@ -204,8 +221,8 @@ class Share:
     def resume(self, begun: dict[str, Any]) -> None:
         t = self.totals
         if begun:
-            t.documents, t.bytes, t.before = begun["documents"], begun["bytes"], begun["bytes"]
-            t.units = {int(k): v for k, v in begun["units"].items()}
+            t.documents, t.bytes = t.before = (begun["documents"], begun["bytes"])
+            self.input = tuple(begun["input"])
             t.bad = {kind: (n, first) for kind, (n, first) in begun["bad"].items()}
             self.next = begun["pieces"]
             print(f"going on after {t.documents:,} documents of an interrupted run", file=self.stderr)
@@ -226,25 +243,44 @@ class Share:
         stop = self.config.preprocess.on_error == "stop"
         hint = "leave such lines out with --on-error skip (nothing was written)"
         with self.lock:
+            if piece.number != self.input[0]:
+                self.input = (piece.number, 0, piece.begin)
+            self.look_at_others()
             if made.bad and stop:
-                place = where(piece, next(iter(made.bad.values()))[1], self.totals.units.get(piece.number, 0))
+                place = self.place(piece, next(iter(made.bad.values()))[1])
                 raise UserError(f"{place}: {made.first_bad}; mend the line, or {hint}", BAD_DATA)
             if piece.kind == "broken" and stop:
                 raise UserError(f"{broken(piece)}: fetch it again, or keep what is whole and {hint}", BAD_DATA)
             if piece.kind == "broken":
                 self.totals.count("input cut short", 1, f"{piece.path} ({piece.content})")
-            self.totals.add(piece, made)
+            for kind, (count, unit) in made.bad.items():
+                self.totals.count(kind, count, "" if kind in self.totals.bad else self.place(piece, unit))
+            self.input = (piece.number, self.input[1] + made.units, self.input[2])
+            self.totals.documents += made.documents
+            self.totals.bytes += made.bytes
             offsets = [
                 writer.reserve(tokens, sizes, ends + writer.sequences)
                 for writer, tokens, sizes, ends in zip(self.writers, made.tokens, made.sizes, made.ends, strict=True)
             ]
             t = self.totals
             self.last = self.snapshots[number] = {
-                "pieces": number + 1, "documents": t.documents, "bytes": t.bytes, "units": dict(t.units),
+                "pieces": number + 1, "documents": t.documents, "bytes": t.bytes, "input": self.input,
                 "bad": copy.copy(t.bad), "lengths": [[w.tokens, w.sequences, w.documents] for w in self.writers],
             }  # fmt: skip
-            self.show(sum(one.bytes for one in self.inputs[: piece.number]) + piece.behind)
+            self.show(self.ahead[piece.number] + piece.behind - self.mine[0])
         return offsets
+
+    def place(self, piece: Piece, unit: int) -> str:
+        """Of a bad unit, for people. A rank that begins within a file counts the lines ahead of it now, when they matter."""
+        ahead = lines_before(piece.path, self.input[2]) if piece.kind == "place" else 0
+        return place_of(piece, unit, ahead + self.input[1] + 1)
+
+    def look_at_others(self) -> None:
+        """Whether another rank has failed: it tells why, and nobody works on for hours."""
+        if self.world.size > 1 and time.monotonic() - self.looked > 1:
+            self.looked = time.monotonic()
+            if os.path.exists(self.failed):
+                raise UserError(f"stopped, for another rank has failed: {Path(self.failed).read_text()}", BAD_DATA)
 
     def note(self, number: int) -> None:
         """The tokens of this piece are in the file."""
@@ -287,7 +323,7 @@ class Share:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        total = sum(one.bytes for one in self.inputs) if all(one.bytes for one in self.inputs) else None
+        total = self.mine[1] - self.mine[0] if all(one.bytes for one in self.inputs) else None
         with Progress(*columns, console=Console(file=stderr), transient=True) as bar:
             task = bar.add_task("", total=total)
             self.show = lambda behind: bar.update(task, completed=behind, description=t.line())
@@ -322,21 +358,21 @@ def together(team: Team, share: Share) -> None:
     for documents, size, before, bad in team.gather((t.documents, t.bytes, t.before, t.bad)):
         totals.documents += documents
         totals.bytes += size
-        totals.before += before
+        totals.before = (totals.before[0] + before[0], totals.before[1] + before[1])
         for kind, (count, place) in bad.items():
             totals.count(kind, count, place)
     counts = [team.gather((writer.tokens, writer.sequences, writer.documents)) for writer in share.writers]
     try:
         share.require_tokens([sum(tokens for tokens, _, _ in ranks) for ranks in counts])
     except UserError as error:
-        share.discard()
+        team.lead(share.discard)
         raise UserError(str(error), error.status, everywhere=True) from None
     for prefix, writer, ranks in zip(share.prefixes, share.writers, counts, strict=True):
         team.lead(lambda prefix=prefix, writer=writer, ranks=ranks: make_room(prefix, writer.dtype, ranks))  # type: ignore[misc]
         team.all(lambda prefix=prefix, writer=writer, ranks=ranks: copy_part(prefix, writer, team.rank, ranks))  # type: ignore[misc]
         team.lead(lambda prefix=prefix, writer=writer: publish(prefix, writer.dtype))  # type: ignore[misc]
         writer.tokens, writer.sequences, writer.documents = (sum(values) for values in zip(*ranks, strict=True))
-    share.discard()
+    team.lead(share.discard)
 
 
 def report(share: Share, stdout: TextIO, stderr: TextIO) -> None:

@@ -13,14 +13,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from meshwright.data.encoding import Array, Encoder, Made
 from meshwright.data.text import Piece
+from meshwright.data.writing import put
 from meshwright.errors import HANG, IO, UserError
 
 Commit = Callable[[int, Piece, Made], list[int]]  # in order: where each key's tokens belong, in bytes
@@ -45,11 +45,8 @@ def work_alone(
 
 def write(files: list[int], offsets: list[int], tokens: list[Array], paths: list[str]) -> None:
     for file, offset, array, path in zip(files, offsets, tokens, paths, strict=True):
-        data = memoryview(array.view(np.uint8).data)
         try:
-            while len(data):
-                count = os.pwrite(file, data, offset)
-                offset, data = offset + count, data[count:]
+            put(file, array, offset)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}; free space and start the same command again, it goes "
                             "on where it was", IO) from None  # fmt: skip
@@ -64,7 +61,7 @@ class Crew:
 
     def __init__(
         self, size: int, todo: Iterator[tuple[int, Piece]], make: Callable[[], Encoder], paths: list[str], stop: bool,
-        commit: Commit, written: Written, die_with_parent: Callable[[], None],
+        commit: Commit, written: Written,
     ) -> None:  # fmt: skip
         self.todo, self.commit, self.written = todo, commit, written
         self.taking, self.turn = threading.Lock(), threading.Condition()
@@ -80,7 +77,7 @@ class Crew:
             self.ends.append(mine)
             given = self.ends if kind == "fork" else []
             process: Any = context.Process(  # type: ignore[attr-defined]
-                target=_work, args=(theirs, given, make, paths, stop, die_with_parent), daemon=True
+                target=_work, args=(theirs, given, make, paths, stop), daemon=True
             )
             process.start()
             theirs.close()
@@ -165,23 +162,18 @@ class Crew:
             process.join(5)
             code = process.exitcode
             how = f"by signal {-code}" if code and code < 0 else f"with status {code}"
+            why = ", perhaps for lack of memory (--workers sets their number)" if code == -signal.SIGKILL else ""
             raise UserError(
-                f"a worker process was ended {how}, perhaps for lack of memory (--workers sets their number); start the same "
-                "command again, it goes on where it was",
-                HANG,
+                f"a worker process was ended {how}{why}; start the same command again, it goes on where it was", HANG
             ) from None
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
 
-def _work(
-    end: Connection, others: list[Connection], make: Callable[[], Encoder], paths: list[str], stop: bool,
-    die_with_parent: Callable[[], None],
-) -> None:  # fmt: skip
+def _work(end: Connection, others: list[Connection], make: Callable[[], Encoder], paths: list[str], stop: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()
     for other in others:  # a copy kept open here would hide from the others that the parent is gone
         other.close()
     try:
@@ -199,6 +191,10 @@ def _work(
             end.send(None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent is gone
-    except BaseException as error:
+    except UserError as error:
         with contextlib.suppress(OSError):
             end.send(error)
+    except BaseException as error:  # a defect: its traceback is told here, and what it is there
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            end.send(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.text import BadLine, Piece, expected, place_of, units
+from meshwright.data.text import BadLine, Piece, expected, units
 from meshwright.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -67,7 +67,9 @@ class Encoder:
             for column, document in zip(out, documents, strict=True):
                 column.add(document, self.end)
             made.documents += 1
-        made.bytes = _bytes_of(piece)
+            if piece.kind in ("parquet", "arrow"):
+                made.bytes += sum(len(text) for text in cast(list[str], texts))
+        made.bytes = made.bytes or _bytes_of(piece)
         arrays = [column.tokens(self.dtype) for column in out]
         made.tokens = [len(array) for array in arrays]
         made.sizes = [np.array(column.sizes, np.int32) for column in out]
@@ -116,8 +118,3 @@ def _bytes_of(piece: Piece) -> int:
     if piece.kind == "texts":
         return sum(len(content) for _, content in piece.content)
     return piece.end - piece.begin if piece.kind == "place" else 0
-
-
-def where(piece: Piece, unit: int, before: int) -> str:
-    """Of a bad unit, for people; `before`: units of its input ahead of the piece."""
-    return place_of(piece, unit, before + 1)

@@ -65,8 +65,10 @@ class Files(Room):
         with path.open("wb") as file:
             begin = self._header(file, (length,), dtype)
             # Space now: on a disk that is full, writing to a mapped file would kill the process without a word.
-            if length:
-                os.posix_fallocate(file.fileno(), begin, length * np.dtype(dtype).itemsize)
+            size = length * np.dtype(dtype).itemsize
+            if size and hasattr(os, "posix_fallocate"):  # macOS lacks it
+                os.posix_fallocate(file.fileno(), begin, size)
+            file.truncate(begin + size)
         return mapped(path, "r+")
 
     def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:

@@ -6,6 +6,7 @@ Nothing is forced to the disk: after a loss of power the parts may be shorter th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,10 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from meshwright.data.text import PIECE
 from meshwright.data.writing import PARTS
 from meshwright.errors import IO, LOCKED, UserError
 
+VERSION = 1  # of what a state says
 SECONDS = 0.5  # between two notes
+LONGEST = 1 << 18  # bytes, then it begins anew
 
 
 class Journal:
@@ -26,22 +30,9 @@ class Journal:
 
     def __init__(self, path: str, identity: dict[str, Any], stderr: TextIO) -> None:
         self.path, self.is_kept = path, True
-        self.belongs = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "a+", encoding="utf-8")
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.close()
-            raise UserError(
-                f"another process is writing {path.removesuffix('.progress')}: wait for it", LOCKED
-            ) from None
-        except OSError as error:
-            prefix = path.removesuffix(".progress")
-            raise UserError(
-                f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix", IO
-            ) from None
-        self.file.seek(0)
+        told = {"version": VERSION, "piece": PIECE, **identity}
+        self.belongs = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        self.file = locked(path)
         lines = self.file.read().splitlines()
         self.state: dict[str, Any] | None = None
         if lines and lines[0] == self.belongs:
@@ -49,16 +40,23 @@ class Journal:
         elif lines:
             print(f"{path} is of another command, or its input has changed since: beginning anew", file=stderr)
         if self.state is None:
-            self.file.truncate(0)
-            self._write(self.belongs)
+            self._begin()
         self.at = time.monotonic()
+
+    def _begin(self) -> None:
+        """What stood behind the first line is overwritten, or older than what comes: either is skipped or true."""
+        self.file.seek(0)
+        self._write(self.belongs)
+        self.file.truncate()
 
     def is_due(self) -> bool:
         return time.monotonic() - self.at >= SECONDS
 
     def note(self, state: dict[str, Any]) -> None:
+        if self.file.tell() > LONGEST:
+            self._begin()
         self._write(json.dumps(state))
-        self.at = time.monotonic()
+        self.state, self.at = state, time.monotonic()
 
     def _write(self, line: str) -> None:
         self.file.write(line + "\n")
@@ -71,6 +69,29 @@ class Journal:
         if not self.is_kept:
             Path(self.path).unlink(missing_ok=True)
         self.file.close()
+
+
+def locked(path: str) -> TextIO:
+    """The file, made if need be, and locked where the file system can: nobody else writes this output."""
+    prefix = path.removesuffix(".progress")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            Path(path).touch()
+            file = open(path, "r+", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise UserError(f"another process is writing {prefix}: wait for it", LOCKED) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                    raise
+            if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                return file
+            file.close()  # whoever held it has just ended and removed it
+    except OSError as error:
+        raise UserError(f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix", IO) from None
 
 
 def _last_whole(lines: list[str]) -> dict[str, Any] | None:

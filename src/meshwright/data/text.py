@@ -294,6 +294,14 @@ def read_fully(file: Any, size: int) -> bytes:
     return b"".join(parts)
 
 
+def lines_before(path: str, end: int) -> int:
+    """How many lines end before this byte."""
+    if not end:
+        return 0
+    with open(path, "rb", buffering=0) as file:
+        return sum(file.read(min(PIECE, end - at)).count(b"\n") for at in range(0, end, PIECE))
+
+
 def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
     """Every text of the inputs; the first bad line is an error."""
     none_yet = True

@@ -39,6 +39,7 @@ class Writer:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
         self.is_part = False  # of a whole that is put together later
+        self.is_finished = False
         self.is_kept = (
             False  # whether what is there stays when this ends with an error, for another writer to go on with
         )
@@ -99,23 +100,32 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if kind is None:
-                self.flush()
-                if not self.is_part:
-                    publish(self.prefix, self.dtype)
-        except OSError as failure:
-            raise self.failed(failure) from None
+                self.finish()
         finally:
             for file in self.files.values():
                 with contextlib.suppress(OSError):  # a full disk fails again here
                     file.close()
-            if not (self.is_part if kind is None else self.is_kept):
+            if not self.is_finished and not self.is_kept:
                 clear(self.prefix)
+
+    def finish(self) -> None:
+        """All is written: the files get their names, but for a part's."""
+        if self.is_finished:
+            return
+        self.flush()
+        try:
+            if not self.is_part:
+                publish(self.prefix, self.dtype)
+        except OSError as error:
+            raise self.failed(error) from None
+        self.is_finished = True
 
     def failed(self, error: OSError) -> UserError:
         written = self.tokens * self.dtype.itemsize
+        again = "the same command goes on where it was" if self.is_kept else "start again"
         return UserError(
-            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
-            "nothing was published, so free space or choose another --output-prefix and start again",
+            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}: "
+            f"nothing was published; free space and {again}, or choose another --output-prefix",
             IO,
         )
 
@@ -137,8 +147,19 @@ Counts = Sequence[tuple[int, int, int]]  # of several parts: tokens, sequences, 
 def make_room(prefix: str, dtype: np.dtype[Any], counts: Counts) -> None:
     """The whole's `.tmp` files, for several to write their parts into."""
     for part, each, size in zip(PARTS, zip(*counts, strict=True), (dtype.itemsize, 4, 8), strict=True):
-        with open(f"{prefix}{part}.tmp", "wb") as file:
-            file.truncate(sum(each) * size)
+        length = sum(each) * size
+        try:
+            with open(f"{prefix}{part}.tmp", "wb") as file:
+                file.truncate(length)
+                if length and hasattr(os, "posix_fallocate"):  # a full disk is seen now
+                    os.posix_fallocate(file.fileno(), 0, length)
+        except OSError as error:
+            clear(prefix)
+            raise UserError(
+                f"{prefix}{part}.tmp, {length:,} bytes, cannot be made: {error.strerror}; all ranks' parts are kept, so free "
+                "space and start the same command again",
+                IO,
+            ) from None
 
 
 def copy_part(prefix: str, writer: Writer, number: int, counts: Counts) -> None:
@@ -149,13 +170,14 @@ def copy_part(prefix: str, writer: Writer, number: int, counts: Counts) -> None:
             (".bin", tokens * writer.dtype.itemsize, 0), (".sizes", 4 * sequences, 0), (".docs", 8 * documents, sequences)
         ):  # fmt: skip
             with open(f"{prefix}{part}.tmp", "r+b", buffering=0) as whole:
-                whole.seek(offset)
                 for block in blocks(f"{writer.prefix}{part}.tmp", "<i8" if add else "u1"):
-                    whole.write((block + add).data if add else block.data)
-    except OSError as error:
+                    offset = put(whole.fileno(), (block + add) if add else block, offset)
+    except FileNotFoundError:
         raise UserError(
-            f"{prefix}{part}.tmp cannot be written ({error.strerror}): all ranks need one shared folder", IO
+            f"{prefix}{part}.tmp, made by rank 0, is not there: all ranks need one shared folder", IO
         ) from None
+    except OSError as error:
+        raise UserError(f"{prefix}{part}.tmp cannot be written: {error.strerror}", IO) from None
 
 
 def clear(prefix: str) -> None:
@@ -181,6 +203,15 @@ def write_index(path: str | Path, dtype: np.dtype[Any], sizes: str | Path, docs:
             idx.write(block.data)
         idx.flush()
         os.fsync(idx.fileno())
+
+
+def put(file: int, values: npt.NDArray[Any], offset: int) -> int:
+    """All of them at this byte; returns the one behind them."""
+    data = memoryview(values.view(np.uint8).data)
+    while len(data):
+        count = os.pwrite(file, data, offset)
+        offset, data = offset + count, data[count:]
+    return offset
 
 
 def blocks(path: str | Path, dtype: str) -> Iterator[npt.NDArray[Any]]:
