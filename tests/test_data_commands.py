@@ -175,7 +175,7 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     prefix = write(tmp_path / "a", documents)
     whole = verify.check(prefix, 257, EOD, True, lambda count: None)
     lengths = Counter(sum(map(len, d)) for d in documents)
-    monkeypatch.setattr("meshwright.data.verify.BLOCK", 3)
+    monkeypatch.setattr("meshwright.files.BLOCK", 6)  # bytes, three tokens
     monkeypatch.setattr("meshwright.data.arrays.BLOCK", 3)
     monkeypatch.setattr("meshwright.data.look.SHORT", 20)
     assert verify.check(prefix, 257, EOD, True, lambda count: None) == whole and not whole.problems
@@ -297,14 +297,51 @@ def test_one_training_sample(tmp_path: Path) -> None:
     assert "there is no such set; there are train" in run("inspect", *argv, "--sample", "7", "--sample-set", "other")[2]
 
 
-def test_stretches() -> None:
-    said = [
-        "token 3 of document 1 in a",
-        "token 4 of document 1 in a",
-        "token 0 of document 1 in a",
-        "token 1 of document 2 in a",
-    ]
-    assert [(first, stop) for first, stop, _ in ahead.pieces(said)] == [(0, 2), (2, 3), (3, 4)]
+@pytest.mark.parametrize("how", ["one pair", "blend", "cyclic", "chain", "random"])
+def test_stretches_are_where_they_are_said_to_be(tmp_path: Path, how: str) -> None:
+    """Of every kind of data set: the tokens of each stretch stand in the file, one after the other, at its place."""
+    from meshwright.data.blend import Blend
+    from meshwright.data.changing import Chain, From
+    from meshwright.data.loader import Cyclic, Mock, Samples
+
+    prefixes = [write(tmp_path / name, [[], *some(30, n), []]) for n, name in enumerate("ab")]
+    a, b = (Samples(Indexed(prefix), range(len(Indexed(prefix))), 60, 64, 5) for prefix in prefixes)
+    kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, From(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
+    dataset = {**kinds, "chain": Chain([a, From(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
+    for k in range(50):
+        ids, found = dataset[k].tolist(), ahead.stretches(dataset, k)
+        assert [first for first, *_ in found] == [0, *(stop for _, stop, _ in found[:-1])] and found[-1][1] == len(ids)
+        for first, stop, told in found if how != "random" else ():
+            assert told == dataset.locate(k, first)
+            token, sequence, prefix = re.fullmatch(r"token (\d+) of document (\d+) in (.*)", told).groups()  # type: ignore[union-attr]
+            start = int(Indexed(prefix).pointers[int(sequence)]) // 2 + int(token)
+            assert Indexed(prefix).sequence_at(start) == Indexed(prefix).sequence_at(start + stop - first - 1)
+            assert Indexed(prefix).tokens[start : start + stop - first].tolist() == ids[first:stop]
+
+
+def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", some(20))
+    for given in (["--top", "20"], ["--picture", "a.png"]):
+        for one in (["--document", "3"], ["--sample", "3", *TRAIN]):
+            status, out, err = run("inspect", prefix, *one, *given)
+            assert status == 2 and not out and f"{one[0]} shows nothing else, but {given[0]} is of all" in err
+    status, _, err = run("inspect", prefix, "--sample-set", "train")
+    assert status == 2 and "--sample-set train without --sample" in err
+
+
+def test_a_files_name_stands_for_its_prefix(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", some(20, 1))
+    odd = write(tmp_path / "odd.bin", some(5, 2))  # a prefix that ends so
+    for end in ("", ".bin", ".idx"):
+        assert run("verify", a + end)[1].startswith(f"{a}: whole: 20 documents")
+        assert json.loads(run("inspect", a + end, "--json")[1])["prefix"] == a
+    assert len(run("verify", f"{a}.bin", f"{a}.idx", odd)[1].splitlines()) == 2
+    status, told, _ = run("merge", f"{a}.bin", f"{a}.idx", odd, odd, "--output-prefix", str(tmp_path / "x"))
+    assert status == 0 and "merged 3 datasets" in told and "30 documents" in told
+    for argv in (["inspect", f"{a}2"], ["merge", a, f"{a}2", "--output-prefix", str(tmp_path / "y")]):
+        status, _, err = run(*argv)
+        assert status == 65 and f"{a}2.idx does not exist: {a}2 is to be the prefix" in err and "--data-path" not in err
+    assert f"{a}2.idx does not exist" in run("verify", f"{a}2.bin")[1]
 
 
 # index and plan
@@ -345,7 +382,19 @@ def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
         assert run("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "no" / "x"))[0] == 74
     (tmp_path / "file").write_text("")
     status, _, err = run("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "file"))
-    assert status == 74 and "takes no indices" in err
+    assert status == 74 and "takes no files" in err and "--data-cache-path" in err
+
+
+def test_indices_that_stayed_in_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kept them out of the cache, and whether or not older ones lie there."""
+    from meshwright.data.index_cache import Room
+
+    a = write(tmp_path / "a", some(60))
+    assert run("index", "--data-path", a, *TRAIN)[0] == 0
+    assert "nothing to build: all 6 index arrays" in run("index", "--data-path", a, *TRAIN)[1]
+    monkeypatch.setattr("meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Room()))
+    status, out, err = run("index", "--data-path", a, *TRAIN)
+    assert status == 74 and "6 of 6 index arrays are in memory alone" in err and "nothing to build" not in out
 
 
 def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
@@ -516,6 +565,38 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()[3:]] == ["first line\n", "second ä\n"]
     (tmp_path / "empty").mkdir()
     assert run("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
+
+
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes("\ufeffa\u2028b\fc\x85d\re\n\x1cf\r\n".encode() + b"\xff\n g")
+    (tmp_path / "in" / "b.jsonl").write_bytes('{"text": "a\u2028b\x85c"}\n'.encode())
+    out = tmp_path / "out.json"
+    status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), "--each-line")
+    texts = [json.loads(line)["text"] for line in out.read_bytes().split(b"\n")[:-1]]
+    assert status == 0 and texts == ["a\u2028b\fc\x85d\re\n", "\x1cf\n", " g", "a\u2028b\x85c"]
+    assert f"left out 1: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
+
+
+@pytest.mark.parametrize("each_line", [False, True])
+def test_what_is_too_long_to_be_held_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
+) -> None:
+    monkeypatch.setattr("meshwright.data.loose.LONGEST", 10)
+    monkeypatch.setattr("meshwright.data.loose.PIECE", 4)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
+    (tmp_path / "in" / "b.txt").write_bytes(b"123456789\n")
+    (tmp_path / "in" / "c.json").write_bytes(b'{"text": "%s"}\n{"t": 1}\n' % (b"x" * 99) + b"[" * 99)
+    out = tmp_path / "out.json"
+    given = ["--each-line"] if each_line else []
+    status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given)
+    texts = [json.loads(line).get("text") for line in out.read_text().splitlines()]
+    if each_line:  # the line of ten and its line feed are eleven
+        assert texts == ["one\n", "two", "123456789\n", None] and "left out 4: " in told
+    else:
+        assert texts == ["123456789\n", None] and "left out 3: " in told
+    assert status == 0 and "longer than 10 bytes, first" in told
 
 
 @pytest.mark.whole

@@ -132,6 +132,7 @@ def test_paths_from_files(files):
         ({"per_split_data_args_path": "value.json"}, "value.json: train must be a list of weights and prefixes"),
         ({"per_split_data_args_path": "cut.json"}, "cut.json is no JSON"),
         ({"data_path": ["1", "a", "2", "a"]}, "--data-path: a is there twice"),
+        ({"data_path": ["1", "a", "2", "./a"]}, "--data-path: ./a is there twice"),
         ({"data_path": ["-1", "a", "2", "b"]}, "must not be below 0 nor all 0"),
         ({"data_path": ["nan", "a", "2", "b"]}, "the weights nan 2 must not be below 0"),
         ({"data_path": ["0", "a", "0", "b"]}, "must not be below 0 nor all 0"),

@@ -347,3 +347,57 @@ def test_an_interrupted_run_of_another_command_is_not_gone_on_with(tmp_path, sma
     (tmp_path / "out_text_document.bin.tmp").write_bytes(b"")
     _, stderr = work(tmp_path, "out", [tmp_path / "a"], workers=1)
     assert "going on" not in stderr and len(Indexed(tmp_path / "out_text_document")) == 2001
+
+
+@pytest.mark.whole
+def test_ranks_that_are_not_alike_are_refused(tmp_path):
+    """Another flag, another input; and one whose input is missing ends the other in words too."""
+    corpus(tmp_path / "a.jsonl", 300)
+    corpus(tmp_path / "b.jsonl", 310)
+    for n, (own, words, status) in enumerate([
+        (["--input", "a.jsonl", "--json-keys", "text", "title"], '--json-keys: ["text"] on rank 0, ["text", "title"]', 2),
+        (["--input", "b.jsonl"], "--input 1: ", 2),
+        (["--input", "nowhere"], "--input nowhere does not exist", BAD_DATA),
+    ]):  # fmt: skip
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20000, 40000))}
+        flags = [["--input", "a.jsonl"], own]
+        ranks = [start(tmp_path, *flags[k], "--output-prefix", f"out{n}", RANK=str(k), **common) for k in range(2)]
+        told = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [status, status], told
+        assert words in told[0] + told[1] and "Traceback" not in told[0] + told[1]
+
+
+def test_an_input_that_changes_while_it_is_read(tmp_path, small, monkeypatch):
+    corpus(tmp_path / "a")
+    real = crew.write
+
+    def write(*given):
+        real(*given)
+        with open(tmp_path / "a", "a") as file:
+            file.write("\n")
+
+    monkeypatch.setattr(crew, "write", write)
+    with pytest.raises(
+        UserError, match=r"/a has changed while it was read \([\d,]+ bytes then, [\d,]+ now\)"
+    ) as caught:
+        work(tmp_path, "out", [tmp_path / "a"], workers=1)
+    assert caught.value.status == BAD_DATA and left(tmp_path, "out") == []
+
+
+def test_closed_streams(tmp_path):
+    """By who started it: no traceback."""
+    corpus(tmp_path / "a", 10)
+    command = (
+        f"{sys.executable} -m meshwright preprocess --tokenizer-type ByteTokenizer --output-prefix out --input a >&-"
+    )
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out_text_document.idx").exists()
+
+
+def test_no_key(tmp_path):
+    from meshwright.checks import problems
+
+    config = PreprocessConfig(Preprocess(input=["x"], output_prefix="y", json_keys=[]))
+    assert problems(config) == ["--json-keys names no key"]

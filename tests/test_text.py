@@ -8,16 +8,18 @@ import lzma
 import random
 import sys
 import tarfile
+import tracemalloc
+import zlib
 
 import pytest
 
 from conftest import tokens_of
 from meshwright import preprocess
 from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
-from meshwright.data import containers, sentences, text
+from meshwright.data import containers, sentences, tables, text
 from meshwright.data.indexed import Indexed
 from meshwright.data.text import BadLine, lines_of, look, pieces, read_place, units
-from meshwright.errors import UNAVAILABLE, UserError
+from meshwright.errors import BAD_DATA, UNAVAILABLE, UserError
 
 
 def line(text, **more):
@@ -175,6 +177,265 @@ def test_tables(tmp_path):
     (tmp_path / "cut.parquet").write_bytes((folder / "a.parquet").read_bytes()[:3000])
     with pytest.raises(UserError, match="cut.parquet cannot be read"):
         texts_of(tmp_path / "cut.parquet")
+
+
+def found_in(path, *keys):
+    """Each unit of a file with its place."""
+    out, lines = [], 1
+    for piece in pieces(look([str(path)])):
+        if piece.kind == "broken":
+            out.append((piece.content, str(path)))
+        count = 0
+        for unit in units(piece, list(keys) or ["text"]) if piece.kind != "broken" else ():
+            out.append(
+                (unit if unit is None or isinstance(unit, BadLine) else unit[0], text.place_of(piece, count, lines))
+            )
+            count += 1
+        lines += count
+    return out
+
+
+@pytest.fixture
+def table(monkeypatch):
+    import pyarrow
+
+    monkeypatch.setattr(text, "PIECE", 20_000)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 3000)
+    rng = random.Random(0)
+    return pyarrow.table({"text": [f"{n} {rng.randbytes(50).hex()}" for n in range(5000)], "n": range(5000)})
+
+
+def write_table(table, path, kind):
+    import pyarrow
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=2400, use_dictionary=False)
+    else:
+        opened = {"file": pyarrow.ipc.new_file, "stream": pyarrow.ipc.new_stream}[kind]
+        with opened(str(path), table.schema) as out:
+            for begin, size in ((0, 3), (3, 0), (3, 1997), (2000, 30), (2030, 40), (2070, 2930)):
+                out.write_batch(table.combine_chunks().to_batches()[0].slice(begin, size))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_pieces_of_a_table_are_of_one_size_and_are_read_in_one_pass(tmp_path, table, kind, monkeypatch):
+    """Whatever its row groups and batches: small ones together, large ones divided; any order gives the same rows."""
+    path, rows = tmp_path / "t.arrow", table.column("text").to_pylist()
+    write_table(table, path, kind)
+    whole = list(pieces(look([str(path)])))
+    assert [one.begin for one in whole] == [0, *(one.end for one in whole[:-1])] and whole[-1].end == 5000
+    assert len(whole) > 20 and max(one.end - one.begin for one in whole) <= 200
+    assert [one.behind for one in whole] == sorted(one.behind for one in whole)
+    assert whole[-1].behind >= path.stat().st_size - 8  # the end mark of a stream
+    entered, real = [], tables._Reader._enter
+    monkeypatch.setattr(tables._Reader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1])
+    tables._reader.cache_clear()
+    for step in (1, 3):
+        for first in range(step):
+            for one in whole[first::step]:
+                assert [unit[0] for unit in units(one, ["text"])] == rows[one.begin : one.end]
+    assert len(entered) <= 4 * len({one.content for one in whole})
+    order = random.Random(1).sample(whole, len(whole))
+    assert all([unit[0] for unit in units(one, ["text"])] == rows[one.begin : one.end] for one in order)
+    assert text.place_of(whole[5], 2, 1) == f"{path}: row {whole[5].begin + 3}"
+
+
+def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypatch):
+    """File and row are told, whoever reads in whatever order; the next row group is read; no error is without words."""
+    rows = table.column("text").to_pylist()
+    write_table(table, tmp_path / "t", "parquet")
+    content = bytearray((tmp_path / "t").read_bytes())
+    at = len(content) // 4
+    content[at : at + 20_000] = bytes(255 - byte for byte in content[at : at + 20_000])
+    (tmp_path / "t").write_bytes(content)
+    entered, real = [], tables._Reader._enter
+    monkeypatch.setattr(tables._Reader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1])
+    found = found_in(tmp_path / "t")
+    assert len(entered) == 2  # what is known to be damaged is not read again for each piece
+    kept = [one for one, _ in found if isinstance(one, str)]
+    bad = [(one, place) for one, place in found if isinstance(one, BadLine)]
+    first = next(n for n, (one, _) in enumerate(found) if isinstance(one, BadLine))
+    assert kept == rows[:first] + rows[2400:] and bad
+    assert {one.kind for one, _ in bad} == {"damaged table"}
+    assert bad[0][1] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
+    whole = list(pieces(look([str(tmp_path / "t")])))
+    for order in (whole[1::2] + whole[::2], whole[::-1]):
+        again = {one.begin: list(map(str, units(one, ["text"]))) for one in order}
+        assert again == {one.begin: list(map(str, units(one, ["text"]))) for one in whole}
+    with pytest.raises(UserError, match=rf"/t: row {first + 1}: damaged table \(unreadable from row"):
+        texts_of(tmp_path / "t")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_tables_damaged_anywhere_are_told_in_words(tmp_path, table, kind):
+    write_table(table, tmp_path / "whole", kind)
+    whole, rng, told = (tmp_path / "whole").read_bytes(), random.Random(3), 0
+    for n in range(30):
+        content = bytearray(whole)
+        at = rng.randrange(8, len(whole) - 8)
+        content[at : at + 200] = rng.randbytes(min(200, len(whole) - at))
+        path = tmp_path / f"{n}.arrow"
+        path.write_bytes(content if n % 3 else whole[:at])
+        try:
+            told += any(not isinstance(one, str) for one, _ in found_in(path))
+        except UserError as error:
+            assert f"{n}.arrow" in str(error)
+            told += 1
+    assert told >= 10
+
+
+def test_one_row_of_a_table_that_is_not_utf8(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    bad = pyarrow.array([b"a", b"caf\xe9", None, b"b"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "t.parquet")
+    found = found_in(tmp_path / "t.parquet")
+    assert [getattr(one, "kind", one) for one, _ in found] == ["a", "not UTF-8", "null under 'text'", "b"]
+    assert found[1][1].endswith("t.parquet: row 2") and "byte 0xe9 at 3" in str(found[1][0])
+
+
+@pytest.mark.parametrize(
+    "foreign", ['{"a": 1}', "[1]", "{", "", '{"_data_files": 3, "splits": "x"}', '{"_data_files": [{}]}']
+)
+def test_a_folder_with_files_of_other_programs(tmp_path, foreign):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "t.parquet")
+    for name in ("state.json", "dataset_dict.json"):
+        (tmp_path / name).write_text(foreign)
+    assert texts_of(tmp_path) == ["a"]
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "t.parquet"}, {"filename": "gone.arrow"}]}')
+    with pytest.raises(
+        UserError, match="state.json names 2 files, of which 1 are not there, such as .*gone.arrow"
+    ) as caught:
+        texts_of(tmp_path)
+    assert caught.value.status == BAD_DATA
+
+
+def test_json_lines_in_an_archive(tmp_path, monkeypatch):
+    """One document a line, with the line in the place; small members together, large ones in pieces; links are left out."""
+    monkeypatch.setattr(text, "PIECE", 2000)
+    monkeypatch.setattr(containers, "CHUNK", 500)
+    wanted = {
+        name: [f"{name} {n} " + "x" * n for n in range(60)] for name in ("a.jsonl", "b.JSON", "c.jsonl.xz", "d.json.gz")
+    }
+    files = {name: b"".join(line(one) + b"\n" for one in those) for name, those in wanted.items()}
+    files["b.JSON"] = files["b.JSON"][:-9]
+    files = {name: PACK.get(name[-2:], bytes)(content) for name, content in files.items()}
+    files |= {"../e.txt": b'{"text": "a document of its own"}', "f.json": b'{"text": "small"}', "g.json": b"\n[]"}
+    (tmp_path / "t.tar").write_bytes(archive(files))
+    with tarfile.open(tmp_path / "t.tar", "a") as tar:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE):
+            member = tarfile.TarInfo("link.json")
+            member.type, member.linkname = kind, "/etc/passwd"
+            tar.addfile(member)
+    found = found_in(tmp_path / "t.tar")
+    expected = [(one, f"{name}:{n}") for name, those in wanted.items() for n, one in enumerate(those, 1)]
+    expected += [('{"text": "a document of its own"}', "../e.txt"), ("small", "f.json:1"), (None, "g.json:1")]
+    assert len(found) == len(expected) + 1
+    for (one, place), (right, where) in zip(found, expected, strict=False):
+        assert place == f"{tmp_path / 't.tar'}:{where}"
+        assert one == right or (where == "b.JSON:60" and one.kind == "not JSON")
+    assert found[-1][0].kind == "not a JSON object" and found[-1][1].endswith(":g.json:2")
+    assert (
+        max(sum(len(content) for _, content in piece.content) for piece in pieces(look([str(tmp_path / "t.tar")])))
+        < 5000
+    )
+
+
+def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "LONGEST", 5000)
+    monkeypatch.setattr(containers, "CHUNK", 500)
+    files = {"a.txt": b"a", "b.txt": b"x" * 9000, "c.txt.xz": lzma.compress(b"x" * 9000), "d.txt": "d".encode("utf-16"),
+             "e.jsonl": "{}".encode("utf-16"), "f.txt": b"f"}  # fmt: skip
+    (tmp_path / "t.tar.gz").write_bytes(archive(files, "w:gz"))
+    found = [(getattr(one, "kind", one), place.rpartition(":")[2]) for one, place in found_in(tmp_path / "t.tar.gz")]
+    long = "longer than 5,000 bytes"
+    assert found == [("a", "a.txt"), (long, "b.txt"), (long, "c.txt.xz"), ("not UTF-8", "d.txt"), ("not UTF-8", "e.jsonl"),
+                     ("f", "f.txt")]  # fmt: skip
+    assert "is UTF-16: convert it, for example iconv -f UTF-16 -t UTF-8" in str(found_in(tmp_path / "t.tar.gz")[3][0])
+
+
+def test_frames_of_zstd_that_are_skipped(tmp_path):
+    """pzstd begins with one; they may be anywhere."""
+    import zstandard
+
+    packed = [zstandard.compress(b"".join(line(f"{m} {n}") + b"\n" for n in range(5000))) for m in range(2)]
+    for number in (0, 15):
+        skipped = (0x184D2A50 + number).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
+        (tmp_path / "a").write_bytes(skipped + packed[0] + skipped + skipped + packed[1] + skipped)
+        assert texts_of(tmp_path / "a") == [f"{m} {n}" for m in range(2) for n in range(5000)]
+
+
+def test_what_is_compressed_several_times(tmp_path):
+    (tmp_path / "a").write_bytes(gzip.compress(lzma.compress(gzip.compress(line("a")))))
+    assert texts_of(tmp_path / "a") == ["a"]
+    (tmp_path / "b.tar").write_bytes(gzip.compress(gzip.compress(archive({"a.txt": b"b"}))))
+    assert texts_of(tmp_path / "b.tar") == ["b"]
+    packed = line("a")
+    for _ in range(9):
+        packed = gzip.compress(packed)
+    (tmp_path / "a").write_bytes(packed)
+    with pytest.raises(UserError, match="compressed more than 4 times"):
+        texts_of(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
+def test_little_that_unpacks_to_much(tmp_path, monkeypatch, kind):
+    """300 MB in one line of a few kilobytes: one bad line, in bounded memory."""
+    import zstandard
+
+    packer = {"gz": lambda: zlib.compressobj(1, wbits=31), "xz": lambda: lzma.LZMACompressor(preset=0),
+              "zst": lambda: zstandard.ZstdCompressor(level=1).compressobj()}[kind]()  # fmt: skip
+    packed = packer.compress(line("a") + b"\n") + b"".join(packer.compress(bytes(1 << 20)) for _ in range(300))
+    (tmp_path / "a").write_bytes(packed + packer.compress(b"\n" + line("b")) + packer.flush())
+    monkeypatch.setattr(text, "LONGEST", 1 << 22)
+    largest, real = [0], containers.chunks
+    monkeypatch.setattr(containers, "chunks", lambda file: (largest.append(len(one)) or one for one in real(file)))
+    tracemalloc.start()
+    try:
+        assert [getattr(one, "kind", one) for one, _ in found_in(tmp_path / "a")] == [
+            "a",
+            "longer than 4,194,304 bytes",
+            "b",
+        ]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert max(largest) <= containers.CHUNK and peak < 150 << 20
+
+
+@pytest.mark.parametrize("name", ["UTF-16", "UTF-32"])
+def test_other_encodings_are_told(tmp_path, name):
+    content = '{"text": "a"}\n'.encode(name)
+    for path, given in (("a", content), ("a.gz", gzip.compress(content))):
+        (tmp_path / path).write_bytes(given)
+        with pytest.raises(
+            UserError, match=rf"{path} is {name}: convert it, for example iconv -f {name} -t UTF-8"
+        ) as caught:
+            texts_of(tmp_path / path)
+        assert caught.value.status == BAD_DATA
+
+
+def test_a_json_array_is_told_once(tmp_path):
+    many = [{"text": str(n)} for n in range(5)]
+    for content in (json.dumps(many), json.dumps(many, indent=1), " \n[\n" + ",\n".join(map(json.dumps, many)) + "]"):
+        for path, given in (("a.json", content.encode()), ("a.gz", gzip.compress(content.encode()))):
+            (tmp_path / path).write_bytes(given)
+            bad = [one for one, _ in found_in(tmp_path / path) if isinstance(one, BadLine)]
+            assert "one object a line is needed: jq -c '.[]'" in str(bad[0])
+            assert not any("jq" in str(one) for one in bad[1:])
+    (tmp_path / "a.json").write_text("[Chapter 1]\n")
+    assert "jq" not in str(found_in(tmp_path / "a.json")[0][0])
+
+
+def test_a_table_in_a_stream_is_told(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"PAR1...."))
+    with pytest.raises(UserError, match=r"a.gz is a table \(parquet\) in a stream"):
+        texts_of(tmp_path / "a.gz")
 
 
 def test_shares_of_several_ranks_are_the_whole(tmp_path, monkeypatch):

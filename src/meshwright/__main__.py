@@ -34,8 +34,9 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
     die_with_parent()
-    if sys.stderr is None:  # closed by who started us
-        sys.stderr = open(os.devnull, "w")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # a folder's name may be bytes that are no text
         sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv

@@ -50,7 +50,8 @@ def problems(config: Any, data: bool = True) -> list[str]:
         return out + files_problems(config)
     if isinstance(config, PreprocessConfig):
         p = config.preprocess
-        needs = {"--input is needed: a JSON-lines file": p.input, "--output-prefix is needed: where to write": p.output_prefix,
+        needs = {"--input is needed: a JSON-lines file": p.input, "--json-keys names no key": p.json_keys,
+                 "--output-prefix is needed: where to write": p.output_prefix,
                  "--keep-newlines belongs to --split-sentences": p.split_sentences or not p.keep_newlines,
                  "--lang belongs to --split-sentences": p.split_sentences or p.lang == type(p).lang}  # fmt: skip
         return out + [line for line, there in needs.items() if not there]
@@ -93,6 +94,12 @@ def ahead_problems(c: InspectConfig | IndexConfig | PlanConfig) -> list[str]:
             out.append("a prefix of .bin/.idx is needed: meshwright data inspect PREFIX")
         if i.document is not None and i.sample is not None:
             out.append(f"--document {i.document} and --sample {i.sample} show two things: give one")
+        if i.sample is None and i.sample_set is not None:
+            out.append(f"--sample-set {i.sample_set} without --sample: which sample of it?")
+        for one in ("document", "sample"):
+            beside = [spelling(name) for name in ("top", "picture") if getattr(i, name) is not None]
+            if beside and getattr(i, one) is not None:
+                out.append(f"--{one} shows nothing else, but {' and '.join(beside)} is of all documents: leave one out")
         if i.sample is None:
             return out
     t, p = c.training, c.parallel
@@ -557,7 +564,9 @@ def data_problems(d: Data, needed: bool) -> list[str]:
     if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
         out.append(f"--blend-change-at {at!r} is neither a sample's number nor now")
     if at is not None and d.dataloader_type == "cyclic":
-        out.append("--blend-change-at with --dataloader-type cyclic, whose every epoch mixes all samples anew: give single")
+        out.append(
+            "--blend-change-at with --dataloader-type cyclic, whose every epoch mixes all samples anew: give single"
+        )
     try:
         skipped(d.skip_train_iteration_range)
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 from meshwright import device, flags
@@ -43,3 +44,10 @@ def telling_memory(less: str) -> Iterator[None]:
         if told is None:
             raise
         raise told from error
+
+
+def our_version() -> str:
+    try:
+        return version("meshwright")
+    except PackageNotFoundError:  # a clone that is not installed
+        return "uninstalled"

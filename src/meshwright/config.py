@@ -525,8 +525,12 @@ class Inspection:
     sample: int | None = flag(
         None, "show this sample, counted from 0 in the order of the training whose flags are given", bound="from 0"
     )
-    sample_set: str = flag("train", "the set that --sample counts in: train, valid, test, or valid/NAME of several")
-    top: int = flag(20, "how many of the most frequent tokens are shown (0: they are not counted)", bound="from 0")
+    sample_set: str | None = flag(
+        None, "the set that --sample counts in: train (unless given), valid, test, or valid/NAME of several"
+    )
+    top: int | None = flag(
+        None, "most frequent tokens that are shown: 20 unless given (0: they are not counted)", bound="from 0"
+    )
     picture: str | None = flag(None, "histogram of the documents' lengths, a .png, .svg or .pdf")
     json: bool = flag(False, "print one JSON line instead of a table")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shlex
 from collections import Counter
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ def per_split(path: str, flag: str) -> dict[str, list[str]]:
     """The JSON object {"train": [...], "valid": [...], "test": [...]}; each also as one text, as on the command line."""
     try:
         found = json.loads(read(path, flag))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{flag} {path} is no JSON: {error}") from None
     form = 'it must be an object {"train": [...], "valid": [...], "test": [...]}'
     if not isinstance(found, dict):
@@ -243,12 +244,16 @@ def _check(one: PathSet) -> None:
         shown = " ".join(f"{w:g}" for w in bad or weights)[:200]
         raise ValueError(f"{where}: the weights {shown} must be numbers not below 0, and not all 0")
     seen: dict[str, Source] = {}
-    for s in sorted(one.sources, key=lambda s: (s.prefix, s.begin)):
-        if (before := seen.get(s.prefix)) and s.begin < before.end:
+    files = [
+        (os.path.realpath(s.prefix + ".bin"), s.begin, n) for n, s in enumerate(one.sources)
+    ]  # whatever its spelling
+    for file, _, n in sorted(files):
+        s = one.sources[n]
+        if (before := seen.get(file)) and s.begin < before.end:
             raise ValueError(
                 f"{where}: {s.prefix} is there twice, so its documents would come twice: add its weights up"
             )
-        seen[s.prefix] = s
+        seen[file] = s
 
 
 def _check_validation(d: Data, sets: list[PathSet]) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import checks, console, flags, launchers, start, tokenizers
 from meshwright.checkpoint import store
+from meshwright.command import our_version
 from meshwright.config import TrainConfig
 from meshwright.console import say
 from meshwright.data.indexed import Indexed, check_vocabulary
@@ -61,13 +61,6 @@ def layout_of(config: TrainConfig, rank: int) -> Layout:
         p.pipeline_model_parallel_size, replicas, config.dp // replicas, p.context_parallel_size,
         p.tensor_model_parallel_size, rank,
     )  # fmt: skip
-
-
-def our_version() -> str:
-    try:
-        return version("meshwright")
-    except PackageNotFoundError:  # a clone that is not installed
-        return "uninstalled"
 
 
 def same_on_all(team: Team, config: TrainConfig) -> None:

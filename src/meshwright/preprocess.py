@@ -25,7 +25,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from meshwright import command, launchers, start, tokenizers
-from meshwright.config import PreprocessConfig, Tokenizer
+from meshwright.command import our_version
+from meshwright.config import PreprocessConfig, Tokenizer, spelling
 from meshwright.data import crew, sentences
 from meshwright.data.encoding import Encoder, Made
 from meshwright.data.journal import Journal, is_there
@@ -76,6 +77,8 @@ def main(argv: list[str]) -> int:
     world = launchers.find(os.environ)
     try:
         run(parsed.config, sys.stdout, sys.stderr, world)
+    except RuntimeError as error:
+        raise (start.lost(error) if world.size > 1 else None) or error from None
     finally:
         if world.size > 1:
             start.leave()
@@ -95,23 +98,10 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
 
 
 def _run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World, team: Team, begun: float) -> None:
-    p = config.preprocess
-    inputs = look(find_inputs(p.input))
-    if world.size > 1 and any(one.kind == "stream" and not one.bytes for one in inputs):
-        raise UserError("--input - or a pipe has one reader: start one process, or give files", everywhere=True)
-    for one in inputs:
-        print(f"Opening {one.path}", file=stdout)
-    if p.dataset_impl != "mmap":
-        print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
-    print(f"> building {config.tokenizer.tokenizer_type} tokenizer ...", file=stdout)
-    tokenizer_of.cache_clear()  # the files may be others now
-    tokenizer = tokenizer_of(config.tokenizer)
-    tokenizers.fastest(tokenizer)
-    print(tokenizers.padding_line(tokenizer.size, tokenizers.padded_size(tokenizer.size, 128, 1, None)), file=stdout)
-    print(f"Vocab size: {tokenizer.size}", file=stdout)
-    print(f"Output prefix: {p.output_prefix}", file=stdout)
-
-    share = Share(config, inputs, tokenizer, world, stdout, stderr)
+    made: list[Share] = []
+    team.all(lambda: made.append(begin(config, stdout, stderr, world)))
+    (share,) = made
+    start.compare(team, share.told)
     print(f"Time to startup: {time.perf_counter() - begun}", file=stdout, flush=True)
     if world.size > 1:
         team.lead(lambda: Path(share.failed).unlink(missing_ok=True))
@@ -123,6 +113,26 @@ def _run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World,
     if world.size > 1:
         together(team, share)
     report(share, stdout, stderr)
+
+
+def begin(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> Share:
+    """What is to be done, looked through before any work."""
+    p = config.preprocess
+    inputs = look(find_inputs(p.input))
+    if world.size > 1 and any(one.kind == "stream" and not one.bytes for one in inputs):
+        raise UserError("--input - or a pipe has one reader: start one process, or give files")
+    for one in inputs:
+        print(f"Opening {one.path}", file=stdout)
+    if p.dataset_impl != "mmap":
+        print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
+    print(f"> building {config.tokenizer.tokenizer_type} tokenizer ...", file=stdout)
+    tokenizer_of.cache_clear()  # the files may be others now
+    tokenizer = tokenizer_of(config.tokenizer)
+    tokenizers.fastest(tokenizer)
+    print(tokenizers.padding_line(tokenizer.size, tokenizers.padded_size(tokenizer.size, 128, 1, None)), file=stdout)
+    print(f"Vocab size: {tokenizer.size}", file=stdout)
+    print(f"Output prefix: {p.output_prefix}", file=stdout)
+    return Share(config, inputs, tokenizer, world, stdout, stderr)
 
 
 class Share:
@@ -141,11 +151,17 @@ class Share:
         if p.split_sentences:
             sentences.build(p.lang, p.keep_newlines)  # whether it can be had, before anything is written
         self.make = functools.partial(encoder, config, self.dtype)
+        # Not on_error: in what is committed nothing stopped it, or all that is bad is counted.
+        settings = {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input", "on_error")}
+        names = [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)]
+        self.states = [_state(one) for one in inputs]
+        self.told = {  # must be the same on all ranks
+            "version": our_version(), "tokenizer": names, **{spelling(k): v for k, v in settings.items()},
+            "--on-error": p.on_error, **{f"--input {n + 1}": [one.path, one.kind, one.bytes] for n, one in enumerate(inputs)},
+        }  # fmt: skip
         self.identity = {
-            "inputs": [[one.path, one.kind, *_state(one)] for one in inputs], "share": [world.rank, world.size],
-            "tokenizer": [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)],
-            # Not on_error: in what is committed nothing stopped it, or all that is bad is counted.
-            "settings": {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input", "on_error")},
+            "inputs": [[one.path, one.kind, *state] for one, state in zip(inputs, self.states, strict=True)],
+            "share": [world.rank, world.size], "tokenizer": names, "settings": settings, "version": our_version(),
         }  # fmt: skip
         self.totals, self.writers = Totals(), list[Writer]()
         sizes = [max(one.bytes, 1) for one in inputs]
@@ -193,6 +209,7 @@ class Share:
                         team.run()
                 if self.world.size == 1:
                     self.require_tokens([writer.tokens for writer in self.writers])
+                self.require_unchanged()
                 for writer in self.writers:
                     writer.finish()
             except UserError as error:
@@ -295,6 +312,18 @@ class Share:
                 for writer in self.writers:
                     writer.flush()
                 self.journal.note(state)
+
+    def require_unchanged(self) -> None:
+        """A file that shrinks or grows under our eyes is half of two."""
+        for one, state in zip(self.inputs, self.states, strict=True):
+            if one.kind != "stream" and _state(one) != state:
+                size = os.path.getsize(one.path)
+                self.journal.state = None  # all begins anew
+                raise UserError(
+                    f"{one.path} has changed while it was read ({state[0]:,} bytes then, {size:,} now): start again when "
+                    "it is complete",
+                    BAD_DATA,
+                )
 
     def require_tokens(self, tokens: list[int]) -> None:
         for key, count in zip(self.keys, tokens, strict=True):

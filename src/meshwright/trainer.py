@@ -19,6 +19,7 @@ import torch
 
 from meshwright import device as devices
 from meshwright import fit, network, precision, run_folder
+from meshwright.command import our_version
 from meshwright.config import TrainConfig
 from meshwright.console import say, tell_time
 from meshwright.data.changing import used_of_each
@@ -33,7 +34,7 @@ from meshwright.model.gpt import initialise
 from meshwright.network import Loss, Model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.team import Team
-from meshwright.preflight import of_ranks, our_version
+from meshwright.preflight import of_ranks
 from meshwright.resume import Progress, State
 from meshwright.tokenizers import Tokenizer
 from meshwright.values import allowed_in_a_row, skipped

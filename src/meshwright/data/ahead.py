@@ -7,12 +7,12 @@ Only `plan` reckons from lengths alone and without torch.
 from __future__ import annotations
 
 import json
-import re
-import tempfile
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,11 @@ from meshwright.data.indexed import Indexed
 from meshwright.data.look import text_of
 from meshwright.data.plan import Part, Wanted, parts, wanted
 from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.files import make_folder
 from meshwright.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from meshwright.data.loader import Dataset
 
 ANY_ID = 2**31  # without a tokenizer ids are not compared with one
 EXACT = 100_000_000  # samples of a blend that are counted in their real order: some seconds
@@ -37,23 +41,31 @@ def index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     if config.data.mock_data:
         print("--mock-data: random tokens have no index; nothing to build")
         return
-    folders = cache_folders(config)
-    if dry:
-        print(f"would build the indices of {len(wanted(config))} sets in {', '.join(map(str, folders))}")
-        return
-    for folder in folders:
-        require_writable(folder)
-    from meshwright.data.datasets import build_datasets
+    from meshwright.data.datasets import build_datasets, cache_folder
 
+    folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in datapaths.prefixes(config.data)))
+    there = ", ".join(map(str, folders))
+    if dry:
+        print(f"would build the indices of {len(wanted(config))} sets in {there}")
+        return
+    for folder in folders:  # a training keeps in memory what it cannot write; built ahead it would be lost
+        make_folder(folder, "--data-cache-path, here and in the training")
     start, before = perf_counter(), entries(folders)
     if vocab is None:
         console.notice("note: no tokenizer is named, so ids are not compared with its vocabulary")
-    build_datasets(config, vocab or ANY_ID)
+    needed = arrays(build_datasets(config, vocab or ANY_ID).values())
+    lost = sum(not is_mapped(array) for array in needed)
+    if lost:
+        raise UserError(
+            f"{lost} of {len(needed)} index arrays are in memory alone, not in {there}: what stands above says why, and "
+            "the training would build them again",
+            IO,
+        )
     after = entries(folders)
     new = [record for record in after if after[record] != before.get(record)]
     seconds = perf_counter() - start
     if not new:
-        print(f"nothing to build: every index is in {', '.join(map(str, folders))} ({seconds:.1f} s)")
+        print(f"nothing to build: all {len(needed)} index arrays are in {there} ({seconds:.1f} s)")
         return
     size = sum(p.stat().st_size for record in new for p in record.parent.glob(f"{record.stem}*") if p.is_file())
     print(
@@ -62,25 +74,22 @@ def index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     )
 
 
-def cache_folders(config: TrainConfig) -> list[Path]:
-    """Where the training will look for its indices."""
-    if config.data.data_cache_path:
-        return [Path(config.data.data_cache_path)]
-    return list(dict.fromkeys(Path(prefix).parent / "index-cache" for prefix in datapaths.prefixes(config.data)))
+def arrays(datasets: Iterable[Any]) -> list[Any]:
+    """The indices of data sets and of all that they are made of."""
+    out, left = list[Any](), [one for one in datasets if one is not None]
+    while left:
+        one = left.pop()
+        held = vars(one)
+        out += [held[n] for n in ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx") if n in held]
+        left += [*held.get("parts", ()), *([held["dataset"]] if "dataset" in held else [])]
+    return out
 
 
-def require_writable(folder: Path) -> None:
-    """A training keeps indices in memory where it cannot write; built ahead they would be lost."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{folder} takes no indices ({error.strerror or error}): --data-cache-path names a folder that does, here and in "
-            "the training",
-            IO,
-        ) from None
+def is_mapped(array: Any) -> bool:
+    """Whether it lies in a file."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = getattr(array, "base", None)
+    return array is not None
 
 
 def entries(folders: Sequence[Path]) -> dict[Path, int]:
@@ -190,30 +199,34 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         raise UserError(f"--sample-set {name}: there is no such set; there are {', '.join(there) or 'none'}", BAD_DATA)
     if number >= len(dataset):
         raise UserError(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA)
-    ids = [int(i) for i in dataset[number]]
-    stretches = pieces([dataset.locate(number, position) for position in range(len(ids))])
+    ids, found = [int(i) for i in dataset[number]], stretches(dataset, number)
     if as_json:
         facts = {"set": name, "sample": number, "ids": ids, "pieces": [
-            {"position": first, "tokens": stop - first, "from": told} for first, stop, told in stretches]}  # fmt: skip
+            {"position": first, "tokens": stop - first, "from": told} for first, stop, told in found]}  # fmt: skip
         print(json.dumps({**facts, "text": text_of(tokenizer, ids)} if tokenizer else facts))
         return
     print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")
-    for first, stop, told in stretches:
+    for first, stop, told in found:
         some = ids[first:stop]
         print(f"--- {len(some):,} tokens from {told}")
         print(text_of(tokenizer, some) if tokenizer else " ".join(map(str, some)))
 
 
-def pieces(places: list[str]) -> list[tuple[int, int, str]]:
-    """(first position, end, place of the first token) of each stretch whose tokens follow one another in a document."""
-    out: list[tuple[int, int, str]] = []
-    before: tuple[int, str] | None = None
-    for position, told in enumerate(places):
-        found = re.match(r"token (\d+) (of .*)", told, re.S)
-        here = (int(found[1]), found[2]) if found else (0, told)
-        if before is None or here != (before[0] + 1, before[1]):
-            out.append((position, position, told))
-        first, _, start = out[-1]
-        out[-1] = (first, position + 1, start)
-        before = here
-    return out
+def stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
+    """(first position, end, place of the first token) of each stretch of a sample that lies in one document."""
+    from meshwright.data.blend import Blend
+    from meshwright.data.changing import Chain, From
+    from meshwright.data.loader import Cyclic, Samples
+
+    held, k = dataset, number
+    while not isinstance(held, Samples):
+        if isinstance(held, Blend | Chain):
+            held, k = held._at(k)
+        elif isinstance(held, From):
+            k, held = held.first + k, held.dataset
+        elif isinstance(held, Cyclic):
+            k, held = held._number(k), held.dataset
+        else:  # random tokens
+            return [(0, len(dataset[number]), dataset.locate(number, 0))]
+    ends = accumulate((length for *_, length in held._pieces(k)), initial=0)
+    return [(first, stop, dataset.locate(number, first)) for first, stop in pairwise(ends) if first < stop]

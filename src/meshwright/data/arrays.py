@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.indexed import BLOCK, HEADER, Column
+from meshwright.data.indexed import BLOCK, HEADER, Column, Indexed
 
 Ints = npt.NDArray[np.integer[Any]]
 
 
-@dataclass
-class Header:
-    """The token type and the three arrays."""
+class Header(Indexed):
+    """Of an open .idx no more than its header is checked, by the rules of opening; its arrays are read piece by piece."""
 
-    dtype: np.dtype[Any]
-    sizes: Column
-    pointers: Column
-    borders: Column
-
-    @classmethod
-    def of(cls, idx: BinaryIO, dtype: np.dtype[Any], n: int, m: int) -> Header:
-        """Of an open .idx with n lengths and m document borders."""
-        sizes, pointers = Column(idx, "<i4", n, HEADER.size), Column(idx, "<i8", n, HEADER.size + 4 * n)
-        return cls(dtype, sizes, pointers, Column(idx, "<i8", m, HEADER.size + 12 * n))
+    def __init__(self, prefix: str, idx: BinaryIO) -> None:
+        self.prefix = prefix
+        empty = not os.fstat(idx.fileno()).st_size  # nothing cannot be mapped
+        n, m = self._read_header(b"" if empty else mmap.mmap(idx.fileno(), 0, access=mmap.ACCESS_READ))
+        self.lengths, self.begins = Column(idx, "<i4", n, HEADER.size), Column(idx, "<i8", n, HEADER.size + 4 * n)
+        self.borders = Column(idx, "<i8", m, HEADER.size + 12 * n)
 
 
 def blocks(column: Column) -> Iterator[tuple[int, Ints]]:
@@ -38,8 +34,7 @@ def blocks(column: Column) -> Iterator[tuple[int, Ints]]:
 
 def document_ends(header: Header) -> Iterator[Ints]:
     """Where each document that has a token ends, in tokens, in order."""
-    itemsize, n = header.dtype.itemsize, len(header.sizes)
-    previous = 0
+    itemsize, n, previous = header.dtype.itemsize, len(header.lengths), 0
     for start in range(1, len(header.borders), BLOCK):
         borders = header.borders.read(start, start + BLOCK)
         done = 0
@@ -47,26 +42,12 @@ def document_ends(header: Header) -> Iterator[Ints]:
             first = int(borders[done])
             stop = done + int(np.searchsorted(borders[done:], first + BLOCK))
             last = int(borders[stop - 1])
-            pointers = header.pointers.read(first, last + 1) // itemsize
+            pointers = header.begins.read(first, last + 1) // itemsize
             if last == n:
-                final = (
-                    int(header.pointers.read(n - 1, n)[0]) // itemsize + int(header.sizes.read(n - 1, n)[0]) if n else 0
-                )
-                pointers = np.append(pointers, final)
+                final = [header.begins.read(n - 1, n) // itemsize + header.lengths.read(n - 1, n)] if n else [[0]]
+                pointers = np.concatenate([pointers, *final])
             ends = pointers[borders[done:stop] - first]
             kept = ends[np.diff(ends, prepend=previous) > 0]
             previous = int(ends[-1])
             done = stop
             yield kept
-
-
-def sequence_of(header: Header, token: int) -> int:
-    """The sequence that holds this token: a binary search in the file."""
-    low, high = 0, len(header.pointers)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if int(header.pointers.read(middle, middle + 1)[0]) <= token * header.dtype.itemsize:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -1,29 +1,31 @@
-"""What documents come packed in: compression, tar archives of text files, Parquet and Arrow tables.
+"""What documents come packed in: compression and tar archives of files.
 
-The standard library reads gzip, xz, bzip2 and tar; zstandard and pyarrow come with the `data` extra.
+The standard library reads gzip, xz, bzip2 and tar; zstandard comes with the `data` extra. Everything is unpacked in bounded
+parts: a small file can hold more than the memory does.
 """
 
 from __future__ import annotations
 
 import bz2
-import functools
-import glob
 import gzip
 import io
-import json
 import lzma
 import tarfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from meshwright.errors import BAD_DATA, UNAVAILABLE, UserError
+from meshwright.errors import UNAVAILABLE, UserError
 
 HEAD = 512  # bytes by which a kind is known
 MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PAR1": "parquet",
          b"ARROW1": "arrow", b"\xff\xff\xff\xff": "legacy arrow"}  # fmt: skip
+SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte from 0x50 to 0x5f: a zstd frame that tells of the next, as pzstd's
+STREAMS = ("gzip", "xz", "bzip2", "zstd")
+LAYERS = 4  # of compression, one in another
+FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 CHUNK = 1 << 18
+SLICE = 1 << 11  # packed bytes for zstd at once: it gives back all that they hold, up to 2^17 bytes for each four
 
 
 class Damaged(Exception):
@@ -37,7 +39,15 @@ def kind_of(start: bytes) -> str | None:
     """Of a file with these first bytes; None for plain text. The last of MAGIC is how a stream of Arrow batches begins."""
     if start[257:262] == b"ustar":
         return "tar"
+    if start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5F:
+        return "zstd"
     return next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+
+
+def foreign(start: bytes) -> str:
+    """What to do about text in another encoding than UTF-8, or nothing. Known by its byte order mark, which UTF-32 shares."""
+    name = next((name for mark, name in FOREIGN.items() if start.startswith(mark)), None)
+    return f"is {name}: convert it, for example iconv -f {name} -t UTF-8" if name else ""
 
 
 def missing(package: str, what: str) -> UserError:
@@ -48,20 +58,28 @@ def missing(package: str, what: str) -> UserError:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """The stream inside, as it is if it is not compressed. `file` has `peek`, or can be wrapped to have it."""
-    kind = kind_of(_peek(file))
+    """The stream inside, however often it is compressed. `file` has `peek`, or can be wrapped to have it."""
+    for _ in range(LAYERS):
+        kind = kind_of(peek(file))
+        if kind not in STREAMS:
+            return file
+        file = _one_layer(file, kind)
+    if kind_of(peek(file)) in STREAMS:
+        raise Damaged(f"compressed more than {LAYERS} times, one in another")
+    return file
+
+
+def _one_layer(file: BinaryIO, kind: str) -> BinaryIO:
     if kind == "gzip":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
     if kind == "xz":
         return cast(BinaryIO, lzma.LZMAFile(file))
     if kind == "bzip2":
         return cast(BinaryIO, bz2.BZ2File(file))
-    if kind == "zstd":
-        return cast(BinaryIO, io.BufferedReader(cast(Any, _Zstd(file)), CHUNK))
-    return file
+    return cast(BinaryIO, io.BufferedReader(cast(Any, _Zstd(file)), CHUNK))
 
 
-def _peek(file: BinaryIO) -> bytes:
+def peek(file: BinaryIO) -> bytes:
     return bytes(cast(Any, file).peek(HEAD)[:HEAD])
 
 
@@ -74,27 +92,30 @@ class _Zstd(io.RawIOBase):
         except ImportError:
             raise missing("zstandard", "a .zst file") from None
         self.library, self.file = zstandard, file
-        self.frame, self.ready, self.begun = zstandard.ZstdDecompressor().decompressobj(), b"", False
+        self.frame, self.begun = zstandard.ZstdDecompressor().decompressobj(), False
+        self.packed, self.ready = memoryview(b""), memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            if self.frame.eof and (left := self.frame.unused_data):
-                packed = left
-                self.frame, self.begun = self.library.ZstdDecompressor().decompressobj(), False
-            elif not (packed := self.file.read(CHUNK)):
+            if not self.packed:
+                self.packed = memoryview(self.file.read(CHUNK))
+            if not self.packed:
                 if self.begun and not self.frame.eof:
                     raise Damaged("the last frame is not complete")
                 return 0
-            elif self.frame.eof:
+            if self.frame.eof:
                 self.frame = self.library.ZstdDecompressor().decompressobj()
+            part, self.packed = self.packed[:SLICE], self.packed[SLICE:]
             self.begun = True
             try:
-                self.ready = self.frame.decompress(packed)
+                self.ready = memoryview(self.frame.decompress(part))
             except self.library.ZstdError as error:
                 raise Damaged(str(error)) from None
+            if self.frame.eof and (left := len(self.frame.unused_data)):
+                self.packed = memoryview(bytes(part[-left:]) + bytes(self.packed))
         size = min(len(buffer), len(self.ready))
         buffer[:size], self.ready = self.ready[:size], self.ready[size:]
         return size
@@ -122,7 +143,7 @@ def position(file: BinaryIO) -> int:
 
 def is_archive(file: BinaryIO) -> bool:
     """A tar, perhaps compressed. Looks at the first block alone, without taking it."""
-    start = _peek(file)
+    start = peek(file)
     kind = kind_of(start)
     if kind in (None, "tar"):
         return kind == "tar"
@@ -134,26 +155,10 @@ def is_archive(file: BinaryIO) -> bool:
     return kind_of(inner) == "tar"
 
 
-def texts(file: BinaryIO, size: int) -> Iterator[list[tuple[str, bytes]]]:
-    """The files of an archive and of archives in it, in its order, some together."""
-    kept: list[tuple[str, bytes]] = []
-    have = 0
-    try:
-        for name, content in _members(file, ""):
-            kept.append((name, content))
-            have += len(content)
-            if have >= size:
-                yield kept
-                kept, have = [], 0
-    except DAMAGES:
-        if kept:
-            yield kept
-        raise
-    if kept:
-        yield kept
+def members(file: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO]]:
+    """The files of an archive and of archives in it, in its order, unpacked; each is read before the next one is asked for.
 
-
-def _members(file: BinaryIO, folder: str) -> Iterator[tuple[str, bytes]]:
+    Nothing is written anywhere, so a name can be what it likes; links and devices are left out."""
     with tarfile.open(fileobj=_Reader(unpacked(file)), mode="r|") as archive:
         for member in archive:
             opened = archive.extractfile(member) if member.isfile() else None
@@ -161,9 +166,10 @@ def _members(file: BinaryIO, folder: str) -> Iterator[tuple[str, bytes]]:
                 continue
             inner = cast(BinaryIO, io.BufferedReader(cast(Any, opened), 1 << 16))
             if is_archive(inner):
-                yield from _members(inner, f"{folder}{member.name}/")
+                yield from members(inner, f"{folder}{member.name}/")
             else:
-                yield folder + member.name, unpacked(inner).read()
+                yield folder + member.name, unpacked(inner)
+            cast(Any, archive).members = []  # tarfile keeps what it knows of each
 
 
 class _Reader(io.RawIOBase):
@@ -181,76 +187,3 @@ class _Reader(io.RawIOBase):
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
-
-
-# Tables.
-
-
-def tables_in(folder: str) -> list[str]:
-    """A data set saved by Hugging Face's `datasets`, in its order, or the .parquet files below a folder, sorted."""
-    state = Path(folder) / "state.json"
-    if (Path(folder) / "dataset_dict.json").exists():
-        splits = json.loads((Path(folder) / "dataset_dict.json").read_text()).get("splits", [])
-        one = Path(folder) / (splits or ["train"])[0]
-        raise UserError(f"--input {folder} holds several data sets: name one of them, such as {one}", BAD_DATA)
-    if state.exists():
-        return [str(Path(folder) / one["filename"]) for one in json.loads(state.read_text())["_data_files"]]
-    escaped = glob.escape(folder)
-    return sorted(glob.glob(f"{escaped}/**/*.parquet", recursive=True)) or sorted(glob.glob(f"{escaped}/*.arrow"))
-
-
-def parts_of(path: str, kind: str) -> int:
-    """Row groups, or batches."""
-    try:
-        if kind == "parquet":
-            return int(_parquet(path).num_row_groups)
-        return sum(1 for _ in _batches(path))
-    except ImportError:
-        raise missing("pyarrow", path) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}", BAD_DATA) from None
-
-
-def spans(count: int, size: int, piece: int) -> Iterator[tuple[int, int]]:
-    """Of so many parts of a file of this size, some together that make about a piece."""
-    step = max(1, count * piece // max(size, 1))
-    for begin in range(0, count, step):
-        yield begin, min(begin + step, count)
-
-
-def rows(path: str, kind: str, begin: int, end: int, keys: list[str]) -> Iterator[list[Any]]:
-    """The values under the keys."""
-    if kind == "parquet":
-        file = _parquet(path)
-        _need(path, keys, file.schema_arrow.names)
-        batches = file.iter_batches(1024, row_groups=range(begin, end), columns=keys, use_threads=False)
-    else:
-        batches = (batch for n, batch in enumerate(_batches(path)) if begin <= n < end)
-    for batch in batches:
-        _need(path, keys, batch.schema.names)
-        yield from map(list, zip(*(batch.column(key).to_pylist() for key in keys), strict=True))
-
-
-def _need(path: str, keys: list[str], names: list[str]) -> None:
-    for key in keys:
-        if key not in names:
-            raise UserError(f"{path} has no column {key!r}: --json-keys names one of {', '.join(names[:10])}", BAD_DATA)
-
-
-@functools.lru_cache(maxsize=1)
-def _parquet(path: str) -> Any:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(path, memory_map=True)
-
-
-def _batches(path: str) -> Iterator[Any]:
-    import pyarrow
-
-    with pyarrow.memory_map(path) as source:
-        if bytes(source.read(6)) == b"ARROW1":
-            reader = pyarrow.ipc.open_file(source)
-            yield from map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            source.seek(0)
-            yield from pyarrow.ipc.open_stream(source)

@@ -69,7 +69,7 @@ class Crew:
         self.error: BaseException | None = None
         # A fork costs nothing, but not where torch's threads run: their locks would never be free again in the child.
         kind = "fork" if sys.platform == "linux" and "torch" not in sys.modules else "spawn"
-        context = multiprocessing.get_context(kind)
+        self.kind, context = kind, multiprocessing.get_context(kind)
         self.ends: list[Connection] = []
         self.processes = []
         for _ in range(size):
@@ -163,6 +163,8 @@ class Crew:
             code = process.exitcode
             how = f"by signal {-code}" if code and code < 0 else f"with status {code}"
             why = ", perhaps for lack of memory (--workers sets their number)" if code == -signal.SIGKILL else ""
+            if self.kind == "spawn" and self.next == 0:
+                why = ": a script that calls this with torch imported must do so under `if __name__ == '__main__':`"
             raise UserError(
                 f"a worker process was ended {how}{why}; start the same command again, it goes on where it was", HANG
             ) from None

@@ -142,7 +142,7 @@ def build_split(config: TrainConfig, want: Wanted, parts: list[Part]) -> Dataset
         return made[0]
     if want.whole:
         return Chain(made)
-    return Blend(made, [p.share for p in parts], want.samples, cache_folder(config, parts[0].indexed))
+    return Blend(made, [p.share for p in parts], want.samples, cache_folder(config, parts[0].prefix))
 
 
 def build_train(
@@ -167,13 +167,15 @@ def build_train(
         tokens = indexed_of(name).tokens_of(first, end)
         return max(1, (tokens - 1) // (config.data.seq_length or 1))
 
-    return build(history, want.samples, consumed, samples, one_epoch, cache_folder(config, parts[0].indexed))
+    return build(history, want.samples, consumed, samples, one_epoch, cache_folder(config, parts[0].prefix))
 
 
 def build_samples(config: TrainConfig, key: str, indexed: Indexed, mine: range, number: int, more: int = 0) -> Samples:
     d, seed = config.data, (config.training.seed + more) % 2**32
     assert d.seq_length
-    return Samples(indexed, mine, number, d.seq_length, seed, d.last_epoch_cutoff, cache_folder(config, indexed), key)
+    return Samples(
+        indexed, mine, number, d.seq_length, seed, d.last_epoch_cutoff, cache_folder(config, indexed.prefix), key
+    )
 
 
 def epochs(dataset: object) -> list[list[Any]]:
@@ -187,9 +189,9 @@ def epochs(dataset: object) -> list[list[Any]]:
     return [[dataset.epochs, dataset.apart]] if isinstance(dataset, Samples) else []
 
 
-def cache_folder(config: TrainConfig, indexed: Indexed) -> Path:
+def cache_folder(config: TrainConfig, prefix: str) -> Path:
     given = config.data.data_cache_path
-    return Path(given) if given else Path(indexed.prefix).parent / "index-cache"
+    return Path(given) if given else Path(prefix).parent / "index-cache"
 
 
 def open_indexed(prefix: str, warmup: bool, vocab_size: int) -> Indexed:

@@ -5,12 +5,9 @@ Hand-written on urllib, because a download that goes on where it stopped is fort
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import os
-import shutil
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -18,13 +15,15 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from meshwright.command import our_version
+from meshwright.config import Fetching
 from meshwright.console import notice
 from meshwright.data.index_cache import alone
 from meshwright.data.meter import metered
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
+from meshwright.files import checksums, make_folder
 
 BLOCK = 1 << 20
 TRIES = 5  # in a row without a single new byte
@@ -86,8 +85,13 @@ def wanted(names: list[str], sha256: str | None) -> dict[str, Known]:
             if sha256 and known.sha256 not in (None, sha256.lower()):
                 raise UserError(f"--sha256 {sha256}, but {name} has {known.sha256}: leave the flag out")
             continue
-        parts = urllib.parse.urlsplit(name)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urllib.parse.urlsplit(name)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            usable = usable and name.isprintable() and " " not in name and bool((parts.hostname or "").encode("idna"))
+        except ValueError:  # UnicodeError is one
+            usable = False
+        if not usable:
             raise UserError(
                 f"{name!r} is neither an http(s) address nor one of {', '.join([*TOGETHER, *KNOWN])}: `meshwright data fetch` "
                 "lists them"
@@ -104,8 +108,8 @@ def wanted(names: list[str], sha256: str | None) -> dict[str, Known]:
 def fetch(name: str, known: Known, folder: Path) -> str:
     """One file into the folder; what is to be told about it."""
     path, part = folder / name, folder / f"{name}.part"
+    make_folder(folder, "--output")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with alone(folder / f"{name}.lock"):  # a second process waits, and finds the file
             return check_there(path, known) if path.exists() else fetch_now(known, path, part)
     except OSError as error:
@@ -149,7 +153,7 @@ def check_there(path: Path, known: Known) -> str:
 
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return checksums(file, True, lambda start, block: None)[1]
 
 
 def download(url: str, part: Path, path: Path) -> None:
@@ -186,7 +190,7 @@ def receive(url: str, part: Path) -> None:
     if part.exists():
         source = read_origin(origin)
         have, validator = (part.stat().st_size, source.get("validator")) if source.get("url") == url else (0, None)
-    headers = {"User-Agent": f"meshwright/{_version()}", "Accept-Encoding": "identity"}
+    headers = {"User-Agent": f"meshwright/{our_version()}", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
         if validator:
@@ -203,7 +207,7 @@ def receive(url: str, part: Path) -> None:
             tag = answer.headers.get("ETag", "")
             validator = tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified")
             origin.write_text(json.dumps({"url": url, "validator": validator}))
-            check_room(part, (total or have) - have)
+            make_folder(part.parent, "--output", (total or have) - have)
             save(answer, part, have, total)
     except urllib.error.HTTPError as error:
         if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
@@ -252,14 +256,6 @@ def _first(answer: http.client.HTTPResponse) -> int:
     return int(said) if said.isdigit() else -1
 
 
-def check_room(part: Path, needed: int) -> None:
-    free = shutil.disk_usage(part.parent).free
-    if free < needed:
-        raise UserError(
-            f"{part.parent} has {free:,} bytes free, {part.stem} takes {needed:,} more: choose another --output", IO
-        )
-
-
 def read_origin(path: Path) -> dict[str, str | None]:
     try:
         found = json.loads(path.read_bytes())
@@ -285,17 +281,9 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def _version() -> str:
-    try:
-        return version("meshwright")
-    except PackageNotFoundError:  # from a clone, without an install
-        return "source"
-
-
-def main(names: list[str], output: str, sha256: str | None) -> None:
-    if not names:
+def main(f: Fetching, dry: bool) -> None:
+    if not f.names:
         print("\n".join(["meshwright data fetch NAME ... fetches", *table(), "and any http(s) address."]))
-        return
-    for name, known in wanted(names, sha256).items():
-        print(fetch(name, known, Path(output)))
-        sys.stdout.flush()
+    for name, known in wanted(f.names, f.sha256).items():
+        folder = Path(f.output)
+        print(f"would fetch {known.url} to {folder / name}" if dry else fetch(name, known, folder), flush=True)

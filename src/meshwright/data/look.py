@@ -56,7 +56,7 @@ def document_lengths(indexed: Indexed) -> Lengths:
     documents = len(indexed.doc_idx) - 1
     table, long, previous = np.zeros(SHORT, np.int64), list[Ints](), 0
     with open(f"{indexed.prefix}.idx", "rb") as idx:
-        for ends in document_ends(Header.of(idx, indexed.dtype, len(indexed), documents + 1)):
+        for ends in document_ends(Header(indexed.prefix, idx)):
             lengths = np.diff(ends, prepend=previous)
             table += np.bincount(lengths[lengths < SHORT], minlength=SHORT)
             long.append(lengths[lengths >= SHORT])

@@ -6,13 +6,15 @@ the latter is given one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import orjson
 
+from meshwright.data.meter import LeftOut
+from meshwright.data.text import BOM, LONGEST, PIECE, TOO_LONG, BadLine, parse
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import replacing
 
@@ -24,11 +26,11 @@ class Merged:
     files: int = 0
     documents: int = 0
     blank: int = 0
-    bad: dict[str, tuple[int, str]] = field(default_factory=dict)  # kind: how many, place of the first
+    bad: LeftOut = field(default_factory=LeftOut)
 
-    def leave_out(self, kind: str, place: str) -> None:
-        count, first = self.bad.get(kind, (0, place))
-        self.bad[kind] = (count + 1, first)
+    @property
+    def told(self) -> str:
+        return f"; left out {self.bad}" if self.bad else ""
 
 
 def merge(folder: str, output: str, each_line: bool) -> Merged:
@@ -47,62 +49,61 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
         with replacing(target) as file:
             for path in paths:
                 out.files += 1
-                for line in text_lines(path, each_line, out) if path.suffix == ".txt" else json_lines(path, out):
-                    file.write(line + b"\n")
+                for line in documents(path, each_line, out):
+                    file.write(line)
+                    file.write(b"\n")
                     out.documents += 1
                 if out.files % 1024 == 0:
                     print("Merging at ", out.files, flush=True)
             if not out.documents:
                 raise UserError(
-                    f"{folder}: none of {out.files:,} files has a document{told(out)}; nothing was written", BAD_DATA
+                    f"{folder}: none of {out.files:,} files has a document{out.told}; nothing was written", BAD_DATA
                 )
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
     return out
 
 
-def json_lines(path: Path, out: Merged) -> Iterator[bytes]:
-    """The lines that are JSON objects, byte for byte."""
-    with path.open("rb", buffering=1 << 20) as file:
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-            if not line:
-                out.blank += 1
+def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
+    """Each as a line of JSON: of a text the whole file or each line of it, else the lines that are objects, byte for byte."""
+    is_text = path.suffix == ".txt"
+    whole, made = is_text and not each_line, record if is_text else kept
+    with path.open("rb", buffering=PIECE) as file:
+        for number, line in enumerate([read(file, path)] if whole else lines(file), start=1):
+            try:
+                document = made(line.removeprefix(BOM) if number == 1 else line)
+            except BadLine as bad:
+                out.bad.count(bad.kind, 1, str(path) if whole else f"{path}:{number}")
                 continue
-            kind = wrong_with(line)
-            if kind:
-                out.leave_out(kind, f"{path}:{number}")
+            if document:
+                yield document
             else:
-                yield line
+                out.blank += 1
 
 
-def wrong_with(line: bytes) -> str:
+def read(file: BinaryIO, path: Path) -> bytes:
+    return TOO_LONG if path.stat().st_size > LONGEST else file.read()
+
+
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """With their line feeds, which alone end a line; of one that is too long nothing is kept."""
+    while line := file.readline(LONGEST + 1):
+        too_long = len(line) > LONGEST
+        while too_long and line and not line.endswith(b"\n"):
+            line = file.readline(PIECE)
+        yield TOO_LONG if too_long else line
+
+
+def kept(line: bytes) -> bytes:
+    parse(memoryview(line), [])
+    return line.strip()
+
+
+def record(text: bytes) -> bytes:
+    if text == TOO_LONG:
+        raise BadLine(f"longer than {LONGEST:,} bytes")
     try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        try:  # the standard library is laxer, as Megatron's tools are: NaN, a lone surrogate
-            record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            return "not UTF-8"
-        except (ValueError, RecursionError):
-            return "not JSON"
-    return "" if type(record) is dict else "not a JSON object"
-
-
-def text_lines(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
-    """A document of the whole file, or one of each line, as {"text": ...}."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
+        said = text.decode("utf-8")
     except UnicodeDecodeError:
-        out.leave_out("not UTF-8", str(path))
-        return
-    for document in text.splitlines(keepends=True) if each_line else [text]:
-        if document.strip():
-            yield orjson.dumps({"text": document})
-        else:
-            out.blank += 1
-
-
-def told(out: Merged) -> str:
-    kinds = "; ".join(f"{count:,} {kind}, first {place}" for kind, (count, place) in out.bad.items())
-    return f"; left out {sum(count for count, _ in out.bad.values()):,}: {kinds}" if out.bad else ""
+        raise BadLine("not UTF-8") from None
+    return orjson.dumps({"text": said.replace("\r\n", "\n")}) if said and not said.isspace() else b""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from meshwright.data.indexed import BLOCK, Column, Indexed
 from meshwright.data.meter import metered
 from meshwright.data.writing import Writer
 from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.files import make_folder
 
 TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
 PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end
@@ -76,9 +76,11 @@ def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
     check_alike(shards)
     dtype = np.dtype(shards[0].dtype)
     size = sum(shard.tokens for shard in shards) * dtype.itemsize
-    make_folder(output_prefix)
+    folder = Path(output_prefix).resolve().parent
+    make_folder(folder, "--output-prefix")
     with alone(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
-        check_room(output_prefix, size + sum(12 * shard.sequences + 8 * shard.documents for shard in shards) * 2)
+        index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
+        make_folder(folder, "--output-prefix", size + 2 * index)  # now that what a killed merge has left is gone
         places = [append_index(writer, shard) for shard in shards]
         try:
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
@@ -104,33 +106,13 @@ def check_alike(shards: list[Shard]) -> None:
             )
 
 
-def make_folder(output_prefix: str) -> None:
-    folder = Path(output_prefix).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise UserError(f"--output-prefix {output_prefix} cannot be written: {error.strerror or error}", IO) from None
-
-
-def check_room(output_prefix: str, needed: int) -> None:
-    free = shutil.disk_usage(Path(output_prefix).resolve().parent).free
-    if free < needed:
-        raise UserError(
-            f"{Path(output_prefix).resolve().parent} has {free:,} bytes free, the merged files take {needed:,}: free space, or "
-            "choose another --output-prefix",
-            IO,
-        )
-
-
 def append_index(writer: Writer, shard: Shard) -> int:
     """Lengths, and document borders moved by the sequences before; returns the byte where the shard's tokens are to be."""
     before, nothing = writer.sequences, np.zeros(0, np.int64)
     place = writer.reserve(shard.tokens, nothing, nothing)
     with open(f"{shard.prefix}.idx", "rb") as idx:
-        header = Header.of(idx, shard.dtype, shard.sequences, shard.documents + 1)
-        for _, sizes in blocks(header.sizes):
+        header = Header(shard.prefix, idx)
+        for _, sizes in blocks(header.lengths):
             writer.reserve(0, sizes, nothing)
         for start, borders in blocks(header.borders):  # the first 0 is where the shard before ends
             writer.reserve(0, nothing, (borders if start else borders[1:]) + before)

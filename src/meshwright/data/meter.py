@@ -1,4 +1,4 @@
-"""How far a long piece of work over bytes is: a bar on a terminal, and the speed at its end."""
+"""How far a long piece of work over bytes is: a bar on a terminal, and at its end the speed and what was left out."""
 
 from __future__ import annotations
 
@@ -37,3 +37,15 @@ class Clock:
 
     def speed(self, count: int) -> str:
         return f"{count / 1e6 / max(time.perf_counter() - self.start, 1e-9):,.1f} MB/s"
+
+
+class LeftOut(dict[str, tuple[int, str]]):
+    """Of each kind of bad line how many there were, and the place of the first."""
+
+    def count(self, kind: str, count: int, place: str) -> None:
+        before, first = self.get(kind, (0, place))
+        self[kind] = (before + count, first)
+
+    def __str__(self) -> str:
+        kinds = "; ".join(f"{count:,} {kind}, first {place}" for kind, (count, place) in self.items())
+        return f"{sum(count for count, _ in self.values()):,}: {kinds}"

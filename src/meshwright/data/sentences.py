@@ -32,6 +32,8 @@ def build(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
 
     try:
         punkt = PunktTokenizer(language)
+    except ValueError as error:  # a name that is a path
+        raise UserError(f"--lang {language}: {error}") from None
     except LookupError:
         raise UserError(f"--split-sentences needs NLTK's model of {language}: {_commands()}", UNAVAILABLE) from None
     if keep_newlines:

@@ -4,17 +4,15 @@ An input is cut into pieces of about a megabyte, which worker processes turn int
 is a place, which the worker reads; of a stream, which can be read in one order only, it holds the bytes. Where pieces begin
 depends on the input alone, so that an interrupted run goes on at a piece, and several machines share them out.
 
-Lines are cut as bytes, so that one that is not UTF-8 costs that line and no other. A line is parsed by orjson; what orjson
-refuses, the standard library looks at again: it is laxer (NaN, a lone surrogate in a key nobody reads), so no line is lost
-that Megatron would have kept, and it says better what is wrong with the rest.
+Lines are cut as bytes, so that one that is not UTF-8 costs that line and no other (data/records.py).
 """
 
 from __future__ import annotations
 
 import glob
 import io
-import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -22,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-import orjson
-
-from meshwright.data import containers
+from meshwright.data import containers, records, tables
+from meshwright.data.records import BadLine as BadLine
+from meshwright.data.records import Texts, no_text
 from meshwright.errors import BAD_DATA, IO, UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -32,15 +30,8 @@ PIECE = 1 << 20  # bytes
 REST = 1 << 16  # read with a piece, for its last line mostly ends within it
 LONGEST = 1 << 28  # bytes of a line: what is longer counts as a bad one
 TOO_LONG = b"\xff too long"  # stands for such a line
-Texts = list[str]
-
-
-class BadLine(Exception):
-    """One line that gives no document. `kind` is what is counted, `detail` belongs to this line."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind} ({detail})" if detail else kind)
-        self.kind = kind
+JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)  # of members of archives
+ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
 
 
 @dataclass(frozen=True)
@@ -62,9 +53,9 @@ class Piece:
     number: int  # of its input
     path: str
     kind: Literal["place", "lines", "texts", "parquet", "arrow", "broken"]
-    begin: int = 0  # of a file in bytes, of a table in row groups or batches
+    begin: int = 0  # of a file in bytes, of a table in rows; of a stream or the first of texts, lines ahead of it
     end: int = 0
-    content: Any = b""  # lines as bytes; (name, bytes) of texts; of a broken stream, why
+    content: Any = b""  # lines as bytes; (name, bytes) of texts; of a table, where to enter; of what is broken, why
     behind: int = 0  # bytes of the input that are done with it
 
 
@@ -89,12 +80,12 @@ def look(paths: list[str]) -> list[Input]:
 
 def _look(path: str) -> list[Input]:
     if os.path.isdir(path):
-        tables = containers.tables_in(path)
-        if not tables:
+        found = tables.tables_in(path)
+        if not found:
             raise UserError(
                 f"--input {path} cannot be read: Is a directory, in which no .parquet or .arrow file is", IO
             )
-        return [one for table in tables for one in _look(table)]
+        return [one for table in found for one in _look(table)]
     try:
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
@@ -103,6 +94,8 @@ def _look(path: str) -> list[Input]:
             start = file.read(containers.HEAD)
     except OSError as error:
         raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
+    if other := containers.foreign(start):
+        raise UserError(f"--input {path} {other} {path} > {path}.utf8", BAD_DATA)
     kind = containers.kind_of(start)
     if kind in ("parquet", "arrow"):
         return [Input(path, cast(Any, kind), about.st_size)]
@@ -129,9 +122,15 @@ def _of_input(number: int, one: Input) -> Iterator[Piece]:
     elif one.kind == "stream":
         yield from _of_stream(number, one.path)
     else:
-        count = containers.parts_of(one.path, one.kind)
-        for begin, end in containers.spans(count, one.bytes, PIECE):
-            yield Piece(number, one.path, one.kind, begin, end, behind=one.bytes * end // count)
+        yield from _of_table(number, one)
+
+
+def _of_table(number: int, one: Input) -> Iterator[Piece]:
+    try:
+        for begin, end, behind, start in tables.spans(one.path, one.kind, one.bytes, PIECE):
+            yield Piece(number, one.path, cast(Any, one.kind), begin, end, start, behind)
+    except containers.Damaged as error:
+        yield Piece(number, one.path, "broken", content=str(error), behind=one.bytes)
 
 
 def shared(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
@@ -154,11 +153,14 @@ def _of_stream(number: int, path: str) -> Iterator[Piece]:
     file = open_input(path)
     try:
         if containers.is_archive(file):
-            for texts in containers.texts(file, PIECE):
-                yield Piece(number, path, "texts", content=texts, behind=containers.position(file))
+            for begin, texts in _members(file):
+                yield Piece(number, path, "texts", begin, content=texts, behind=containers.position(file))
         else:
-            for lines in cut(containers.chunks(file), PIECE):
-                yield Piece(number, path, "lines", content=lines, behind=containers.position(file))
+            begin, stream = 0, containers.unpacked(file)
+            _check(path, containers.peek(stream))
+            for lines in cut(containers.chunks(stream), PIECE):
+                yield Piece(number, path, "lines", begin, content=lines, behind=containers.position(file))
+                begin += lines.count(b"\n")
     except containers.DAMAGES as error:
         yield Piece(number, path, "broken", content=str(error) or type(error).__name__)
     except OSError as error:
@@ -166,6 +168,63 @@ def _of_stream(number: int, path: str) -> Iterator[Piece]:
     finally:
         if path != "-":
             file.close()
+
+
+def _check(path: str, start: bytes) -> None:
+    """Of what is no file of lines after all."""
+    if other := containers.foreign(start):
+        raise UserError(f"--input {path} {other}", BAD_DATA)
+    if (kind := containers.kind_of(start)) in ("parquet", "arrow"):
+        raise UserError(f"--input {path} is a table ({kind}) in a stream: give it as a plain file", BAD_DATA)
+
+
+def _members(file: BinaryIO) -> Iterator[tuple[int, list[tuple[str, bytes]]]]:
+    """Texts and JSON lines, about a piece of them; and how many lines of the first one were in the piece before."""
+    kept: list[tuple[str, bytes]] = []
+    have = begin = 0
+    try:
+        for name, stream in containers.members(file):
+            lines = 0
+            for part in _parts(name, stream):
+                if kept and lines:
+                    kept[-1] = (name, kept[-1][1] + part)
+                else:
+                    begin = begin if kept else lines
+                    kept.append((name, part))
+                have += len(part)
+                lines += part.count(b"\n")
+                if have >= PIECE:
+                    yield begin, kept
+                    kept, have = [], 0
+    except containers.DAMAGES:
+        if kept:
+            yield begin, kept
+        raise
+    if kept:
+        yield begin, kept
+
+
+def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
+    """Of JSON lines pieces, of another text all of it."""
+    start = containers.peek(stream)
+    if containers.foreign(start):
+        yield start  # enough to tell why
+    elif is_json(name):
+        yield from cut(containers.chunks(stream), PIECE)
+    else:
+        parts, have = [], 0
+        for chunk in containers.chunks(stream):
+            parts.append(chunk)
+            have += len(chunk)
+            if have > LONGEST:
+                parts = [TOO_LONG]
+                break
+        yield b"".join(parts)
+
+
+def is_json(name: str) -> bool:
+    """Whether a member of an archive holds JSON lines."""
+    return JSON_NAME.search(name) is not None
 
 
 def open_input(path: str) -> BinaryIO:
@@ -217,32 +276,80 @@ def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
 
 def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
     """One for each line, row or text of the piece: the text under each key, what is wrong with it, or None for a blank line."""
-    if piece.kind in ("place", "lines"):
-        lines = (
-            read_place(piece.path, piece.begin, piece.end)
-            if piece.kind == "place"
-            else (piece.content, 0, len(piece.content))
-        )
-        for line in lines_of(*lines):
-            yield _tried(line, keys)
+    if piece.kind == "place":
+        yield from _of_lines(read_place(piece.path, piece.begin, piece.end), keys, not piece.begin)
+    elif piece.kind == "lines":
+        yield from _of_lines((piece.content, 0, len(piece.content)), keys, not piece.begin)
     elif piece.kind == "texts":
-        for _, content in piece.content:
-            try:
-                yield [content.decode("utf-8")] * len(keys)
-            except UnicodeDecodeError as error:
-                yield BadLine("not UTF-8", f"byte 0x{content[error.start]:02x} at {error.start}")
+        for number, (name, content) in enumerate(piece.content):
+            if is_json(name) and not containers.foreign(content):
+                yield from _of_lines((content, 0, len(content)), keys, bool(number) or not piece.begin)
+            else:
+                yield _of_text(content, keys)
     elif piece.kind in ("parquet", "arrow"):
-        for row in containers.rows(piece.path, piece.kind, piece.begin, piece.end, keys):
-            yield row if all(type(text) is str for text in row) else _no_text(row, keys)
+        try:
+            for row in tables.rows(piece.path, piece.kind, piece.content, piece.begin, piece.end, keys):
+                yield row if all(type(text) is str for text in row) else no_text(row, keys)
+        except containers.Damaged as error:
+            yield BadLine("damaged table", str(error))
+
+
+def _of_lines(lines: Lines, keys: list[str], is_first: bool) -> Iterator[Texts | BadLine | None]:
+    """`is_first`: they are the first of their file."""
+    is_array = is_first and ARRAY.match(lines[0], lines[1], lines[2]) is not None
+    for line in lines_of(*lines):
+        unit = _tried(line, keys)
+        if is_array and isinstance(unit, BadLine):
+            unit = BadLine("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")
+            is_array = False
+        yield unit
+
+
+def _tried(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
+    try:
+        return records.parse(line, keys)
+    except BadLine as bad:
+        return _too_long() if line == TOO_LONG else bad
+
+
+def parse(line: memoryview, keys: list[str]) -> Texts | None:
+    """The text under each key; None for a blank line."""
+    unit = _tried(line, keys)
+    if isinstance(unit, BadLine):
+        raise unit
+    return unit
+
+
+def _too_long() -> BadLine:
+    return BadLine(f"longer than {LONGEST:,} bytes")
+
+
+def _of_text(content: bytes, keys: list[str]) -> Texts | BadLine:
+    if content == TOO_LONG:
+        return _too_long()
+    try:
+        return [content.decode("utf-8")] * len(keys)
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{content[error.start]:02x} at {error.start}"
+        return BadLine("not UTF-8", containers.foreign(content) or byte)
 
 
 def place_of(piece: Piece, unit: int, first_line: int) -> str:
     """Of a unit, for people; `first_line` is the number of the piece's first line in its file."""
-    if piece.kind == "texts":
-        return f"{piece.path}:{piece.content[unit][0]}"
     if piece.kind in ("parquet", "arrow"):
-        return f"{piece.path}: row {first_line + unit}"
-    return f"{piece.path}:{first_line + unit}"
+        return f"{piece.path}: row {piece.begin + unit + 1}"
+    if piece.kind != "texts":
+        return f"{piece.path}:{first_line + unit}"
+    before = piece.begin
+    for name, content in piece.content:
+        if not is_json(name) or containers.foreign(content):
+            count, line = 1, ""
+        else:
+            count, line = sum(1 for _ in lines_of(content, 0, len(content))), f":{before + unit + 1}"
+        if unit < count:
+            break
+        unit, before = unit - count, 0
+    return f"{piece.path}:{name}{line}"
 
 
 Lines = tuple[bytes, int, int]  # whole lines between two places of a buffer: nothing is copied to cut it
@@ -330,60 +437,3 @@ def expected(bad: BadLine, is_first: bool) -> str:
     if not is_first or bad.kind != "not JSON":
         return ""
     return '; one {"text": "..."} a line is expected, and docs/data.md shows how plain text becomes that'
-
-
-# A line.
-
-
-def _tried(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
-    try:
-        return parse(line, keys)
-    except BadLine as bad:
-        return bad
-
-
-def parse(line: memoryview, keys: list[str]) -> Texts | None:
-    """The text under each key; None for a blank line."""
-    lax = False
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        whole = bytes(line)
-        if not whole.strip():
-            return None
-        record, lax = parse_laxly(whole), True
-    if type(record) is not dict:
-        raise BadLine("not a JSON object", f"but a {type(record).__name__}; one object a line is needed")
-    texts = []
-    for key in keys:
-        text = record.get(key)
-        if type(text) is not str:
-            if key not in record:
-                raise BadLine(f"no key {key!r}", f"keys: {', '.join(list(record)[:5]) or 'none'}")
-            raise BadLine(f"null under {key!r}" if text is None else f"no text under {key!r}", type(text).__name__)
-        if lax and (half := next((c for c in text if "\ud800" <= c <= "\udfff"), None)):
-            raise BadLine(f"lone surrogate under {key!r}", f"\\u{ord(half):04x}, half a character")
-        texts.append(text)
-    return texts
-
-
-def parse_laxly(line: bytes) -> Any:
-    if line == TOO_LONG:
-        raise BadLine(f"longer than {LONGEST:,} bytes")
-    try:
-        text = line.rstrip().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadLine("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadLine("not JSON", f"{error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-        raise BadLine("not JSON", str(error)) from None
-
-
-def _no_text(row: list[Any], keys: list[str]) -> BadLine:
-    key, value = next((key, value) for key, value in zip(keys, row, strict=True) if type(value) is not str)
-    if value is None:
-        return BadLine(f"null under {key!r}", "NoneType")
-    return BadLine(f"no text under {key!r}", type(value).__name__)

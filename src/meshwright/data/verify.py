@@ -6,25 +6,25 @@ told. Both files are read once from front to back in blocks, so memory does not 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.arrays import Header, Ints, blocks, document_ends, sequence_of
+from meshwright.data.arrays import Header, blocks, document_ends
 from meshwright.data.index_cache import checksum
-from meshwright.data.indexed import BLOCK, CODES, HEADER, LEGACY_MAGIC, MAGIC, Column
+from meshwright.data.indexed import Column, Indexed
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.files import checksums, replacing
 
 Advance = Callable[[int], None]
+Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # shows each block of a file to a function
 
 
 @dataclass
@@ -54,74 +54,54 @@ class Findings:
 def check(prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Advance) -> Findings:
     """Everything that can be told of one pair of files. `hashes`: SHA-256 of both too."""
     found = Findings(prefix)
+
+    def digest(file: BinaryIO, look: Callable[[int, bytes], None] = lambda start, block: None) -> None:
+        def shown(start: int, block: bytes) -> None:
+            look(start, block)
+            advance(len(block))
+
+        crc, sha = checksums(file, hashes, shown)
+        found.crc32[Path(file.name).suffix] = crc
+        if hashes:
+            found.sha256[file.name] = sha
+
     try:
         with open(f"{prefix}.idx", "rb") as idx:
-            header = read_header(idx, found)
-            whole = header is not None and check_arrays(header, found)
-            checksums(idx, f"{prefix}.idx", ".idx", hashes, found, advance)
-            if header is None:
-                return found
+            digest(idx)
+            header = Header(prefix, idx)
+            whole = check_arrays(header, found)
             with open(f"{prefix}.bin", "rb") as file:
-                check_tokens(file, header, whole, vocab_size, eod, hashes, found, advance)
+                check_tokens(file, header, whole, vocab_size, eod, found, digest)
     except FileNotFoundError as error:
         found.problems.append(f"{error.filename} does not exist")
     except OSError as error:
         found.problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
+    except UserError as error:
+        found.problems.append(str(error))
     return found
-
-
-def read_header(idx: BinaryIO, found: Findings) -> Header | None:
-    name, actual = f"{found.prefix}.idx", os.fstat(idx.fileno()).st_size
-    start = idx.read(HEADER.size)
-    if start[:8] == LEGACY_MAGIC:
-        found.problems.append(
-            f"{name} has the older `lazy`/`cached` format, which is not checked: preprocess the text again"
-        )
-        return None
-    if len(start) < HEADER.size:
-        found.problems.append(f"{name} is cut short: {actual} bytes are less than the header's {HEADER.size}")
-        return None
-    magic, version, code, n, m = HEADER.unpack(start)
-    if magic != MAGIC or version != 1 or code not in CODES:
-        known = ", ".join(map(str, CODES))
-        wrong = {f"it starts with {magic!r}": magic != MAGIC, f"version {version} is not 1": version != 1,
-                 f"token type {code} is none of {known}": code not in CODES}  # fmt: skip
-        found.problems.append(f"{name} is no token index: " + "; ".join(line for line, is_so in wrong.items() if is_so))
-        return None
-    found.sequences, found.documents = n, max(m - 1, 0)
-    expected = HEADER.size + 12 * n + 8 * m
-    if actual != expected:
-        why = "a mode for each sequence, as multimodal data has, or " if actual == expected + n else ""
-        found.problems.append(
-            f"{name} has {actual:,} bytes, but {n:,} sequences and {m:,} document borders take {expected:,}: {why}it is cut "
-            "short or overwritten"
-        )
-        return None
-    dtype = np.dtype(CODES[code]).newbyteorder("<")
-    found.dtype = dtype.name
-    return Header.of(idx, dtype, n, m)
 
 
 def check_arrays(header: Header, found: Findings) -> bool:
     """Lengths, pointers and document borders; whether all three are right."""
     name, itemsize = f"{found.prefix}.idx", header.dtype.itemsize
+    found.dtype = header.dtype.name
+    found.sequences, found.documents = len(header.lengths), max(len(header.borders) - 1, 0)
     negative, astray, backwards = Tally(), Tally(), Tally()
-    for start, sizes in blocks(header.sizes):
+    for (start, sizes), (_, begins) in zip(blocks(header.lengths), blocks(header.begins), strict=True):
         lengths = sizes.astype(np.int64)
         negative.add(start, lengths < 0)
         ends = found.tokens + np.cumsum(lengths)
-        astray.add(start, header.pointers.read(start, start + BLOCK) != (ends - lengths) * itemsize)
+        astray.add(start, begins != (ends - lengths) * itemsize)
         found.tokens = int(ends[-1])
-    last = 0
+    first, last = -1, 0
     for start, borders in blocks(header.borders):
         backwards.add(start, np.diff(borders, prepend=last) < 0)
-        last = int(borders[-1])
+        first, last = first if start else int(borders[0]), int(borders[-1])
     said = [
         negative.told("sequence", "has a length below 0", "have"),
         astray.told("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
         backwards.told("document border", "lies before the one before it", "do"),
     ]
-    first = int(header.borders.read(0, 1)[0]) if len(header.borders) else -1
     if first != 0 or last != found.sequences:
         said.append(
             f"the document borders run from {first:,} to {last:,}, not from 0 to the {found.sequences:,} sequences"
@@ -148,14 +128,7 @@ class Tally:
 
 
 def check_tokens(
-    file: BinaryIO,
-    header: Header,
-    whole: bool,
-    vocab_size: int | None,
-    eod: int | None,
-    hashes: bool,
-    found: Findings,
-    advance: Advance,
+    file: BinaryIO, header: Header, whole: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
 ) -> None:
     """The .bin's length, ids and ends of documents. `whole`: the index can be believed."""
     name, itemsize = f"{found.prefix}.bin", header.dtype.itemsize
@@ -174,10 +147,13 @@ def check_tokens(
     ends = document_ends(header) if whole else iter(())
     pending = np.zeros(0, np.int64)
 
-    def look(start: int, ids: Ints) -> None:
+    def look(begin: int, block: bytes) -> None:
         nonlocal least, most, pending
+        start, ids = begin // itemsize, np.frombuffer(block, header.dtype, len(block) // itemsize)
+        if not len(ids):
+            return
         least, most = min(least, int(ids.min())), max(most, int(ids.max()))
-        strange.add(start, (ids < 0) | (ids >= (vocab_size or most + 1)))
+        strange.add(start, (ids < 0) | (ids >= (vocab or most + 1)))
         while (not len(pending) or pending[-1] <= start + len(ids)) and (more := next(ends, None)) is not None:
             pending = np.concatenate([pending, more])
         here = int(np.searchsorted(pending, start + len(ids), side="right"))
@@ -185,11 +161,11 @@ def check_tokens(
         last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         pending = pending[here:]
 
-    checksums(file, name, ".bin", hashes, found, advance, look, header.dtype)
+    digest(file, look)
     if strange.count:
-        where = f", in sequence {sequence_of(header, strange.first):,}" if whole else ""
+        where = f", in sequence {Indexed(found.prefix).sequence_at(strange.first):,}" if whole else ""
         held = int(tokens.read(strange.first, strange.first + 1)[0])
-        allowed = f"0 ... {vocab_size - 1}, the tokenizer's" if vocab_size else "0 and above"
+        allowed = f"0 ... {vocab - 1}, the tokenizer's" if vocab else "0 and above"
         found.problems.append(
             f"{name}: {strange.count:,} ids are not in {allowed}; the first is {held} at token {strange.first:,}{where}"
         )
@@ -236,37 +212,6 @@ def ends_told(last: Counter[int], eod: int | None, found: Findings) -> str:
     return f"{share} of the documents end with {token}, "
 
 
-def checksums(
-    file: BinaryIO,
-    path: str,
-    part: str,
-    hashes: bool,
-    found: Findings,
-    advance: Advance,
-    look: Callable[[int, Ints], None] | None = None,
-    dtype: np.dtype[Any] | None = None,
-) -> None:
-    """CRC-32, and SHA-256 if wanted, of a whole file, each block being shown to `look` on the way."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    crc, sha, done = 0, hashlib.sha256(), 0
-    itemsize = dtype.itemsize if dtype is not None else 1
-    file.seek(0)
-    with ThreadPoolExecutor(1) as beside:  # hashing, reading and looking release the interpreter
-        while block := file.read(BLOCK * 4):
-            hashed = beside.submit(sha.update, block) if hashes else None
-            crc = zlib.crc32(block, crc)
-            if look is not None and len(block) >= itemsize:
-                look(done // itemsize, np.frombuffer(block, dtype, len(block) // itemsize))
-            done += len(block)
-            advance(len(block))
-            if hashed is not None:
-                hashed.result()
-    found.crc32[part] = f"{crc:08x}"
-    if hashes:
-        found.sha256[path] = sha.hexdigest()
-
-
 # Checksum files, as sha256sum writes and reads them
 
 
@@ -302,8 +247,6 @@ def compare_checksums(path: Path, found: list[Findings]) -> None:
 
 
 def write_checksums(path: Path, found: list[Findings]) -> None:
-    from meshwright.files import replacing
-
     folder = path.parent.resolve()
     lines = []
     for name, digest in (pair for one in found for pair in one.sha256.items()):
