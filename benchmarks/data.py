@@ -7,8 +7,8 @@ usage: python benchmarks/data.py make CORPUS.jsonl MEGABYTES FOLDER_OR_JSONL ...
 
 Each measurement is a process of its own, from its start to its end; memory is what all its processes have for themselves,
 sampled, and the largest of any one. A megabyte is 10^6 bytes of the JSON lines. The pools do as Megatron's tool does: a
-multiprocessing pool, whose workers parse and encode, and a parent who appends to the same files. They take the fastest of three chunk sizes,
-which are tried on a tenth of the corpus. All outputs are compared, byte for byte.
+multiprocessing pool, whose workers parse and encode, and a parent who appends to the same files. They take the fastest of
+three chunk sizes, which are tried on a tenth of the corpus. All outputs are compared, byte for byte.
 """
 
 import hashlib
@@ -196,6 +196,10 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
         rows[f"ours, {workers} workers"].append(
             measure(ours(corpus, out / f"ours{workers}", vocab, merges, workers), log)
         )
+    bare = "import sys; sys.modules['gigatoken.gigatoken_rs'] = None; from meshwright.__main__ import main; sys.exit(main())"
+    without = [sys.executable, "-c", bare, *ours(corpus, out / "ours", vocab, merges, 2)[3:]]
+    rows["ours, 2 workers, without `fast`"] = [measure(without, log)]
+    assert digest(out / "ours") == digest(out / "ours2")
     made = {name: digest(out / name) for name in ("ours1", "ours2", "tokenizers", "tiktoken")}
     assert len(set(made.values())) == 1, made
     tell(out, f"all four wrote the same bytes, SHA-256 {made['ours1']}...; {size:.0f} MB of text")

@@ -89,7 +89,9 @@ def test_bad_lines(tmp_path, monkeypatch):
         there = sum(1 for line in whole[: whole.rfind(b"\n") + 1].splitlines() if is_good(line))
         lost += there - len(kept)
     assert lost <= 0
-    print(f"\nF22: good lines kept {len(good):,} of {len(good):,}; bad {bad}; 20 streams cut short: {lost} whole lines lost")
+    print(
+        f"\nF22: good lines kept {len(good):,} of {len(good):,}; bad {bad}; 20 streams cut short: {lost} whole lines lost"
+    )
 
 
 def gzip_prefix(data):

@@ -14,7 +14,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Each layer may import from itself and from those above it.
 LAYERS = [
-    ["errors", "console", "files", "values", "config", "presets", "datapaths", "checks", "foreign_flags", "deepspeed", "flags"],
+    [
+        "errors",
+        "console",
+        "files",
+        "values",
+        "config",
+        "presets",
+        "datapaths",
+        "checks",
+        "foreign_flags",
+        "deepspeed",
+        "flags",
+    ],
     ["command", "device", "launchers"],
     ["tokenizers", "data", "kernels", "model", "lr_schedule", "trackers"],
     ["precision", "optimizer", "parallel", "start"],

@@ -5,9 +5,12 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import sys
 import tarfile
+import threading
+import time
 import tracemalloc
 import zlib
 
@@ -19,7 +22,7 @@ from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
 from meshwright.data import containers, sentences, tables, text
 from meshwright.data.indexed import Indexed
 from meshwright.data.text import BadLine, lines_of, look, pieces, read_place, units
-from meshwright.errors import BAD_DATA, UNAVAILABLE, UserError
+from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
 
 
 def line(text, **more):
@@ -106,6 +109,38 @@ def test_compressed_lines(tmp_path, monkeypatch, kind):
             texts_of(tmp_path / "cut")
 
 
+def said_of(path):
+    return [(getattr(one, "kind", one), place.removeprefix(f"{path}:")) for one, place in found_in(path)]
+
+
+@pytest.mark.parametrize("kind", [*PACK, "zst"])
+def test_what_follows_a_compressed_stream_is_no_silent_end(tmp_path, kind):
+    """Plain lines, or a stream whose first bytes are damaged: what is whole is kept, the rest told. Zeros may fill up."""
+    import zstandard
+
+    pack = PACK.get(kind) or zstandard.compress
+    first, second = pack(line("a") + b"\n"), pack(line("b"))
+    path = tmp_path / "a"
+    for behind in (line("b"), b"\0" * 8 + line("b"), b"?" + second[1:], second[:3], second[: len(second) // 2]):
+        path.write_bytes(first + behind)
+        whole, (why, _) = found_in(path)
+        assert whole == ("a", f"{path}:1") and why
+    for behind in (b"", bytes(512), bytes(1 << 19)):
+        path.write_bytes(first + behind + second + behind)
+        assert texts_of(path) == ["a", "b"]
+    path.write_bytes(first[:12] + b"\xaa" * 300)
+    ((why, _),) = found_in(path)
+    assert isinstance(why, str) and why
+
+
+@pytest.mark.parametrize("content", [b"BZh is how bzip2 begins", b"PAR1 too", "BZh é".encode() * 200])
+def test_a_text_that_begins_as_another_kind(tmp_path, content):
+    (tmp_path / "a.tar").write_bytes(archive({"a.txt": content, "b.txt": b"b"}))
+    assert texts_of(tmp_path / "a.tar") == [content.decode(), "b"]
+    (tmp_path / "a").write_bytes(content)
+    assert said_of(tmp_path / "a") == [("not JSON", "1")]
+
+
 def archive(files, mode="w"):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode) as tar:
@@ -137,6 +172,88 @@ def test_archives_of_text_files(tmp_path):
     (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
     with pytest.raises(UserError, match=r"latin.tar:x.txt: not UTF-8 \(byte 0xe9"):
         texts_of(tmp_path / "latin.tar")
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_an_archive_ends_where_it_says(tmp_path, mode):
+    """Not at a header that is damaged or cut, nor without its closing zeros; another archive may follow."""
+    files, path = {f"{n}.txt": b"%d" % n for n in range(30)}, tmp_path / "a.tar"
+    pack = gzip.compress if mode == "w:gz" else bytes
+    whole = archive(files)
+    assert len(whole) == 30 * 1024 + 1024 or not whole[30 * 1024 :].strip(b"\0")
+    flipped = bytearray(whole)
+    flipped[20 * 1024 + 130] ^= 1
+    for content in (bytes(flipped), whole[: 20 * 1024], whole[: 20 * 1024 + 100], whole[: 20 * 1024 + 513]):
+        path.write_bytes(pack(content))
+        *kept, (why, where) = found_in(path)
+        assert [one for one, _ in kept] == [str(n) for n in range(20)] and where == str(path) and why
+    for behind in (b"", bytes(1 << 15)):
+        path.write_bytes(pack(whole + behind + whole))
+        assert texts_of(path) == [str(n) for n in range(30)] * 2
+    path.write_bytes(pack(whole + b"no archive" * 100))
+    assert said_of(path)[29] == ("29", "29.txt") and len(said_of(path)) == 31
+
+
+def test_a_damaged_member_costs_itself(tmp_path):
+    """Also an archive in an archive; a JSON member gives its whole lines. If all that follows is gone too, it is told once."""
+    rng, path = random.Random(0), tmp_path / "a.tar"
+    lines = b"".join(line(f"{n} {rng.randbytes(50).hex()}") + b"\n" for n in range(1000))
+    packed, inner = gzip.compress(lines), archive({"x.txt": b"x", "y.txt": b"y"})
+    files = {"a.txt": b"a", "b.txt.gz": packed[:-4000], "c.jsonl.gz": packed[:-4000], "d.tar": inner[:1200], "e.txt": b"e",
+             "f.bz2": b"BZh91AY&SY" + bytes(100)}  # fmt: skip
+    path.write_bytes(archive(files))
+    found = said_of(path)
+    bad = "damaged member"
+    count = sum(":" in place for _, place in found)
+    assert count > 500 and found[2] == (json.loads(lines.splitlines()[0])["text"], "c.jsonl.gz:1")
+    rest = [("a", "a.txt"), (bad, "b.txt.gz"), (bad, "c.jsonl.gz"), ("x", "d.tar/x.txt"), (bad, "d.tar"), ("e", "e.txt"),
+            (bad, "f.bz2")]  # fmt: skip
+    assert [one for one in found if ":" not in one[1]] == rest
+    path.write_bytes(archive({"a.txt": b"a", "b.tar": archive({"b.txt.gz": packed})})[:9000])
+    found = found_in(path)
+    assert [one for one, _ in found][:1] == ["a"] and [where for _, where in found[1:]] == [str(path)]
+
+
+def test_slow_pipes(tmp_path, monkeypatch):
+    """What comes is told by as many bytes as are needed, however few come at once."""
+    content = line("a") + b"\n" + line("b")
+    tar = archive({"a.txt": b"a", "b.txt": b"b"})
+    for given, first in (
+        (gzip.compress(content), 1),
+        (tar, 100),
+        (gzip.compress(tar), 30),
+        (b"\xef\xbb\xbf" + content, 1),
+    ):
+        read, write = os.pipe()
+
+        def send(given=given, first=first, write=write):
+            with open(write, "wb", buffering=0) as file:
+                file.write(given[:first])
+                time.sleep(0.1)
+                file.write(given[first:])
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        with open(read) as stdin:
+            monkeypatch.setattr("sys.stdin", stdin)
+            assert texts_of("-") == ["a", "b"]
+        sender.join()
+
+
+def test_no_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="--input - cannot be read: the standard input is closed") as caught:
+        texts_of("-")
+    assert caught.value.status == IO
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+    (tmp_path / "a").write_bytes(line("a") + b"\n" + line("b"))
+    whole = list(pieces(look([str(tmp_path / "a")])))
+    os.truncate(tmp_path / "a", 9)
+    with pytest.raises(UserError, match="a has become shorter while it was read: it ends at byte 9") as caught:
+        list(units(whole[0], ["text"]))
+    assert caught.value.status == BAD_DATA
 
 
 def test_tables(tmp_path):
@@ -285,15 +402,46 @@ def test_tables_damaged_anywhere_are_told_in_words(tmp_path, table, kind):
     assert told >= 10
 
 
-def test_one_row_of_a_table_that_is_not_utf8(tmp_path):
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_one_row_of_a_table_that_is_not_utf8(tmp_path, kind):
     import pyarrow
     import pyarrow.parquet
 
     bad = pyarrow.array([b"a", b"caf\xe9", None, b"b"], pyarrow.binary()).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "t.parquet")
-    found = found_in(tmp_path / "t.parquet")
+    path, table = tmp_path / "t.arrow", pyarrow.table({"text": bad})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with getattr(pyarrow.ipc, f"new_{kind}")(str(path), table.schema) as out:
+            out.write_table(table)
+    found = found_in(path)
     assert [getattr(one, "kind", one) for one, _ in found] == ["a", "not UTF-8", "null under 'text'", "b"]
-    assert found[1][1].endswith("t.parquet: row 2") and "byte 0xe9 at 3" in str(found[1][0])
+    assert found[1][1].endswith("t.arrow: row 2") and "byte 0xe9 at 3" in str(found[1][0])
+
+
+def test_a_table_with_two_columns_of_a_name(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["text", "text", "id"])
+    pyarrow.parquet.write_table(table, tmp_path / "t")
+    with pytest.raises(UserError, match="t has 2 columns 'text': --json-keys names one of text, text, id"):
+        texts_of(tmp_path / "t")
+    with pytest.raises(UserError, match="t has no column 'body'"):
+        texts_of(tmp_path / "t", keys=("body",))
+    assert texts_of(tmp_path / "t", keys=("id",)) == ["c"]
+
+
+def test_a_table_that_was_replaced_is_read_anew(tmp_path):
+    """Even by one of the same size and date."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for content in ("abc", "xyz"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [content]}), tmp_path / "new")
+        os.utime(tmp_path / "new", ns=(10**18, 10**18))
+        os.replace(tmp_path / "new", tmp_path / "t")
+        assert texts_of(tmp_path / "t") == [content]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +581,7 @@ def test_a_json_array_is_told_once(tmp_path):
 
 
 def test_a_table_in_a_stream_is_told(tmp_path):
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"PAR1...."))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"PAR1\x15\x04\x15"))
     with pytest.raises(UserError, match=r"a.gz is a table \(parquet\) in a stream"):
         texts_of(tmp_path / "a.gz")
 
@@ -502,7 +650,7 @@ def test_sentences_without_nltk_or_its_model(punkt, monkeypatch):
 
 def test_packages_that_are_not_there(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd....")
-    (tmp_path / "a.parquet").write_bytes(b"PAR1....")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1\x15\x04\x15")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)

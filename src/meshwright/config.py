@@ -181,7 +181,8 @@ class Data:
         None, 'JSON file {"train": [...], "valid": [...], "test": [...]} of what the three flags above would hold'
     )
     train_weighted_split_paths: list[str] = flag(
-        [], "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX ...': the training set, of shares of files' documents"
+        [],
+        "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX ...': the training set, of shares of files' documents",
     )
     valid_weighted_split_paths: list[str] = flag(
         [], "'NAME: WEIGHT START:END PREFIX, ...' 'NAME2: ...': validation sets, each with a loss of its own"
@@ -196,7 +197,8 @@ class Data:
     validation_set_names: list[str] = flag([], "names of these sets (none: the names of their files)")
     full_validation: bool = flag(False, "each validation reads all of its set once, instead of --eval-iters batches")
     blend_change_at: str | None = flag(
-        None, "sample of a continued run from which on the blend is the one given now, not its own; now: the next sample"
+        None,
+        "sample of a continued run from which on the blend is the one given now, not its own; now: the next sample",
     )
     eod_mask_loss: bool = flag(False, "no loss for what follows an end of document: it is not predictable")
     reset_position_ids: bool = flag(False, "positions restart after each end of document")
@@ -480,7 +482,8 @@ class Preprocess:
     """Text to .bin/.idx."""
 
     input: list[str] = flag(
-        [], "JSON lines, one document a line, also compressed; Parquet; folders of a saved data set; tar archives of texts; -"
+        [],
+        "JSON lines, one document a line, also compressed; Parquet; folders of a saved data set; tar archives of texts; -",
     )
     output_prefix: str | None = flag(None, "files are <prefix>_<key>_document.bin/.idx")
     json_keys: list[str] = flag(["text"], "keys whose text is read", "--json-key")

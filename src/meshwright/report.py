@@ -127,7 +127,9 @@ def read_rows(folder: Path) -> Rows:
                         attempts[-1].last = iteration
                         attempts[-1].seconds += step.ms / 1e3
                 elif event == "validation":
-                    v = Validation(iteration, str(row["name"]), float(row["loss"]), float(row["ppl"]), str(row.get("set", "")))
+                    v = Validation(
+                        iteration, str(row["name"]), float(row["loss"]), float(row["ppl"]), str(row.get("set", ""))
+                    )
                     validations[v.title, iteration, bool(row.get("end"))] = v
                 elif event == "save" and attempts:
                     attempts[-1].seconds += float(row["seconds"])
@@ -351,7 +353,9 @@ def _loss(rows: Rows) -> str:
         legend.append(("bad", "×", "not finite"))
     if _resumed(rows):
         legend.append(("ink", "┆", "resumed"))
-    key = "".join(f'<span><b style="color: var(--{colour})">{sign}</b> {escaped(text)}</span>' for colour, sign, text in legend)
+    key = "".join(
+        f'<span><b style="color: var(--{colour})">{sign}</b> {escaped(text)}</span>' for colour, sign, text in legend
+    )
     return framed("Loss", "", f'<div class="legend quiet">{key}</div>' + svg_of(figure, "Loss"), "wide")
 
 

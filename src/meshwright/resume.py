@@ -308,7 +308,10 @@ def check_loading(config: TrainConfig) -> list[str]:
     if not config.checkpoint.finetune:
         state = native.read_state(root, step)
         lr_schedule.resume(lr_schedule.from_config(config), state["schedule"], config)
-        past, sets = History.of(state.get("blends")), {} if config.data.mock_data else {w.key: w for w in wanted(config)}
+        past, sets = (
+            History.of(state.get("blends")),
+            {} if config.data.mock_data else {w.key: w for w in wanted(config)},
+        )
         if past is not None and "train" in sets:
             mine, consumed = parts(config, sets["train"], Indexed), state["consumed_train_samples"]
             told += follow(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()

@@ -1,18 +1,20 @@
 """What documents come packed in: compression and tar archives of files.
 
-The standard library reads gzip, xz, bzip2 and tar; zstandard comes with the `data` extra. Everything is unpacked in bounded
-parts: a small file can hold more than the memory does.
+The standard library unpacks gzip, xz, bzip2 and tar; zstandard comes with the `data` extra. Everything is unpacked in bounded
+parts: a small file can hold more than the memory does. The libraries' own readers of files are not used: they take a stream
+that is cut short, or what follows a stream, for the end; tarfile does so with a damaged header.
 """
 
 from __future__ import annotations
 
 import bz2
-import gzip
+import codecs
 import io
 import lzma
+import re
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from meshwright.errors import UNAVAILABLE, UserError
@@ -24,24 +26,36 @@ SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte from 0x50 to 0x5f: a zstd frame tha
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
 LAYERS = 4  # of compression, one in another
 FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 CHUNK = 1 << 18
-SLICE = 1 << 11  # packed bytes for zstd at once: it gives back all that they hold, up to 2^17 bytes for each four
+SLICE = 1 << 11  # packed bytes at once: zstd gives back all that they hold, up to 2^17 bytes for each four
 
 
 class Damaged(Exception):
     """A stream that ends before it should, or cannot be unpacked."""
 
 
-DAMAGES = (Damaged, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError)
+DAMAGES = (Damaged, tarfile.TarError)
 
 
 def kind_of(start: bytes) -> str | None:
-    """Of a file with these first bytes; None for plain text. The last of MAGIC is how a stream of Arrow batches begins."""
+    """Of a file with these first bytes; None for plain text, which may begin as MAGIC does: its last is how a stream of Arrow
+    batches begins."""
+    if _is_text(start):
+        return None
     if start[257:262] == b"ustar":
         return "tar"
     if start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5F:
         return "zstd"
     return next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+
+
+def _is_text(start: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return NO_TEXT.search(start) is None
 
 
 def foreign(start: bytes) -> str:
@@ -58,76 +72,109 @@ def missing(package: str, what: str) -> UserError:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """The stream inside, however often it is compressed. `file` has `peek`, or can be wrapped to have it."""
+    """The stream inside, however often it is compressed. `file` has `peek`, which shows HEAD bytes where there are as many."""
     for _ in range(LAYERS):
         kind = kind_of(peek(file))
         if kind not in STREAMS:
             return file
-        file = _one_layer(file, kind)
+        file = _buffered(_streams(file, kind))
     if kind_of(peek(file)) in STREAMS:
         raise Damaged(f"compressed more than {LAYERS} times, one in another")
     return file
 
 
-def _one_layer(file: BinaryIO, kind: str) -> BinaryIO:
-    if kind == "gzip":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
-    if kind == "xz":
-        return cast(BinaryIO, lzma.LZMAFile(file))
-    if kind == "bzip2":
-        return cast(BinaryIO, bz2.BZ2File(file))
-    return cast(BinaryIO, io.BufferedReader(cast(Any, _Zstd(file)), CHUNK))
+def steady(file: BinaryIO) -> BinaryIO:
+    """The same for what comes in small parts, such as from a pipe, of which one `peek` may show a byte."""
+    return _buffered(chunks(file))
 
 
 def peek(file: BinaryIO) -> bytes:
     return bytes(cast(Any, file).peek(HEAD)[:HEAD])
 
 
-class _Zstd(io.RawIOBase):
-    """zstandard's own reader takes a frame that is cut short for a whole one."""
-
-    def __init__(self, file: BinaryIO) -> None:
+def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
+    """What is in one compressed stream after the other; zeros may fill up behind each."""
+    begin, errors = _library(kind)
+    limit = () if kind == "zstd" else (CHUNK,)
+    stream, packed = None, memoryview(b"")
+    while True:
+        is_full = stream is not None and not getattr(stream, "needs_input", True)
+        if not packed and not is_full:
+            packed = memoryview(cast(Any, file).read1(CHUNK))
+            if not packed:
+                break
+        if stream is None:
+            packed = memoryview(bytes(packed).lstrip(b"\0"))
+            if not packed:
+                continue
+            stream = begin()
+        size = 0 if is_full else SLICE
+        part, packed = packed[:size], packed[size:]
         try:
-            import zstandard
-        except ImportError:
-            raise missing("zstandard", "a .zst file") from None
-        self.library, self.file = zstandard, file
-        self.frame, self.begun = zstandard.ZstdDecompressor().decompressobj(), False
-        self.packed, self.ready = memoryview(b""), memoryview(b"")
+            data = stream.decompress(part, *limit)
+        except errors as error:
+            raise Damaged(f"{kind}: {error}") from None
+        if left := stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b""):
+            packed = memoryview(left + bytes(packed))
+        if stream.eof:
+            stream = None
+        if data:
+            yield data
+    if stream is not None:
+        raise Damaged(f"Compressed file ended within a {kind} stream")
+
+
+def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+    """What begins a stream, and its errors."""
+    if kind == "gzip":
+        return lambda: zlib.decompressobj(31), (zlib.error,)
+    if kind == "xz":
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), (lzma.LZMAError,)
+    if kind == "bzip2":
+        return bz2.BZ2Decompressor, (OSError, ValueError)
+    try:
+        import zstandard
+    except ImportError:
+        raise missing("zstandard", "a .zst file") from None
+    return lambda: zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)
+
+
+def _buffered(parts: Iterator[bytes]) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(cast(Any, _Parts(parts)), 1 << 16))
+
+
+class _Parts(io.RawIOBase):
+    """Read at least HEAD bytes at once, or to the end; damage comes after all that precedes it."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self.parts, self.ready = parts, memoryview(b"")
+        self.damage: Exception | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            if not self.packed:
-                self.packed = memoryview(self.file.read(CHUNK))
-            if not self.packed:
-                if self.begun and not self.frame.eof:
-                    raise Damaged("the last frame is not complete")
-                return 0
-            if self.frame.eof:
-                self.frame = self.library.ZstdDecompressor().decompressobj()
-            part, self.packed = self.packed[:SLICE], self.packed[SLICE:]
-            self.begun = True
-            try:
-                self.ready = memoryview(self.frame.decompress(part))
-            except self.library.ZstdError as error:
-                raise Damaged(str(error)) from None
-            if self.frame.eof and (left := len(self.frame.unused_data)):
-                self.packed = memoryview(bytes(part[-left:]) + bytes(self.packed))
-        size = min(len(buffer), len(self.ready))
-        buffer[:size], self.ready = self.ready[:size], self.ready[size:]
-        return size
+        have = 0
+        while have < min(HEAD, len(buffer)) and (self.ready or self._more()):
+            size = min(len(buffer) - have, len(self.ready))
+            buffer[have : have + size], self.ready = self.ready[:size], self.ready[size:]
+            have += size
+        if self.damage and not have:
+            raise self.damage
+        return have
+
+    def _more(self) -> bool:
+        try:
+            self.ready = memoryview(b"" if self.damage else next(self.parts, b""))
+        except DAMAGES as error:
+            self.damage = error
+        return len(self.ready) > 0
 
 
 def chunks(file: BinaryIO) -> Iterator[bytes]:
-    """The unpacked bytes as they come: what precedes damage is not lost in a buffer."""
-    stream = cast(Any, unpacked(file))
-    first = True
-    while data := stream.read1(CHUNK):
-        yield data.removeprefix(b"\xef\xbb\xbf") if first else data
-        first = False
+    """The bytes as they come: what precedes damage is not lost in a buffer."""
+    while data := cast(Any, file).read1(CHUNK):
+        yield data
 
 
 def position(file: BinaryIO) -> int:
@@ -141,35 +188,55 @@ def position(file: BinaryIO) -> int:
 # Archives.
 
 
-def is_archive(file: BinaryIO) -> bool:
-    """A tar, perhaps compressed. Looks at the first block alone, without taking it."""
-    start = peek(file)
-    kind = kind_of(start)
-    if kind in (None, "tar"):
-        return kind == "tar"
-    packed = bytes(cast(Any, file).peek(1 << 16))
-    try:
-        inner = cast(Any, unpacked(cast(BinaryIO, io.BufferedReader(cast(Any, io.BytesIO(packed)))))).read1(HEAD)
-    except (*DAMAGES, OSError):
-        return False
-    return kind_of(inner) == "tar"
+class _Header(tarfile.TarInfo):
+    """tarfile takes a damaged header for the end, and any end for the one meant. An archive ends with a block of zeros, behind
+    which another one may come, as `cat` puts them together."""
+
+    @classmethod
+    def fromtarfile(cls, archive: Any) -> Any:
+        try:
+            header = super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            archive.is_whole = True
+            raise
+        except (tarfile.HeaderError, ValueError, LookupError) as error:
+            if archive.is_whole and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
+                raise
+            raise Damaged(f"tar: {error} at byte {archive.offset:,}") from None
+        archive.is_whole = False
+        return header
 
 
-def members(file: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO]]:
+class _Archive(tarfile.TarFile):
+    tarinfo = _Header
+    ignore_zeros = True
+    is_whole = False
+
+
+def is_archive(stream: BinaryIO) -> bool:
+    return kind_of(peek(stream)) == "tar"
+
+
+def members(stream: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO | Exception]]:
     """The files of an archive and of archives in it, in its order, unpacked; each is read before the next one is asked for.
+    Of a file that cannot be unpacked, the damage; that of the archive itself is raised.
 
     Nothing is written anywhere, so a name can be what it likes; links and devices are left out."""
-    with tarfile.open(fileobj=_Reader(unpacked(file)), mode="r|") as archive:
-        for member in archive:
+    with _Archive.open(fileobj=cast(Any, _Reader(stream)), mode="r|") as archive:
+        while (member := archive.next()) is not None:
+            cast(Any, archive).members = []  # tarfile keeps what it knows of each
             opened = archive.extractfile(member) if member.isfile() else None
             if opened is None:
                 continue
-            inner = cast(BinaryIO, io.BufferedReader(cast(Any, opened), 1 << 16))
-            if is_archive(inner):
-                yield from members(inner, f"{folder}{member.name}/")
-            else:
-                yield folder + member.name, unpacked(inner)
-            cast(Any, archive).members = []  # tarfile keeps what it knows of each
+            name = folder + member.name
+            try:
+                inner = unpacked(cast(BinaryIO, opened))
+                if is_archive(inner):
+                    yield from members(inner, f"{name}/")
+                else:
+                    yield name, inner
+            except DAMAGES as error:
+                yield name, error
 
 
 class _Reader(io.RawIOBase):

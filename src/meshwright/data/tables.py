@@ -152,7 +152,7 @@ def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[st
     """The values under the keys in these rows, of a text not UTF-8, the error. Damaged comes after the last whole row."""
     try:
         about = os.stat(path)
-        reader = _reader(path, kind, tuple(keys), os.getpid(), about.st_size, about.st_mtime_ns)
+        reader = _reader(path, kind, tuple(keys), os.getpid(), about.st_ino, about.st_size, about.st_mtime_ns)
     except ImportError:
         raise missing("pyarrow", path) from None
     except _errors() as error:

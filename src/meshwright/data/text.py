@@ -9,18 +9,16 @@ Lines are cut as bytes, so that one that is not UTF-8 costs that line and no oth
 
 from __future__ import annotations
 
-import glob
-import io
-import os
 import re
-import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from meshwright.data import containers, records, tables
+from meshwright.data.inputs import Input as Input
+from meshwright.data.inputs import find_inputs as find_inputs
+from meshwright.data.inputs import look as look
 from meshwright.data.records import BadLine as BadLine
 from meshwright.data.records import Texts, no_text
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -34,18 +32,7 @@ JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNOREC
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
 
 
-@dataclass(frozen=True)
-class Input:
-    """`bytes` of a stream are unknown (0) or those of the compressed file."""
-
-    path: str
-    kind: Literal["lines", "stream", "parquet", "arrow"]
-    bytes: int = 0
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether its pieces can be read in any order."""
-        return self.kind != "stream"
+Text = tuple[str, bytes | str]  # a name, and what is in it or why that is damaged
 
 
 @dataclass(frozen=True)
@@ -55,55 +42,8 @@ class Piece:
     kind: Literal["place", "lines", "texts", "parquet", "arrow", "broken"]
     begin: int = 0  # of a file in bytes, of a table in rows; of a stream or the first of texts, lines ahead of it
     end: int = 0
-    content: Any = b""  # lines as bytes; (name, bytes) of texts; of a table, where to enter; of what is broken, why
+    content: Any = b""  # lines as bytes; Text of texts; of a table, where to enter; of what is broken, why
     behind: int = 0  # bytes of the input that are done with it
-
-
-# What the inputs are.
-
-
-def find_inputs(patterns: list[str]) -> list[str]:
-    """Files and `-` as given, patterns in sorted order; all are looked for before work starts."""
-    found = []
-    for pattern in patterns:
-        matches = [pattern] if pattern == "-" or Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        if not matches:
-            raise UserError(f"--input {pattern} does not exist", BAD_DATA)
-        found += matches
-    return found
-
-
-def look(paths: list[str]) -> list[Input]:
-    """What each is, by its first bytes; a folder is the tables in it."""
-    return [one for path in paths for one in ([Input("-", "stream")] if path == "-" else _look(path))]
-
-
-def _look(path: str) -> list[Input]:
-    if os.path.isdir(path):
-        found = tables.tables_in(path)
-        if not found:
-            raise UserError(
-                f"--input {path} cannot be read: Is a directory, in which no .parquet or .arrow file is", IO
-            )
-        return [one for table in found for one in _look(table)]
-    try:
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):
-            return [Input(path, "stream")]  # a pipe must not be read here
-        with open(path, "rb") as file:
-            start = file.read(containers.HEAD)
-    except OSError as error:
-        raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
-    if other := containers.foreign(start):
-        raise UserError(f"--input {path} {other} {path} > {path}.utf8", BAD_DATA)
-    kind = containers.kind_of(start)
-    if kind in ("parquet", "arrow"):
-        return [Input(path, cast(Any, kind), about.st_size)]
-    if kind == "legacy arrow":
-        return (
-            [Input(path, "arrow", about.st_size)] if path.endswith(".arrow") else [Input(path, "lines", about.st_size)]
-        )
-    return [Input(path, "stream" if kind else "lines", about.st_size)]
 
 
 # Cutting.
@@ -152,13 +92,14 @@ def _of_stream(number: int, path: str) -> Iterator[Piece]:
     """Cut short, it gives all that was whole, and then why it ended."""
     file = open_input(path)
     try:
-        if containers.is_archive(file):
-            for begin, texts in _members(file):
+        stream = containers.unpacked(containers.steady(file))
+        if containers.is_archive(stream):
+            for begin, texts in _members(stream):
                 yield Piece(number, path, "texts", begin, content=texts, behind=containers.position(file))
         else:
-            begin, stream = 0, containers.unpacked(file)
+            begin = 0
             _check(path, containers.peek(stream))
-            for lines in cut(containers.chunks(stream), PIECE):
+            for lines in cut(_without_mark(stream), PIECE):
                 yield Piece(number, path, "lines", begin, content=lines, behind=containers.position(file))
                 begin += lines.count(b"\n")
     except containers.DAMAGES as error:
@@ -178,30 +119,47 @@ def _check(path: str, start: bytes) -> None:
         raise UserError(f"--input {path} is a table ({kind}) in a stream: give it as a plain file", BAD_DATA)
 
 
-def _members(file: BinaryIO) -> Iterator[tuple[int, list[tuple[str, bytes]]]]:
+def _members(archive: BinaryIO) -> Iterator[tuple[int, list[Text]]]:
     """Texts and JSON lines, about a piece of them; and how many lines of the first one were in the piece before."""
-    kept: list[tuple[str, bytes]] = []
+    kept: list[Text] = []
     have = begin = 0
+    damage: Exception | None = None
     try:
-        for name, stream in containers.members(file):
-            lines = 0
-            for part in _parts(name, stream):
-                if kept and lines:
-                    kept[-1] = (name, kept[-1][1] + part)
-                else:
-                    begin = begin if kept else lines
-                    kept.append((name, part))
-                have += len(part)
-                lines += part.count(b"\n")
-                if have >= PIECE:
-                    yield begin, kept
-                    kept, have = [], 0
-    except containers.DAMAGES:
-        if kept:
-            yield begin, kept
-        raise
+        for name, lines, part in _parts_of_members(archive):
+            if kept and lines:
+                kept[-1] = (name, kept[-1][1] + part)
+            else:
+                begin = begin if kept else lines
+                kept.append((name, part))
+            have += len(part)
+            if have >= PIECE:
+                yield begin, kept
+                kept, have = [], 0
+    except containers.DAMAGES as error:
+        damage = error
     if kept:
         yield begin, kept
+    if damage:
+        raise damage
+
+
+def _parts_of_members(archive: BinaryIO) -> Iterator[tuple[str, int, Any]]:
+    """With the lines ahead in the same member. Why one is damaged is told when the archive goes on behind it: else the archive
+    is what is cut short."""
+    damage: list[tuple[str, int, str]] = []
+    for name, stream in containers.members(archive):
+        lines = 0
+        try:
+            if isinstance(stream, Exception):
+                raise stream
+            yield from damage
+            damage = []
+            for part in _parts(name, stream):
+                yield name, lines, part
+                lines += part.count(b"\n")
+        except containers.DAMAGES as error:
+            damage = [(name, 0, str(error))]
+    yield from damage
 
 
 def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
@@ -210,10 +168,10 @@ def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
     if containers.foreign(start):
         yield start  # enough to tell why
     elif is_json(name):
-        yield from cut(containers.chunks(stream), PIECE)
+        yield from cut(_without_mark(stream), PIECE)
     else:
         parts, have = [], 0
-        for chunk in containers.chunks(stream):
+        for chunk in _without_mark(stream):
             parts.append(chunk)
             have += len(chunk)
             if have > LONGEST:
@@ -222,15 +180,26 @@ def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
+def _without_mark(stream: BinaryIO) -> Iterator[bytes]:
+    if containers.peek(stream).startswith(BOM):
+        stream.read(len(BOM))
+    return containers.chunks(stream)
+
+
 def is_json(name: str) -> bool:
     """Whether a member of an archive holds JSON lines."""
     return JSON_NAME.search(name) is not None
 
 
+def _has_lines(name: str, content: bytes | str) -> bool:
+    return isinstance(content, bytes) and is_json(name) and not containers.foreign(content)
+
+
 def open_input(path: str) -> BinaryIO:
     if path == "-":
-        stdin = sys.stdin.buffer
-        return stdin if hasattr(stdin, "peek") else cast(BinaryIO, io.BufferedReader(cast(Any, stdin)))
+        if sys.stdin is None:
+            raise UserError("--input - cannot be read: the standard input is closed; give it a file or a pipe", IO)
+        return sys.stdin.buffer
     try:
         return open(path, "rb", buffering=PIECE)
     except OSError as error:
@@ -282,7 +251,9 @@ def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
         yield from _of_lines((piece.content, 0, len(piece.content)), keys, not piece.begin)
     elif piece.kind == "texts":
         for number, (name, content) in enumerate(piece.content):
-            if is_json(name) and not containers.foreign(content):
+            if isinstance(content, str):
+                yield BadLine("damaged member", content)
+            elif _has_lines(name, content):
                 yield from _of_lines((content, 0, len(content)), keys, bool(number) or not piece.begin)
             else:
                 yield _of_text(content, keys)
@@ -342,9 +313,8 @@ def place_of(piece: Piece, unit: int, first_line: int) -> str:
         return f"{piece.path}:{first_line + unit}"
     before = piece.begin
     for name, content in piece.content:
-        if not is_json(name) or containers.foreign(content):
-            count, line = 1, ""
-        else:
+        count, line = 1, ""
+        if _has_lines(name, content):
             count, line = sum(1 for _ in lines_of(content, 0, len(content))), f":{before + unit + 1}"
         if unit < count:
             break
@@ -372,6 +342,9 @@ def read_place(path: str, begin: int, end: int) -> Lines:
         with open(path, "rb", buffering=0) as file:
             file.seek(start)
             data = read_fully(file, size + REST)
+            if len(data) < size:
+                raise UserError(f"{path} has become shorter while it was read: it ends at byte {start + len(data):,}, and had "
+                                f"{end:,} at least; start again when it is complete", BAD_DATA)  # fmt: skip
             first = data.find(b"\n", 0, size) + 1 if begin else len(BOM) * data.startswith(BOM)
             if first >= size or (begin and not first):
                 return b"", 0, 0  # in the middle of one line, or it ends here
