@@ -6,9 +6,10 @@ usage: python benchmarks/data.py make CORPUS.jsonl MEGABYTES FOLDER_OR_JSONL ...
        python benchmarks/data.py pipe OUT CORPUS.jsonl VOCAB MERGES [GIGABYTES] [MEMORY_MIB]   from a pipe, within a limit
 
 Each measurement is a process of its own, from its start to its end; memory is what all its processes have for themselves,
-sampled, and the largest of any one. A megabyte is 10^6 bytes of the JSON lines. The pools do as Megatron's tool does: a
-multiprocessing pool, whose workers parse and encode, and a parent who appends to the same files. They take the fastest of
-three chunk sizes, which are tried on a tenth of the corpus. All outputs are compared, byte for byte.
+sampled in a run of its own (looking slows it down), and the largest of any one. A megabyte is 10^6 bytes of the JSON lines.
+The pools do as Megatron's tool does: a multiprocessing pool, whose workers parse and encode, and a parent who appends to the
+same files. They take the fastest of three chunk sizes, which are tried on a tenth of the corpus. All outputs are compared,
+byte for byte.
 """
 
 import hashlib
@@ -100,8 +101,8 @@ def peer(kind: str, workers: int, corpus: str, prefix: str, vocab: str, merges: 
 class Memory:
     """Of a process and its descendants, from the kernel's proportional set sizes."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.total, self.one, self.done = pid, 0, 0, False
+    def __init__(self, pid: int, watch: bool) -> None:
+        self.pid, self.total, self.one, self.done = pid, 0, 0, not watch
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
@@ -109,7 +110,7 @@ class Memory:
         while not self.done:
             sizes = [pss(pid) for pid in family(self.pid)]
             self.total, self.one = max(self.total, sum(sizes)), max(self.one, *sizes, 0)
-            time.sleep(0.05)
+            time.sleep(0.2)
 
 
 def family(pid: int) -> list[int]:
@@ -130,13 +131,13 @@ def pss(pid: int) -> int:
     return found.get("Pss", 0) - found.get("Pss_File", 0)
 
 
-def measure(command: list[str], log: Path, stdin: object = None, **more: object) -> dict:
+def measure(command: list[str], log: Path, watch: bool = False, stdin: object = None, **more: object) -> dict:
     begun, cpu = time.perf_counter(), os.times()
     with open(log, "a") as out:
         out.write("$ " + " ".join(command) + "\n")
         out.flush()
         process = subprocess.Popen(command, stdout=out, stderr=out, stdin=stdin, **more)  # type: ignore[call-overload]
-        memory = Memory(process.pid)
+        memory = Memory(process.pid, watch)
         status = process.wait()
         memory.done = True
     seconds, after = time.perf_counter() - begun, os.times()
@@ -200,6 +201,10 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
     without = [sys.executable, "-c", bare, *ours(corpus, out / "ours", vocab, merges, 2)[3:]]
     rows["ours, 2 workers, without `fast`"] = [measure(without, log)]
     assert digest(out / "ours") == digest(out / "ours2")
+    for workers in (1, 2):
+        rows[f"ours, {workers} workers"].append(
+            measure(ours(corpus, out / f"ours{workers}", vocab, merges, workers), log, True)
+        )
     made = {name: digest(out / name) for name in ("ours1", "ours2", "tokenizers", "tiktoken")}
     assert len(set(made.values())) == 1, made
     tell(out, f"all four wrote the same bytes, SHA-256 {made['ours1']}...; {size:.0f} MB of text")
@@ -208,8 +213,9 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
     for name, mine in rows.items():
         assert all(row["status"] == 0 for row in mine), name
         best_row = min(mine, key=lambda row: row["seconds"])
+        fast = [row for row in mine if not row["memory"]] or mine
         speeds[name] = size / best_row["seconds"]
-        middle = size / statistics.median(row["seconds"] for row in mine)
+        middle = size / statistics.median(row["seconds"] for row in fast)
         memory, one = (max(row[k] for row in mine) / 2**20 for k in ("memory", "one"))
         tell(
             out,
@@ -244,9 +250,11 @@ def growth(out: Path, corpus: str, vocab: str, merges: str, sizes: list[int]) ->
                 written += file.write(part[: part.rfind(b"\n") + 1] or part)
                 if len(part) < len(content):
                     break
-        row = measure(ours(str(path), out / "grown", vocab, merges, 2), out / "log.txt")
-        assert row["status"] == 0
-        speed, memory, one = written / 1e6 / row["seconds"], row["memory"] / 2**20, row["one"] / 2**20
+        row, watched = (
+            measure(ours(str(path), out / "grown", vocab, merges, 2), out / "log.txt", watch) for watch in (False, True)
+        )
+        assert row["status"] == watched["status"] == 0
+        speed, memory, one = written / 1e6 / row["seconds"], watched["memory"] / 2**20, watched["one"] / 2**20
         tell(
             out,
             f"{written / 1e6:8.0f} MB: {row['seconds']:7.2f} s, {speed:6.1f} MB/s, {row['cpu']:7.2f} CPU s, "
@@ -276,7 +284,7 @@ def pipe(out: Path, corpus: str, vocab: str, merges: str, gigabytes: float, limi
                 total[0] += end.write(content)
 
     threading.Thread(target=feed, daemon=True).start()
-    row = measure(ours("-", out / "pipe", vocab, merges, 2), out / "log.txt", stdin=read, preexec_fn=limited)
+    row = measure(ours("-", out / "pipe", vocab, merges, 2), out / "log.txt", True, stdin=read, preexec_fn=limited)
     speed, memory = total[0] / 1e6 / row["seconds"], row["memory"] / 2**20
     tell(
         out,
