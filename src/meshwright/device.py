@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
 
 # What shows whether the driver sees a device, and what may hide some from torch.
-TOOLS = {"cuda": "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
-HIDES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+NVIDIA = "cuda"
+TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
+HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 def pick(wanted: str, local_rank: int = 0) -> torch.device:
@@ -35,7 +36,7 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if there is None or kind not in ("auto", there.type):
         seen = f"torch sees {there.type} devices" if there is not None else "torch sees no such device"
-        if there is None and kind == "cuda":
+        if there is None and kind == NVIDIA:
             seen = "torch sees no GPU"
         raise UserError(
             f"--device {wanted}: {seen}" + (f" ({TOOLS[kind]} shows whether the driver does)" if kind in TOOLS else "")
@@ -88,7 +89,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 def has_kernels(device: torch.device) -> bool:
     """Whether our Triton kernels, FlexAttention's backward pass and compiled blocks run there: NVIDIA's and AMD's."""
-    return device.type == "cuda"
+    return device.type == NVIDIA
 
 
 def use(device: torch.device | None) -> None:

@@ -8,16 +8,14 @@ second process, and hands its errors to the loop that asks for the batch.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, starmap
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +29,6 @@ from meshwright.data.index_cache import Ints, Room, cached_indices
 from meshwright.data.indexed import Indexed, fingerprint
 from meshwright.data.samples import VERSION, build_indices, epochs_needed
 from meshwright.errors import BAD_DATA, UserError
-
-PAUSE = 2e-4  # seconds that the thread that reads ahead leaves to a step that has just begun
 
 
 class Dataset(Protocol):
@@ -277,38 +273,15 @@ class Loader:
         steps = self.steps()
         if self.workers == 0:
             yield from starmap(self.step, steps)
-        wanted: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
-        made: SimpleQueue[list[Batch] | BaseException] = SimpleQueue()
-        thread = Thread(target=self.read_ahead, args=(wanted, made), name="read-ahead", daemon=True)
-        thread.start()
+        thread = ThreadPoolExecutor(1, "read-ahead", devices.use, (self.device,))
         try:
-            for where in islice(steps, self.workers):
-                wanted.put(where)
+            ahead = deque(thread.submit(self.step, *where) for where in islice(steps, self.workers))
             for where in steps:
-                batches = made.get()
-                if isinstance(batches, BaseException):
-                    raise batches
-                wanted.put(where)
+                batches = ahead.popleft().result()
+                ahead.append(thread.submit(self.step, *where))
                 yield batches
         finally:
-            with contextlib.suppress(Empty):
-                while True:
-                    wanted.get_nowait()
-            wanted.put(None)
-            thread.join()
-
-    def read_ahead(
-        self, wanted: SimpleQueue[tuple[int, int] | None], made: SimpleQueue[list[Batch] | BaseException]
-    ) -> None:
-        """The thread: queues, for handing on takes a tenth of the time that the futures of an executor take."""
-        try:
-            devices.use(self.device)
-            while (where := wanted.get()) is not None:
-                if not made.empty():  # in time: who asked gets on with the step first, before both want the interpreter
-                    time.sleep(PAUSE)
-                made.put(self.step(*where))
-        except BaseException as error:  # raised again where the batch is asked for
-            made.put(error)
+            thread.shutdown(cancel_futures=True)
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """First sample and number of samples of each step."""
@@ -325,9 +298,9 @@ class Loader:
 
     def step(self, first: int, samples: int) -> list[Batch]:
         """This rank's slice of each block of the step."""
-        block = self.micro_batch * self.ranks
-        starts = range(first + self.rank * self.micro_batch, first + samples, block)
-        numbers = [n for start in starts for n in range(start, start + self.micro_batch)]
+        size = self.micro_batch
+        starts = range(first + self.rank * size, first + samples, size * self.ranks)
+        numbers = [n for start in starts for n in range(start, start + size)]
         if numbers[-1] >= len(self.dataset) and not self.wrap:
             raise UserError(
                 f"samples {first} to {first + samples - 1} are wanted, but the data set has {len(self.dataset)}: it was "
@@ -337,7 +310,6 @@ class Loader:
         text = self.texts(numbers)
         if text.min() < 0 or text.max() >= self.vocab_size:
             raise self.unknown_id(numbers, text)
-        size = self.micro_batch
         return [self.batch_of(numbers[k : k + size], text[k : k + size]) for k in range(0, len(numbers), size)]
 
     def texts(self, numbers: list[int]) -> npt.NDArray[np.int64]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright import device as devices
 from meshwright.errors import UserError
 from meshwright.kernels.linear import Waiting, compute, later
 from meshwright.parallel.layout import Layout
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from meshwright.data.loader import Batch
     from meshwright.model.gpt import GPT
 
-TRIED = {"cpu": ("2.13",), "cuda": ("2.11",)}  # versions of torch whose zero-bubble lists were run here, by device
+TRIED = {
+    "cpu": ("2.13",),
+    devices.NVIDIA: ("2.11",),
+}  # versions of torch whose zero-bubble lists were run here, by device
 
 # A part of the network, a micro-batch and the stream that comes in: the stream that goes out, or at the end the loss.
 Forward = Callable[["GPT", "Batch", Tensor | None], Tensor]
