@@ -65,8 +65,8 @@ class Told:
         names = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
         self.rows.append([float(named[n]) for n in names])
 
-    def validation(self, *told: Any) -> None:
-        self.rows.append([told[-1], 0.0, 0.0, 0.0, 0.0])
+    def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float, of: str = "") -> None:
+        self.rows.append([loss, 0.0, 0.0, 0.0, 0.0])
 
     def row(self, *told: Any, **more: Any) -> None:
         pass

@@ -213,7 +213,7 @@ def noted(tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path, packed):
     """kill -9 of all its processes at seeded moments; no .idx beside an incomplete .bin, ever."""
     corpus(tmp_path / "in.jsonl", 6000)
