@@ -575,7 +575,7 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
     status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), "--each-line")
     texts = [json.loads(line)["text"] for line in out.read_bytes().split(b"\n")[:-1]]
     assert status == 0 and texts == ["a\u2028b\fc\x85d\re\n", "\x1cf\n", " g", "a\u2028b\x85c"]
-    assert f"left out 1: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
+    assert f"left out 1 bad lines: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
 
 
 @pytest.mark.parametrize("each_line", [False, True])
@@ -593,9 +593,9 @@ def test_what_is_too_long_to_be_held_is_counted(
     status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given)
     texts = [json.loads(line).get("text") for line in out.read_text().splitlines()]
     if each_line:  # the line of ten and its line feed are eleven
-        assert texts == ["one\n", "two", "123456789\n", None] and "left out 4: " in told
+        assert texts == ["one\n", "two", "123456789\n", None] and "left out 4 bad lines: " in told
     else:
-        assert texts == ["123456789\n", None] and "left out 3: " in told
+        assert texts == ["123456789\n", None] and "left out 3 bad lines: " in told
     assert status == 0 and "longer than 10 bytes, first" in told
 
 

@@ -137,6 +137,17 @@ def test_a_full_disk_while_the_index_is_written(tmp_path, small, monkeypatch):
     assert made(tmp_path, "out") == made(tmp_path, "whole") and left(tmp_path, "out") == []
 
 
+def test_another_output_that_begins_alike_is_left_alone(tmp_path, small):
+    """A finished run removes the parts of ranks of its own output; another's may be hours of work."""
+    corpus(tmp_path / "a", 50)
+    names = ("{}_text_document.part00001.bin.tmp", "{}.part00001.progress")
+    for name in names:
+        for output in ("out", "out-b"):
+            (tmp_path / name.format(output)).touch()
+    work(tmp_path, "out", [tmp_path / "a"], workers=1)
+    assert left(tmp_path, "out") == sorted(name.format("out-b") for name in names)
+
+
 def test_many_small_inputs(tmp_path, small, monkeypatch):
     """What is noted of each piece does not grow with the number of inputs."""
     for n in range(300):

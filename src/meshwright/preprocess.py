@@ -7,7 +7,6 @@ several ranks, each takes a range of the input into files of its own, which are 
 
 from __future__ import annotations
 
-import copy
 import functools
 import glob
 import itertools
@@ -30,6 +29,7 @@ from meshwright.config import PreprocessConfig, Tokenizer, spelling
 from meshwright.data import crew, sentences
 from meshwright.data.encoding import Encoder, Made
 from meshwright.data.journal import Journal, is_there
+from meshwright.data.meter import LeftOut
 from meshwright.data.text import Input, Piece, broken, find_inputs, lines_before, look, place_of, shared
 from meshwright.data.writing import Writer, copy_part, make_room, publish, token_dtype
 from meshwright.errors import BAD_DATA, DONE, UserError
@@ -45,22 +45,14 @@ class Totals:
 
     documents: int = 0
     bytes: int = 0
-    bad: dict[str, tuple[int, str]] = field(default_factory=dict)  # kind: how many, place of the first
+    bad: LeftOut = field(default_factory=LeftOut)
     begun: float = field(default_factory=time.perf_counter)
     before: tuple[int, int] = (0, 0)  # documents and bytes that an interrupted run had done
-
-    def count(self, kind: str, count: int, place: str) -> None:
-        n, first = self.bad.get(kind, (0, place))
-        self.bad[kind] = (n + count, first)
 
     def line(self) -> str:
         seconds = max(time.perf_counter() - self.begun, 1e-9)
         documents, speed = self.documents - self.before[0], (self.bytes - self.before[1]) / MIB / seconds
         return f"Processed {self.documents} documents ({documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
-
-    def bad_lines(self) -> str:
-        kinds = "; ".join(f"{n:,} {kind}, first {place}" for kind, (n, place) in self.bad.items())
-        return f"{sum(n for n, _ in self.bad.values()):,} bad lines: {kinds}"
 
 
 def main(argv: list[str]) -> int:
@@ -169,12 +161,8 @@ class Share:
         self.mine = [self.ahead[-1] * n // world.size for n in (world.rank, world.rank + 1)]
         self.input = (-1, 0, 0)  # the present one, units of it so far, and the byte at which this rank began with it
         self.failed, self.looked = f"{p.output_prefix}.failed", 0.0
-        self.lock, self.snapshots, self.written, self.next = (
-            threading.Lock(),
-            dict[int, dict[str, Any]](),
-            set[int](),
-            0,
-        )
+        self.lock, self.next = threading.Lock(), 0
+        self.snapshots, self.written = dict[int, dict[str, Any]](), set[int]()
         self.last: dict[str, Any] | None = None
         self.show: Callable[[int], None] = lambda behind: None
 
@@ -216,7 +204,7 @@ class Share:
                 self.journal.is_kept = self.journal.state is not None  # else there is nothing to go on with
                 for writer in self.writers:
                     writer.is_kept = self.journal.is_kept
-                if self.world.size > 1:
+                if self.world.size > 1 and not os.path.exists(self.failed):  # the first to fail tells why
                     Path(self.failed).write_text(f"rank {self.world.rank}: {error}")
                 raise
             if self.world.size == 1:
@@ -227,10 +215,13 @@ class Share:
 
     def discard(self) -> None:
         """The parts of ranks, those of an interrupted run of another size too."""
-        output = glob.escape(str(self.config.preprocess.output_prefix))
-        for path in glob.glob(f"{output}*.part[0-9][0-9][0-9][0-9][0-9].*"):
-            if path.endswith((".tmp", ".progress")):
-                Path(path).unlink(missing_ok=True)
+        for output in (
+            str(self.config.preprocess.output_prefix),
+            *self.prefixes,
+        ):  # and of no other output that begins alike
+            for path in glob.glob(f"{glob.escape(output)}.part[0-9][0-9][0-9][0-9][0-9].*"):
+                if path.endswith((".tmp", ".progress")):
+                    Path(path).unlink(missing_ok=True)
 
     def part_names(self) -> list[str]:
         return [prefix + self.part for prefix in self.prefixes]
@@ -240,7 +231,7 @@ class Share:
         if begun:
             t.documents, t.bytes = t.before = (begun["documents"], begun["bytes"])
             self.input = tuple(begun["input"])
-            t.bad = {kind: (n, first) for kind, (n, first) in begun["bad"].items()}
+            t.bad = LeftOut({kind: (n, first) for kind, (n, first) in begun["bad"].items()})
             self.next = begun["pieces"]
             print(f"going on after {t.documents:,} documents of an interrupted run", file=self.stderr)
 
@@ -269,9 +260,9 @@ class Share:
             if piece.kind == "broken" and stop:
                 raise UserError(f"{broken(piece)}: fetch it again, or keep what is whole and {hint}", BAD_DATA)
             if piece.kind == "broken":
-                self.totals.count("input cut short", 1, f"{piece.path} ({piece.content})")
+                self.totals.bad.count("input cut short", 1, f"{piece.path} ({piece.content})")
             for kind, (count, unit) in made.bad.items():
-                self.totals.count(kind, count, "" if kind in self.totals.bad else self.place(piece, unit))
+                self.totals.bad.count(kind, count, "" if kind in self.totals.bad else self.place(piece, unit))
             self.input = (piece.number, self.input[1] + made.units, self.input[2])
             self.totals.documents += made.documents
             self.totals.bytes += made.bytes
@@ -282,7 +273,7 @@ class Share:
             t = self.totals
             self.last = self.snapshots[number] = {
                 "pieces": number + 1, "documents": t.documents, "bytes": t.bytes, "input": self.input,
-                "bad": copy.copy(t.bad), "lengths": [[w.tokens, w.sequences, w.documents] for w in self.writers],
+                "bad": dict(t.bad), "lengths": [[w.tokens, w.sequences, w.documents] for w in self.writers],
             }  # fmt: skip
             self.show(self.ahead[piece.number] + piece.behind - self.mine[0])
         return offsets
@@ -328,7 +319,7 @@ class Share:
     def require_tokens(self, tokens: list[int]) -> None:
         for key, count in zip(self.keys, tokens, strict=True):
             if not count:
-                reason = f" ({self.totals.bad_lines()})" if self.totals.bad else ""
+                reason = f" ({self.totals.bad})" if self.totals.bad else ""
                 paths = ", ".join(one.path for one in self.inputs)
                 raise UserError(f"no token under {key!r} in {paths}{reason}: nothing was written", BAD_DATA)
 
@@ -389,7 +380,7 @@ def together(team: Team, share: Share) -> None:
         totals.bytes += size
         totals.before = (totals.before[0] + before[0], totals.before[1] + before[1])
         for kind, (count, place) in bad.items():
-            totals.count(kind, count, place)
+            totals.bad.count(kind, count, place)
     counts = [team.gather((writer.tokens, writer.sequences, writer.documents)) for writer in share.writers]
     try:
         share.require_tokens([sum(tokens for tokens, _, _ in ranks) for ranks in counts])
@@ -407,7 +398,7 @@ def together(team: Team, share: Share) -> None:
 def report(share: Share, stdout: TextIO, stderr: TextIO) -> None:
     print(share.totals.line(), file=stderr)
     if share.totals.bad:
-        print(f"left out {share.totals.bad_lines()}", file=stderr)
+        print(f"left out {share.totals.bad}", file=stderr)
     for prefix, writer in zip(share.prefixes, share.writers, strict=True):
         size = writer.tokens * writer.dtype.itemsize
         print(

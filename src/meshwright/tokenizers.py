@@ -125,7 +125,7 @@ class GPT2BPE(_Bytewise):
     def _gigatoken(
         self, vocab: dict[str, int], merges: list[tuple[str, str]]
     ) -> Callable[[str], npt.NDArray[Any]] | None:
-        """Thirty times faster than tiktoken. Nothing in a text is special to it, for it is given no special token."""
+        """Several times faster than tiktoken. Nothing in a text is special to it, for it is given no special token."""
         try:
             from gigatoken.gigatoken_rs import BPETokenizer
         except ImportError:

@@ -27,7 +27,23 @@ ROWS = PIECES = 2048  # samples of a piece, and pieces that are walked side by s
 Floats = npt.NDArray[np.float64]
 
 
-class Blend:
+class Several:
+    """Samples that are those of other data sets."""
+
+    def _at(self, k: int) -> tuple[Dataset, int]:
+        """Which one's, and their number there."""
+        raise NotImplementedError
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        part, number = self._at(k)
+        return part[number]
+
+    def locate(self, k: int, position: int) -> str:
+        part, number = self._at(k)
+        return part.locate(number, position)
+
+
+class Blend(Several):
     """`size` samples out of `parts`; `weights` add up to 1 but for rounding."""
 
     def __init__(
@@ -58,14 +74,6 @@ class Blend:
 
     def __len__(self) -> int:
         return len(self.dataset_idx)
-
-    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        part, number = self._at(k)
-        return part[number]
-
-    def locate(self, k: int, position: int) -> str:
-        part, number = self._at(k)
-        return part.locate(number, position)
 
     def _at(self, k: int) -> tuple[Dataset, int]:
         if not 0 <= k < len(self):

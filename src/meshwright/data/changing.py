@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.blend import Blend
+from meshwright.data.blend import Blend, Several
 from meshwright.data.history import History
 from meshwright.data.loader import Dataset, Samples
 from meshwright.data.samples import BLOCK
 
 
-class Chain:
+class Chain(Several):
     """One data set after the other, each in full."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
@@ -29,14 +29,6 @@ class Chain:
     def append(self, part: Dataset) -> None:
         self.parts.append(part)
         self.ends.append(len(self) + len(part))
-
-    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        part, number = self._at(k)
-        return part[number]
-
-    def locate(self, k: int, position: int) -> str:
-        part, number = self._at(k)
-        return part.locate(number, position)
 
     def _at(self, k: int) -> tuple[Dataset, int]:
         if not 0 <= k < len(self):

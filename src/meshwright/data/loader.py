@@ -88,7 +88,7 @@ class Samples:
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """[samples, S + 1]: the same of many at once, a third of the time."""
-        indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
+        indexed, tokens, j = self.indexed, self.indexed.tokens, self.shuffle_idx[numbers].astype(np.int64)
         (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
         counts = last - first + 1
         stops = counts.cumsum()  # of each sample's pieces
@@ -97,11 +97,8 @@ class Samples:
         ends = begins + indexed.sizes[documents]
         ends[stops - 1] = begins[stops - 1] + end + 1
         begins[stops - counts] += offset
-        text = np.empty((len(j), self.seq_length + 1), np.int64)
-        tokens = indexed.tokens
         pieces = [tokens[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]  # of the memory-mapped file
-        np.concatenate(pieces, out=text.reshape(-1), casting="unsafe")
-        return text
+        return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
 
     def locate(self, k: int, position: int) -> str:
         for document, offset, length in self._pieces(k):

@@ -48,4 +48,4 @@ class LeftOut(dict[str, tuple[int, str]]):
 
     def __str__(self) -> str:
         kinds = "; ".join(f"{count:,} {kind}, first {place}" for kind, (count, place) in self.items())
-        return f"{sum(count for count, _ in self.values()):,}: {kinds}"
+        return f"{sum(count for count, _ in self.values()):,} bad lines: {kinds}"
