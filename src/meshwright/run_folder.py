@@ -26,6 +26,9 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
 def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
     """config.toml, which goes on with this run, and the vocabulary, so that generate needs no flags."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.toml.*.tmp", "report.html.*.tmp", "tokenizer/*.tmp"):  # a run that was killed left them
+        for left in folder.glob(name):
+            left.unlink(missing_ok=True)
     with replacing(folder / "config.toml") as file:
         # The name of a folder may be bytes that are no text: they come as lone surrogates and go as they came.
         file.write(flags.to_toml(as_continued(config)).encode(errors="surrogateescape"))
