@@ -174,13 +174,17 @@ def traced(name, trainer, step):
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-def test_compiled_layers_are_whole_graphs():
-    check([
-        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu --ffn-hidden-size 48",
+@pytest.mark.parametrize("line", [
+    "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu --ffn-hidden-size 48",
+    "--world-size 4 --context-parallel-size 2 --zero-stage 3",
+    pytest.param("--world-size 2 --zero-stage 1", marks=pytest.mark.long),
+    pytest.param(
         "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
-        "--world-size 4 --context-parallel-size 2 --zero-stage 3",
-        "--world-size 2 --zero-stage 1",
-    ], steps=2, around=traced)  # fmt: skip
+        marks=pytest.mark.long,
+    ),
+])  # fmt: skip
+def test_compiled_layers_are_whole_graphs(line):
+    check([line], steps=2, around=traced)
 
 
 # A vocabulary that nothing divides

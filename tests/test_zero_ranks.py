@@ -21,7 +21,14 @@ pytestmark = pytest.mark.whole  # seconds, not moments
 
 GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
 LAYOUTS = [{"shard": 2}, {"shard": 4}, {"replicas": 2, "shard": 2}, {"replicas": 2}]
-layouts = pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()))
+NAMES = {"ids": lambda s: "x".join(f"{k}{v}" for k, v in s.items())}
+layouts = pytest.mark.parametrize("sizes", LAYOUTS, **NAMES)
+# Two of them, and in `make test-long` the others: what has nothing of its own on more ranks of one kind.
+few = pytest.mark.parametrize(
+    "sizes",
+    [LAYOUTS[0], LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (LAYOUTS[1], LAYOUTS[3]))],
+    **NAMES,
+)
 STEPS = 4
 
 # The parameters that a micro-batch's loss does not depend on: the first and the last of a layer that the backward pass
@@ -231,7 +238,7 @@ def test_parameters_that_some_losses_do_not_depend_on(sizes, unused):
     on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
 
 
-@layouts
+@few
 @pytest.mark.parametrize("rule", ["sgd", "muon"])
 def test_other_rules_equal_one_process(sizes, rule):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED)
@@ -273,7 +280,7 @@ def check_low(layout, micro, dtype):
         assert apart < 0.1 * moved, (apart, moved)
 
 
-@layouts
+@few
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision(sizes, micro, dtype):
@@ -329,7 +336,7 @@ def check_non_finite(layout, dtype):
         assert same(snapshot(store), snapshot(undisturbed)) and same(everything(store), everything(undisturbed))
 
 
-@layouts
+@few
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_non_finite_number_on_one_rank_stops_all(sizes, dtype):
     on_ranks(check_non_finite, sizes, dtype)
@@ -346,7 +353,7 @@ def check_offload(layout):
         assert same(*outcomes), (dtype, stage)
 
 
-@layouts
+@few
 def test_offload_is_the_same(sizes):
     on_ranks(check_offload, sizes)
 
@@ -385,7 +392,7 @@ def check_taken_over(layout):
         hand_over(everything(taken[0][1]), taken[1][1])  # from stage to stage
 
 
-@layouts
+@few
 def test_a_state_is_taken_over(sizes):
     on_ranks(check_taken_over, sizes)
 
