@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from conftest import heard
+from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import inspect, native, store
 from meshwright.checkpoint.native import Entry, whole
 from meshwright.errors import BAD_DATA, LOCKED, UserError
@@ -341,9 +342,9 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_box_arithmetic() -> None:
-    box = native.Box((2, 0, 5), (3, 4, 2))
+    box = geometry.Box((2, 0, 5), (3, 4, 2))
     points = itertools.product(range(2, 5), range(4), range(5, 7))
-    assert [native.position(box, point) for point in points] == list(range(24))
+    assert [geometry.position(box, point) for point in points] == list(range(24))
 
 
 def test_overlaps_are_found() -> None:
@@ -351,16 +352,16 @@ def test_overlaps_are_found() -> None:
 
     def overlapping(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
         low, high = np.array(boxes, np.int64).reshape(len(boxes), 2, -1).transpose(1, 0, 2)
-        return native.overlapping(low, high)
+        return geometry.overlapping(low, high)
 
     rng = random.Random(0)
     found = 0
     for _ in range(2000):
         shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
-        boxes = [(o, native.plus(o, n)) for o, n in cut(shape, rng)]
+        boxes = [(o, geometry.plus(o, n)) for o, n in cut(shape, rng)]
         if not shape:
             boxes *= rng.randrange(1, 3)
-            assert native.overlapping(*np.zeros((2, len(boxes), 0), np.int64)) == (len(boxes) > 1)
+            assert geometry.overlapping(*np.zeros((2, len(boxes), 0), np.int64)) == (len(boxes) > 1)
             continue
         assert not overlapping(boxes)
         if rng.random() < 0.5:

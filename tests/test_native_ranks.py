@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 import ranks
 from conftest import heard
 from meshwright import console, preflight
+from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import inspect, native, store
 from meshwright.checkpoint.native import Entry, whole
 from meshwright.config import Checkpoint, Data, Tokenizer, TrainConfig
@@ -66,7 +67,7 @@ def sharded(shape: tuple[int, ...], dim: int, tp: int, zero: int, rank: int) -> 
     shift = tuple(part * local[dim] if d == dim else 0 for d in range(len(shape)))
     n = torch.Size(local).numel()
     boxes = shard.boxes(local, n * slice_ // zero, n * (slice_ + 1) // zero)
-    return [(native.plus(offset, shift), size) for offset, size in boxes]
+    return [(geometry.plus(offset, shift), size) for offset, size in boxes]
 
 
 def any_cutting(root: Path) -> None:

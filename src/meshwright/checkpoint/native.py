@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from meshwright.checkpoint import store
+from meshwright.checkpoint.boxes import Box, Shape, check_cover, inside, minus, not_empty, plus, position, strides
+from meshwright.checkpoint.sources import Named
 from meshwright.checkpoint.store import Damaged, Manifest, Produce, Write
 from meshwright.console import say
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -46,15 +45,7 @@ INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 32 << 20  # bytes: some 250,000 boxes
 PART = 16 << 20  # most bytes of a tensor in flight
 
-Shape = tuple[int, ...]
-
-
 Accept = Callable[[dict[str, Any], dict[str, Any]], None]
-
-
-class Box(NamedTuple):
-    offset: Shape
-    size: Shape
 
 
 class Entry(NamedTuple):
@@ -63,9 +54,6 @@ class Entry(NamedTuple):
     shape: Shape
     boxes: Sequence[tuple[Shape, Shape]]
     tensor: torch.Tensor
-
-
-Named = Mapping[str, tuple[Shape, Sequence[tuple[Shape, Shape]], "torch.Tensor"]]
 
 
 def whole(tensor: torch.Tensor) -> Entry:
@@ -158,20 +146,6 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 )
             known["boxes"] += mine["boxes"]
     return tensors
-
-
-def check_cover(index: Mapping[str, Any]) -> None:
-    """Every element of every tensor exactly once."""
-    for name, tensor in index.items():
-        form = len(tensor["boxes"]), len(tensor["shape"])
-        low, sizes = (np.array([b[of] for b in tensor["boxes"]], np.int64).reshape(form) for of in ("offset", "size"))
-        held, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
-        overlap = overlapping(low, low + sizes)
-        if held != size or overlap:
-            raise ValueError(
-                f"{name} {tuple(tensor['shape'])} has {size:,} elements, the boxes of all ranks hold {held:,}"
-                f"{', some of them twice' if overlap else ''}"
-            )
 
 
 def lay_out(named: Named) -> tuple[bytes, list[Run]]:
@@ -485,51 +459,6 @@ def check_names(folder: Path, stored: Mapping[str, Tensor], want: Mapping[str, A
 def conversions(stored: Mapping[str, Tensor], want: Mapping[str, Any]) -> list[str]:
     kinds = Counter((stored[name].dtype, tensor["dtype"]) for name, tensor in want.items())
     return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]
-
-
-# Boxes
-
-
-def plus(a: Shape, b: Shape) -> Shape:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def minus(a: Shape, b: Shape) -> Shape:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
-
-
-def not_empty(low: Shape, high: Shape) -> bool:
-    return all(a < b for a, b in zip(low, high, strict=True))
-
-
-def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool:
-    """Whether two of these boxes [n, dimensions] share an element. Compared only where they meet along the dimension that cuts
-    most: a thousand ranks give a tensor thousands of boxes."""
-    if len(low) < 2 or not low.shape[1]:
-        return len(low) > 1
-    d = max(range(low.shape[1]), key=lambda d: len(np.unique(low[:, d])))
-    order = low[:, d].argsort()
-    low, high = low[order], high[order]
-    ends = np.searchsorted(low[:, d], high[:, d])
-    return any(
-        bool((np.maximum(low[i], low[i + 1 : end]) < np.minimum(high[i], high[i + 1 : end])).all(axis=1).any())
-        for i, end in enumerate(ends.tolist())
-    )
-
-
-def strides(size: Shape) -> Shape:
-    return tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
-
-
-def position(box: Box, point: Shape) -> int:
-    """Number of the element `point` of the global tensor within the box."""
-    return sum(x * s for x, s in zip(minus(point, box.offset), strides(box.size), strict=True))
-
-
-def inside(box: Box, shape: Shape) -> bool:
-    return len(box.offset) == len(box.size) == len(shape) and all(
-        min(o, n) >= 0 and o + n <= s for o, n, s in zip(box.offset, box.size, shape, strict=True)
-    )
 
 
 def enclosing(stored: Stored, dtype: str, low: Shape, high: Shape) -> tuple[int, int]:

@@ -1,0 +1,73 @@
+"""Boxes of a tensor: where a part of it lies, what two parts share, whether parts make up the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    offset: Shape
+    size: Shape
+
+
+def check_cover(index: Mapping[str, Any]) -> None:
+    """Every element of every tensor exactly once."""
+    for name, tensor in index.items():
+        form = len(tensor["boxes"]), len(tensor["shape"])
+        low, sizes = (np.array([b[of] for b in tensor["boxes"]], np.int64).reshape(form) for of in ("offset", "size"))
+        held, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
+        overlap = overlapping(low, low + sizes)
+        if held != size or overlap:
+            raise ValueError(
+                f"{name} {tuple(tensor['shape'])} has {size:,} elements, the boxes of all ranks hold {held:,}"
+                f"{', some of them twice' if overlap else ''}"
+            )
+
+
+def plus(a: Shape, b: Shape) -> Shape:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def minus(a: Shape, b: Shape) -> Shape:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def not_empty(low: Shape, high: Shape) -> bool:
+    return all(a < b for a, b in zip(low, high, strict=True))
+
+
+def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool:
+    """Whether two of these boxes [n, dimensions] share an element. Compared only where they meet along the dimension that cuts
+    most: a thousand ranks give a tensor thousands of boxes."""
+    if len(low) < 2 or not low.shape[1]:
+        return len(low) > 1
+    d = max(range(low.shape[1]), key=lambda d: len(np.unique(low[:, d])))
+    order = low[:, d].argsort()
+    low, high = low[order], high[order]
+    ends = np.searchsorted(low[:, d], high[:, d])
+    return any(
+        bool((np.maximum(low[i], low[i + 1 : end]) < np.minimum(high[i], high[i + 1 : end])).all(axis=1).any())
+        for i, end in enumerate(ends.tolist())
+    )
+
+
+def strides(size: Shape) -> Shape:
+    return tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
+
+
+def position(box: Box, point: Shape) -> int:
+    """Number of the element `point` of the global tensor within the box."""
+    return sum(x * s for x, s in zip(minus(point, box.offset), strides(box.size), strict=True))
+
+
+def inside(box: Box, shape: Shape) -> bool:
+    return len(box.offset) == len(box.size) == len(shape) and all(
+        min(o, n) >= 0 and o + n <= s for o, n, s in zip(box.offset, box.size, shape, strict=True)
+    )

@@ -1,0 +1,142 @@
+"""A checkpoint of any program, opened: its tensors under our names, none of them read yet.
+
+Our own format is native.py's `Native`. Every other one is a `Mapped`: a table from our names to pieces, each a view of a
+mapped file that holds one box of our tensor. A matrix that is transposed there, cut over ranks, or whose rows lie in another
+order is a table of more and smaller views; nothing is copied before it is wanted, and then only what is wanted.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.checkpoint.boxes import Box, Shape, check_cover, minus, not_empty, plus
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.parallel import shard
+
+if TYPE_CHECKING:
+    import torch
+
+# What is loaded or saved: name -> (global shape, boxes as (offset, size), tensor). The tensor is contiguous and holds the
+# boxes' elements, each in row order, one box after the other.
+Named = Mapping[str, tuple[Shape, Sequence[tuple[Shape, Shape]], "torch.Tensor"]]
+
+
+class Known(NamedTuple):
+    """What is known of a tensor before it is read."""
+
+    shape: Shape
+    dtype: str  # torch's name: "float32"
+
+
+@dataclass
+class Source(abc.ABC):
+    """One step of a checkpoint.
+
+    Names are ours: `h.0.attn.qkv.weight`, and with optimizer state `h.0.attn.qkv.weight/exp_avg`.
+    """
+
+    kind: str  # in words: "Megatron", "Hugging Face"
+    folder: Path  # of the step, or the one file that it is
+    step: int
+    version: str = "3.0"  # Megatron's number of its format, for the log
+    config: dict[str, Any] = field(default_factory=dict)  # settings under our names, as many as are known
+    state: dict[str, Any] = field(default_factory=dict)  # as resume.State saves it; empty: it holds weights alone
+    vocab: int | None = None  # the true size; none: it does not say, and its tables have the padded one's rows
+    notes: list[str] = field(default_factory=list)  # to be said aloud
+
+    @property
+    @abc.abstractmethod
+    def tensors(self) -> Mapping[str, Known]: ...
+
+    @abc.abstractmethod
+    def fill(self, want: Named) -> None:
+        """Read what is wanted; names and shapes have been compared before."""
+
+    @abc.abstractmethod
+    def of_vocabulary(self, size: int) -> Source:
+        """The same without the rows that only fill a table up."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any("/" in name for name in self.tensors)
+
+
+class Piece(NamedTuple):
+    """A box of a tensor of ours, and a view of that size on what another program wrote."""
+
+    offset: Shape
+    tensor: torch.Tensor
+
+
+@dataclass
+class Mapped(Source):
+    """Pieces make up each tensor exactly once; that is checked here, so that no reader has to."""
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        index: dict[str, dict[str, Any]] = {}
+        for name, pieces in self.pieces.items():
+            ends = zip(*(plus(p.offset, tuple(p.tensor.shape)) for p in pieces), strict=True)
+            boxes = [{"offset": p.offset, "size": tuple(p.tensor.shape)} for p in pieces]
+            dtypes = {p.tensor.dtype for p in pieces}
+            if len(dtypes) > 1:
+                raise UserError(f"{self.folder}: the parts of {name} are of several types: {dtypes}", BAD_DATA)
+            index[name] = {"shape": tuple(map(max, ends)), "boxes": boxes}
+        try:
+            check_cover(index)
+        except ValueError as error:
+            raise UserError(f"{self.folder}: parts are missing or there twice: {error}", BAD_DATA) from error
+        self._tensors = {
+            name: Known(index[name]["shape"], str(pieces[0].tensor.dtype).removeprefix("torch."))
+            for name, pieces in self.pieces.items()
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, Known]:
+        return self._tensors
+
+    def fill(self, want: Named) -> None:
+        for name, (_, boxes, tensor) in want.items():
+            flat, start = tensor.detach().view(-1), 0
+            for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
+                end = start + math.prod(box.size)
+                self._fill_box(name, box, flat[start:end].view(box.size))
+                start = end
+
+    def _fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
+        for offset, theirs in self.pieces[name]:
+            low = tuple(map(max, box.offset, offset))
+            high = tuple(map(min, plus(box.offset, box.size), plus(offset, tuple(theirs.shape))))
+            if not_empty(low, high):
+                there = tuple(slice(a, b) for a, b in zip(minus(low, offset), minus(high, offset), strict=True))
+                here = tuple(slice(a, b) for a, b in zip(minus(low, box.offset), minus(high, box.offset), strict=True))
+                target[here].copy_(aligned(theirs[there]))
+
+    def of_vocabulary(self, size: int) -> Mapped:
+        cut = {}
+        for name, pieces in self.pieces.items():
+            if not shard.rule(name.partition("/")[0]).rows:
+                cut[name] = pieces
+                continue
+            rows = self.tensors[name].shape[0]
+            if rows < size:
+                raise UserError(f"{self.folder}: {name} has {rows:,} rows, the vocabulary {size:,} ids", BAD_DATA)
+            cut[name] = [Piece(p.offset, p.tensor[: size - p.offset[0]]) for p in pieces if p.offset[0] < size]
+        return dataclasses.replace(self, vocab=size, pieces=cut)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose numbers lie where a processor may read them: within a file they can begin at any byte."""
+    import torch
+
+    if tensor.data_ptr() % tensor.element_size() == 0 or not tensor.numel():
+        return tensor
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return torch.from_numpy(tensor.view(as_int).numpy().copy()).view(tensor.dtype)
