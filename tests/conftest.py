@@ -16,6 +16,7 @@ import pytest  # noqa: E402
 
 from meshwright import config as settings  # noqa: E402
 from meshwright import console, flags  # noqa: E402
+from meshwright.checkpoint import native, steps  # noqa: E402
 from meshwright.data.indexed import Indexed  # noqa: E402
 
 TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
@@ -40,6 +41,11 @@ TINY_FLAGS = [
         "--no-tensorboard",
     ),
 ]
+
+
+def opened(root: str | os.PathLike[str], step: int) -> native.Native:
+    """A step of ours, with its state and its settings."""
+    return native.open_step(steps.step_folder(os.fspath(root), step), step)
 
 
 @pytest.fixture(autouse=True)

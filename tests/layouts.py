@@ -104,7 +104,7 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     trainer.data = {name: Mock(VOCAB, 10**6, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
     trainer.metrics = Told()
     ending = Ending(config.training, time.perf_counter(), saves=False)
-    batches = trainer.batches(trainer.data["train"], 0, config.batch)
+    batches = trainer.batches(trainer.data["train"], trainer.progress.consumed_train_samples, config.batch)
     for step in range(steps):
         with around(name, trainer, step):
             trainer.step(batches, ending)

@@ -8,10 +8,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from conftest import TINY_FLAGS, heard
+from conftest import TINY_FLAGS, heard, opened
 from meshwright import checks, datapaths
 from meshwright.__main__ import main
-from meshwright.checkpoint import native
 from meshwright.config import Data, Logging, Tokenizer, TrainConfig, Training
 from meshwright.data.blend import Blend, normalised, samples_needed
 from meshwright.data.changing import Chain, used_of_each
@@ -472,7 +471,7 @@ def test_each_validation_set_has_its_line(files, capsys):
         (6, "validation", "ONE"), (6, "validation", "TWO"), (6, "test", "LAST")]  # fmt: skip
     losses = [r["loss"] for r in rows(files / "run", "validation")]
     assert losses[0] != losses[1] and losses[2] != losses[3]
-    state = native.read_state(files / "run", 6)
+    state = opened(files / "run", 6).state
     assert state["best_loss"] in (sum(losses[:2]) / 2, sum(losses[2:4]) / 2)
     again = main(["train", *FLAGS, "--train-iters=6", "--skip-train", "--load", "run", *run[len(FLAGS) + 2 :]])
     assert again == 0 and capsys.readouterr().out.count("validation loss at") == 3
@@ -516,7 +515,7 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     assert main([*run, *two, "--train-iters=6", "--save", "c", "--load", "a/iter_0000002", "--blend-change-at=8"]) == 0
     assert [r["loss"] for r in rows(files / "c", "step")] == whole[2:]
     assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # of a run that is done
-    assert native.read_state(files / "a", 6)["blends"]["blends"][1][0] == 8
+    assert opened(files / "a", 6).state["blends"]["blends"][1][0] == 8
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
     capsys.readouterr()
     dry = ["--train-iters=9", "--save", "a", "--load", "a", "--dry-run", "--tokenizer-type=NullTokenizer"]

@@ -72,7 +72,7 @@ def test_input(score, run, tmp_path):
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
     raw = TEXT[:50].encode()
-    model = engine.load(str(run), {}, Tokenizer(), torch.float64, torch.device("cpu"), "read").model
+    model = engine.load(str(run), {}, Tokenizer(), torch.float64, torch.device("cpu")).model
     with torch.no_grad():
         nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
     assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)

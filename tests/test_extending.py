@@ -18,6 +18,7 @@ import safetensors.numpy
 import torch
 from torch import nn
 
+from conftest import opened
 from meshwright import train
 from meshwright.__main__ import main
 from meshwright.compare import main as report
@@ -361,11 +362,10 @@ def test_data_of_ones_own_needs_no_files(tmp_path: Path) -> None:
     """Paths that are there by habit are neither looked for nor remembered."""
     from conftest import TINY_FLAGS
     from meshwright import flags
-    from meshwright.checkpoint import native
     from meshwright.config import TrainConfig
 
     argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
     config = flags.parse(TrainConfig, argv, "test").config
     data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
     assert train.run(config, datasets=data) == 0
-    assert native.read_config(tmp_path, 6)["data_fingerprint"] == []
+    assert opened(tmp_path, 6).config["data_fingerprint"] == []

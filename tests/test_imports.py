@@ -31,9 +31,9 @@ LAYERS = [
     ["tokenizers", "data", "kernels", "model", "lr_schedule", "trackers"],
     ["precision", "optimizer", "parallel", "start"],
     ["checkpoint", "metrics", "report"],
-    ["launch", "launched", "agent", "ending", "compare", "preprocess"],
+    ["launch", "launched", "agent", "ending", "compare", "preprocess", "convert"],
     ["network"],
-    ["resume", "run_folder", "preflight", "fit"],
+    ["saving", "resume", "run_folder", "preflight", "fit"],
     ["trainer"],
     ["train"],
     ["generate", "evaluate"],
@@ -48,7 +48,8 @@ NO_TORCH = ["errors", "config", "deepspeed", "flags", "device", "tokenizers", "l
             "evaluate", "__main__", "launch", "launched", "launchers", "start",
             "data.plan", "data.history", "datapaths", "data.indexed", "preprocess", "data.text", "data.crew", "data.samples",
             "data.commands", "data.ahead", "data.fetch", "data.look", "data.loose", "data.merge", "data.verify",
-            "model.counts", "checkpoint.store", "checkpoint.native", "checkpoint.inspect", "generate.command"]  # fmt: skip
+            "model.counts", "checkpoint.store", "checkpoint.native", "checkpoint.inspect", "checkpoint.steps", "checkpoint.loading",
+            "checkpoint.manifests", "checkpoint.sources", "saving", "convert", "generate.command"]  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:
@@ -112,7 +113,8 @@ def test_nothing_unpickles() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] + [getattr(node, "module", "") or ""]
-                assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & set(names), path
+                writer = path.name == "pickles.py"  # of files that torch.load reads
+                assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & set(names) or writer, path
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import TINY_FLAGS
+from conftest import TINY_FLAGS, opened
 from meshwright import network, report, trainer
 from meshwright.__main__ import main
-from meshwright.checkpoint import native, store
+from meshwright.checkpoint import manifests, native, steps, store
 from meshwright.data.writing import Writer
 from meshwright.tokenizers import train_bpe
 
@@ -42,7 +42,7 @@ def run(tmp_path, capsys):
 
 
 def steps_in(folder):
-    return sorted(store.steps(folder))
+    return sorted(steps.steps(folder))
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_skipped_iterations_use_up_their_samples(run, tmp_path):
     got = run(*flags, "--skip-train-iteration-range", "3-4", "--save", tmp_path / "s")
     assert got.column("iteration") == [1, 2, 5, 6] and got.column("consumed_samples") == [4, 8, 20, 24]
     assert "Skipped iterations 3 to 4 due to --skip-train-iteration-range flag." in got.out
-    state = native.read_state(tmp_path / "s", 6)
+    state = opened(tmp_path / "s", 6).state
     assert state["schedule_samples"] == 16 and state["optimizer_steps"] == 4
     assert state["skips"] == [[8, "passed over to 16"]]
     whole = run(*flags)
@@ -179,7 +179,7 @@ def test_accumulation_steps(run):
 def test_save_at_start(run, tmp_path):
     save = tmp_path / "save"
     assert run("--save-at-start", "--save", save).status == 0 and steps_in(save) == [0, 6]
-    assert native.read_state(save, 0)["consumed_train_samples"] == 0
+    assert opened(save, 0).state["consumed_train_samples"] == 0
     again = run("--load", save / "iter_0000000", "--save", tmp_path / "other", "--save-init")
     assert again.status == 0 and again.column("loss") == run().column("loss")
 
@@ -197,7 +197,7 @@ def test_keep_last_and_every(run, tmp_path, flags, left):
     save = tmp_path / "save"
     got = run("--save", save, "--save-interval", 1, *flags)
     assert got.status == 0 and steps_in(save) == left
-    assert store.latest(save) == (6, []) and not list(save.glob("*.tmp"))
+    assert steps.latest(save) == (6, []) and not list(save.glob("*.tmp"))
     assert len(re.findall(r" > removed step \d", got.out)) == 6 - len(left)
 
 
@@ -209,13 +209,13 @@ def test_keep_best(run, tmp_path, monkeypatch):
     skip = ("--on-nonfinite", "skip:1")
     got = run("--save", save, "--save-interval", 3, "--eval-interval", 1, "--keep-best", "--keep-last", 1, *skip)
     assert got.status == 0 and steps_in(save) == [2, 6]
-    assert (save / store.BEST).read_text() == "2"
-    state = native.read_state(save, 6)
+    assert (save / steps.BEST).read_text() == "2"
+    state = opened(save, 6).state
     assert (state["best_iteration"], state["best_loss"]) == (2, 3.0)
     made_up = iter([3.2, 2.9, 2.9, 2.9])  # a resumed run knows the best before it
     more = ("--train-iters", 8, "--override-opt_param-scheduler", "--eval-interval", 1)
     got = run("--save", save, "--load", save, "--keep-best", "--keep-last", 1, *more)
-    assert steps_in(save) == [8] and (save / store.BEST).read_text() == "8"
+    assert steps_in(save) == [8] and (save / steps.BEST).read_text() == "8"
 
 
 def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
@@ -244,7 +244,7 @@ def test_no_load_optim(run, tmp_path):
     run("--save", save)
     got = run("--load", save, "--no-load-optim", "--save", tmp_path / "b", *flags)
     assert got.status == 0 and got.column("iteration") == [7, 8]
-    assert native.read_state(tmp_path / "b", 8)["optimizer_steps"] == 2
+    assert opened(tmp_path / "b", 8).state["optimizer_steps"] == 2
     whole = run("--load", save, *flags)
     assert got.column("loss")[0] == whole.column("loss")[0] and got.column("loss")[1] != whole.column("loss")[1]
 
@@ -252,7 +252,7 @@ def test_no_load_optim(run, tmp_path):
 def test_no_save_optim(run, tmp_path):
     save = tmp_path / "a"
     run("--save", save, "--no-save-optim", "--train-iters", 3)
-    names = native.read_index(save / "iter_0000003", store.verify(save / "iter_0000003"))
+    names = native.read_index(save / "iter_0000003", manifests.verify(save / "iter_0000003"))
     assert names and not [n for n in names if "/" in n]
     refused = run("--load", save, "--override-opt_param-scheduler")
     assert refused.status == 65 and "--no-load-optim or --finetune" in refused.err
@@ -407,16 +407,16 @@ def test_overwriting_what_one_step_is_taken_from(run, tmp_path):
     got = run("--load", save / "iter_0000006", "--save", save, "--save-overwrite")
     assert got.status == 0 and got.column("iteration") == [] and steps_in(save) == [6]
     assert (save / "replaced-1" / "iter_0000006").is_dir()
-    store.verify(save / "iter_0000006", full=True)
+    manifests.verify(save / "iter_0000006", full=True)
 
 
 def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
     """The same command again writes it."""
     save = tmp_path / "save"
     run("--save", save, "--load", save)
-    (save / store.TRACKER).write_text("3")
+    (save / steps.TRACKER).write_text("3")
     got = run("--save", save, "--load", save)
-    assert got.status == 0 and (save / store.TRACKER).read_text() == "6"
+    assert got.status == 0 and (save / steps.TRACKER).read_text() == "6"
     assert "  successfully saved checkpoint at iteration       6 to" in got.out
 
 
@@ -438,14 +438,14 @@ def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "evaluate", lambda *a: next(losses))
     a, b = tmp_path / "a", tmp_path / "b"
     run("--save", a, "--eval-interval", 2, "--save-interval", 3, "--exit-interval", 5)
-    assert native.read_state(a, 5)["best_iteration"] == 2
+    assert opened(a, 5).state["best_iteration"] == 2
     more = ("--load", a, "--keep-best", "--eval-interval", 6)
     for save in (a, b):
         losses = iter([4.5, 4.5, 4.5])
-        assert run(*more, "--save", save).status == 0 and (save / store.BEST).read_text() == "6"
+        assert run(*more, "--save", save).status == 0 and (save / steps.BEST).read_text() == "6"
         if save == a:
             shutil.rmtree(a / "iter_0000006")
-            (a / store.TRACKER).write_text("5")
+            (a / steps.TRACKER).write_text("5")
 
 
 def test_skipped_ranges_leave_no_threads(run, after):
@@ -501,20 +501,20 @@ def test_more_epochs_are_another_order(run, tmp_path):
     save, data = tmp_path / "save", token_files(tmp_path)
     more = (*data, "--save", save, "--load", save, "--lr-decay-iters", 6)
     run(*more)
-    assert native.read_state(save, 6)["epochs"] == [[1, False]]
+    assert opened(save, 6).state["epochs"] == [[1, False]]
     assert "epoch" not in "".join(line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line)
     got = run(*more, "--train-iters", 8)
     assert (
         "note: the training set is now 2 epochs, the last one shuffled apart, at the checkpoint it was 1 epoch:"
         in got.out
     )
-    assert native.read_state(save, 8)["epochs"] == [[2, True]]
+    assert opened(save, 8).state["epochs"] == [[2, True]]
 
 
 def test_mock_data_asks_for_no_files(run, tmp_path):
     got = run("--data-path", tmp_path / "none", "--save", tmp_path / "save")
     assert got.status == 0 and "not read" in got.err
-    assert native.read_config(tmp_path / "save", 6)["data_fingerprint"] == []
+    assert opened(tmp_path / "save", 6).config["data_fingerprint"] == []
 
 
 def test_a_folder_whose_name_is_no_text(tmp_path):
@@ -549,7 +549,7 @@ def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, mo
     save = tmp_path / "save"
     got = run("--save", save, "--save-interval", every)
     assert got.status == 0 and steps_in(save)[-1] == 6 and got.column("reason", "end") == ["all iterations done"]
-    assert native.read_state(save, 6)["best_loss"] == 4.0  # of the loop's validations
+    assert opened(save, 6).state["best_loss"] == 4.0  # of the loop's validations
 
 
 @pytest.mark.parametrize(("flags", "status"), [((), 70), (("--on-nonfinite", "skip:1"), 0)])
@@ -561,7 +561,7 @@ def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, stat
     assert got.status == status and steps_in(save) == ([1, 2] if status else [1, 2, 3, 4, 5, 6])
     assert ("the loss on the valid set is nan" in got.err) == bool(status)
     if not status:
-        assert native.read_state(save, 6)["best_loss"] == 4.0
+        assert opened(save, 6).state["best_loss"] == 4.0
 
 
 @pytest.mark.parametrize(

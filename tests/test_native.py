@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from conftest import heard
+from conftest import heard, opened
 from meshwright.checkpoint import boxes as geometry
-from meshwright.checkpoint import inspect, native, store
+from meshwright.checkpoint import inspect, loading, manifests, native, steps, store
+from meshwright.checkpoint.loading import Means
 from meshwright.checkpoint.native import Entry, whole
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 
@@ -100,7 +101,7 @@ def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Against plain slicing; chunks and pieces small, so that both borders fall everywhere."""
     rng = random.Random(0)
     for trial in range(60):
-        monkeypatch.setattr(store, "CHUNK", rng.choice([64, 200, 4096]))
+        monkeypatch.setattr(manifests, "CHUNK", rng.choice([64, 200, 4096]))
         monkeypatch.setattr(native, "PART", rng.choice([16, 64, 1000]))
         fulls, saved, want, expected = {}, {}, {}, {}
         for i in range(4):
@@ -115,13 +116,13 @@ def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             buffer = torch.full((expected[name].numel() + 7,), 1).to(dtype)  # a slice of a flat buffer
             want[name] = Entry(shape, boxes, buffer[3:-4])
         native.save(tmp_path, trial, saved, {})
-        native.load(tmp_path, want)
+        loading.load(tmp_path, want)
         for name in fulls:
             assert torch.equal(want[name].tensor, expected[name]), (trial, name)
             rest = want[name].tensor._base
             assert rest is not None and bool((rest[:3] == 1).all()) and bool((rest[-4:] == 1).all())
-        shutil.rmtree(store.step_folder(tmp_path, trial))
-        (tmp_path / store.TRACKER).unlink()
+        shutil.rmtree(steps.step_folder(tmp_path, trial))
+        (tmp_path / steps.TRACKER).unlink()
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:
@@ -136,14 +137,14 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
             read = file.get_tensor(name)
             assert torch.equal(read, entry.tensor) and read.dtype == entry.tensor.dtype
         assert torch.equal(file.get_tensor("part[3:4,1:6]"), full[3:4, 1:6])
-    index = store.parse_json((tmp_path / "iter_0000001" / native.INDEX).read_bytes(), tmp_path)["tensors"]
+    index = manifests.parse_json((tmp_path / "iter_0000001" / native.INDEX).read_bytes(), tmp_path)["tensors"]
     for tensor in index.values():  # every element aligned, for readers that map the file
         assert all(box["begin"] % native.SIZES[tensor["dtype"]] == 0 for box in tensor["boxes"])
 
 
 def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     with heard() as (said, _):
-        assert native.load(tmp_path, {}) is None
+        assert loading.load(tmp_path, {}) is None
     assert said == [
         f"WARNING: could not find the metadata file {tmp_path}/latest_checkpointed_iteration.txt",
         "    will not load any checkpoints and will start from random",
@@ -157,7 +158,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     ]
     want = blank(named)
     with heard() as (said, _):
-        loaded = native.load(tmp_path, want)
+        loaded = loading.load(tmp_path, want)
     assert loaded == (5000, state(5000)) and same(named, want)
     assert said == [
         f" loading checkpoint from {tmp_path} at iteration 5000",
@@ -169,7 +170,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
 def test_a_step_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     assert "never overwritten" in error_of(lambda: save(tmp_path, 1, seed=3), LOCKED)
-    native.load(tmp_path, want := blank(named))
+    loading.load(tmp_path, want := blank(named))
     assert same(named, want)
 
 
@@ -178,34 +179,34 @@ def test_200_bit_flips_never_load(tmp_path: Path) -> None:
     rng = random.Random(0)
     good = save(tmp_path, 1)
     save(tmp_path, 2, seed=10)
-    folder = store.step_folder(tmp_path, 2)
+    folder = steps.step_folder(tmp_path, 2)
     for i in range(200):
         path = sorted(folder.iterdir())[i % 5]
         bit = rng.randrange(8 * path.stat().st_size)
         flip(path, bit)
-        error_of(lambda: store.verify(folder, full=True))
+        error_of(lambda: manifests.verify(folder, full=True))
         if i < 50:
             want = blank(good)
             verify = "full" if path.name == native.CONFIG else "read"
             with heard() as (said, _):
-                loaded = native.load(tmp_path, want, verify=verify)
+                loaded = loading.load(tmp_path, want, means=Means(verify))
             assert loaded is not None and loaded.step == 1 and same(good, want)
             assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
         flip(path, bit)
-    loaded = native.load(tmp_path, blank(good))
+    loaded = loading.load(tmp_path, blank(good))
     assert loaded is not None and loaded.step == 2
 
 
 def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "CHUNK", 64)
+    monkeypatch.setattr(manifests, "CHUNK", 64)
     named = save(tmp_path, 1)
-    path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
+    path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     flip(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
     want = {name: entry for name, entry in blank(named).items() if "/" not in name}
-    assert native.load(tmp_path, want, optimizer=False) and same(want, named)
-    assert path.name in error_of(lambda: native.load(tmp_path, want, optimizer=False, verify="full"))
-    assert path.name in error_of(lambda: native.load(tmp_path, blank(named)))
-    assert path.name in error_of(lambda: native.load(tmp_path, blank(named), step=1))
+    assert loading.load(tmp_path, want, optimizer=False) and same(want, named)
+    assert path.name in error_of(lambda: loading.load(tmp_path, want, optimizer=False, means=Means("full")))
+    assert path.name in error_of(lambda: loading.load(tmp_path, blank(named)))
+    assert path.name in error_of(lambda: loading.load(steps.step_folder(tmp_path, 1), blank(named)))
 
 
 def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
@@ -215,12 +216,12 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
     del want["ln_f.bias/exp_avg"]
     want["wte.weight"] = whole(torch.zeros(60, 8))
     want["h.1.ln_1.weight"] = whole(torch.zeros(3))
-    message = error_of(lambda: native.load(tmp_path, want))
+    message = error_of(lambda: loading.load(tmp_path, want))
     assert "wte.weight: the model has (60, 8), the checkpoint (50, 8)" in message
     assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
     assert not want["wte.weight"].tensor.any()  # told before anything was touched
-    message = error_of(lambda: native.load(tmp_path, want, optimizer=False))
+    message = error_of(lambda: loading.load(tmp_path, want, optimizer=False))
     assert "ln_f.bias/exp_avg" not in message
 
 
@@ -228,19 +229,19 @@ def test_another_dtype_is_converted_and_said(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     want = blank(model(dtype=torch.bfloat16))
     with heard() as (said, _):
-        native.load(tmp_path, want)
+        loading.load(tmp_path, want)
     assert " 6 tensors converted from F32 to BF16" in said
     assert all(torch.equal(want[name].tensor, named[name].tensor.bfloat16()) for name in named)
 
 
 def hostile(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
     """Somebody edits the index and makes every hash right again."""
-    index = store.parse_json((folder / native.INDEX).read_bytes(), folder)
+    index = manifests.parse_json((folder / native.INDEX).read_bytes(), folder)
     change(index["tensors"]["wte.weight"])
-    manifest = store.read_manifest(folder)
+    manifest = manifests.read_manifest(folder)
     (folder / native.INDEX).unlink()
     manifest[native.INDEX] = store.write_file(folder / native.INDEX, lambda write: write(native.as_json(index)))
-    (folder / store.MANIFEST).write_bytes(store.encode_manifest(manifest))
+    (folder / manifests.MANIFEST).write_bytes(manifests.encode_manifest(manifest))
 
 
 BOX = {"file": "rank_00000.safetensors", "offset": [0, 0]}
@@ -264,21 +265,21 @@ BOX = {"file": "rank_00000.safetensors", "offset": [0, 0]}
 )
 def test_a_hostile_index(tmp_path: Path, change: dict[str, object]) -> None:
     named = save(tmp_path, 1)
-    hostile(store.step_folder(tmp_path, 1), lambda tensor: tensor.update(change))
-    assert native.INDEX in error_of(lambda: native.load(tmp_path, blank(named)))
+    hostile(steps.step_folder(tmp_path, 1), lambda tensor: tensor.update(change))
+    assert native.INDEX in error_of(lambda: loading.load(tmp_path, blank(named)))
 
 
 def test_a_billion_rows_are_compared_not_allocated(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
-    hostile(store.step_folder(tmp_path, 1), lambda tensor: tensor.update({"shape": [10**9, 10**9]}))
-    assert "(1000000000, 1000000000)" in error_of(lambda: native.load(tmp_path, blank(named)))
+    hostile(steps.step_folder(tmp_path, 1), lambda tensor: tensor.update({"shape": [10**9, 10**9]}))
+    assert "(1000000000, 1000000000)" in error_of(lambda: loading.load(tmp_path, blank(named)))
 
 
 def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
-    path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
+    path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     path.write_bytes(struct.pack("<Q", 1 << 40) + path.read_bytes()[8:])
-    assert path.name in error_of(lambda: native.load(tmp_path, blank(named)))
+    assert path.name in error_of(lambda: loading.load(tmp_path, blank(named)))
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     want = torch.full((6250 * 4000,), 2.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     native.save(tmp_path, 1, {"x": whole(big)}, {})
-    native.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)})
+    loading.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)})
     assert bool((want == 1).all())
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 160 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and what threads of 16 cores keep
@@ -312,7 +313,7 @@ def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
         save(tmp_path, 1)
     with pytest.raises(RuntimeError):
         native.save(tmp_path, 1, {"x": whole(torch.zeros(2, 3).t())}, {})
-    assert store.steps(tmp_path) == []
+    assert steps.steps(tmp_path) == []
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +321,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 2)
     assert inspect.main([str(tmp_path)]) == 0
     capsys.readouterr()
-    (store.step_folder(tmp_path, 1) / native.STATE).unlink()
+    (steps.step_folder(tmp_path, 1) / native.STATE).unlink()
     error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))  # one damaged step is told, and by the status too
     shown = capsys.readouterr().out
     for part in (
@@ -337,8 +338,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"there is no folder {tmp_path}/none" in error_of(lambda: inspect.main([str(tmp_path / "none")]))
     (tmp_path / "tok").mkdir()
     assert f"{tmp_path}/tok holds no checkpoints" in error_of(lambda: inspect.main([str(tmp_path / "tok")]))
-    assert native.read_state(tmp_path, 2) == state(2)
-    assert native.read_config(tmp_path, 2) == {"num_layers": 1}
+    assert opened(tmp_path, 2).state == state(2)
+    assert opened(tmp_path, 2).config == {"num_layers": 1}
 
 
 def test_box_arithmetic() -> None:

@@ -22,8 +22,10 @@ import ranks
 from conftest import heard
 from meshwright import console, preflight
 from meshwright.checkpoint import boxes as geometry
-from meshwright.checkpoint import inspect, native, store
+from meshwright.checkpoint import inspect, loading, manifests, native, steps, store
+from meshwright.checkpoint.loading import Means
 from meshwright.checkpoint.native import Entry, whole
+from meshwright.checkpoint.sources import Source
 from meshwright.config import Checkpoint, Data, Tokenizer, TrainConfig
 from meshwright.data import datasets
 from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
@@ -77,7 +79,7 @@ def any_cutting(root: Path) -> None:
     for trial in range(16):
         how = ("one rank", "random boxes", "slices", "columns and slices")[trial % 4]
         common, own = random.Random(trial), random.Random(100 * trial + everybody.rank)
-        store.CHUNK, native.PART = common.choice([64, 200, 4096]), common.choice([16, 64, 1000])
+        manifests.CHUNK, native.PART = common.choice([64, 200, 4096]), common.choice([16, 64, 1000])
         fulls, saved = {}, {}
         for i in range(5):
             shape = tuple(common.randrange(1, 9) for _ in range(common.randrange(1, 4) if i else 0))
@@ -96,7 +98,7 @@ def any_cutting(root: Path) -> None:
                 saved[f"t{i}"] = entry(full, boxes)
         native.save(root, trial, saved, {"trial": trial}, team=everybody)
         for number, holds in enumerate(everybody.gather(any(e.boxes for e in saved.values()))):
-            assert (store.step_folder(root, trial) / f"rank_{number:05d}.safetensors").exists() == holds
+            assert (steps.step_folder(root, trial) / f"rank_{number:05d}.safetensors").exists() == holds
         for t in teams:
             if everybody.rank < t.size:
                 want = {}
@@ -106,7 +108,7 @@ def any_cutting(root: Path) -> None:
                         want[name] = entry(full, boxes)
                 filled = blank(want)
                 verify = common.choice(["read", "full"])
-                assert native.load(root, filled, verify=verify, team=t) == (trial, {"trial": trial})
+                assert loading.load(root, filled, means=Means(verify), team=t) == (trial, {"trial": trial})
                 assert same(want, filled)
             everybody.wait()
 
@@ -154,19 +156,19 @@ def a_step_again(root: Path) -> None:
     assert said == t.leads * [
         f"saving checkpoint at iteration       5 to {root}", f"  successfully saved checkpoint at iteration       5 to {root}",
     ]  # fmt: skip
-    written = store.step_folder(root, 5).stat().st_ino
+    written = steps.step_folder(root, 5).stat().st_ino
     assert "never overwritten" in error_of(lambda: save(root, 5, mine(t, 1)), LOCKED)
     assert "never overwritten" in error_of(lambda: save(root, 5, whole_ones() if t.leads else {}), LOCKED)
-    assert store.step_folder(root, 5).stat().st_ino == written
+    assert steps.step_folder(root, 5).stat().st_ino == written
     t.wait()
     if t.leads:
-        flip(store.step_folder(root, 5) / "rank_00002.safetensors", 8 * 600)
+        flip(steps.step_folder(root, 5) / "rank_00002.safetensors", 8 * 600)
     t.wait()
     with heard() as (said, _):
         save(root, 5, mine(t))
     assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[1:2] * t.leads
     assert (root / "iter_0000005.damaged").is_dir()
-    store.verify(store.step_folder(root, 5), full=True)
+    manifests.verify(steps.step_folder(root, 5), full=True)
 
 
 def test_a_whole_step_is_refused_and_a_damaged_one_written_anew(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def disk_full(root: Path) -> None:
     assert needed < int(message.split("needs ")[1].split(" bytes")[0].replace(",", "")) < needed + 8000
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     t.wait()
-    assert store.listing(root) == ["iter_0000001", store.TRACKER]
+    assert steps.listing(root) == ["iter_0000001", steps.TRACKER]
     assert native.bytes_of(mine(t), t) == needed
     message = error_of(lambda: store.check_writable(root, 1 << 60, t), IO)
     assert f"{2 << 60:,}" in message
@@ -220,67 +222,69 @@ def defects(root: Path) -> None:
     if t.leads:
         assert str(caught.value).startswith("rank 1: ValueError: x") and caught.value.status == UNEXPECTED  # type: ignore[union-attr,attr-defined]
     t.wait()
-    assert store.listing(root) == []
+    assert steps.listing(root) == []
 
 
 def test_the_boxes_of_all_ranks_cover_every_tensor_once(tmp_path: Path) -> None:
     run_ranks(defects, 2, tmp_path)
 
 
-def loading(root: Path) -> None:
+def loads(root: Path) -> None:
     t = team()
     with heard() as (said, _):
-        assert native.load(root / "none", mine(t), team=t) is None
+        assert loading.load(root / "none", mine(t), team=t) is None
     assert len(said) == 2 * t.leads
     for step in (1, 2, 3):
         save(root, step, mine(t, 10 * step))
     if t.leads:  # a part that rank 2 alone reads
-        flip(store.step_folder(root, 3) / "rank_00002.safetensors", 8 * 600)
+        flip(steps.step_folder(root, 3) / "rank_00002.safetensors", 8 * 600)
     t.wait()
     want, seen = blank(mine(t)), list[int]()
 
-    def accept(state: dict[str, int], config: dict[str, int]) -> None:
-        assert config == {"of": 4}
-        seen.append(state["iteration"])
+    def accept(source: Source) -> Source:
+        assert source.config == {"of": 4}
+        seen.append(source.state["iteration"])
+        return source
 
     with heard() as (said, _):
-        loaded = native.load(root, want, accept=accept, team=t)
+        loaded = loading.load(root, want, accept=accept, team=t)
     assert loaded == (2, {"iteration": 2}) and same(mine(t, 20), want) and seen == [3, 2]
     assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.leads
-    message = error_of(lambda: native.load(root, want, step=3, team=t))
+    message = error_of(lambda: loading.load(steps.step_folder(root, 3), want, team=t))
     assert "rank_00002" in message
     if t.leads:  # full verification is shared out, and finds what nobody reads
-        flip(store.step_folder(root, 2) / native.CONFIG, 8)
+        flip(steps.step_folder(root, 2) / native.CONFIG, 8)
     t.wait()
-    assert native.load(root, want, verify="full", team=t) == (1, {"iteration": 1})
+    assert loading.load(root, want, means=Means("full"), team=t) == (1, {"iteration": 1})
     assert same(mine(t, 10), want)
 
-    def refuse(state: object, config: object) -> None:
+    def refuse(source: Source) -> Source:
         if t.rank == 1:
             raise UserError("not this one", 2)
+        return source
 
-    assert error_of(lambda: native.load(root, want, accept=refuse, team=t), 2) == "not this one"
+    assert error_of(lambda: loading.load(root, want, accept=refuse, team=t), 2) == "not this one"
     if t.rank == 1:
         want["x"] = whole(torch.zeros(3))
     if t.rank > 1:
         del want["ln_f.bias"]
-    message = error_of(lambda: native.load(root, want, team=t))
+    message = error_of(lambda: loading.load(root, want, team=t))
     assert "x: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias: the model has none, the checkpoint has (8,)" in message and message.count("\n") == 2
     half = {n: Entry(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()}
     with heard() as (said, _):
-        native.load(root, half, step=1, team=t)
+        loading.load(steps.step_folder(root, 1), half, team=t)
     assert (" 4 tensors converted from F32 to BF16" in said) == t.leads
     if t.leads:
         for step in (1, 2, 3):
-            (store.step_folder(root, step) / native.STATE).unlink()
+            (steps.step_folder(root, step) / native.STATE).unlink()
     t.wait()
-    message = error_of(lambda: native.load(root, half, team=t))
+    message = error_of(lambda: loading.load(root, half, team=t))
     assert all(f"iter_000000{step}" in message for step in (1, 2, 3))
 
 
 def test_all_ranks_load_the_same_step(tmp_path: Path) -> None:
-    run_ranks(loading, 4, tmp_path)
+    run_ranks(loads, 4, tmp_path)
 
 
 def not_shared(root: Path) -> None:
@@ -301,17 +305,17 @@ def not_shared(root: Path) -> None:
     native.save(root / "node0", 1, whole_ones(), {}) if t.leads else None
     t.wait()
     with pytest.raises(UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"):
-        native.load(here, blank(mine(t)), team=t)
+        loading.load(here, blank(mine(t)), team=t)
     if t.rank:
         native.save(here, 1, whole_ones(1), {})
     t.wait()
     with pytest.raises(UserError, match="rank 1 sees another"):
-        native.load(here, blank(mine(t)), team=t)
+        loading.load(here, blank(mine(t)), team=t)
     if t.rank:
         shutil.rmtree(here)
         shutil.copytree(root / "node0", here)
     t.wait()
-    assert native.load(here, want := blank(mine(t)), team=t)  # copies are as good
+    assert loading.load(here, want := blank(mine(t)), team=t)  # copies are as good
     assert same(mine(t), want)
 
 
@@ -343,15 +347,15 @@ def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str
     for process in context.processes:
         process.join(30)
     assert [p.exitcode for p in context.processes] == [-signal.SIGKILL if n == who else 1 for n in range(2)]
-    step, _ = store.latest(root)
+    step, _ = steps.latest(root)
     assert step == (2 if point in OF_RANK_0[2:] else 1)
-    store.verify(store.step_folder(root, step), full=True)
+    manifests.verify(steps.step_folder(root, step), full=True)
     if step == 2:  # as a run does that goes on behind it
         native.save(root, 3, whole_ones(7), {"iteration": 3})
     else:
         native.save(root, 2, whole_ones(7), {"iteration": 2})
-    assert store.latest(root)[0] in (2, 3) and not list(root.glob("*.tmp"))
-    native.load(root, want := blank(whole_ones()))
+    assert steps.latest(root)[0] in (2, 3) and not list(root.glob("*.tmp"))
+    loading.load(root, want := blank(whole_ones()))
     assert same(whole_ones(7), want)
 
 
@@ -368,10 +372,10 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "rank_00001.safetensors [0:48,4:8]", "rank_00003.safetensors [1:2,0:16,0:8]",
     ):  # fmt: skip
         assert part in shown, (part, shown)
-    (store.step_folder(tmp_path, 1) / "rank_00003.safetensors").unlink()
+    (steps.step_folder(tmp_path, 1) / "rank_00003.safetensors").unlink()
     with pytest.raises(UserError, match="rank_00003"):
         inspect.main([str(tmp_path)])
-    assert json.loads((store.step_folder(tmp_path, 1) / native.INDEX).read_text())
+    assert json.loads((steps.step_folder(tmp_path, 1) / native.INDEX).read_text())
 
 
 def other_files(folder: Path) -> None:

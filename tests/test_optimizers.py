@@ -9,7 +9,7 @@ from torch import nn
 
 from conftest import TINY
 from meshwright import optimizer
-from meshwright.checkpoint import native
+from meshwright.checkpoint import loading, native
 from meshwright.config import Optimizer
 from meshwright.parallel.zero import ParameterStore
 from test_flag_effects import run  # noqa: F401, a fixture
@@ -262,7 +262,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(rule, dtype, tmp_path):
     assert all(t.dtype is torch.float32 for _, _, t in named.values())
 
     other, again = make(GATED, o, dtype=dtype, seed=2)
-    native.load(tmp_path, again.named_state())
+    loading.load(tmp_path, again.named_state())
     again.publish_weights()
     again.steps = store.steps
     assert same(snapshot(store), snapshot(again))

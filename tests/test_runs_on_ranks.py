@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import TINY_FLAGS
+from conftest import TINY_FLAGS, opened
 from meshwright.__main__ import main
-from meshwright.checkpoint import native
 from meshwright.data.writing import Writer
 from ranks import run_programs
 
@@ -145,7 +144,7 @@ def test_the_clock_ends_all(tmp_path):
     )  # fmt: skip
     assert statuses == [0] * 4, told[0][-3000:]
     (step,) = (tmp_path / "run").glob("iter_*")
-    assert 0 < native.read_state(tmp_path / "run", int(step.name[5:]))["iteration"] < 100000
+    assert 0 < opened(tmp_path / "run", int(step.name[5:])).state["iteration"] < 100000
     assert "exiting program at iteration" in told[0]
 
 

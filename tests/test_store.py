@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import heard
-from meshwright.checkpoint import store
+from meshwright.checkpoint import manifests, steps, store
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
 
 POINTS = (
@@ -27,7 +27,7 @@ POINTS = (
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "CHUNK", 64)  # so that small files have many
+    monkeypatch.setattr(manifests, "CHUNK", 64)  # so that small files have many
 
 
 def content(step: int) -> dict[str, store.Produce]:
@@ -46,14 +46,14 @@ def publish(root: Path, step: int, seed: int | None = None) -> None:
 
 def publish_if_not_there(root: Path, step: int) -> None:
     """As a run does that was killed: it goes on behind the newest step."""
-    if store.latest(root)[0] != step or "rank" in damaged(store.step_folder(root, step)):
+    if steps.latest(root)[0] != step or "rank" in damaged(steps.step_folder(root, step)):
         publish(root, step)
 
 
 def damaged(folder: Path) -> str:
     try:
-        store.verify(folder, full=True)
-    except store.Damaged as damage:
+        manifests.verify(folder, full=True)
+    except manifests.Damaged as damage:
         return str(damage)
     return ""
 
@@ -115,30 +115,30 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
         publish(tmp_path, 1)
     if case == "a damaged step again":
         publish(tmp_path, 2)
-        damage(store.step_folder(tmp_path, 2) / "rank_00000.safetensors", 700)
+        damage(steps.step_folder(tmp_path, 2) / "rank_00000.safetensors", 700)
     kills = 0
     for occurrence in (1, 2):
         if not killed_at(point, occurrence, lambda: publish_if_not_there(tmp_path, 2)):
             break
         kills += 1
-        step, _ = store.latest(tmp_path)
+        step, _ = steps.latest(tmp_path)
         assert step in ({None, 2} if case == "first step" else {1, 2})
         if step == 1 or (step == 2 and case != "a damaged step again"):
-            store.verify(store.step_folder(tmp_path, step), full=True)
+            manifests.verify(steps.step_folder(tmp_path, step), full=True)
         assert len(list(tmp_path.glob("*.tmp"))) <= 2  # the step and the tracker
     assert kills
     publish_if_not_there(tmp_path, 2)
     publish(tmp_path, 3)
-    assert store.latest(tmp_path) == (3, [])
-    for step in store.steps(tmp_path):
-        store.verify(store.step_folder(tmp_path, step), full=True)
+    assert steps.latest(tmp_path) == (3, [])
+    for step in steps.steps(tmp_path):
+        manifests.verify(steps.step_folder(tmp_path, step), full=True)
     assert not list(tmp_path.glob("*.tmp"))
-    assert (tmp_path / store.TRACKER).read_bytes() == b"3"
+    assert (tmp_path / steps.TRACKER).read_bytes() == b"3"
 
 
 def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
     publish(tmp_path, 1)
-    folder = store.step_folder(tmp_path, 1)
+    folder = steps.step_folder(tmp_path, 1)
     files = [(path, path.read_bytes()) for path in sorted(folder.iterdir())]
     assert len(files) == 3
     random_ = random.Random(0)
@@ -148,38 +148,38 @@ def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
         bent = bytearray(whole)
         bent[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bent)
-        error_of(lambda: store.verify(folder, full=True))
+        error_of(lambda: manifests.verify(folder, full=True))
         path.write_bytes(whole)
-    store.verify(folder, full=True)
+    manifests.verify(folder, full=True)
 
 
 def test_damage_names_file_and_offset(tmp_path: Path) -> None:
     publish(tmp_path, 1)
-    folder = store.step_folder(tmp_path, 1)
+    folder = steps.step_folder(tmp_path, 1)
     damage(folder / "rank_00000.safetensors", 700)
-    assert store.latest(tmp_path) == (1, [])  # manifest and sizes hold
-    assert "rank_00000.safetensors: bytes 640 to 704" in error_of(lambda: store.verify(folder, full=True))
+    assert steps.latest(tmp_path) == (1, [])  # manifest and sizes hold
+    assert "rank_00000.safetensors: bytes 640 to 704" in error_of(lambda: manifests.verify(folder, full=True))
 
 
 def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
     publish(tmp_path, 1)
-    path = store.step_folder(tmp_path, 1) / "rank_00000.safetensors"
+    path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     whole = path.read_bytes()
     damage(path, 700)  # in bytes 640 to 704
-    file = store.verify(path.parent)[path.name]
-    with store.Reader(path, file, range(3)) as reader:
+    file = manifests.verify(path.parent)[path.name]
+    with manifests.Reader(path, file, range(3)) as reader:
         assert reader.read(10, 640) == whole[10:640]
         assert reader.read(704, 1000) == whole[704:]
         assert reader.read(0, 1) == whole[:1]  # backwards
         error_of(lambda: reader.read(600, 641))
 
 
-@pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.json", store.MANIFEST])
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.json", manifests.MANIFEST])
 @pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "longer", "link", "folder"])
 def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, harm: str) -> None:
     publish(tmp_path, 1)
     publish(tmp_path, 2)
-    path = store.step_folder(tmp_path, 2) / name
+    path = steps.step_folder(tmp_path, 2) / name
     whole = path.read_bytes()
     path.unlink()
     if harm == "link":
@@ -189,7 +189,7 @@ def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, ha
         path.mkdir()
     elif harm != "missing":
         path.write_bytes({"truncated": whole[:-1], "empty": b"", "longer": whole + b"\0"}[harm])
-    step, notes = store.latest(tmp_path)
+    step, notes = steps.latest(tmp_path)
     assert step == 1
     assert len(notes) == 1 and str(path) in notes[0]
 
@@ -209,27 +209,27 @@ def test_what_cannot_be_opened_is_not_damaged(
             raise OSError(code, os.strerror(code))
         return real(what, *rest, **more)
 
-    folder = store.step_folder(tmp_path, 2)
+    folder = steps.step_folder(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        message = error_of(lambda: store.verify(folder, full=True), IO)
+        message = error_of(lambda: manifests.verify(folder, full=True), IO)
         assert os.strerror(code) in message and "iter_0000002/rank_00000.safetensors" in message
         error_of(lambda: publish(tmp_path, 2), IO)
-    assert store.latest(tmp_path) == (2, []) and not list(tmp_path.glob("*.damaged"))
+    assert steps.latest(tmp_path) == (2, []) and not list(tmp_path.glob("*.damaged"))
 
     def no_rights(path: Path) -> os.stat_result:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(Path, "lstat", no_rights)
-    assert str(folder / store.MANIFEST) in error_of(lambda: store.latest(tmp_path), IO)
+    assert str(folder / manifests.MANIFEST) in error_of(lambda: steps.latest(tmp_path), IO)
     assert store.prune(tmp_path, 2, 1, None, None) == []
 
 
 def test_all_bad_is_no_fresh_start(tmp_path: Path) -> None:
     for step in (1, 2):
         publish(tmp_path, step)
-        (store.step_folder(tmp_path, step) / "state.json").unlink()
-    message = error_of(lambda: store.latest(tmp_path))
+        (steps.step_folder(tmp_path, step) / "state.json").unlink()
+    message = error_of(lambda: steps.latest(tmp_path))
     assert "iter_0000001" in message and "iter_0000002" in message
 
 
@@ -238,8 +238,8 @@ def test_the_rest_of_the_disk_is_out_of_reach(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001").mkdir()
     entry = store.write_file(tmp_path / "other", lambda write: write(b"x" * 10))
     for name in ("../secret", str(tmp_path / "secret"), "..", "a/b", ".hidden", ""):
-        (tmp_path / "iter_0000001" / store.MANIFEST).write_bytes(store.encode_manifest({name: entry}))
-        assert "plain name" in error_of(lambda: store.verify(tmp_path / "iter_0000001"))
+        (tmp_path / "iter_0000001" / manifests.MANIFEST).write_bytes(manifests.encode_manifest({name: entry}))
+        assert "plain name" in error_of(lambda: manifests.verify(tmp_path / "iter_0000001"))
 
 
 @pytest.mark.parametrize(
@@ -257,114 +257,132 @@ def test_the_rest_of_the_disk_is_out_of_reach(tmp_path: Path) -> None:
     ],
 )
 def test_hostile_manifests(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / store.MANIFEST).write_bytes(raw)
-    error_of(lambda: store.verify(tmp_path))
+    (tmp_path / manifests.MANIFEST).write_bytes(raw)
+    error_of(lambda: manifests.verify(tmp_path))
 
 
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
-    with open(tmp_path / store.MANIFEST, "wb") as file:
+    with open(tmp_path / manifests.MANIFEST, "wb") as file:
         file.truncate(1 << 40)  # a hole
-    assert "more than" in error_of(lambda: store.verify(tmp_path))
+    assert "more than" in error_of(lambda: manifests.verify(tmp_path))
 
 
 def test_a_whole_step_is_never_overwritten(tmp_path: Path) -> None:
     publish(tmp_path, 1)
-    folder = store.step_folder(tmp_path, 1)
+    folder = steps.step_folder(tmp_path, 1)
     written = folder.stat().st_ino
     message = error_of(lambda: publish(tmp_path, 1, seed=2), LOCKED)
     assert "iter_0000001" in message and "--save-overwrite" in message
     assert folder.stat().st_ino == written
-    store.verify(folder, full=True)
+    manifests.verify(folder, full=True)
 
 
 def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path: Path) -> None:
     """The manifest of 15 holds, its bytes do not: the run fell back to 10 and went on to 12."""
     for step in (5, 10, 12, 15):
         publish(tmp_path, step)
-    damage(store.step_folder(tmp_path, 15) / "rank_00000.safetensors", 700)
+    damage(steps.step_folder(tmp_path, 15) / "rank_00000.safetensors", 700)
     assert store.prune(tmp_path, 12, 1, None, None) == [10, 5]
-    assert store.steps(tmp_path) == [15, 12]
+    assert steps.steps(tmp_path) == [15, 12]
     assert store.prune(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
 
 
 def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
     publish(tmp_path, 1)
-    damage(store.step_folder(tmp_path, 1) / "rank_00000.safetensors")
+    damage(steps.step_folder(tmp_path, 1) / "rank_00000.safetensors")
     with heard() as (said, _):
         publish(tmp_path, 1)
     assert len(said) == 1 and "iter_0000001.damaged" in said[0]
-    store.verify(store.step_folder(tmp_path, 1), full=True)
+    manifests.verify(steps.step_folder(tmp_path, 1), full=True)
     assert (tmp_path / "iter_0000001.damaged").is_dir()
 
 
 def test_order_is_by_step_and_leftovers_are_cleared(tmp_path: Path) -> None:
     for step in (9_999_999, 10_000_000, 5):
         publish(tmp_path, step)
-    os.utime(store.step_folder(tmp_path, 10_000_000), (0, 0))
-    assert store.latest(tmp_path) == (10_000_000, [])
-    assert store.latest(tmp_path, below=10_000_000) == (9_999_999, [])
-    error_of(lambda: store.latest(tmp_path, below=5))
+    os.utime(steps.step_folder(tmp_path, 10_000_000), (0, 0))
+    assert steps.latest(tmp_path) == (10_000_000, [])
+    assert steps.latest(tmp_path, below=10_000_000) == (9_999_999, [])
+    error_of(lambda: steps.latest(tmp_path, below=5))
     (tmp_path / "iter_0000006.tmp").mkdir()
     (tmp_path / "iter_0000007.tmp").symlink_to(tmp_path)
     publish(tmp_path, 6)
     assert not list(tmp_path.glob("*.tmp"))
-    assert store.latest(tmp_path) == (10_000_000, [])
+    assert steps.latest(tmp_path) == (10_000_000, [])
 
 
 def test_nothing_yet(tmp_path: Path) -> None:
-    assert store.latest(tmp_path / "none") == (None, [])
+    assert steps.latest(tmp_path / "none") == (None, [])
     (tmp_path / "iter_0000006.tmp").mkdir()
-    step, notes = store.latest(tmp_path)
+    step, notes = steps.latest(tmp_path)
     assert step is None and "never finished" in notes[0]
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "-3", "12x", "\0" * 50, "1" * 100])
 def test_a_tracker_that_says_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / store.TRACKER).write_text(text)
-    assert "not an iteration" in error_of(lambda: store.latest(tmp_path))
+    (tmp_path / steps.TRACKER).write_text(text)
+    assert "not an iteration" in error_of(lambda: steps.find(tmp_path))
     publish(tmp_path, 1)
-    (tmp_path / store.TRACKER).write_text(text)
-    step, notes = store.latest(tmp_path)
+    (tmp_path / steps.TRACKER).write_text(text)
+    step, notes = steps.latest(tmp_path)
     assert step == 1 and "ignored" in notes[0]
 
 
 def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
-    (tmp_path / store.TRACKER).write_text("500")
-    assert "500" in error_of(lambda: store.latest(tmp_path))
+    (tmp_path / steps.TRACKER).write_text("500")
+    assert "500" in error_of(lambda: steps.find(tmp_path))
     publish(tmp_path, 4)
-    assert (tmp_path / store.TRACKER).read_text() == "4"
-    (tmp_path / store.TRACKER).write_text("500\n")
-    message = error_of(lambda: store.latest(tmp_path))
+    assert (tmp_path / steps.TRACKER).read_text() == "4"
+    (tmp_path / steps.TRACKER).write_text("500\n")
+    message = error_of(lambda: steps.latest(tmp_path))
     assert "500" in message and "newest is iteration 4" in message
-    (tmp_path / store.TRACKER).write_text("3")  # killed before the tracker
-    assert store.latest(tmp_path) == (4, [])
+    (tmp_path / steps.TRACKER).write_text("3")  # killed before the tracker
+    assert steps.latest(tmp_path) == (4, [])
 
 
 def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
-    (tmp_path / "a/iter_0000500/mp_rank_00").mkdir(parents=True)
-    assert "Megatron checkpoint: not yet" in error_of(lambda: store.latest(tmp_path / "a"))
+    """They are found by their trackers or by their own paths, never written over, never passed over for an older one of ours."""
+    megatron = tmp_path / "a/iter_0000500"
+    (megatron / "mp_rank_00").mkdir(parents=True)
+    (megatron / "mp_rank_00/model_optim_rng.pt").touch()
+    assert "give the path of the one itself" in error_of(lambda: steps.find(tmp_path / "a"))
+    place = steps.Place(steps.MEGATRON, megatron, 500, tmp_path / "a")
+    for path in (megatron, megatron / "mp_rank_00", megatron / "mp_rank_00/model_optim_rng.pt"):
+        assert steps.find(path) == (place, [])
+    (tmp_path / "a" / steps.TRACKER).write_text("500")
+    assert steps.find(tmp_path / "a") == (place, []) and not place.ours
     error_of(lambda: publish(tmp_path / "a", 500), LOCKED)
     publish(tmp_path / "a", 400)
-    assert store.latest(tmp_path / "a") == (400, [])
-    (tmp_path / "a" / store.TRACKER).write_text("500")
-    message = error_of(lambda: store.latest(tmp_path / "a"))
-    assert "500" in message and "400" in message and "Megatron" in message
-    for name in (".metadata", "common.pt", "__0_0.distcp"):  # Megatron-Core's torch_dist
+    assert steps.latest(tmp_path / "a") == (400, [])
+    (tmp_path / "a" / steps.TRACKER).write_text("500")
+    message = error_of(lambda: steps.find(tmp_path / "a"))
+    assert "500 of Megatron" in message and "400" in message and str(megatron) in message
+    for name in (".metadata", "common.pt", "__0_0.distcp"):  # Megatron-Core's torch_dist, not whole
         step = tmp_path / name.strip(".") / "iter_0000500"
         step.mkdir(parents=True)
         (step / name).touch()
-        assert "Megatron checkpoint: not yet" in error_of(lambda: store.latest(step.parent))  # noqa: B023, used at once
         assert "a Megatron checkpoint" in error_of(lambda: publish(step.parent, 500), LOCKED)  # noqa: B023
-        assert step.is_dir() and not store.steps(step.parent)
+        assert step.is_dir() and not steps.steps(step.parent)
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / store.TRACKER).write_text("release")
-    assert "not yet (planned for step 5)" in error_of(lambda: store.latest(tmp_path / "b"))
+    (tmp_path / "b" / steps.TRACKER).write_text("release")
+    assert "no checkpoint in" in error_of(lambda: steps.find(tmp_path / "b"))
+    (tmp_path / "b/release/mp_rank_00").mkdir(parents=True)
+    assert steps.find(tmp_path / "b")[0] == (steps.MEGATRON, tmp_path / "b/release", 0, tmp_path / "b")
     (tmp_path / "c/global_step500").mkdir(parents=True)
-    assert "DeepSpeed checkpoint: not yet" in error_of(lambda: store.latest(tmp_path / "c"))
-    publish(tmp_path / "c", 400)
+    (tmp_path / "c/global_step500/layer_01-model_00-model_states.pt").touch()
     (tmp_path / "c/latest").write_text("global_step500")
-    message = error_of(lambda: store.latest(tmp_path / "c"))
-    assert "500" in message and "400" in message
+    assert steps.find(tmp_path / "c")[0] == (steps.DEEPSPEED, tmp_path / "c/global_step500", 500, tmp_path / "c")
+    publish(tmp_path / "c", 400)
+    message = error_of(lambda: steps.find(tmp_path / "c"))
+    assert "500 of DeepSpeed" in message and "400" in message
+    for text in ("../x", "a/b", "", "global_step7"):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d/latest").write_text(text)
+        error_of(lambda: steps.find(tmp_path / "d"))
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf" / name).touch()
+    assert steps.find(tmp_path / "hf")[0] == (steps.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
 
 
 def test_a_second_writer_is_told_who_has_the_folder(tmp_path: Path) -> None:
@@ -403,8 +421,8 @@ def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
 
     assert os.waitstatus_to_exitcode(in_child(save)) == IO
     assert not list(tmp_path.glob("iter_*.tmp"))
-    assert store.latest(tmp_path) == (1, [])
-    store.verify(store.step_folder(tmp_path, 1), full=True)
+    assert steps.latest(tmp_path) == (1, [])
+    manifests.verify(steps.step_folder(tmp_path, 1), full=True)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
@@ -430,20 +448,20 @@ def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     assert str(tmp_path / "file") in error_of(lambda: store.check_writable(tmp_path / "file", 0), IO)
     error_of(lambda: publish(tmp_path / "file", 1), IO)
-    error_of(lambda: store.latest(tmp_path / "file"))
+    error_of(lambda: steps.latest(tmp_path / "file"))
 
 
 def test_moving_aside(tmp_path: Path) -> None:
-    assert store.held(tmp_path) == []
+    assert steps.held(tmp_path) == []
     publish(tmp_path, 1)
-    assert store.held(tmp_path) == ["iter_0000001", store.TRACKER]
+    assert steps.held(tmp_path) == ["iter_0000001", steps.TRACKER]
     aside = store.move_aside(tmp_path)
-    assert store.held(tmp_path) == [] and store.latest(tmp_path) == (None, [])
-    assert store.latest(aside) == (1, [])
+    assert steps.held(tmp_path) == [] and steps.latest(tmp_path) == (None, [])
+    assert steps.latest(aside) == (1, [])
     publish(tmp_path, 1, seed=2)
     assert store.move_aside(tmp_path) != aside
 
 
 def test_a_step_folder_may_be_named_itself(tmp_path: Path) -> None:
-    assert store.split_path(tmp_path / "iter_0000012") == (tmp_path, 12)
-    assert store.split_path(tmp_path) == (tmp_path, None)
+    assert steps.split_path(tmp_path / "iter_0000012") == (tmp_path, 12)
+    assert steps.split_path(tmp_path) == (tmp_path, None)

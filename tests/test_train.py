@@ -477,7 +477,7 @@ def test_changed_data_is_told_on_resume(tmp_path, capsys):
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
-    from meshwright.checkpoint import store
+    from meshwright.checkpoint import steps, store
 
     good, calls = store.os.write, []
 
@@ -499,7 +499,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     err = capsys.readouterr().err
     assert status == 74 and "No space left" in err
-    assert store.latest(tmp_path / "run")[0] == 3
+    assert steps.latest(tmp_path / "run")[0] == 3
 
 
 def test_overwriting_what_is_continued_is_refused(tmp_path, capsys):

@@ -24,6 +24,7 @@ COMMANDS = {
     "evaluate": ("meshwright.evaluate", "perplexity and bits per byte of a run on text files"),
     "generate": ("meshwright.generate.command", "samples, continuations, or a dialogue"),
     "inspect": ("meshwright.checkpoint.inspect", "what a checkpoint folder holds, and whether it is whole"),
+    "convert": ("meshwright.convert", "a checkpoint of any program as another one's: native, torch, huggingface"),
     "report": (
         "meshwright.compare",
         "one page with pictures for a run, or the comparison of two; --losses prints exact numbers",

@@ -73,6 +73,13 @@ def training_problems(c: TrainConfig, data: bool) -> list[str]:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and two are added")
     if allowed_in_a_row(t.on_nonfinite) is None:
         out.append(f"--on-nonfinite {t.on_nonfinite!r} is neither stop nor skip:K with a whole number K above 0")
+    if k.ckpt_format == "torch" and (c.model.num_layers or 0) % p.pipeline_model_parallel_size:
+        out.append(
+            f"--ckpt-format torch: Megatron-LM's stages have equally many layers, and {p.pipeline_model_parallel_size} stages "
+            f"cannot share {c.model.num_layers}; --ckpt-format native can"
+        )
+    if k.save_hf and not k.save:
+        out.append("--save-hf without --save: the folder is made from the last checkpoint")
     if k.use_checkpoint_args and not k.load:
         out.append("--use-checkpoint-args without --load: there is no checkpoint to take them from")
     if t.skip_train and not k.load and not t.eval_iters:
@@ -198,6 +205,8 @@ def notices(config: Any) -> list[str]:
         ("deepspeed", "--deepspeed_config: the flags alone decide", q.deepspeed_config),
         ("partition_activations", "DeepSpeed: --sequence-parallel splits activations over the tensor ranks", False),
         ("profile_step_start profile_step_end", "--profile", g.profile),
+        ("ckpt_format async_save", "--save", c.save),
+        ("trust_pickle", "--load", c.load),
     ]  # fmt: skip
     out = []
     for names, what, there in needs:
@@ -218,6 +227,7 @@ def notices(config: Any) -> list[str]:
         g.profile and not (c.run_dir or c.save),
         f"--profile begins at step {g.profile_step_start}, after the end of the run":
         g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters,
+        "--universal-checkpoint has no effect: --load sees by itself what a folder holds": c.universal_checkpoint,
         "--log-timers-to-tensorboard has only the iteration's time with --timing-log-level 0":
         g.log_timers_to_tensorboard and g.timing_log_level == "0",
     }  # fmt: skip

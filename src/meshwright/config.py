@@ -405,20 +405,30 @@ class Checkpoint:
     save_interval: int | None = flag(None, "steps between checkpoints (0 or none: only at the end)", bound="from 0")
     save_overwrite: bool = flag(False, "start anew in a --save folder that holds checkpoints, moving them aside")
     verify: Literal["read", "full"] = flag("read", "on load, check the chunks that are read, or every byte")
+    trust_pickle: bool = flag(
+        False, "run whatever another program's checkpoint asks for: only for files whose author you trust"
+    )
     exit_on_missing_checkpoint: bool = flag(False, "no checkpoint under --load is an error, not a fresh start")
-    ckpt_format: Literal["native", "torch"] = flag("native", "format of --save", only=("native",), step=5)
+    ckpt_format: Literal["native", "torch"] = flag(
+        "native", "format of --save: ours, or torch for Megatron-LM's mp_rank_00/model_optim_rng.pt"
+    )
+    save_hf: str | None = flag(None, "at the end of training, write the model as a Hugging Face folder here")
     finetune: bool = flag(False, "take the weights of --load alone and start at step 0")
     no_load_optim: bool = flag(False, "do not load optimizer state; the step and the schedule go on")
     no_save_optim: bool = flag(False, "do not save optimizer state: smaller, but not to be continued exactly")
-    use_checkpoint_args: bool = flag(False, "take the architecture from --load; flags that contradict it are refused")
+    use_checkpoint_args: bool = flag(
+        False, "a checkpoint must be there; what it says of the architecture is taken from it with or without this"
+    )
     save_at_start: bool = flag(False, "save before the first step too", "--save-init")
     keep_last: int | None = flag(None, "keep only this many of the newest checkpoints (none: all)", bound="above 0")
     keep_every: int | None = flag(
         None, "keep steps divisible by this as well", "--save-retain-interval", bound="above 0"
     )
     keep_best: bool = flag(False, "save at each validation that is the best so far, and keep the best")
-    universal_checkpoint: bool = flag(False, "load DeepSpeed's universal checkpoint", only=(False,), step=5)
-    async_save: bool = flag(False, "save in the background", only=(False,), step=5)
+    universal_checkpoint: bool = flag(False, "no effect: DeepSpeed's universal checkpoints are recognised by --load")
+    async_save: bool | None = flag(
+        None, "training goes on while a checkpoint is written, from a copy in host memory (none: on accelerators)"
+    )
     run_dir: str | None = flag(None, "folder of config.toml, metrics.jsonl, report.html (none: --save)")
 
 
@@ -699,7 +709,7 @@ OUTCOME = {"ffn_hidden_size": "ffn", "kv_channels": "head_dim", "bias_gelu_fusio
 
 # What matters to the commands that read a trained model.
 _READING = {*ARCHITECTURE, "attention_impl", "seq_length", "micro_batch_size", "fp16", "bf16", "params_dtype", "device",
-            "local_rank", "load", "verify", "make_vocab_size_divisible_by"}  # fmt: skip
+            "local_rank", "load", "verify", "trust_pickle", "make_vocab_size_divisible_by"}  # fmt: skip
 
 
 @dataclass(frozen=True)

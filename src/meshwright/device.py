@@ -163,6 +163,29 @@ def memory_stats(device: torch.device) -> dict[str, int]:
     return dict(stats(device)) if stats is not None else {}
 
 
+def copying_memory(size: int, device: torch.device) -> torch.Tensor:
+    """So many bytes of the host's, into which the device copies at its full speed."""
+    import torch
+
+    memory = torch.empty(size, dtype=torch.uint8)
+    if device.type == NVIDIA and size:  # pinning afterwards: the pinning allocator rounds up to a power of two
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
+    elif is_accelerator(device):
+        memory = memory.pin_memory()
+    return memory
+
+
+def free_host_memory() -> int:
+    """What the kernel could give without paging anything out; of a system that does not say, everything."""
+    try:
+        with open("/proc/meminfo") as file:
+            kilobytes = dict(line.split(":") for line in file)["MemAvailable"].split()[0]
+        return int(kilobytes) << 10
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def forget_memory(device: torch.device) -> None:
     """Give back what is held in reserve, and begin the peak anew."""
     _module(device).empty_cache()

@@ -74,12 +74,14 @@ def main(argv: list[str]) -> int:
     load, given = c.checkpoint.load, engine.given(parsed)
     if parsed.dry_run:
         found = engine.find(load, given, c.tokenizer)
-        print(f"{len(texts)} documents; the flags fit step {found.step} in {found.root}; nothing was loaded")
+        print(
+            f"{len(texts)} documents; the flags fit step {found.source.step} in {found.source.root}; nothing was loaded"
+        )
         return DONE
     device = devices.pick(c.parallel.device)
     batch = int(c.training.micro_batch_size or 8)
     with command.telling_memory(f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,"):
-        run = engine.load(load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
+        run = engine.load(load, given, c.tokenizer, dtype(c.precision), device)
         length = run.length
         stride = min(e.overlapping_eval or max(1, length // 2), length)
         s = score(run.model, run.tokenizer, texts, length, stride, batch)

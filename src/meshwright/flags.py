@@ -116,8 +116,7 @@ def parse(
         for name, value in layers[-1][1].items()  # a file may be a training's: only what was typed is told
         if used is not None and name not in used and value != default_of(fields(cls)[name][1])
     ]
-    c = getattr(built, "checkpoint", None)
-    later = c is not None and c.use_checkpoint_args and c.load  # a checkpoint will complete them: checked after that
+    later = isinstance(built, settings.TrainConfig) and built.checkpoint.load  # will complete them: checked after that
     if check and not later:  # a value that could not be read is not also called missing
         told = {c.split()[0].rstrip(":") for c in complaints}
         complaints += [p for p in checks.problems(built) if p.split()[0] not in told]
@@ -196,7 +195,7 @@ def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
     text += " [not yet]" if is_not_yet(f) else ""
     text = text.replace("%", "%%")
     name, aliases = settings.spelling(f.name), f.metadata["aliases"]
-    if kind is bool:
+    if _inner(kind) is bool:
         off = [a for a in aliases if a.startswith(("--disable", "--no-"))]
         on = [name, *(a for a in aliases if a not in off)]
         if not f.name.startswith("no_"):

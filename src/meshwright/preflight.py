@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import checks, console, flags, launchers, start, tokenizers
-from meshwright.checkpoint import store
+from meshwright.checkpoint import steps
 from meshwright.command import our_version
 from meshwright.config import TrainConfig
 from meshwright.console import say
@@ -100,7 +100,7 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     """The tokenizer if the flags name one, the true and the padded size."""
     t, m = config.tokenizer, config.model
     bare = t.vocab_size is not None and not (t.vocab_file or t.merge_file or t.tokenizer_model)
-    loaded = store.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
+    loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
     kept = next((f / "tokenizer" for f in (folder, loaded) if f is not None and (f / "tokenizer").is_dir()), None)
     if (
         bare

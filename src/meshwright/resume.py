@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import flags, lr_schedule, tokenizers
-from meshwright.checkpoint import native, store
+from meshwright.checkpoint import loading, native, steps, store
+from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.sources import Named, Source
+from meshwright.checkpoint.steps import NATIVE
 from meshwright.checks import contradictions
 from meshwright.config import ARCHITECTURE, Checkpoint, Logging, Model, Parallel, TrainConfig
 from meshwright.config import Tokenizer as TokenizerFlags
@@ -24,6 +26,7 @@ from meshwright.data.plan import parts, wanted
 from meshwright.datapaths import given, path_sets, prefixes
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.parallel.team import Team
+from meshwright.saving import Saver
 from meshwright.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class State:
         self, config: TrainConfig, net: Network, scaler: LossScale, vocab: int, padded: int, positions: int, team: Team
     ) -> None:
         self.config, self.net, self.scaler, self.team = config, net, scaler, team
+        self.saver = Saver(config, net.layout, team, net.device)
         self.sizes = {"true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions}
         self.schedule = lr_schedule.from_config(config)
         self.progress = Progress()
@@ -57,35 +61,36 @@ class State:
         self.blends: History | None = None  # of the training set, from which sample on
         self.epochs: list[list[Any]] | None = None  # of the training set: what its order follows from
         self.loaded: int | None = None  # the step this run continues from
-        self.kept: int | None = None  # the step in --save that equals this state
         self.micro_batch_before: int | None = None  # of the run it continues
 
     def load(self) -> bool:
         """Go on from --load; False if there is no checkpoint and none is needed."""
         c = self.config.checkpoint
         assert c.load
-        root, step = store.split_path(c.load)
         with_optimizer = not (c.finetune or c.no_load_optim)
-        loaded = native.load(
-            root, self.net.store.named_state(with_optimizer), verify=c.verify, accept=self.accept, step=step,
-            optimizer=with_optimizer, team=self.team,
-        )  # fmt: skip
+
+        def want(source: Source) -> Named:
+            return self.net.store.named_state(with_optimizer and bool(source.state))
+
+        loaded = loading.load(
+            c.load, want, means=means(self.config), optimizer=with_optimizer, accept=self.accept, team=self.team
+        )
         needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune,
                  "--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}  # fmt: skip
         if loaded is None and any(needs.values()):
             flag = next(name for name, given in needs.items() if given)
             raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA, everywhere=True)
-        if loaded is not None and not c.finetune:
+        if loaded is not None and loaded.state and not c.finetune:
             self.loaded = loaded.step
-            self.kept = loaded.step if self.team.lead(lambda: is_continued(c)) else None
+            self.saver.kept = loaded.step if self.team.lead(lambda: is_continued(c)) else None
             self.forget_best()
         return loaded is not None
 
-    def accept(self, state: dict[str, Any], saved: dict[str, Any]) -> None:
+    def accept(self, source: Source) -> Source:
         """Take over a checkpoint's counters before its tensors are read, or refuse it."""
         from meshwright.model.gpt import OURS
 
-        c = self.config.checkpoint
+        c, state, saved = self.config.checkpoint, source.state, source.config
         if state.get("network", OURS) != self.net.name:
             raise UserError(
                 f"the checkpoint holds a {state.get('network', OURS)}, this run builds a {self.net.name}: the same "
@@ -94,29 +99,34 @@ class State:
             )
         for line in differences(self.config, saved):
             say(line)
-        if c.finetune:
-            say(" > --finetune: the weights alone are taken over; step, samples and schedule begin at 0")
-            return
-        if self.config.training.skip_train:  # nothing is compared that nothing will follow
+        cut = source if source.kind == NATIVE else source.of_vocabulary(self.sizes["true_vocab_size"])
+        if c.finetune or not state:
+            why = "--finetune" if c.finetune else f"{source.kind}, weights only"
+            say(f" > {why}: the weights alone are taken over; step, samples and schedule begin at 0")
+            return cut
+        if "schedule" not in state:
+            say(" > note: the checkpoint says nothing of its schedule; the flags' is followed from its samples on")
+        elif self.config.training.skip_train:  # nothing is compared that nothing will follow
             self.schedule = lr_schedule.Schedule(**state["schedule"])
         else:
             self.schedule, lines = lr_schedule.resume(self.schedule, state["schedule"], self.config)
             for line in lines:
                 say(line)
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
-        self.scaler.load(state["loss_scale"])
-        self.skips, self.epochs = state["skips"], state.get("epochs")
+        self.scaler.load(state.get("loss_scale", {"dynamic": False}))
+        self.skips, self.epochs = state.get("skips", []), state.get("epochs")
         self.blends = History.of(state.get("blends"))
-        self.net.store.steps = 0 if c.no_load_optim else state["optimizer_steps"]
+        self.net.store.steps = 0 if c.no_load_optim else state.get("optimizer_steps", self.progress.iteration)
         before = saved.get("micro_batch_size")
         self.micro_batch_before = before if isinstance(before, int) else None
+        return cut
 
     def forget_best(self) -> None:
         """A best step that is not in --save, being another folder's or not asked for then, must not keep later ones out."""
         c, best = self.config.checkpoint, self.progress.best_iteration
         if c.keep_best and c.save and best is not None:
             save = c.save
-            if c.save_overwrite or not self.team.lead(lambda: best in store.steps(save)):
+            if c.save_overwrite or not self.team.lead(lambda: best in steps.steps(save)):
                 self.progress.best_iteration = self.progress.best_loss = None
 
     def read_in(self, epochs: list[list[Any]]) -> None:
@@ -135,7 +145,7 @@ class State:
     def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
         """Before anything is written: is the vocabulary the checkpoint's, and can one more be saved?"""
         c = self.config.checkpoint
-        kept = store.split_path(c.load)[0] / "tokenizer" if c.load else None
+        kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
         if self.loaded is not None and kept and tokenizer:
             same = self.team.all(lambda: tokenizers.is_same(tokenizer, kept))
             if not all(same):
@@ -152,38 +162,23 @@ class State:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
 
     def save(self) -> float | None:
-        """Write a step, unless it is there, and remove those that need not stay; the seconds that writing took."""
-        c, p, began = self.config.checkpoint, self.progress, time.perf_counter()
-        folder, written = c.save, p.iteration != self.kept
-        assert folder
-        if written:
-            state = dataclasses.asdict(p) | self.sizes | {
-                "schedule": dataclasses.asdict(self.schedule), "loss_scale": self.scaler.state(), "skips": self.skips,
-                "optimizer_steps": self.net.store.steps, "network": self.net.name, "epochs": self.epochs,
-                "blends": self.blends.state() if self.blends else None,
-            }  # fmt: skip
-            native.save(folder, p.iteration, self.tensors(), state, saved_settings(self.config), team=self.team)
-            self.kept = p.iteration
-        else:
-            for line in native.lines_of_save(folder, p.iteration):
-                say(line)
-        took = time.perf_counter() - began
-
-        def tidy() -> None:  # of a step that is there too: a kill may have come between
-            if not written:
-                store.write_tracker(folder, p.iteration)
-            best = p.best_iteration if c.keep_best else None
-            if best is not None and best in store.steps(folder):
-                store.write_tracker(folder, best, store.BEST)
-            if c.keep_last:
-                for step in store.prune(folder, p.iteration, c.keep_last, c.keep_every, best):
-                    say(f" > removed step {step}: --keep-last {c.keep_last}")
-
-        self.team.lead(tidy)
-        return took if written else None
+        """Save this state, unless it is in --save; the seconds that the run waited for it."""
+        p = self.progress
+        state = dataclasses.asdict(p) | self.sizes | {
+            "schedule": dataclasses.asdict(self.schedule), "loss_scale": self.scaler.state(), "skips": self.skips,
+            "optimizer_steps": self.net.store.steps, "network": self.net.name, "epochs": self.epochs,
+            "blends": self.blends.state() if self.blends else None,
+        }  # fmt: skip
+        best = p.best_iteration if self.config.checkpoint.keep_best else None
+        return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), best)
 
 
 # Before anything is built
+
+
+def means(config: TrainConfig) -> Means:
+    c = config.checkpoint
+    return Means(c.verify, c.trust_pickle, config.model.num_attention_heads)
 
 
 def is_continued(c: Checkpoint) -> bool:
@@ -195,7 +190,7 @@ def guard_existing(config: TrainConfig) -> None:
     """A folder that holds checkpoints of another run is refused before anything is built, unless they may be moved."""
     c = config.checkpoint
     assert c.save
-    existing, same = store.held(c.save), is_continued(c)
+    existing, same = steps.held(c.save), is_continued(c)
     if same and not c.finetune:
         if c.save_overwrite:
             raise UserError("--save-overwrite starts anew and --load continues the same folder: give one of them")
@@ -207,8 +202,8 @@ def guard_existing(config: TrainConfig) -> None:
             f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder",
             LOCKED,
         )
-    ours = store.steps(c.save)
-    newest = store.step_folder(c.save, ours[0]).name if ours else existing[-1]
+    ours = steps.steps(c.save)
+    newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
     raise UserError(
         f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
         "move it aside" + (f" and continue from {c.load}" if c.load else " and start anew"),
@@ -236,7 +231,9 @@ _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
 
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
-    model = Model(**{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved})
+    model = dataclasses.replace(  # what another program does not tell is as the flags say
+        config.model, **{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved}
+    )
     tunable = _TUNABLE if config.checkpoint.finetune else set()
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
@@ -279,16 +276,21 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """With --use-checkpoint-args: what the checkpoint under --load says of the network, where no flag is given."""
-    if not config.checkpoint.use_checkpoint_args or not config.checkpoint.load:
+    """What the checkpoint under --load says of the network, where no flag is given."""
+    c = config.checkpoint
+    if not c.load:
         return config
-    root, step = store.split_path(config.checkpoint.load)
-    step = step if step is not None else store.latest(root)[0]
-    if step is None:
-        raise UserError(f"--use-checkpoint-args: no checkpoint in {root}", BAD_DATA)
-    saved = native.read_config(root, step) | {"max_position_embeddings": native.read_state(root, step)["positions"]}
+    opened = loading.open_any(c.load, means(config), tell=lambda line: None)  # it is said when it is loaded
+    if opened is None:
+        if c.use_checkpoint_args:
+            raise UserError(f"--use-checkpoint-args: no checkpoint in {c.load}", BAD_DATA)
+        return config
+    source = opened
+    saved = dict(source.config)
+    if "positions" in source.state:
+        saved["max_position_embeddings"] = source.state["positions"]
     wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
-    known = flags.from_saved(TrainConfig, wanted, str(store.step_folder(root, step)))
+    known = flags.from_saved(TrainConfig, wanted, str(source.folder))
     groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
     for name, group in groups.items():
         mine = {f.name for f in dataclasses.fields(group)}
@@ -299,15 +301,15 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
 def check_loading(config: TrainConfig) -> list[str]:
     """What a run would say of its checkpoint before it reads a tensor."""
     assert config.checkpoint.load
-    root, step = store.split_path(config.checkpoint.load)
-    step, notes = (step, []) if step is not None else store.latest(root)
-    if step is None:
-        return [*notes, f"no checkpoint in {root}: it starts anew"]
-    does = "take the weights of" if config.checkpoint.finetune else "continue from"
-    told = [*notes, f"it would {does} step {step} in {root}", *differences(config, native.read_config(root, step))]
-    if not config.checkpoint.finetune:
-        state = native.read_state(root, step)
-        lr_schedule.resume(lr_schedule.from_config(config), state["schedule"], config)
+    opened = loading.open_any(config.checkpoint.load, means(config))
+    if opened is None:
+        return [f"no checkpoint in {config.checkpoint.load}: it starts anew"]
+    source, state = opened, opened.state
+    does = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
+    told = [*source.notes, f"it would {does} step {source.step} in {source.root}", *differences(config, source.config)]
+    if state and not config.checkpoint.finetune:
+        if "schedule" in state:
+            lr_schedule.resume(lr_schedule.from_config(config), state["schedule"], config)
         past, sets = (
             History.of(state.get("blends")),
             {} if config.data.mock_data else {w.key: w for w in wanted(config)},

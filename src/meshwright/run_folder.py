@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from meshwright import flags, report, tokenizers
-from meshwright.checkpoint import store
+from meshwright.checkpoint import steps, store
 from meshwright.config import TrainConfig
 from meshwright.console import say
 from meshwright.files import replacing
@@ -17,7 +17,7 @@ from meshwright.tokenizers import Tokenizer
 def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
     """The first moment when something is changed: earlier checkpoints make way, the settings are written."""
     c = config.checkpoint
-    if c.save and c.save_overwrite and store.held(c.save):
+    if c.save and c.save_overwrite and steps.held(c.save):
         say(f"moved earlier checkpoints to {store.move_aside(c.save)}")
     if folder is not None and not config.training.skip_train:  # a look at a run is not how it is continued
         keep_settings(folder, config, tokenizer)

@@ -35,6 +35,7 @@ from meshwright.preflight import (
 )
 from meshwright.resume import checkpoint_architecture, guard_existing
 from meshwright.run_folder import write_report
+from meshwright.saving import check_export
 from meshwright.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def run_on_rank(
                 held.enter_context(store.lock(root))
             if c.save:
                 guard_existing(config)
+            check_export(config)
 
         team.lead(take_folders)
         # What follows is said in the order and the words of Megatron's log, which people's scripts read.
@@ -211,6 +213,7 @@ def run_on_rank(
 
         trainer.open_folder(folder, tokenizer, command)
         held.callback(trainer.metrics.close)
+        held.callback(trainer.state.saver.close)  # which waits for a save in flight
         ending = Ending(config.training, began, saves=c.save is not None)
         with ending.catching():
             reason = trainer.train(ending)
@@ -220,6 +223,9 @@ def run_on_rank(
                 trainer.save()
             if reason == ALL_DONE:
                 trainer.validate("test", "the end of training for test data", 0, ending)
+            trainer.state.saver.wait()
+            if reason == ALL_DONE:
+                trainer.state.saver.export(tokenizer)
         if ending.signal:
             reason = ending.signal.name
             say(f"exiting program after receiving {reason}.")

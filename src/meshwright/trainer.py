@@ -232,12 +232,14 @@ class Trainer:
         """What any rank was asked to end for; asked about only when the last step's sums say that one was."""
         if not self.ask_to_end:
             return None
-        told = self.team.gather([ending.reason(), ending.signal])
-        for _, signal in told:
+        told = self.team.gather([ending.reason(), ending.signal, self.state.saver.failed])
+        if any(failed for _, _, failed in told):
+            self.state.saver.wait()  # which raises it, on every rank
+        for _, signal, _ in told:
             if signal is not None and ending.signal is None:
                 ending.take(signal)
         self.ask_to_end = self.team.size == 1
-        return next((reason for reason, _ in told if reason), None)
+        return next((reason for reason, *_ in told if reason), None)
 
     def step(self, batches: Iterator[list[Batch]], ending: Ending) -> None:
         """One update and what follows from its loss: counters, loss scale, log."""
@@ -246,7 +248,7 @@ class Trainer:
         size, scale = self.config.batch(p.consumed_train_samples), self.state.scaler.scale
         with self.timers.time("batch-generator", 2):
             micro = next(batches)
-        stop = self.team.size > 1 and ending.reason() is not None
+        stop = self.team.size > 1 and (ending.reason() is not None or self.state.saver.failed)
         update = network.train_step(self.net, micro, t.seed, lr, wd, scale, t.loss_mean, stop, self.timers.time)
         more = {}
         if g.log_num_zeros_in_grad:

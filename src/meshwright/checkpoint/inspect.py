@@ -1,91 +1,163 @@
-"""`meshwright inspect DIR`: what a checkpoint folder holds, and whether it is whole."""
+"""`meshwright inspect DIR`: what a checkpoint of any program holds, whether it is whole, and how two of them differ."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright import flags
-from meshwright.checkpoint import native, store
-from meshwright.checkpoint.store import Damaged
+from meshwright.checkpoint import loading, native, steps
+from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.manifests import Damaged, verify
+from meshwright.checkpoint.sources import Known, Source
+from meshwright.checkpoint.steps import Place
 from meshwright.config import TrainConfig
 from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, DONE, UserError
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="meshwright inspect", description="What a checkpoint folder holds.")
-    parser.add_argument("dir", help="the --save folder, or one iter_... folder in it")
+    parser = argparse.ArgumentParser(
+        prog="meshwright inspect", description="What a checkpoint of any program holds, or how two differ."
+    )
+    parser.add_argument("dir", help="a --save folder, one step's folder in it, or any folder that --load takes")
+    parser.add_argument("other", nargs="?", help="another one: only the differences are told")
     parser.add_argument("--step", type=int, help="look at this step (none: all, and the newest more closely)")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: shape, type, bytes")
     parser.add_argument("--boxes", action="store_true", help="and where each part of it lies: file, ranges of elements")
     parser.add_argument("--full", action="store_true", help="verify every byte")
+    parser.add_argument("--num-attention-heads", type=int, help="of the model, where the checkpoint does not say")
+    parser.add_argument("--trust-pickle", action="store_true", help="run whatever the checkpoint asks for")
     args = parser.parse_args(argv)
-    root, step = store.split_path(args.dir)
+    means = Means("full" if args.full else "read", args.trust_pickle, args.num_attention_heads)
+    if args.other is not None:
+        sources = [opened(Path(path), means) for path in (args.dir, args.other)]
+        lines = list(differences(*sources))
+        print("\n".join(lines or ["the two hold the same"]))
+        return DONE
+    root, step = steps.split_path(args.dir)
     step = step if args.step is None else args.step
-    if not root.is_dir():
+    if not root.exists():
         raise UserError(f"there is no folder {root}", BAD_DATA)
-    there = store.steps(root)[::-1]
-    if not there:
-        store.latest(root)  # says so if they are another program's
-        raise UserError(f"{root} holds no checkpoints", BAD_DATA)
-    if step is not None and step not in there:
+    there = steps.steps(root)[::-1]
+    if there and (step is None or step in there):
+        lines, whole = describe(root, step, args.tensors or args.boxes, args.full, args.boxes)
+        print("\n".join(lines))
+        if not whole:
+            steps.latest(root)  # says so if all are damaged
+            raise UserError(f"a checkpoint in {root} is damaged, see above", BAD_DATA)
+        return DONE
+    if there and args.step is not None:
         few = ", ".join(map(str, there)) if len(there) < 10 else f"{len(there)}, from {there[0]} to {there[-1]}"
         raise UserError(f"no step {step} in {root}; there {'is' if len(there) == 1 else 'are'} {few}", BAD_DATA)
-    lines, whole = describe(root, step, args.tensors or args.boxes, args.full, args.boxes)
-    print("\n".join(lines))
-    if not whole:
-        store.latest(root)  # says so if all are damaged
-        raise UserError(f"a checkpoint in {root} is damaged, see above", BAD_DATA)
+    source = opened(Path(args.dir), means)
+    print("\n".join([f"{source.folder}", *looked_at(source, args.tensors or args.boxes, args.boxes)]))
     return DONE
+
+
+def opened(path: Path, means: Means) -> Source:
+    source = loading.open_any(path, means)
+    if source is None:
+        raise UserError(f"{path} holds no checkpoints", BAD_DATA)
+    return source
 
 
 def describe(
     root: str | Path, step: int | None = None, tensors: bool = False, full: bool = False, boxes: bool = False
 ) -> tuple[list[str], bool]:
-    """Lines about the steps and, closer, about one (the newest whole one if none is given); and whether it is whole."""
+    """Lines about our steps and, closer, about one (the newest whole one if none is given); and whether it is whole."""
     chosen, damaged = None, False
     lines = [f"{root}"]
-    for number in store.steps(root) if step is None else [step]:
-        folder = store.step_folder(root, number)
+    for number in steps.steps(root) if step is None else [step]:
+        folder = steps.step_folder(root, number)
+        kind = steps.kind_of(folder) or steps.NATIVE
         try:
-            manifest = store.verify(folder, full)
-            index, state = native.read_index(folder, manifest), native.read_state(root, number)
+            manifest = verify(folder, full)
+            source = loading.open_place(Place(kind, folder, number, Path(root)))
         except Damaged as damage:
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             damaged = True
             continue
-        parameters = sum(math.prod(t.shape) for name, t in index.items() if "/" not in name)
         how = "verified: yes, every byte" if full else "sizes: ok, contents not checked (--full does)"
-        lines.append(f"  {folder.name}  {how}")
         ranks = sum(name.startswith("rank_") for name in manifest)
-        lines.append(
-            f"    iteration {state.get('iteration', number)} | "
-            f"consumed samples {state.get('consumed_train_samples', 'not recorded')} | "
-            f"parameters {parameters:,} | {sum(file.size for file in manifest.values()):,} bytes, "
-            f"written by {ranks} rank{'s' * (ranks != 1)}"
-        )
-        chosen = number if chosen is None else chosen
+        lines += [
+            f"  {folder.name}  {how}",
+            f"    {summary(source)} | {sum(f.size for f in manifest.values()):,} bytes",
+        ]
+        lines[-1] += f", written by {ranks} rank{'s' * (ranks != 1)}" if ranks else f", {source.kind}'s tree"
+        chosen = source if chosen is None else chosen
     if chosen is None:
         return lines, False
-    lines += settings(native.read_config(root, chosen))
-    blends = History.of(native.read_state(root, chosen).get("blends"))
+    return lines + details(chosen, tensors, boxes), not damaged
+
+
+def looked_at(source: Source, tensors: bool, boxes: bool) -> list[str]:
+    """Another program's checkpoint."""
+    held = "weights and optimizer state" if source.has_optimizer else "weights"
+    layout = f", {source.layout}" if source.layout else ""
+    lines = [f"  {source.kind} checkpoint{layout}: {held}", f"    {summary(source)}"]
+    return lines + [f"    {note.strip()}" for note in source.notes] + details(source, tensors, boxes)
+
+
+def summary(source: Source) -> str:
+    parameters = sum(math.prod(known.shape) for name, known in source.tensors.items() if "/" not in name)
+    state = source.state
+    return (
+        f"iteration {state.get('iteration', source.step)} | consumed samples "
+        f"{state.get('consumed_train_samples', 'not recorded')} | parameters {parameters:,}"
+    )
+
+
+def details(source: Source, tensors: bool, boxes: bool) -> list[str]:
+    lines = settings(source.config)
+    blends = History.of(source.state.get("blends"))
     lines += [f"  {line}" for line in blends.lines()] if blends else []
-    if tensors:
-        folder = store.step_folder(root, chosen)
-        for name, tensor in sorted(native.read_index(folder, store.verify(folder)).items()):
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            size = math.prod(tensor.shape) * native.SIZES[tensor.dtype]
-            files = len({box.file for box in tensor.boxes})
-            where = f"{len(tensor.boxes)} boxes, {files} files"
-            lines.append(f"  {name:40} {shape:>16} {tensor.dtype:>4} {size:>16,} bytes in {where}")
-            for stored in tensor.boxes if boxes else ():
-                lines.append(f"    {stored.file} {native.ranges(stored.box)}")
-    return lines, not damaged
+    for name, known in sorted(source.tensors.items()) if tensors else ():
+        shape, kept = "x".join(map(str, known.shape)) or "scalar", native.NAMES[known.dtype]
+        size = math.prod(known.shape) * native.SIZES[kept]
+        where = list(source.parts(name))
+        files = len({file for file, _ in where})
+        told = f"{len(where)} boxes, {files} files"
+        lines.append(f"  {name:40} {shape:>16} {kept:>4} {size:>16,} bytes in {told}")
+        lines += [f"    {file} {native.ranges(box)}" for file, box in where] if boxes else []
+    return lines
+
+
+def differences(a: Source, b: Source) -> Iterator[str]:
+    """Settings, tensors that only one has, and numbers that differ, read a tensor at a time."""
+    for name in sorted(a.config.keys() & b.config.keys()):
+        if a.config[name] != b.config[name]:
+            yield f"setting {name}: {a.config[name]} | {b.config[name]}"
+    for name in sorted(a.tensors.keys() | b.tensors.keys()):
+        one, two = a.tensors.get(name), b.tensors.get(name)
+        if one is None or two is None:
+            yield f"{name}: only in {(a if two is None else b).folder}"
+        elif one.shape != two.shape:
+            yield f"{name}: {one.shape} | {two.shape}"
+        else:
+            yield from numbers_that_differ(a, b, name, one, two)
+
+
+def numbers_that_differ(a: Source, b: Source, name: str, one: Known, two: Known) -> Iterator[str]:
+    import torch
+
+    values = []
+    for source in (a, b):
+        values.append(
+            torch.empty(one.shape, dtype=torch.float64 if "float64" in (one.dtype, two.dtype) else torch.float32)
+        )
+        source.fill({name: native.whole(values[-1])})
+    types = f", {one.dtype} | {two.dtype}" if one.dtype != two.dtype else ""
+    differ = int((values[0] != values[1]).sum())
+    if differ:
+        furthest = float((values[0] - values[1]).abs().max())
+        yield f"{name}: {differ:,} of {values[0].numel():,} numbers differ, by at most {furthest:.3g}{types}"
+    elif types:
+        yield f"{name}: equal{types}"
 
 
 def settings(saved: Mapping[str, Any]) -> list[str]:

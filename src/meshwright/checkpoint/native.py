@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.checkpoint import store
+from meshwright.checkpoint import manifests, store
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, inside, minus, not_empty, plus, position, strides
-from meshwright.checkpoint.sources import Named
-from meshwright.checkpoint.store import Damaged, Manifest, Produce, Write
-from meshwright.console import say
+from meshwright.checkpoint.manifests import Damaged, Manifest, encode_manifest, sha256
+from meshwright.checkpoint.sources import Known, Named, Source
+from meshwright.checkpoint.steps import NATIVE
+from meshwright.checkpoint.store import Produce, Write
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.parallel.team import ALONE, Team
 
@@ -44,8 +45,6 @@ SIZES = {name: size for name, _, size in DTYPES}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 32 << 20  # bytes: some 250,000 boxes
 PART = 16 << 20  # most bytes of a tensor in flight
-
-Accept = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 class Entry(NamedTuple):
@@ -92,8 +91,6 @@ def save(
 
     Rank 0 holds store.lock(root); its state and its config are what counts. `state` must be JSON without NaN.
     """
-    before, after = lines_of_save(root, step)
-    say(before)
     file = f"rank_{team.rank:05d}.safetensors"
     head, runs = b"", list[Run]()
     texts: dict[str, bytes] = {}
@@ -123,7 +120,6 @@ def save(
     size = sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
     size += len(head) + sum(map(len, texts.values()))
     store.publish(root, step, files, bytes_needed=size, team=team)
-    say(after)
 
 
 def lines_of_save(root: str | Path, step: int) -> tuple[str, str]:
@@ -235,11 +231,6 @@ class Tensor(NamedTuple):
     boxes: list[Stored]
 
 
-class Loaded(NamedTuple):
-    step: int
-    state: dict[str, Any]
-
-
 class Copy(NamedTuple):
     """A box to be read, and where its elements go."""
 
@@ -257,80 +248,41 @@ class Copy(NamedTuple):
         return enclosing(self.stored, self.dtype, self.low, self.high)
 
 
-def load(
-    root: str | Path,
-    want: Named,
-    *,
-    verify: str = "read",
-    step: int | None = None,
-    optimizer: bool = True,
-    accept: Accept = lambda state, config: None,
-    team: Team = ALONE,
-) -> Loaded | None:
-    """Fill the wanted tensors from the newest whole step, or from `step`; None if there is no checkpoint at all.
+@dataclass
+class Native(Source):
+    manifest: Manifest = field(default_factory=dict)
+    stored: dict[str, Tensor] = field(default_factory=dict)
 
-    `verify`: "read" hashes the chunks that are read, "full" every byte. A step found damaged on the way is said aloud
-    and the next older one is loaded. Without `optimizer` its tensors (`name/exp_avg` …) may stay unread. `accept` sees
-    the state and the configuration before any tensor is read, and may refuse them. All ranks load the same step: damage
-    that one of them finds, and a refusal, are everybody's.
-    """
-    if step is not None:
-        return load_step(Path(root), step, want, verify, optimizer, accept, team)
+    @property
+    def tensors(self) -> Mapping[str, Known]:
+        return {name: Known(tensor.shape, TORCH[tensor.dtype]) for name, tensor in self.stored.items()}
 
-    def newest(below: int | None = None) -> Any:
-        return team.lead(lambda: store.latest(root, below))
+    @property
+    def identity(self) -> str:
+        return sha256([encode_manifest(self.manifest)])
 
-    found, notes = newest()
-    while True:
-        for note in notes:
-            say(note)
-        if found is None:
-            say(f"WARNING: could not find the metadata file {Path(root) / store.TRACKER}")
-            say("    will not load any checkpoints and will start from random")
-            return None
-        try:
-            return load_step(Path(root), found, want, verify, optimizer, accept, team)
-        except Damaged as damage:
-            say(f"WARNING: skipping {store.step_folder(root, found).name}, it is damaged: {damage}")
-            try:
-                found, notes = newest(below=found)
-            except Damaged as no_older:
-                raise Damaged(f"{damage}; {no_older}", everywhere=True) from damage
-
-
-def load_step(root: Path, step: int, want: Named, verify: str, optimizer: bool, accept: Accept, team: Team) -> Loaded:
-    say(f" loading checkpoint from {root} at iteration {step}")
-    folder = store.step_folder(root, step)
-    manifest, stored = Manifest(), dict[str, Tensor]()
-    state, config = dict[str, Any](), dict[str, Any]()
-
-    def look() -> list[Any]:
-        nonlocal manifest, state, config, stored
-        if not team.leads:
-            store.must_see(folder, team)
-        manifest = store.verify(folder, verify == "full", team)
-        state, config = (store.read_json(folder, manifest, name) for name in (STATE, CONFIG))
-        stored = read_index(folder, manifest)
-        return [index_of(want, [], "", 0), store.sha256([store.encode_manifest(manifest)])]
-
-    told = team.all(look)
-    for rank, (_, sha256) in enumerate(told):
-        if sha256 != told[0][1]:
-            raise UserError(f"rank {rank} sees another {folder} than rank 0: all nodes must share it", BAD_DATA, True)
-    say(" checkpoint version 3.0")
-    team.all(lambda: accept(state, config))
-    asked = merged([part for part, _ in told])
-    check_names(folder, stored, asked, optimizer)
-    for note in conversions(stored, asked):
-        say(note)
-
-    def fill() -> None:
-        for theirs, ours in read(folder, manifest, stored, want):
+    def fill(self, want: Named) -> None:
+        for theirs, ours in read(self.folder, self.manifest, self.stored, want):
             ours.copy_(theirs)
 
-    team.all(fill)
-    say(f"  successfully loaded checkpoint from {root} at iteration {step}")
-    return Loaded(step, state)
+    def parts(self, name: str) -> list[tuple[str, Box]]:
+        return [(one.file, one.box) for one in self.stored[name].boxes]
+
+    def of_vocabulary(self, size: int) -> Native:
+        if size != self.vocab:
+            raise UserError(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}", BAD_DATA)
+        return self
+
+
+def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> Native:
+    """`verify`: "read" hashes the chunks that will be read, "full" every byte now, each rank a share of them."""
+    manifest = manifests.verify(folder, verify == "full", team)
+    state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
+    for name, value in ((STATE, state), (CONFIG, config)):
+        if not isinstance(value, dict):
+            raise Damaged(f"{folder / name}: not a JSON object")
+    stored, vocab = read_index(folder, manifest), state.get("true_vocab_size")
+    return Native(NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, stored=stored)
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -346,15 +298,15 @@ def read(folder: Path, manifest: Manifest, stored: Mapping[str, Tensor], want: N
         yield from read_file(folder / file, manifest[file], copies)
 
 
-def read_file(path: Path, file: store.File, copies: list[Copy]) -> Iterator[Pair]:
+def read_file(path: Path, file: manifests.File, copies: list[Copy]) -> Iterator[Pair]:
     """The pieces of one file, from its beginning to its end."""
     import torch
 
     copies = sorted(copies, key=lambda copy: copy.bytes)
     chunks: set[int] = set()
     for begin, end in (copy.bytes for copy in copies):
-        chunks.update(range(begin // store.CHUNK, (end - 1) // store.CHUNK + 1))
-    with store.Reader(path, file, sorted(chunks)) as reader:
+        chunks.update(range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1))
+    with manifests.Reader(path, file, sorted(chunks)) as reader:
         for copy in copies:
             dtype = getattr(torch, TORCH[copy.dtype])
             for low, high in pieces(copy):
@@ -408,7 +360,7 @@ def plan(
 def read_index(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     """The index, with every box checked against its tensor and its file."""
     path = folder / INDEX
-    index = store.read_json(folder, manifest, INDEX, INDEX_LIMIT)
+    index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)
     tensors = {}
     try:
         for name, tensor in index["tensors"].items():
@@ -433,55 +385,8 @@ def numbers(values: Any) -> Shape:
     return tuple(values)
 
 
-def check_names(folder: Path, stored: Mapping[str, Tensor], want: Mapping[str, Any], optimizer: bool) -> None:
-    """Names and shapes must agree before any tensor is touched; all differences are told together.
-
-    `want`: of all ranks, as in an index; a pipeline stage wants its own part only.
-    """
-    out = []
-    for name, shape in ((name, tuple(tensor["shape"])) for name, tensor in want.items()):
-        if name not in stored:
-            out.append(f"{name}: the model has {shape}, the checkpoint has none")
-        elif stored[name].shape != shape:
-            out.append(f"{name}: the model has {shape}, the checkpoint {stored[name].shape}")
-    for name, tensor in stored.items():
-        if name not in want and (optimizer or "/" not in name):
-            out.append(f"{name}: the model has none, the checkpoint has {tensor.shape}")
-    if out:
-        shown = out[:20] + [f"and {len(out) - 20} more"] * (len(out) > 20)
-        missing = [name for name in want if name not in stored]
-        if missing and all("/" in name for name in missing):
-            shown.append("saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune")
-        told = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
-        raise UserError(told, BAD_DATA, everywhere=True)
-
-
-def conversions(stored: Mapping[str, Tensor], want: Mapping[str, Any]) -> list[str]:
-    kinds = Counter((stored[name].dtype, tensor["dtype"]) for name, tensor in want.items())
-    return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]
-
-
 def enclosing(stored: Stored, dtype: str, low: Shape, high: Shape) -> tuple[int, int]:
     """Bytes of the file from the first to the last element of low … high."""
     first = position(stored.box, low)
     last = position(stored.box, tuple(h - 1 for h in high))
     return stored.begin + first * SIZES[dtype], stored.begin + (last + 1) * SIZES[dtype]
-
-
-# Looking
-
-
-def read_state(root: str | Path, step: int) -> dict[str, Any]:
-    return _read(root, step, STATE)
-
-
-def read_config(root: str | Path, step: int) -> dict[str, Any]:
-    return _read(root, step, CONFIG)
-
-
-def _read(root: str | Path, step: int, name: str) -> dict[str, Any]:
-    folder = store.step_folder(root, step)
-    value = store.read_json(folder, store.verify(folder), name)
-    if not isinstance(value, dict):
-        raise Damaged(f"{folder / name}: not a JSON object")
-    return value

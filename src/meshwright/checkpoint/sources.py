@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,6 +49,8 @@ class Source(abc.ABC):
     state: dict[str, Any] = field(default_factory=dict)  # as resume.State saves it; empty: it holds weights alone
     vocab: int | None = None  # the true size; none: it does not say, and its tables have the padded one's rows
     notes: list[str] = field(default_factory=list)  # to be said aloud
+    layout: str = ""  # over which ranks its files are cut, in words
+    root: Path | None = None  # of the run: where tokenizer/ would be
 
     @property
     @abc.abstractmethod
@@ -59,8 +61,17 @@ class Source(abc.ABC):
         """Read what is wanted; names and shapes have been compared before."""
 
     @abc.abstractmethod
+    def parts(self, name: str) -> Iterable[tuple[str, Box]]:
+        """In which files a tensor lies, and which box of it in each."""
+
+    @abc.abstractmethod
     def of_vocabulary(self, size: int) -> Source:
         """The same without the rows that only fill a table up."""
+
+    @property
+    def identity(self) -> str:
+        """What is equal on two nodes only if they see the same files."""
+        return repr((sorted(self.tensors.items()), sorted(self.state.items()), sorted(self.config.items())))
 
     @property
     def has_optimizer(self) -> bool:
@@ -118,6 +129,9 @@ class Mapped(Source):
                 there = tuple(slice(a, b) for a, b in zip(minus(low, offset), minus(high, offset), strict=True))
                 here = tuple(slice(a, b) for a, b in zip(minus(low, box.offset), minus(high, box.offset), strict=True))
                 target[here].copy_(aligned(theirs[there]))
+
+    def parts(self, name: str) -> Iterable[tuple[str, Box]]:
+        return [(self.folder.name, Box(p.offset, tuple(p.tensor.shape))) for p in self.pieces[name]]
 
     def of_vocabulary(self, size: int) -> Mapped:
         cut = {}

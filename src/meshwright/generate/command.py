@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     given = engine.given(parsed)
     if parsed.dry_run:
         found = engine.find(c.checkpoint.load, given, c.tokenizer)
-        print(f"the flags fit step {found.step} in {found.root}; nothing was loaded and nothing written")
+        print(f"the flags fit step {found.source.step} in {found.source.root}; nothing was loaded and nothing written")
         return DONE
     if c.precision.deterministic_mode:
         be_deterministic()
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     batch = c.training.micro_batch_size or 8
     less = f"a smaller --micro-batch-size (now {batch}) or --out-seq-length (now {s.out_seq_length}), or --bf16,"
     with command.telling_memory(less):
-        run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device, c.checkpoint.verify)
+        run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device)
         write(c, run, lines, output)
     return DONE
 

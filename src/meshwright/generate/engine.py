@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from meshwright import checks, config, flags, tokenizers
-from meshwright.checkpoint import native, store
+from meshwright.checkpoint import loading, native
+from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.sources import Named, Source
+from meshwright.checkpoint.steps import NATIVE
 from meshwright.config import GenerateConfig, Model, TrainConfig
 from meshwright.config import Tokenizer as TokenizerFlags
-from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.kernels.pick import pick
 from meshwright.model.attention import Cache, Where
@@ -28,10 +30,9 @@ Options = tuple[list[list[int]], int, int, int, Callable[[int, Tensor], int], bo
 
 @dataclass(frozen=True)
 class Found:
-    """What a run's folder says about its newest whole checkpoint."""
+    """What a folder says about its newest whole checkpoint."""
 
-    root: Path
-    step: int
+    source: Source
     config: TrainConfig
     vocab: int
     padded: int
@@ -58,24 +59,27 @@ def given(parsed: flags.Parsed[Any]) -> dict[str, Any]:
 
 def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
     """The newest whole step under `folder`, or that step if it names one; `given` are flags, to be compared with it."""
-    root, step = store.split_path(folder)
-    if step is None:
-        step, notes = store.latest(root)
-        for note in notes:
-            say(note)
-    if step is None:
+    source = loading.open_any(folder, means(given))
+    if source is None:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
-    state, saved = native.read_state(root, step), native.read_config(root, step)
+    return look_at(source, given, vocabulary)
+
+
+def means(given: Mapping[str, Any]) -> Means:
+    return Means(given.get("verify", "read"), given.get("trust_pickle", False), given.get("num_attention_heads"))
+
+
+def look_at(source: Source, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
+    root, state, saved, where = source.root or source.folder, source.state, source.config, str(source.folder)
     if state.get("network", OURS) != OURS:
-        raise UserError(
-            f"step {step} in {root} holds a {state['network']}, which only the program that made it builds", BAD_DATA
-        )
-    where = str(store.step_folder(root, step))
-    trained, _ = flags.build(TrainConfig, [("checkpoint", flags.from_saved(TrainConfig, saved, where))])
+        raise UserError(f"{where} holds a {state['network']}, which only the program that made it builds", BAD_DATA)
+    untold = {n: v for n, v in given.items() if n in config.ARCHITECTURE and n not in saved}
+    told = flags.from_saved(TrainConfig, saved | untold, where)
+    trained, _ = flags.build(TrainConfig, [("checkpoint", told)])
     try:
-        vocab, padded, positions = (int(state[n]) for n in ("true_vocab_size", "padded_vocab_size", "positions"))
+        positions = int(state.get("positions") or saved.get("max_position_embeddings") or given["seq_length"])
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{where}/state.json does not tell the sizes of a model", BAD_DATA) from None
+        raise UserError(f"{where} does not tell how long its sequences are: give --seq-length", BAD_DATA) from None
     later = checks.not_yet(
         GenerateConfig(model=trained.model)
     )  # a model of a later version must not load as another one
@@ -84,14 +88,19 @@ def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> F
     impl = given.get("attention_impl", trained.model.attention_impl)
     model = dataclasses.replace(trained.model, max_position_embeddings=positions, attention_impl=impl)
     trained = dataclasses.replace(trained, model=model)
-    tokenizer = find_tokenizer(vocabulary, [root, *([Path(saved["run_dir"])] if saved.get("run_dir") else [])], vocab)
+    rows = source.tensors["wte.weight"].shape[0]
+    folders = [root, *([Path(saved["run_dir"])] if saved.get("run_dir") else [])]
+    tokenizer = find_tokenizer(vocabulary, folders, source.vocab or rows)
+    vocab = source.vocab or tokenizer.size
     out = contradictions(given, model, positions)
-    if tokenizer.size != vocab:
+    if tokenizer.size > rows or (source.kind == NATIVE and tokenizer.size != vocab):
         out.append(f"the vocabulary has {tokenizer.size} ids, the checkpoint {vocab}")
+    source = source.of_vocabulary(vocab)
     if out:
-        told = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *out])
-        raise UserError(told, BAD_DATA)
-    return Found(root, step, trained, vocab, padded, positions, tokenizer)
+        listed = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *out])
+        raise UserError(listed, BAD_DATA)
+    padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, 1, model.pad_vocab_size_to)
+    return Found(source, trained, vocab, padded, positions, tokenizer)
 
 
 def contradictions(given: Mapping[str, Any], saved: Model, positions: int) -> list[str]:
@@ -116,43 +125,33 @@ def find_tokenizer(t: TokenizerFlags, folders: list[Path], size: int) -> Tokeniz
 
 
 def load(
-    folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, dtype: torch.dtype, device: torch.device,
-    verify: str,
-) -> Run:  # fmt: skip
+    folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, dtype: torch.dtype, device: torch.device
+) -> Run:
     """The model of `find`, its weights read into `dtype` on `device`; of an older step where the newest is damaged."""
-    root, named = store.split_path(folder)
-    step, notes = (named, []) if named is not None else store.latest(root)
-    while True:
-        for note in notes:
-            say(note)
-        if step is None:
-            raise UserError(f"no checkpoint in {folder}", BAD_DATA)
-        try:
-            return load_found(find(str(store.step_folder(root, step)), given, vocabulary), given, dtype, device, verify)
-        except store.Damaged as damage:
-            if named is not None:
-                raise
-            say(f"WARNING: skipping {store.step_folder(root, step).name}, it is damaged: {damage}")
-            try:
-                step, notes = store.latest(root, below=step)
-            except store.Damaged as no_older:
-                raise store.Damaged(f"{damage}; {no_older}") from damage
+    looked: list[tuple[Found, GPT]] = []
 
+    def accept(source: Source) -> Source:
+        found = look_at(source, given, vocabulary)
+        with torch.device("meta"):
+            block, _ = pick(found.config.model, device)
+            model = GPT(found.config.model, found.vocab, found.padded, found.positions, block)
+        looked.append((found, model.to(dtype).to_empty(device=device).eval()))
+        return found.source
 
-def load_found(found: Found, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device, verify: str) -> Run:
-    with torch.device("meta"):
-        block, _ = pick(found.config.model, device)
-        model = GPT(found.config.model, found.vocab, found.padded, found.positions, block)
-    model = model.to(dtype).to_empty(device=device).eval()
-    want = {}
-    for name, p in model.named_parameters():
-        p.requires_grad_(False)
-        rows = model.vocab if name in ("wte.weight", "lm_head.weight") else p.shape[0]
-        p[rows:] = 0
-        want[name] = native.whole(p[:rows])
-    native.load(found.root, want, verify=verify, step=found.step, optimizer=False)
+    def want(source: Source) -> Named:
+        model, out = looked[-1][1], {}
+        for name, p in model.named_parameters():
+            p.requires_grad_(False)
+            rows = model.vocab if name in ("wte.weight", "lm_head.weight") else p.shape[0]
+            p[rows:] = 0
+            out[name] = native.whole(p[:rows])
+        return out
+
+    if loading.load(folder, want, means=means(given), optimizer=False, accept=accept) is None:
+        raise UserError(f"no checkpoint in {folder}", BAD_DATA)
+    found, model = looked[-1]
     length = given.get("seq_length") or found.config.data.seq_length or found.positions
-    return Run(model, found.tokenizer, found.step, min(length, found.positions), device)
+    return Run(model, found.tokenizer, found.source.step, min(length, found.positions), device)
 
 
 def decode(

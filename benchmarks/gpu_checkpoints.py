@@ -1,0 +1,211 @@
+"""What a save and a load cost, beside torch.save and torch.distributed.checkpoint in the same process, on the same tensors.
+
+usage: python benchmarks/gpu_checkpoints.py FOLDER [--size 1.3B] [--rounds 3] [--device cuda]
+
+A model is trained for a few steps with AdamW in bfloat16; its fp32 masters and moments are what is saved (12 bytes a
+parameter). "stall": how long the training step that saves is longer than it is without. Each file is removed before the next
+is written. "to disk": with fsync, as ours always is; torch.save by itself returns before the bytes are on the disk.
+"copy": the same bytes from the device into pinned memory, the least that a save in the background can take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+import torch
+
+SIZES = {"1.3B": (24, 2048, 16), "345M": (24, 1024, 16), "tiny": (2, 64, 4)}
+
+
+def build(size: str, device: str, folder: Path, *more: str) -> Any:
+    from meshwright import console, flags
+    from meshwright.config import TrainConfig
+    from meshwright.metrics import Timers
+    from meshwright.parallel.layout import Layout
+    from meshwright.parallel.team import ALONE
+    from meshwright.trainer import Trainer
+
+    console.speak(None)
+    layers, hidden, heads = SIZES[size]
+    vocab = 50257 if size != "tiny" else 256
+    line = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 1024 --micro-batch-size 1 "
+        f"--lr 1e-4 --train-iters 100 --mock-data --vocab-size {vocab} --bf16 --attention-dropout 0 --hidden-dropout 0 "
+        f"--device {device} --save {folder} --num-workers 0 {' '.join(more)}"
+    )
+    config = flags.parse(TrainConfig, line.split(), "benchmark").config
+    device_ = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
+    trainer = Trainer(config, device_, vocab, -(-vocab // 128) * 128, None, None, Timers(), Layout(), ALONE)
+    trainer.load_or_initialise()
+    return trainer
+
+
+def timed(act: Callable[[], Any]) -> float:
+    synchronize()
+    began = time.perf_counter()
+    act()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def synced(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def cold(folder: Path) -> None:
+    """Out of the page cache, so that reading is from the disk."""
+    synced(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", default="1.3B", choices=SIZES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    import torch.distributed.checkpoint as dcp
+
+    from meshwright.checkpoint import loading, steps
+
+    trainer = build(args.size, args.device, args.folder / "ours", "--async-save")
+    state = trainer.state
+    named = state.tensors()
+    size = sum(t.numel() * t.element_size() for _, _, t in named.values())
+    plain = {name: tensor for name, (_, _, tensor) in named.items()}
+    rows: list[tuple[str, list[float], str]] = []
+
+    def tell(what: str, seconds: list[float], more: str = "") -> None:
+        rows.append((what, seconds, more))
+        rate = size / statistics.median(seconds) / 1e9
+        print(
+            f"| {what} | {statistics.median(seconds):.3f} | {min(seconds):.3f}-{max(seconds):.3f} | {rate:.2f} | {more} |",
+            flush=True,
+        )
+
+    print(f"{args.size}: {size / 1e9:.2f} GB, torch {torch.__version__}, {os.cpu_count()} CPU cores\n")
+    print("| what | s (median) | range | GB/s | |\n|---|---|---|---|---|")
+
+    # The least a copy can take.
+    from meshwright import device as devices
+
+    pinned = [devices.copying_memory(size, trainer.device)]
+    flat = [t.reshape(-1).view(torch.uint8) for t in plain.values()]
+
+    def copy() -> None:
+        at = 0
+        for one in flat:
+            pinned[0][at : at + one.numel()].copy_(one, non_blocking=True)
+            at += one.numel()
+
+    copy()
+    tell("copy to pinned memory", [timed(copy) for _ in range(args.rounds)])
+    pinned.clear()
+
+    # In the background: how long training waits, while the one before has been written.
+    stalls, writes = [], []
+    for n in range(args.rounds + 1):
+        trainer.progress.iteration = 100 + n
+        stalls.append(timed(state.save))
+        began = time.perf_counter()
+        state.saver.wait()
+        writes.append(time.perf_counter() - began + stalls[-1])
+        shutil.rmtree(steps.step_folder(args.folder / "ours", 100 + n - 1), ignore_errors=True)
+    tell("ours in the background: stall", stalls[1:], f"the first {stalls[0]:.3f} s")
+    tell("ours in the background: until saved", writes[1:])
+
+    # At once.
+    state.saver.background, kept = None, state.saver.background
+    sync = []
+    for n in range(args.rounds):
+        emptied(args.folder / "ours")
+        trainer.progress.iteration = 200 + n
+        sync.append(timed(state.save))
+    tell("ours at once, to disk, hashed", sync)
+    last = args.folder / "ours"
+    for verify in ("warm", "cold"):
+        reads = []
+        for _ in range(args.rounds):
+            if verify == "cold":
+                cold(last)
+            reads.append(timed(lambda: loading.load(last, trainer.net.store.named_state())))
+        tell(f"ours read and verified, {verify}", reads)
+    shutil.rmtree(last)
+    state.saver.background = kept
+
+    theirs = args.folder / "theirs"
+    saves, disks, warm, colds = [], [], [], []
+    for _ in range(args.rounds):
+        emptied(theirs)
+        began = time.perf_counter()
+        saves.append(timed(lambda: torch.save(plain, theirs / "all.pt")))
+        synced(theirs)
+        disks.append(time.perf_counter() - began)
+
+        def read() -> None:
+            for name, tensor in torch.load(theirs / "all.pt", mmap=True, weights_only=True, map_location="cpu").items():
+                plain[name].copy_(tensor)
+
+        warm.append(timed(read))
+        cold(theirs)
+        colds.append(timed(read))
+    tell("torch.save", saves)
+    tell("torch.save, to disk", disks)
+    tell("torch.load (mapped), warm", warm)
+    tell("torch.load (mapped), cold", colds)
+
+    saves, disks, warm, colds = [], [], [], []
+    for _ in range(args.rounds):
+        emptied(theirs)
+        began = time.perf_counter()
+        saves.append(timed(lambda: dcp.save(plain, checkpoint_id=theirs, no_dist=True)))
+        synced(theirs)
+        disks.append(time.perf_counter() - began)
+        warm.append(timed(lambda: dcp.load(plain, checkpoint_id=theirs, no_dist=True)))
+        cold(theirs)
+        colds.append(timed(lambda: dcp.load(plain, checkpoint_id=theirs, no_dist=True)))
+    tell("torch.distributed.checkpoint", saves)
+    tell("torch.distributed.checkpoint, to disk", disks)
+    tell("torch.distributed.checkpoint read, warm", warm)
+    tell("torch.distributed.checkpoint read, cold", colds)
+    shutil.rmtree(theirs)
+
+    by = {what: statistics.median(seconds) for what, seconds, _ in rows}
+    print(
+        f"\nstall in the background: {by['ours in the background: stall'] / by['copy to pinned memory']:.2f} x the copy (target 1.3)"
+    )
+    print(f"at once: {by['torch.save'] / by['ours at once, to disk, hashed']:.2f} x torch.save's speed, "
+          f"{by['torch.save, to disk'] / by['ours at once, to disk, hashed']:.2f} x with its bytes on the disk (target 1.5)")  # fmt: skip
+    state.saver.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""`--load`: what a path holds is found, opened, compared with what a run wants, and read into it.
+
+On many ranks all call `load` together, each with what it wants; what one of them finds is everybody's outcome.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.checkpoint import manifests, native, steps, store
+from meshwright.checkpoint.manifests import Damaged
+from meshwright.checkpoint.sources import Known, Named, Source
+from meshwright.checkpoint.steps import (
+    DEEPSPEED,
+    HUGGING_FACE,
+    LIBAI,
+    MEGATRON,
+    NATIVE,
+    ONEFLOW,
+    TORCH_DIST,
+    UNIVERSAL,
+    Place,
+)
+from meshwright.console import say
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.parallel.team import ALONE, Team
+
+# Who opens what. Each is imported when it is needed: `open(folder, trust, heads)`.
+READERS = {MEGATRON: "megatron", TORCH_DIST: "torch_dist", DEEPSPEED: "deepspeed", UNIVERSAL: "deepspeed",
+           HUGGING_FACE: "huggingface", LIBAI: "oneflow", ONEFLOW: "oneflow"}  # fmt: skip
+
+
+class Loaded(NamedTuple):
+    step: int
+    state: dict[str, Any]
+
+
+class Means(NamedTuple):
+    """How a checkpoint may be opened."""
+
+    verify: str = "read"  # hash the chunks that are read, or "full": every byte
+    trust: bool = False  # run the code in its pickles
+    heads: int | None = None  # of the model, for those that do not say
+
+
+PLAIN = Means()
+Accept = Callable[[Source], Source]
+Tell = Callable[[str], None]
+
+
+def open_place(place: Place, means: Means = PLAIN, team: Team = ALONE) -> Source:
+    """One step, by whoever knows its kind. Of one of ours everything that is not hashed while it is read is hashed now."""
+    if place.kind == NATIVE:
+        source: Source = native.open_step(place.folder, place.step, means.verify, team)
+        source.root = place.root
+        return source
+    if place.ours:
+        manifests.verify(place.folder, full=True, team=team)
+    reader = importlib.import_module(f"meshwright.checkpoint.{READERS[place.kind]}")
+    source = reader.open(place.folder, trust=means.trust, heads=means.heads)
+    source.root, source.step = place.root, place.step if source.state else 0
+    return source
+
+
+def open_any(path: str | Path, means: Means = PLAIN, tell: Tell = say) -> Source | None:
+    """What `load` would read, for one process: the newest whole step. None: there is no checkpoint."""
+    place, notes = steps.find(path)
+    while place is not None:
+        for note in notes:
+            tell(note)
+        try:
+            return open_place(place, means)
+        except Damaged as damage:
+            place, notes = older(Path(path), place, damage, tell)
+    return None
+
+
+def older(path: Path, place: Place, damage: Damaged, tell: Tell = say) -> tuple[Place | None, list[str]]:
+    """The step before one that was found damaged, if any of them would do."""
+    if not place.ours or path.resolve() == place.folder.resolve():
+        raise damage
+    tell(f"WARNING: skipping {place.folder.name}, it is damaged: {damage}")
+    try:
+        return steps.find(path, below=place.step)
+    except Damaged as no_older:
+        raise Damaged(f"{damage}; {no_older}", everywhere=True) from damage
+
+
+def load(
+    path: str | Path,
+    want: Named | Callable[[Source], Named],
+    *,
+    means: Means = PLAIN,
+    optimizer: bool = True,
+    accept: Accept = lambda source: source,
+    team: Team = ALONE,
+) -> Loaded | None:
+    """Fill the wanted tensors from what the path means; None if there is no checkpoint at all.
+
+    A step of ours found damaged on the way is said aloud and the next older one is loaded. Without `optimizer` its tensors
+    (`name/exp_avg` …) may stay unread. `accept` sees the source before any tensor is read, and refuses it or returns what is
+    to be read.
+    """
+
+    path = Path(path)
+    place, notes = by_leader(path, lambda: steps.find(path), team)
+    while True:
+        for note in notes:
+            say(note)
+        if place is None:
+            say(f"WARNING: could not find the metadata file {Path(path) / steps.TRACKER}")
+            say("    will not load any checkpoints and will start from random")
+            return None
+        try:
+            return load_place(place, want, means, optimizer, accept, team)
+        except Damaged as damage:
+            place, notes = by_leader(path, functools.partial(older, path, place, damage), team)
+
+
+def by_leader(
+    path: Path, find: Callable[[], tuple[Place | None, list[str]]], team: Team
+) -> tuple[Place | None, list[str]]:
+    """The place that rank 0 finds, for all, each below its own path."""
+
+    def act() -> Any:
+        place, notes = find()
+        below = [os.path.relpath(p, path) for p in (place.folder, place.root)] if place else []
+        return [[place.kind, place.step, *below] if place else None, notes]
+
+    told, notes = team.lead(act)
+    if told is None:
+        return None, notes
+    kind, step, folder, root = told
+    return Place(kind, Path(os.path.normpath(path / folder)), step, Path(os.path.normpath(path / root))), notes
+
+
+def load_place(
+    place: Place, want: Named | Callable[[Source], Named], means: Means, optimizer: bool, accept: Accept, team: Team
+) -> Loaded:
+    release = " release" if place.folder.name == "release" else ""
+    at = "" if release else f" at iteration {place.step}"
+    say(f" loading{release} checkpoint from {place.root}{at}")
+    opened: list[Source] = []
+
+    def look() -> list[Any]:
+        if not team.leads:
+            store.must_see(place.folder, team)
+        opened.append(open_place(place, means, team))
+        return [manifests.sha256([opened[0].identity.encode()])]
+
+    for rank, (sha256,) in enumerate(digests := team.all(look)):
+        if sha256 != digests[0][0]:
+            raise UserError(
+                f"rank {rank} sees another {place.folder} than rank 0: all nodes must share it", BAD_DATA, True
+            )
+    source = opened[0]
+    for note in source.notes:
+        say(note)
+    say(f" checkpoint version {source.version}")
+    team.all(lambda: opened.append(accept(source)))
+    source = opened[1]
+    mine = want(source) if callable(want) else want
+    asked = native.merged(team.all(lambda: native.index_of(mine, [], "", 0)))
+    check_names(place.folder, source.tensors, asked, optimizer and bool(source.state))
+    for note in conversions(source.tensors, asked):
+        say(note)
+    team.all(lambda: source.fill(mine))
+    say(f"  successfully loaded checkpoint from {place.root}{at}")
+    return Loaded(source.step, source.state)
+
+
+def check_names(folder: Path, known: Mapping[str, Known], want: Mapping[str, Any], optimizer: bool) -> None:
+    """Names and shapes must agree before any tensor is touched; all differences are told together.
+
+    `want`: of all ranks, as in an index; a pipeline stage wants its own part only.
+    """
+    out = []
+    for name, shape in ((name, tuple(tensor["shape"])) for name, tensor in want.items()):
+        if name not in known:
+            out.append(f"{name}: the model has {shape}, the checkpoint has none")
+        elif known[name].shape != shape:
+            out.append(f"{name}: the model has {shape}, the checkpoint {known[name].shape}")
+    for name, tensor in known.items():
+        if name not in want and (optimizer or "/" not in name):
+            out.append(f"{name}: the model has none, the checkpoint has {tensor.shape}")
+    if out:
+        shown = out[:20] + [f"and {len(out) - 20} more"] * (len(out) > 20)
+        missing = [name for name in want if name not in known]
+        if missing and all("/" in name for name in missing):
+            shown.append("saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune")
+        told = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
+        raise UserError(told, BAD_DATA, everywhere=True)
+
+
+def conversions(known: Mapping[str, Known], want: Mapping[str, Any]) -> list[str]:
+    kinds = Counter((native.NAMES[known[name].dtype], tensor["dtype"]) for name, tensor in want.items())
+    return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]

@@ -1,0 +1,214 @@
+"""What a step consists of, byte for byte: sizes and hashes of its files, and reading that believes only what it hashed.
+
+`manifest.json` has the size of each file and the SHA-256 of each 16 MiB chunk, so that a slice of a large file is checked
+without reading the rest. Written by hand because no library offers it: safetensors and torch's checkpoints have no
+checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.parallel.team import ALONE, Team
+
+FORMAT = "meshwright checkpoint 1"
+CHUNK = 16 << 20  # bytes of one hash; at most this much is read too much at each end of a slice
+THREADS = min(8, os.cpu_count() or 1)
+AHEAD = max(4, THREADS)  # chunks read and hashed before they are asked for: at most 128 MiB of memory
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
+JSON_LIMIT = 16 << 20
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+    def __init__(self, message: str, everywhere: bool = False) -> None:
+        super().__init__(message, BAD_DATA, everywhere)
+
+
+def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
+    """Only what is not there is damage: missing rights or a failing disk say nothing of the bytes."""
+    words = f"{path}: {error.strerror}{rest}"
+    return Damaged(words) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(words, IO)
+
+
+class File(NamedTuple):
+    size: int
+    sha256: str  # the hex digests of its chunks, one after the other
+
+
+Manifest = dict[str, File]
+
+
+def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)  # without the GIL
+    return digest.hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The one spelling of a manifest, with a hash of itself: any changed byte is noticed."""
+    files = {name: {"size": file.size, "sha256": file.sha256} for name, file in manifest.items()}
+    body: dict[str, Any] = {"format": FORMAT, "chunk": CHUNK, "files": files}
+    body["sha256"] = sha256([json.dumps(body, sort_keys=True).encode()])
+    return json.dumps(body, sort_keys=True, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    raw = read_small(path, MANIFEST_LIMIT)
+    body = parse_json(raw, path)
+    if not isinstance(body, dict):
+        raise Damaged(f"{path}: not a manifest")
+    if isinstance(body.get("format"), str) and body["format"].startswith("meshwright") and body["format"] != FORMAT:
+        raise Damaged(f"{path}: written in the format {body['format']!r}, this version reads {FORMAT!r}")
+    try:
+        manifest = {name: File(file["size"], file["sha256"]) for name, file in body["files"].items()}
+        valid = all(
+            isinstance(file.size, int) and len(file.sha256) == 64 * (-(-file.size // CHUNK))
+            for file in manifest.values()
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid or raw != encode_manifest(manifest):
+        raise Damaged(f"{path}: not as it was written (its own SHA-256 differs)")
+    for name in manifest:
+        if not re.fullmatch(r"(mp_rank_\d+(_\d+)?/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            raise Damaged(f"{path}: the file name {name!r} is not a plain name; nothing outside the folder is read")
+    return manifest
+
+
+def verify(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manifest:
+    """Check manifest and sizes, and with `full` every byte; the manifest, or Damaged naming file and offset.
+
+    Every rank of a team hashes its share of the chunks.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for name, file in manifest.items():
+        check_size(folder / name, file)
+    number = 0
+    for name, file in manifest.items() if full else ():
+        count = len(file.sha256) // 64
+        mine = [index for index in range(count) if (number + index) % team.size == team.rank]
+        number += count
+        with Reader(folder / name, file, mine) as reader:
+            for index in mine:
+                reader.chunk(index)
+    return manifest
+
+
+def check_size(path: Path, file: File) -> None:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise unreadable(path, error, f"; the manifest says {file.size:,} bytes") from error
+    if not stat.S_ISREG(found.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
+        raise Damaged(f"{path}: a link or something else that is not a plain file; nothing else is read")
+    if found.st_size != file.size:
+        raise Damaged(f"{path}: {found.st_size:,} bytes long, the manifest says {file.size:,}")
+
+
+class Reader:
+    """Byte ranges of one file. Each chunk touched is hashed before it is believed; `ahead`: which will be touched."""
+
+    def __init__(self, path: Path, file: File, ahead: Iterable[int] = ()) -> None:
+        self.path, self.file, self.ahead = path, file, deque(ahead)
+        self.ready: dict[int, Future[bytearray]] = {}
+        check_size(path, file)
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        self.pool = ThreadPoolExecutor(THREADS)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown(cancel_futures=True)
+        os.close(self.fd)
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes begin to end, verified, in memory of our own."""
+        first, last = begin // CHUNK, (end - 1) // CHUNK
+        if first == last:
+            return memoryview(self.chunk(first))[begin - first * CHUNK : end - first * CHUNK]
+        joined = bytearray(end - begin)
+        for index in range(first, last + 1):
+            low, high = max(begin, index * CHUNK), min(end, (index + 1) * CHUNK)
+            joined[low - begin : high - begin] = memoryview(self.chunk(index))[low % CHUNK : high - index * CHUNK]
+        return memoryview(joined)
+
+    def chunk(self, index: int) -> bytearray:
+        for old in [i for i in self.ready if i < index]:
+            del self.ready[old]
+        while self.ahead and len(self.ready) < AHEAD:
+            coming = self.ahead.popleft()
+            self.ready[coming] = self.pool.submit(self._read_chunk, coming)
+        waiting = self.ready.get(index)
+        return waiting.result() if waiting else self._read_chunk(index)
+
+    def _read_chunk(self, index: int) -> bytearray:
+        begin = index * CHUNK
+        data = bytearray(min(CHUNK, self.file.size - begin))
+        got = 0
+        try:
+            while got < len(data):
+                count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got)
+                if not count:
+                    raise Damaged(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
+                got += count
+        except OSError as error:
+            raise unreadable(self.path, error, f" at byte {begin + got:,}") from error
+        if sha256([data]) != self.file.sha256[64 * index : 64 * index + 64]:
+            end = begin + len(data)
+            raise Damaged(f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)")
+        return data
+
+
+def read_json(folder: Path, manifest: Manifest, name: str, limit: int = JSON_LIMIT) -> Any:
+    """A JSON file of a step, verified."""
+    path = folder / name
+    if name not in manifest:
+        raise Damaged(f"{path}: not in the manifest")
+    if manifest[name].size > limit:
+        raise Damaged(f"{path}: {manifest[name].size:,} bytes of JSON, more than {limit:,} are not read")
+    with Reader(path, manifest[name]) as reader:
+        return parse_json(bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path)
+
+
+def parse_json(raw: bytes, path: Path) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(raw.decode(), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: not JSON that we wrote: {str(error)[:200]}") from error
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """A whole plain file of bounded size."""
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path}: a link or something else that is not a plain file; nothing else is read")
+        if found.st_size > limit:
+            raise Damaged(f"{path}: {found.st_size:,} bytes, more than {limit:,} are not read")
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -1,0 +1,235 @@
+"""Which step a folder means, and whose: our own, or another program's.
+
+Ours is what has a manifest, in our format or in Megatron's tree. Truth is the newest such step whose manifest holds, not
+the tracker. What other programs wrote is recognised by the names of its files and counts through its program's tracker.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.checkpoint.manifests import MANIFEST, Damaged, verify
+from meshwright.errors import BAD_DATA, UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"  # ours: the step of the least validation loss
+DEEPSPEED_TRACKER = "latest"
+LIBAI_TRACKER = "last_checkpoint"
+
+NATIVE, MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL, HUGGING_FACE, LIBAI, ONEFLOW = (
+    "native", "Megatron", "Megatron-Core", "DeepSpeed", "universal", "Hugging Face", "LiBai", "OneFlow-GPT",
+)  # fmt: skip
+
+# The first whose patterns all fit some name in the folder.
+LOOKS = {
+    NATIVE: (r"index\.json", r"manifest\.json"),
+    MEGATRON: (r"mp_rank_\d\d+(_\d{3,}){0,2}",),
+    TORCH_DIST: (r"\.metadata", r".*\.distcp"),
+    UNIVERSAL: (r"zero", r"mp_rank_\d+_model_states\.pt"),
+    DEEPSPEED: (r"(layer_\d+-model_\d+|mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)(-|_)model_states\.pt",),
+    HUGGING_FACE: (r"config\.json", r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?"),
+    ONEFLOW: (r"(model|module)\S*|System-\S*|snapshot_done",),
+}
+
+
+class Place(NamedTuple):
+    """Where one step lies."""
+
+    kind: str
+    folder: Path
+    step: int
+    root: Path  # what else belongs to the run lies here: its other steps, tokenizer/
+
+    @property
+    def ours(self) -> bool:
+        return (self.folder / MANIFEST).exists() or self.kind == NATIVE
+
+
+def step_folder(root: str | Path, step: int) -> Path:
+    return Path(root) / f"iter_{step:07d}"
+
+
+def split_path(path: str | Path) -> tuple[Path, int | None]:
+    """A root, or one step's folder in it: users name either."""
+    path = Path(path)
+    found = re.fullmatch(r"iter_(\d{7,})", path.name)
+    return (path.parent, int(found[1])) if found else (path, None)
+
+
+def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list[str]]:
+    """The step that a path means, and what has to be said aloud; None: there is no checkpoint at all.
+
+    The path may be a step's folder, a file in it, or a folder of steps, of which it is the newest, or with `below` the newest
+    older one.
+    """
+    path = Path(path)
+    if path.suffix == ".pt" and path.is_file():  # mp_rank_00/model_optim_rng.pt
+        path = path.parent
+    if re.fullmatch(r"mp_rank_\d\d+(_\d{3,}){0,2}", path.name):
+        path = path.parent
+    root, step = split_path(path)
+    if below is None and (step is not None or kind_of(path) is not None):
+        kind = kind_of(path) or NATIVE
+        number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
+        if kind == HUGGING_FACE or number is None:
+            return Place(kind, path, 0, path if kind == HUGGING_FACE else path.parent), []
+        return Place(kind, path, int(number[1]), path.parent), []
+    newest, notes = latest(root, below)
+    if newest is not None:
+        folder = step_folder(root, newest)
+        return Place(kind_of(folder) or NATIVE, folder, newest, root), notes
+    return foreign(root), notes
+
+
+def kind_of(folder: Path) -> str | None:
+    """Whose step a folder is, by the names in it."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return None
+    for kind, patterns in LOOKS.items():
+        if kind == ONEFLOW and not re.fullmatch(r"iter\d+_snapshot|model_\w+", folder.name):
+            continue
+        if all(any(re.fullmatch(pattern, name) for name in names) for pattern in patterns):
+            return LIBAI if kind == ONEFLOW and folder.name.startswith("model_") else kind
+    return None
+
+
+def foreign(root: Path) -> Place | None:
+    """The step that another program's tracker names; it is an error if it is not there, or cannot be told."""
+    names = others(root)
+    if not names:
+        return None
+    for tracker in (TRACKER, DEEPSPEED_TRACKER, LIBAI_TRACKER):
+        if tracker in names and (root / tracker).is_file():
+            return told(root, tracker, read_tracker(root / tracker))
+    snapshots = sorted(int(m[1]) for m in (re.fullmatch(r"iter(\d+)_snapshot", name) for name in names) if m)
+    if snapshots:
+        return Place(ONEFLOW, root / f"iter{snapshots[-1]}_snapshot", snapshots[-1], root)
+    kinds = sorted({str(kind_of(root / name)) for name in names})
+    raise UserError(
+        f"{root} holds {', '.join(names[:5])} ({', '.join(kinds)}), but no file that says which one is meant "
+        f"({TRACKER}, {DEEPSPEED_TRACKER}): give the path of the one itself",
+        BAD_DATA,
+    )
+
+
+def told(root: Path, tracker: str, text: str) -> Place:
+    """The step of these words in a tracker."""
+    name = text
+    if tracker == TRACKER and text != "release":
+        if not re.fullmatch(r"\d{1,15}", text, re.ASCII):
+            raise UserError(f"{root / tracker} says {text!r}, not an iteration, and there is no checkpoint", BAD_DATA)
+        name = step_folder(root, int(text)).name
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise UserError(f"{root / tracker} says {text!r}, which is no folder's name", BAD_DATA)
+    kind = kind_of(root / name)
+    if kind is None:
+        raise UserError(
+            f"{root / tracker} names {text}, but there is no checkpoint in {root / name}: remove that file to start anew",
+            BAD_DATA,
+        )
+    number = re.search(r"\d+$", name)
+    return Place(kind, root / name, int(number[0]) if number else 0, root)
+
+
+def read_tracker(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file.read(200).decode(errors="replace").strip()
+
+
+# Ours
+
+
+def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list[str]]:
+    """The newest step of ours whose manifest and sizes hold, and what has to be said aloud about newer ones.
+
+    None: none was ever finished here. Steps that are all damaged are an error, never a fresh start, and so is a tracker
+    that names something newer than our newest step. `below`: only older ones, after a damaged read.
+    """
+    root = Path(root)
+    names = listing(root)
+    notes: list[str] = []
+    heed_trackers(root, names, notes)
+    damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
+    for step in steps(root):
+        if below is not None and step >= below:
+            continue
+        try:
+            verify(step_folder(root, step))
+            return step, notes
+        except Damaged as damage:
+            notes.append(f"WARNING: skipping {step_folder(root, step).name}, it is damaged: {damage}")
+            damages.append(str(damage))
+    if damages or below is not None:
+        raise Damaged(
+            f"no whole checkpoint in {root}{f' below iteration {below}' if below is not None else ''}: "
+            + "; ".join(damages or ["there is none"])
+            + ". To start anew, give another folder or --save-overwrite"
+        )
+    notes += [f"WARNING: {root / name} was never finished and is ignored" for name in names if name.endswith(".tmp")]
+    return None, notes
+
+
+def steps(root: str | Path) -> list[int]:
+    """Our steps, whole or not, newest first: by number, since clocks and copies change times."""
+    found = (re.fullmatch(r"iter_(\d{7,})", name) for name in listing(Path(root)))
+    return sorted((int(m[1]) for m in found if m and not is_foreign(Path(root) / m[0])), reverse=True)
+
+
+def listing(root: Path) -> list[str]:
+    """Names of what belongs to checkpoints in the folder, anybody's."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"cannot read the folder {root}: {error.strerror}", BAD_DATA) from error
+    trackers = "|".join(map(re.escape, (TRACKER, BEST, DEEPSPEED_TRACKER, LIBAI_TRACKER)))
+    pattern = rf"iter_\d{{7,}}(\.tmp|\.damaged)?|global_step\d+(_universal)?|release|iter\d+_snapshot|{trackers}"
+    return sorted(name for name in names if re.fullmatch(pattern, name))
+
+
+def others(root: Path) -> list[str]:
+    """Those that only other programs have there."""
+    return [n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)]
+
+
+def is_foreign(folder: Path) -> bool:
+    """A step of Megatron's, whole or not, whose folder has the name of ours."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    theirs = r"mp_rank_.*|.*\.distcp|\.metadata|common\.pt"
+    return MANIFEST not in names and any(re.fullmatch(theirs, name) for name in names)
+
+
+def heed_trackers(root: Path, names: list[str], notes: list[str]) -> None:
+    """Other programs' checkpoints count through their trackers: one newer than ours must not be passed over."""
+    ours = [int(m[1]) for m in (re.fullmatch(r"iter_(\d+)(\.damaged)?", name) for name in names)
+            if m and not is_foreign(root / m[0])]  # fmt: skip
+    newest = max(ours, default=None)
+    for name, pattern in ((TRACKER, r"(\d{1,15})"), (DEEPSPEED_TRACKER, r"global_step(\d{1,15})")):
+        if newest is None or name not in names or not (root / name).is_file():
+            continue
+        text = read_tracker(root / name)
+        said = re.fullmatch(pattern, text, re.ASCII)
+        if not said and text != "release":  # that stands for iteration 0: any step of ours is newer
+            notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
+        elif said and int(said[1]) > newest:
+            folder = root / text if name == DEEPSPEED_TRACKER else step_folder(root, int(said[1]))
+            whose = kind_of(folder)
+            raise UserError(
+                f"{root / name} names iteration {said[1]}{f' of {whose}' if whose else ''}, but our newest is iteration "
+                f"{newest}: write {newest} into it to go on from there{f', or give the path {folder}' if whose else ''}",
+                BAD_DATA,
+            )
+
+
+def held(root: str | Path) -> list[str]:
+    """Names of checkpoints, of anybody, that a run without --load must not write beside."""
+    return [name for name in listing(Path(root)) if not name.endswith(".tmp")]

@@ -1,0 +1,290 @@
+"""`meshwright convert SRC DST --to native|torch|huggingface`: a checkpoint of any program as another one's.
+
+One tensor after the other, so that a model of any size is converted in little memory. What the source does not say of its
+network, the usual flags do (`--num-attention-heads 16 --true-vocab-size 50257` for the 345M release of 2019).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from meshwright import checks, flags, tokenizers
+from meshwright.checkpoint import huggingface_writer, loading, native, store
+from meshwright.checkpoint.boxes import Box
+from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.sources import Known, Named, Source
+from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
+from meshwright.checkpoint.store import Produce, Write
+from meshwright.config import ARCHITECTURE, Checkpoint, Data, Model, Tokenizer, flag
+from meshwright.console import notice, say
+from meshwright.errors import BAD_DATA, DONE, LOCKED, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+ABOUT = "Write a checkpoint of any program as another one's: convert SRC DST --to native|torch|huggingface."
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What becomes what."""
+
+    paths: list[str] = flag([], "SRC DST: a checkpoint or a folder of them, and the folder that is written")
+    to: Literal["native", "torch", "huggingface"] | None = flag(
+        None, "our format, Megatron-LM's tree of torch files, or a folder for transformers"
+    )
+    target_tensor_parallel_size: int = flag(1, "of --to torch: tensor-parallel ranks", bound="above 0")
+    target_pipeline_parallel_size: int = flag(1, "of --to torch: pipeline stages", bound="above 0")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = flag(None, "of the weights (none: as they are)")
+    no_optimizer: bool = flag(False, "leave optimizer state out")
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """Everything a conversion is made of."""
+
+    conversion: Conversion = Conversion()
+    model: Model = Model()
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data = Data()
+    checkpoint: Checkpoint = Checkpoint()
+
+    USES: ClassVar[frozenset[str]] = frozenset(
+        {f.name for group in (Conversion, Model, Tokenizer) for f in dataclasses.fields(group)}
+        | {"seq_length", "verify", "trust_pickle"}
+    )
+
+
+@dataclass
+class Chosen(Source):
+    """Those tensors of another source that are wanted, in the type that is wanted, and told when they are read."""
+
+    inner: Source | None = None
+    optimizer: bool = True
+    dtype: str | None = None
+    tell: Callable[[int], None] = field(default=lambda count: None)
+
+    @classmethod
+    def of(cls, inner: Source, **choice: Any) -> Chosen:
+        return cls(**{f.name: getattr(inner, f.name) for f in dataclasses.fields(Source)}, inner=inner, **choice)
+
+    @property
+    def tensors(self) -> Mapping[str, Known]:
+        assert self.inner
+        return {
+            name: Known(known.shape, self.dtype or known.dtype if "/" not in name else known.dtype)
+            for name, known in self.inner.tensors.items()
+            if self.optimizer or "/" not in name
+        }
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(known.shape) * native.SIZES[native.NAMES[known.dtype]] for known in self.tensors.values())
+
+    def fill(self, want: Named) -> None:
+        assert self.inner
+        self.inner.fill(want)
+        self.tell(native.bytes_of(want))
+
+    def parts(self, name: str) -> Iterable[tuple[str, Box]]:
+        assert self.inner
+        return self.inner.parts(name)
+
+    def of_vocabulary(self, size: int) -> Chosen:
+        assert self.inner
+        return dataclasses.replace(self, vocab=size, inner=self.inner.of_vocabulary(size))
+
+
+def main(argv: list[str]) -> int:
+    parsed = flags.parse(ConvertConfig, argv, "meshwright convert", positional="paths", check=False, about=ABOUT)
+    if parsed.print_config:
+        print(flags.to_toml(parsed.config, parsed.sources))
+        return DONE
+    flags.tell(parsed)
+    c = parsed.config
+    if wrong := checks.unusable(c) + checks.not_yet(c):
+        raise UserError(flags.listed(wrong))
+    if len(c.conversion.paths) != 2 or c.conversion.to is None:
+        raise UserError("two folders and --to are needed: meshwright convert SRC DST --to native|torch|huggingface")
+    given = {name: v for name, v in flags.to_dict(c).items() if parsed.sources[name] != "default"}
+    src, dst = map(Path, c.conversion.paths)
+    source = loading.open_any(src, Means(c.checkpoint.verify, c.checkpoint.trust_pickle, c.model.num_attention_heads))
+    if source is None:
+        raise UserError(f"no checkpoint in {src}", BAD_DATA)
+    for note in source.notes:
+        notice(note)
+    if parsed.dry_run:
+        return DONE
+    source, tokenizer = complete(source, given, c.tokenizer)
+    began = time.perf_counter()
+    tensors, size = convert(source, dst, c, tokenizer)
+    took = time.perf_counter() - began
+    say(
+        f"{source.folder} ({source.kind}) -> {dst} ({c.conversion.to}): {tensors:,} tensors, {size:,} bytes in {took:.1f} s, "
+        f"{size / max(took, 1e-9) / 1e6:,.0f} MB/s"
+    )
+    return DONE
+
+
+# What is known of the source
+
+
+def complete(source: Source, given: Mapping[str, Any], t: Tokenizer) -> tuple[Source, tokenizers.Tokenizer | None]:
+    """The source with all that the flags add, its true vocabulary, and its tokenizer if there is one."""
+    where = str(source.folder)
+    asked = {name: given[name] for name in ARCHITECTURE if name in given}
+    known = {f.name for f in dataclasses.fields(Model)}
+    saved = Model(**{name: value for name, value in source.config.items() if name in known})
+    wrong = checks.contradictions(dataclasses.replace(saved, **asked), saved, [n for n in asked if n in source.config])
+    tokenizer = find_tokenizer(source, t)
+    rows = source.tensors["wte.weight"].shape[0]
+    size = (tokenizer.size if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab
+    if size is None and tokenizer is not None:
+        size = tokenizer.size
+    if size is not None and (size > rows or (source.kind == NATIVE and size != rows)):
+        wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {rows:,} rows")
+    if wrong:
+        raise UserError(
+            "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *wrong]), BAD_DATA
+        )
+    if size is None:
+        raise UserError(
+            f"{where} has {rows:,} rows for tokens and does not say how many are padding: give --true-vocab-size (GPT-2: "
+            f"50257; {rows} if there is none), or the files of its vocabulary"
+        )
+    source = source.of_vocabulary(size)
+    source.config = source.config | {name: value for name, value in asked.items() if name not in source.config}
+    return source, tokenizer
+
+
+def find_tokenizer(source: Source, t: Tokenizer) -> tokenizers.Tokenizer | None:
+    """By the flags, or that of the run, or the one in a folder of Hugging Face."""
+    root = source.root or source.folder
+    if t.vocab_file or t.merge_file or t.tokenizer_model:
+        return tokenizers.build(t)
+    if (root / "tokenizer" / "meta.json").is_file():
+        return tokenizers.build(dataclasses.replace(t, vocab_size=None), root / "tokenizer")
+    if source.kind == HUGGING_FACE:
+        return theirs(source.folder)
+    return tokenizers.build(t) if t.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else None
+
+
+def theirs(folder: Path) -> tokenizers.Tokenizer | None:
+    try:
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return tokenizers.GPT2BPE(folder / "vocab.json", folder / "merges.txt")
+        return tokenizers.HuggingFace(folder) if (folder / "tokenizer.json").is_file() else None
+    except UserError as error:
+        notice(f"its tokenizer is left out: {error}")
+        return None
+
+
+# Writing
+
+
+def convert(source: Source, dst: Path, c: ConvertConfig, tokenizer: tokenizers.Tokenizer | None) -> tuple[int, int]:
+    """Write it; the tensors and bytes that were."""
+    to = c.conversion.to
+    optimizer = to != "huggingface" and not c.conversion.no_optimizer and source.has_optimizer
+    if to == "native" and optimizer and c.conversion.dtype not in (None, "float32"):
+        raise UserError(
+            f"--dtype {c.conversion.dtype} would round the weights that a run goes on from: add --no-optimizer"
+        )
+    half = (
+        to == "torch" and c.conversion.dtype != "float32"
+    )  # Megatron has weights in half precision beside the masters
+    chosen = Chosen.of(source, optimizer=optimizer, dtype=None if half else c.conversion.dtype)
+    total = chosen.bytes
+    with progress(total) as chosen.tell:
+        if to == "huggingface":
+            for note in huggingface_writer.write(chosen, dst, tokenizer=tokenizer):
+                notice(note)
+        else:
+            write_step(chosen, dst, c, tokenizer)
+    return len(chosen.tensors), total
+
+
+def write_step(source: Chosen, dst: Path, c: ConvertConfig, tokenizer: tokenizers.Tokenizer | None) -> None:
+    """A step of ours, in our format or in Megatron's tree, by the protocol of every save."""
+    held = [
+        path.name for path in dst.glob("*") if path.name != ".lock" and path.suffix != ".tmp"
+    ]  # of one that was killed
+    if held:
+        raise UserError(f"{dst} already holds {min(held)}, and nothing is written over: give another folder", LOCKED)
+    files = native_files(source) if c.conversion.to == "native" else megatron_files(source, c)
+    # Megatron takes no iteration 0.
+    step = source.step or int(c.conversion.to == "torch")
+    dst.mkdir(parents=True, exist_ok=True)
+    with store.lock(dst):
+        store.publish(dst, step, files, bytes_needed=source.bytes)
+        if tokenizer is not None and tokenizer.size == source.vocab:
+            tokenizers.save(tokenizer, dst / "tokenizer")
+        elif tokenizer is not None:
+            notice(
+                f"no tokenizer is kept: it has {tokenizer.size:,} ids, the table {source.vocab:,} rows; --true-vocab-size "
+                f"{tokenizer.size} cuts the rest off"
+            )
+
+
+def native_files(source: Source) -> dict[str, Produce]:
+    """What native.save would write, each tensor read when its bytes are due."""
+    import torch
+
+    def later(known: Known) -> torch.Tensor:
+        return torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta")
+
+    named = {name: native.whole(later(known)) for name, known in source.tensors.items()}
+    head, runs = native.lay_out(named)
+    file = "rank_00000.safetensors"
+
+    def tensors(write: Write) -> None:
+        write(head)
+        for run in runs:
+            tensor = torch.empty_like(run.flat, device="cpu")
+            source.fill({run.key: (run.box.size, [(run.box.offset, run.box.size)], tensor)})
+            for part in native.parts_of(tensor):
+                write(part)
+
+    index = json.dumps({"tensors": native.index_of(named, runs, file, len(head))}).encode()
+    sizes = {"true_vocab_size": source.vocab, "positions": huggingface_writer.positions(source)}
+    return {
+        native.INDEX: lambda write: write(index),
+        native.STATE: lambda write: write(native.as_json(sizes | source.state)),
+        native.CONFIG: lambda write: write(native.as_json(source.config)),
+        file: tensors,
+    }
+
+
+def megatron_files(source: Chosen, c: ConvertConfig) -> dict[str, Produce]:
+    from meshwright.checkpoint import megatron_writer
+
+    if c.conversion.dtype:
+        source.config |= {"fp16": c.conversion.dtype == "float16", "bf16": c.conversion.dtype == "bfloat16"}
+    t, p = c.conversion.target_tensor_parallel_size, c.conversion.target_pipeline_parallel_size
+    assert source.vocab
+    padded = tokenizers.padded_size(source.vocab, c.model.make_vocab_size_divisible_by, t, c.model.pad_vocab_size_to)
+    return megatron_writer.files(source, t, p, padded, source.has_optimizer)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes for people."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,194 @@
+"""Saving while training goes on: the bytes of a save that waits, one in flight, and a failure known within a step."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conftest import TINY_FLAGS, heard, opened
+from layouts import FLAGS
+from meshwright import console, flags
+from meshwright.__main__ import main
+from meshwright.checkpoint import native, steps, store
+from meshwright.checkpoint.background import Background
+from meshwright.config import TrainConfig
+from meshwright.errors import IO, UserError
+from meshwright.parallel.team import Team
+from ranks import run_ranks
+
+pytestmark = pytest.mark.whole
+
+CPU = torch.device("cpu")
+
+
+def train(folder: Path, *more: str) -> int:
+    flags = [*TINY_FLAGS, "--save", str(folder), "--save-interval", "1", "--seed", "3"]
+    return main(["train", *flags, *more])
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix == ".safetensors" or p.name == native.INDEX
+    }
+
+
+@pytest.mark.parametrize("more", [[], ["--bf16"], ["--optimizer", "sgd"]], ids=str)
+def test_a_save_holds_the_numbers_of_its_own_step(
+    tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights change while it is written: slow writing must not show. Successive saves differ (F15)."""
+    assert train(tmp_path / "waits", "--no-async-save", *more) == 0
+    real = store.write_file
+
+    def slow(path: Path, produce: store.Produce) -> object:
+        if threading.current_thread() is not threading.main_thread() and path.suffix == ".safetensors":
+            threading.Event().wait(0.05)
+        return real(path, produce)
+
+    monkeypatch.setattr(store, "write_file", slow)
+    assert train(tmp_path / "goes on", "--async-save", *more) == 0
+    seen = set()
+    for step in range(1, 7):
+        one, two = (files(steps.step_folder(tmp_path / name, step)) for name in ("waits", "goes on"))
+        assert one == two, step
+        seen.add(one["rank_00000.safetensors"])
+    assert len(seen) == 6
+
+
+def test_a_copy_is_not_the_tensor() -> None:
+    """What is written is what was there when the save began, though the tensors changed before the thread began."""
+    background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
+    tensors = {name: native.whole(torch.full((3, 5), n, dtype=dtype)) for name, n, dtype in
+               (("a", 1.0, torch.float32), ("b", 2.0, torch.bfloat16), ("c", 3.0, torch.float64))}  # fmt: skip
+
+    def write(named: native.Named, team: Team) -> None:
+        assert go.wait(10)
+        wrote.extend(float(t.double().mean()) for _, _, t in named.values())
+
+    background.begin(tensors, write)
+    for entry in tensors.values():
+        entry.tensor.zero_()
+    go.set()
+    background.wait()
+    assert wrote == [1.0, 2.0, 3.0]
+    memory = background.memory
+    background.begin(tensors, write)
+    background.wait()
+    assert wrote[3:] == [0.0] * 3 and background.memory is memory  # used again
+    background.close()
+
+
+def test_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, most = [0], [0]
+    real = native.save
+
+    def counted(*args: object, **more: object) -> None:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        assert threading.current_thread() is not threading.main_thread()
+        threading.Event().wait(0.02)
+        real(*args, **more)  # type: ignore[arg-type]
+        at_once[0] -= 1
+
+    monkeypatch.setattr(native, "save", counted)
+    assert train(tmp_path, "--async-save") == 0
+    assert most[0] == 1 and steps.latest(tmp_path)[0] == 6
+
+
+def test_saved_is_said_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[str, bool]]()
+    folder = steps.step_folder(tmp_path, 6)
+    real = console.say
+
+    def say(line: str = "") -> None:
+        said.append((line, folder.exists()))
+        real(line)
+
+    monkeypatch.setattr("meshwright.saving.say", say)
+    assert train(tmp_path, "--async-save") == 0
+    lines = [(line.split()[0], there) for line, there in said if "checkpoint at iteration       6" in line]
+    # The last step is saved after it, and again said at the end, when it is there.
+    assert lines == [("saving", False), ("successfully", True), ("saving", True), ("successfully", True)]
+
+
+def failing(at: int) -> object:
+    """store.write_file whose `at`-th safetensors file meets a full disk."""
+    real, count = store.write_file, [0]
+
+    def write(path: Path, produce: store.Produce) -> object:
+        if path.suffix == ".safetensors":
+            count[0] += 1
+            if count[0] == at:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, produce)
+
+    return write
+
+
+def test_a_failure_is_reported_within_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F14: the second save fails; the run ends with its words, the first checkpoint is whole."""
+    monkeypatch.setattr(store, "write_file", failing(2))
+    assert train(tmp_path, "--async-save", "--train-iters", "40") == IO
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and "iter_0000001, is intact" in err
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # The save of step 2 had begun after it; the failure is met at the latest where the save of step 3 would begin.
+    assert max(row["iteration"] for row in rows if row["event"] == "step") <= 3
+    assert steps.latest(tmp_path)[0] == 1 and not list(tmp_path.glob("*.tmp"))
+
+
+def on_ranks(folder: Path) -> None:
+    """Two ranks save every step while they train, then meet a failure of rank 1 alone, which is everybody's."""
+    from layouts import Connected, trained
+
+    rank = dist.get_rank()
+    console.speak(None)
+    connected = Connected()
+    for name, more in (("waits", "--no-async-save"), ("goes on", "--async-save")):
+        line = f"--world-size 2 --zero-stage 1 --save {folder / name.replace(' ', '_')} --save-interval 1 {more}"
+        config = flags.parse(TrainConfig, [*FLAGS.split(), *line.split()], "test").config
+
+        def around(name: str, trainer: object, step: int) -> object:
+            import contextlib
+
+            @contextlib.contextmanager
+            def saves():  # type: ignore[no-untyped-def]
+                yield
+                trainer.state.save()  # type: ignore[attr-defined]
+
+            return saves()
+
+        trainer = trained(config, 4, around, connect=connected)  # type: ignore[arg-type]
+        trainer.state.saver.wait()
+    dist.barrier()
+    for step in range(1, 5):
+        one, two = (files(steps.step_folder(folder / name, step)) for name in ("waits", "goes_on"))
+        assert one == two and len(one) == 3
+    if rank == 1:
+        store.write_file = failing(1)  # type: ignore[assignment]
+    trainer.progress.iteration += 1
+    trainer.state.save()
+    with pytest.raises(UserError, match="No space left on device") as told:
+        trainer.state.saver.wait()
+    assert told.value.status == IO and told.value.everywhere
+    trainer.state.saver.close()
+
+
+def test_on_ranks(tmp_path: Path) -> None:
+    run_ranks(on_ranks, 2, tmp_path)
+    assert opened(tmp_path / "goes_on", 4).state["iteration"] == 4
+
+
+def test_without_the_memory_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.device.free_host_memory", lambda: 1000)
+    with heard() as (said, _):
+        assert train(tmp_path, "--async-save") == 0
+    assert any("training waits" in line for line in said) and steps.latest(tmp_path)[0] == 6

@@ -1,0 +1,84 @@
+"""A checkpoint of any layout goes on in any other: losses, norms and the validation are those of the run that never stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from layouts import NEAR, alone, furthest, parse, rows_of, run_all
+
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
+
+LAYOUTS = {
+    "one": "",
+    "dp2": "--world-size 2",
+    "zero1": "--world-size 2 --zero-stage 1",
+    "zero2x4": "--world-size 4 --zero-stage 2",
+    "zero3": "--world-size 2 --zero-stage 3",
+    "hybrid": "--world-size 4 --zero-stage 3 --num-distributed-optimizer-instances 2",
+    "tp2": "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "tp4": "--world-size 4 --tensor-model-parallel-size 4",
+    "tp2pp2": "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "pp2": "--world-size 2 --pipeline-model-parallel-size 2",
+    "pp4": "--world-size 4 --pipeline-model-parallel-size 4",
+    "interleaved": "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "uneven": "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-layout 1,3",
+    "cp2": "--world-size 2 --context-parallel-size 2",
+    "tp2zero1": "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 1",
+    "offload": "--world-size 2 --zero-stage 2 --cpu-optimizer",
+}
+FEW = [
+    ("tp2pp2", "zero3"),
+    ("one", "tp2zero1"),
+    ("hybrid", "tp2"),
+    ("pp2", "cp2"),
+    ("zero3", "offload"),
+    ("dp2", "zero2x4"),
+]
+PAIRS = [
+    *FEW, ("dp2", "tp2"), ("pp4", "one"), ("one", "tp4"), ("zero3", "tp2pp2"), ("tp4", "zero2x4"), ("zero2x4", "pp4"),
+    ("zero1", "dp2"), ("tp2", "hybrid"), ("interleaved", "uneven"), ("uneven", "interleaved"), ("cp2", "pp2"),
+    ("tp2zero1", "one"), ("offload", "zero3"), ("tp2pp2", "tp2"), ("zero2x4", "one"), ("one", "zero3"),
+]  # fmt: skip
+STEPS = 5
+MORE = "--global-batch-size 8 --seed 11"
+
+
+def saved(trainer):
+    """What the first half leaves, and its checkpoint."""
+    trainer.state.save()
+    return rows_of(trainer)[:STEPS]
+
+
+def samples(trainer):
+    """Of which samples this rank's next step is made, when its data ranks are counted in order."""
+    batches = trainer.batches(trainer.data["train"], trainer.progress.consumed_train_samples, trainer.config.batch)
+    return [rows_of(trainer), [int(i) for micro in next(batches) for i in micro.sample_ids]]
+
+
+@pytest.mark.parametrize(
+    "pairs", [FEW, pytest.param(PAIRS, marks=pytest.mark.long)], ids=lambda pairs: f"{len(pairs)} pairs"
+)
+def test_pairs(tmp_path, pairs):
+    assert len(set(pairs)) == len(pairs)
+    first = {name: parse(f"{MORE} {LAYOUTS[name]} --save {tmp_path / name}") for name, _ in pairs}
+    for world in sorted({c.world for c in first.values()}):
+        run_all({n: c for n, c in first.items() if c.world == world}, world, STEPS, look=saved)
+    second = {
+        f"{a} -> {b}": parse(f"{MORE} {LAYOUTS[b]} --load {tmp_path / a} --exit-on-missing-checkpoint")
+        for a, b in pairs
+    }
+    got = {}
+    for world in sorted({c.world for c in second.values()}):
+        got |= run_all({n: c for n, c in second.items() if c.world == world}, world, STEPS, look=samples)
+    ((want, _),) = run_all({"": alone(parse(MORE))}, 1, 2 * STEPS, look=samples)[""]
+    wrong, most = [], 0.0
+    for pair, ranks in got.items():
+        far = furthest(ranks[0][0], want[STEPS:])
+        most = max(most, far)
+        if not far < NEAR:
+            wrong.append(f"{pair}: {far:.1e} from the run that never stopped")
+        seen = sorted({i for _, ids in ranks for i in ids})
+        if seen != list(range(16 * STEPS, 16 * STEPS + 8)):  # two halves of five steps of eight
+            wrong.append(f"{pair}: the next step reads the samples {seen}")
+    assert not wrong, "\n".join(wrong)
+    print(f"{len(pairs)} pairs, at most {most:.1e} from the run that never stopped")
