@@ -341,7 +341,7 @@ def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
-    """They are found by their trackers or by their own paths, never written over, never passed over for an older one of ours."""
+    """Found by their trackers or by their own paths, never written over, never passed over for an older one of ours."""
     megatron = tmp_path / "a/iter_0000500"
     (megatron / "mp_rank_00").mkdir(parents=True)
     (megatron / "mp_rank_00/model_optim_rng.pt").touch()

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import mmap
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from meshwright.checkpoint.loading import Means
 from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.checkpoint.store import Produce, Write
-from meshwright.config import ARCHITECTURE, Checkpoint, Data, Model, Tokenizer, flag
+from meshwright.config import ARCHITECTURE, Checkpoint, Data, Model, Tokenizer, flag, spelling
 from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, DONE, LOCKED, UserError
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     import torch
 
 ABOUT = "Write a checkpoint of any program as another one's: convert SRC DST --to native|torch|huggingface."
+
+
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -122,9 +126,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"no checkpoint in {src}", BAD_DATA)
     for note in source.notes:
         notice(note)
+    source, tokenizer = complete(source, given, c.tokenizer)
     if parsed.dry_run:
         return DONE
-    source, tokenizer = complete(source, given, c.tokenizer)
     began = time.perf_counter()
     tensors, size = convert(source, dst, c, tokenizer)
     took = time.perf_counter() - began
@@ -162,7 +166,9 @@ def complete(source: Source, given: Mapping[str, Any], t: Tokenizer) -> tuple[So
             f"50257; {rows} if there is none), or the files of its vocabulary"
         )
     source = source.of_vocabulary(size)
-    source.config = source.config | {name: value for name, value in asked.items() if name not in source.config}
+    source.config = asked | source.config
+    if missing := [spelling(name) for name in NEEDED if not source.config.get(name)]:
+        raise UserError(f"{where} does not say everything of its network: give {', '.join(missing)}")
     return source, tokenizer
 
 
@@ -249,19 +255,30 @@ def native_files(source: Source) -> dict[str, Produce]:
     def tensors(write: Write) -> None:
         write(head)
         for run in runs:
-            tensor = torch.empty_like(run.flat, device="cpu")
+            tensor = own_memory(run.flat)
             source.fill({run.key: (run.box.size, [(run.box.offset, run.box.size)], tensor)})
             for part in native.parts_of(tensor):
                 write(part)
 
     index = json.dumps({"tensors": native.index_of(named, runs, file, len(head))}).encode()
     sizes = {"true_vocab_size": source.vocab, "positions": huggingface_writer.positions(source)}
+    config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
     return {
         native.INDEX: lambda write: write(index),
         native.STATE: lambda write: write(native.as_json(sizes | source.state)),
-        native.CONFIG: lambda write: write(native.as_json(source.config)),
+        native.CONFIG: lambda write: write(native.as_json(config)),
         file: tensors,
     }
+
+
+def own_memory(like: torch.Tensor) -> torch.Tensor:
+    """Of the system, to which it goes back at once; the allocator would keep what was freed between other blocks."""
+    import torch
+
+    if not like.numel():
+        return torch.empty_like(like, device="cpu")
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default would be memory for several processes
+    return torch.frombuffer(mmap.mmap(-1, like.numel() * like.element_size(), private), dtype=like.dtype)
 
 
 def megatron_files(source: Chosen, c: ConvertConfig) -> dict[str, Produce]:

@@ -178,7 +178,7 @@ class State:
 
 def means(config: TrainConfig) -> Means:
     c = config.checkpoint
-    return Means(c.verify, c.trust_pickle, config.model.num_attention_heads)
+    return Means(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
 
 
 def is_continued(c: Checkpoint) -> bool:

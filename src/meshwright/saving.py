@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 def check_export(config: TrainConfig) -> None:
     """Before anything is built: can what --save-hf asks for be written at the end?"""
     if config.checkpoint.save_hf:
-        from meshwright.checkpoint.huggingface_writer import require_expressible
+        from meshwright.checkpoint import huggingface_writer
 
-        require_expressible(config.model, Path(config.checkpoint.save_hf))
+        huggingface_writer.require_expressible(config.model, Path(config.checkpoint.save_hf))
+        huggingface_writer.refuse_full(Path(config.checkpoint.save_hf))
 
 
 class Saver:

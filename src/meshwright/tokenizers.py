@@ -175,6 +175,8 @@ class HuggingFace(_Bytewise):
         self._library.no_padding()
         vocab = self._library.get_vocab()
         self.size = max(vocab.values()) + 1
+        if self.size > 4 * len(vocab) + 1000:  # a table of all ids is made
+            raise UserError(f"{path}: {len(vocab):,} tokens, but an id of {self.size - 1:,}", BAD_DATA)
         found = [vocab[name] for name in EOD_NAMES if name in vocab]
         if not found:
             raise UserError(f"{path} has none of the usual end-of-document tokens: {', '.join(EOD_NAMES)}", BAD_DATA)

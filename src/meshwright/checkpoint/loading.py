@@ -27,7 +27,7 @@ from meshwright.checkpoint.steps import (
     UNIVERSAL,
     Place,
 )
-from meshwright.console import say
+from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.parallel.team import ALONE, Team
 
@@ -47,6 +47,7 @@ class Means(NamedTuple):
     verify: str = "read"  # hash the chunks that are read, or "full": every byte
     trust: bool = False  # run the code in its pickles
     heads: int | None = None  # of the model, for those that do not say
+    optimizer: bool = True  # its state is wanted too: what is wrong with it matters
 
 
 PLAIN = Means()
@@ -56,6 +57,8 @@ Tell = Callable[[str], None]
 
 def open_place(place: Place, means: Means = PLAIN, team: Team = ALONE) -> Source:
     """One step, by whoever knows its kind. Of one of ours everything that is not hashed while it is read is hashed now."""
+    if means.trust and place.kind != NATIVE:
+        notice(f"--trust-pickle: whatever the files in {place.folder} ask for is run")
     if place.kind == NATIVE:
         source: Source = native.open_step(place.folder, place.step, means.verify, team)
         source.root = place.root
@@ -63,7 +66,7 @@ def open_place(place: Place, means: Means = PLAIN, team: Team = ALONE) -> Source
     if place.ours:
         manifests.verify(place.folder, full=True, team=team)
     reader = importlib.import_module(f"meshwright.checkpoint.{READERS[place.kind]}")
-    source = reader.open(place.folder, trust=means.trust, heads=means.heads)
+    source = reader.open(place.folder, means.trust, means.heads, means.optimizer)
     source.root, source.step = place.root, place.step if source.state else 0
     return source
 

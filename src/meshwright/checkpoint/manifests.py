@@ -50,6 +50,7 @@ class File(NamedTuple):
 
 
 Manifest = dict[str, File]
+Chunks = dict[tuple[Path, int], bytearray]
 
 
 def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
@@ -123,10 +124,12 @@ def check_size(path: Path, file: File) -> None:
 
 
 class Reader:
-    """Byte ranges of one file. Each chunk touched is hashed before it is believed; `ahead`: which will be touched."""
+    """Byte ranges of one file. Each chunk touched is hashed before it is believed; `ahead`: which will be touched; `last`: the
+    one touched last, for who opens the file anew for its next tensor."""
 
-    def __init__(self, path: Path, file: File, ahead: Iterable[int] = ()) -> None:
-        self.path, self.file, self.ahead = path, file, deque(ahead)
+    def __init__(self, path: Path, file: File, ahead: Iterable[int] = (), last: Chunks | None = None) -> None:
+        self.path, self.file, self.last = path, file, {} if last is None else last
+        self.ahead = deque(index for index in ahead if (path, index) not in self.last)
         self.ready: dict[int, Future[bytearray]] = {}
         check_size(path, file)
         try:
@@ -154,13 +157,18 @@ class Reader:
         return memoryview(joined)
 
     def chunk(self, index: int) -> bytearray:
+        if (self.path, index) in self.last:
+            return self.last[self.path, index]
         for old in [i for i in self.ready if i < index]:
             del self.ready[old]
         while self.ahead and len(self.ready) < AHEAD:
             coming = self.ahead.popleft()
             self.ready[coming] = self.pool.submit(self._read_chunk, coming)
         waiting = self.ready.get(index)
-        return waiting.result() if waiting else self._read_chunk(index)
+        data = waiting.result() if waiting else self._read_chunk(index)
+        self.last.clear()
+        self.last[self.path, index] = data
+        return data
 
     def _read_chunk(self, index: int) -> bytearray:
         begin = index * CHUNK

@@ -252,6 +252,7 @@ class Copy(NamedTuple):
 class Native(Source):
     manifest: Manifest = field(default_factory=dict)
     stored: dict[str, Tensor] = field(default_factory=dict)
+    last: manifests.Chunks = field(default_factory=dict)
 
     @property
     def tensors(self) -> Mapping[str, Known]:
@@ -262,7 +263,7 @@ class Native(Source):
         return sha256([encode_manifest(self.manifest)])
 
     def fill(self, want: Named) -> None:
-        for theirs, ours in read(self.folder, self.manifest, self.stored, want):
+        for theirs, ours in read(self.folder, self.manifest, self.stored, want, self.last):
             ours.copy_(theirs)
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
@@ -282,23 +283,27 @@ def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE)
         if not isinstance(value, dict):
             raise Damaged(f"{folder / name}: not a JSON object")
     stored, vocab = read_index(folder, manifest), state.get("true_vocab_size")
+    if "iteration" not in state:  # weights alone, as `convert` makes them of another program's
+        state = {}
     return Native(NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, stored=stored)
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
-def read(folder: Path, manifest: Manifest, stored: Mapping[str, Tensor], want: Named) -> Iterator[Pair]:
+def read(
+    folder: Path, manifest: Manifest, stored: Mapping[str, Tensor], want: Named, last: manifests.Chunks
+) -> Iterator[Pair]:
     """What is wanted, piece by piece: the elements in the file, and their place in our tensor."""
     by_file: dict[str, list[Copy]] = {}
     for name, (shape, boxes, tensor) in want.items():
         for copy in plan(folder, name, stored[name], flat_of(name, shape, boxes, tensor), boxes):
             by_file.setdefault(copy.stored.file, []).append(copy)
     for file, copies in sorted(by_file.items()):
-        yield from read_file(folder / file, manifest[file], copies)
+        yield from read_file(folder / file, manifest[file], copies, last)
 
 
-def read_file(path: Path, file: manifests.File, copies: list[Copy]) -> Iterator[Pair]:
+def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manifests.Chunks) -> Iterator[Pair]:
     """The pieces of one file, from its beginning to its end."""
     import torch
 
@@ -306,7 +311,7 @@ def read_file(path: Path, file: manifests.File, copies: list[Copy]) -> Iterator[
     chunks: set[int] = set()
     for begin, end in (copy.bytes for copy in copies):
         chunks.update(range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1))
-    with manifests.Reader(path, file, sorted(chunks)) as reader:
+    with manifests.Reader(path, file, sorted(chunks), last) as reader:
         for copy in copies:
             dtype = getattr(torch, TORCH[copy.dtype])
             for low, high in pieces(copy):

@@ -66,7 +66,9 @@ def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> F
 
 
 def means(given: Mapping[str, Any]) -> Means:
-    return Means(given.get("verify", "read"), given.get("trust_pickle", False), given.get("num_attention_heads"))
+    return Means(
+        given.get("verify", "read"), given.get("trust_pickle", False), given.get("num_attention_heads"), optimizer=False
+    )
 
 
 def look_at(source: Source, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:

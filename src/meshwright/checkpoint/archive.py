@@ -1,0 +1,152 @@
+"""Zip archives as torch.save makes them: where each record lies in the file, and a new one written in a stream.
+
+Written by hand because zipfile builds an object for each entry that a hostile directory claims to have, says nothing of
+where a record's bytes begin, which is what a mapped file needs, and pads none to the 64 bytes that torch aligns to.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+LOCAL, ENTRY, END = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4H2LH")
+END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
+ENTRIES = 200_000  # most that are looked at
+ALIGN = 64
+FULL, FULL16 = 0xFFFFFFFF, 0xFFFF  # "see the 64-bit field"
+
+
+class Record(NamedTuple):
+    begin: int
+    end: int
+
+
+# Reading
+
+
+def records(data: memoryview) -> dict[str, Record]:
+    """Name -> bytes of each entry; ValueError says what is wrong with the archive."""
+    place, count, size = directory(data)
+    if count > ENTRIES or size < count * ENTRY.size:
+        raise ValueError(f"its directory has {size:,} bytes and claims {count:,} entries, at most {ENTRIES:,} are read")
+    found: dict[str, Record] = {}
+    extents = []
+    position, stop = place, place + size
+    for _ in range(count):
+        name, record, header, position = entry(data[:stop], position, place)
+        if name in found:
+            raise ValueError(f"two entries are called {name!r}")
+        found[name] = record
+        extents.append((header, record.end, name))
+    extents.sort()
+    for (_, end, name), (begin, _, other) in zip(extents, extents[1:], strict=False):
+        if begin < end:
+            raise ValueError(f"the entries {name!r} and {other!r} overlap")
+    return found
+
+
+def directory(data: memoryview) -> tuple[int, int, int]:
+    """Where the table of entries begins, how many it has, how long it is."""
+    tail = bytes(data[-(END.size + FULL16) :])
+    at = tail.rfind(b"PK\5\6")
+    while at >= 0 and (at + END.size > len(tail) or END.unpack_from(tail, at)[7] != len(tail) - at - END.size):
+        at = tail.rfind(b"PK\5\6", 0, at)
+    if at < 0:
+        raise ValueError("it begins as a zip archive and ends without a directory, so it is cut short")
+    _, _, _, _, count, size, place, _ = END.unpack_from(tail, at)
+    end = len(data) - len(tail) + at
+    if at >= LOCATOR.size and tail[at - LOCATOR.size :].startswith(b"PK\6\7"):  # torch writes the 64-bit form always
+        _, _, end, _ = LOCATOR.unpack_from(tail, at - LOCATOR.size)
+        signature, *_, count, size, place = END64.unpack_from(data, min(end, len(data) - END64.size))
+        if signature != b"PK\6\6":
+            raise ValueError("its 64-bit directory is damaged")
+    if place + size != end:
+        raise ValueError(f"its directory is said to end at byte {place + size:,}, and ends at {end:,}")
+    return place, count, size
+
+
+def entry(data: memoryview, at: int, limit: int) -> tuple[str, Record, int, int]:
+    """One line of the table: name, bytes, where its header is, where the next line begins."""
+    signature, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment, _, _, kind, header = (
+        ENTRY.unpack_from(data, at)
+    )
+    at += ENTRY.size
+    raw, extra = bytes(data[at : at + name_size]), bytes(data[at + name_size : at + name_size + extra_size])
+    name = raw.decode()
+    if signature != b"PK\1\2" or len(extra) != extra_size:
+        raise ValueError("its directory is damaged")
+    size, packed, header = wide(extra, size, packed, header)
+    if method or packed != size or flags & 1:
+        raise ValueError(f"its entry {name!r} is compressed or encrypted; torch.save does neither")
+    if name.startswith("/") or "\\" in name or ".." in name.split("/") or kind >> 28 == 0xA:
+        raise ValueError(f"its entry {name!r} is a link or leads out of the archive")
+    if header + LOCAL.size > limit:
+        raise ValueError(f"its entry {name!r} begins at byte {header:,}, beyond the directory at {limit:,}")
+    fields = LOCAL.unpack_from(data, header)
+    begin = header + LOCAL.size + fields[9] + fields[10]
+    if fields[0] != b"PK\3\4" or bytes(data[header + LOCAL.size :][: fields[9]]) != raw:
+        raise ValueError(f"its entry {name!r} is not where the directory says")
+    if begin + size > limit:
+        raise ValueError(f"its entry {name!r} ends at byte {begin + size:,}, beyond the directory at {limit:,}")
+    return name, Record(begin, begin + size), header, at + name_size + extra_size + comment
+
+
+def wide(extra: bytes, *fields: int) -> list[int]:
+    """The fields, those that are full replaced by the 64-bit ones of the extra block."""
+    at, wider = 0, b""
+    while at + 4 <= len(extra):
+        tag, size = struct.unpack_from("<2H", extra, at)
+        if tag == 1:
+            wider = extra[at + 4 : at + 4 + size]
+        at += 4 + size
+    values = (value for (value,) in struct.iter_unpack("<Q", wider[: len(wider) // 8 * 8]))
+    return [next(values, field) if field == FULL else field for field in fields]
+
+
+# Writing
+
+
+class Writer:
+    """Entries one after the other, each in memory when its turn comes; `close` writes the directory."""
+
+    def __init__(self, write: Callable[[bytes | bytearray | memoryview], None]) -> None:
+        self._write, self.position = write, 0
+        self.table: list[bytes] = []
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._write(data)
+        self.position += len(data)
+
+    def add(self, name: str, parts: Sequence[memoryview | bytes]) -> None:
+        raw, header, size, crc = name.encode(), self.position, sum(map(len, parts)), 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        small, extra, far = size, b"", struct.pack("<2H3Q", 1, 24, size, size, header)
+        if size >= FULL:
+            small, extra = FULL, struct.pack("<2H2Q", 1, 16, size, size)
+        padding = -(header + LOCAL.size + len(raw) + len(extra) + 4) % ALIGN
+        extra += b"FB" + padding.to_bytes(2, "little") + bytes(padding)
+        self.write(LOCAL.pack(b"PK\3\4", 45, 0, 0, 0, 0x21, crc, small, small, len(raw), len(extra)) + raw + extra)
+        for part in parts:
+            self.write(part)
+        if size >= FULL or header >= FULL:
+            line = ENTRY.pack(
+                b"PK\1\2", 45, 45, 0, 0, 0, 0x21, crc, FULL, FULL, len(raw), len(far), 0, 0, 0, 0, FULL
+            )  # fmt: skip
+            self.table.append(line + raw + far)
+        else:
+            line = ENTRY.pack(b"PK\1\2", 45, 45, 0, 0, 0, 0x21, crc, size, size, len(raw), 0, 0, 0, 0, 0, header)
+            self.table.append(line + raw)
+
+    def close(self) -> None:
+        place, count = self.position, len(self.table)
+        for line in self.table:
+            self.write(line)
+        size, end = self.position - place, self.position
+        if place >= FULL or size >= FULL or count >= FULL16:
+            self.write(END64.pack(b"PK\6\6", END64.size - 12, 45, 45, 0, 0, count, count, size, place))
+            self.write(LOCATOR.pack(b"PK\6\7", 0, end, 1))
+        few = min(count, FULL16)
+        self.write(END.pack(b"PK\5\6", 0, 0, few, few, min(size, FULL), min(place, FULL), 0))

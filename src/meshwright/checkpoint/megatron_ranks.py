@@ -1,0 +1,225 @@
+"""What one tensor and pipeline rank of Megatron holds, and where its parts lie in our tensors.
+
+For all readers of trees that are cut as Megatron cuts: its own, Megatron-Core's, DeepSpeed's. Each gives its tensors our names
+(`Parameter`); the shapes tell the sizes of the model (`Sizes`) and are checked by them, and `lay_out` makes the table of views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.sources import Piece
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.parallel import shard
+
+if TYPE_CHECKING:
+    import torch
+
+COPY = "wte.copy"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Boxes = list[tuple[Shape, "torch.Tensor"]]  # parts of one rank's tensor: where they begin, and their elements
+
+
+class Run(NamedTuple):
+    """Rows of a rank's tensor, and where they lie in ours. One dimension more in `to`: the half of a gated MLP."""
+
+    rows: slice
+    to: Shape
+
+
+@dataclass
+class Parameter:
+    name: str  # ours: "h.3.attn.qkv.weight"
+    part: str  # "attn.qkv.weight", or "attn.query.weight", which is a part of ours
+    tensor: torch.Tensor  # as the rank holds it
+    values: dict[str, Boxes] = field(default_factory=dict)  # "" the weights to be read, and "exp_avg" and so on
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.tensor.shape)
+
+    @property
+    def kept_whole(self) -> bool:
+        """Every tensor rank has all of it."""
+        return shard.rule(self.name).cut is None or self.part.startswith("attn.key_value.")
+
+
+@dataclass
+class Rank:
+    """One file: what tensor rank `tp` of pipeline stage `pp` holds, its virtual stages in `chunks`."""
+
+    path: Path
+    tp: int
+    pp: int
+    tree: dict[str, Any]
+    chunks: list[list[Parameter]] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return [p for chunk in self.chunks for p in chunk]
+
+
+def check_complete(folder: Path, ranks: Sequence[Rank], layers: int) -> None:
+    """Every rank of a stage the same names, every layer the same parts, and what no GPT is without."""
+    by_stage: dict[int, list[str]] = {}
+    for rank in ranks:
+        mine = [p.part + p.name for p in rank.parameters]
+        differ = sorted(set(by_stage.setdefault(rank.pp, mine)) ^ set(mine))
+        if differ:
+            raise UserError(f"{rank.path}: {differ[0]} is not on all tensor ranks of this stage", BAD_DATA)
+    held = [p.name for rank in ranks if rank.tp == 0 for p in rank.parameters]
+    needed = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight", "ln_1.weight", "ln_2.weight"}
+    parts = needed | {name.split(".", 2)[2] for name in held if name.startswith("h.")}
+    want = {"wte.weight", "ln_f.weight", *(f"h.{i}.{part}" for i in range(layers) for part in parts)}
+    if missing := sorted(want - set(held)):
+        raise UserError(f"{folder}: {', '.join(missing[:8])} {'are' if missing[1:] else 'is'} missing", BAD_DATA)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the whole model, from the shapes; `heads` they do not tell."""
+
+    t: int
+    layers: int
+    hidden: int
+    heads: int
+    head_dim: int
+    groups: int
+    ffn: int
+    gates: int  # 2: the MLP is gated
+    gate_last: bool  # BigScience multiplies the first half by the activation of the second
+    rows: int  # of the token table
+    positions: int | None
+
+    @classmethod
+    def of(cls, first: Rank, ranks: Sequence[Rank], args: Mapping[str, Any], heads: int | None) -> Sizes:
+        shapes = {p.part: p.shape for rank in ranks for p in rank.parameters}
+        qkv, wte = shapes.get("attn.qkv.weight", (0, 0)), shapes["wte.weight"]
+        if any(len(shape) != 2 for shape in (qkv, wte, shapes["mlp.fc.weight"], shapes["mlp.proj.weight"])):
+            raise UserError(f"{first.path}: a weight that should be a matrix is none", BAD_DATA)
+        heads = args.get("num_attention_heads", heads)
+        t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
+        if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
+            raise UserError(
+                f"{first.path} does not say how many heads there are, or {heads} is no divisor of {projection[-1] * t}: "
+                "give --num-attention-heads",
+                BAD_DATA,
+            )
+        head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t
+        return cls(
+            t=t,
+            layers=len({p.name.split(".")[1] for r in ranks for p in r.parameters if p.name.startswith("h.")}),
+            hidden=wte[1],
+            heads=heads,
+            head_dim=head_dim,
+            groups=1 if "attn.query.weight" in shapes else (qkv[0] * t // max(head_dim, 1) - heads) // 2,
+            ffn=ffn,
+            gates=2 if shapes["mlp.fc.weight"][0] * t == 2 * ffn else 1,
+            gate_last="glu_activation" in args,
+            rows=wte[0] * t,
+            positions=shapes.get("wpe.weight", (None,))[0],
+        )
+
+    def of_rank(self, part: str) -> Shape:
+        """The shape that a rank's tensor must have."""
+        h, width = self.hidden, self.heads * self.head_dim
+        kind, _, last = part.rpartition(".")
+        out, into = {
+            "wte": (self.rows // self.t, h),
+            "lm_head": (self.rows // self.t, h),
+            "wpe": (self.positions or 0, h),
+            "attn.qkv": ((width + 2 * self.groups * self.head_dim) // self.t, h),
+            "attn.query": (width // self.t, h),
+            "attn.key_value": (2 * self.head_dim, h),
+            "attn.proj": (h, width // self.t),
+            "attn.ln_q": (self.head_dim, None),
+            "attn.ln_k": (self.head_dim, None),
+            "mlp.fc": (self.gates * self.ffn // self.t, h),
+            "mlp.proj": (h, self.ffn // self.t),
+        }.get(kind, (h, None))
+        return (out,) if into is None or last == "bias" else (out, into)
+
+    def runs(self, p: Parameter, tp: int, version: float) -> list[Run]:
+        """Where the rows of a rank's tensor belong in ours."""
+        rows, *columns = shape = self.of_rank(p.part)
+        rest = (0,) * len(columns)
+        if p.part.startswith("attn.key_value."):
+            return [Run(slice(0, rows), (self.heads * self.head_dim, *rest))]
+        if p.part.startswith("attn.qkv.") and version < 2:
+            return self.older_qkv(rows // 3, rest, tp, version)
+        if p.part.startswith("mlp.fc.") and self.gates == 2:
+            half = rows // 2
+            return [Run(slice(i * half, (i + 1) * half), (i ^ self.gate_last, tp * half, *rest)) for i in (0, 1)]
+        to = [0] * len(shape)
+        if (cut := shard.rule(p.name).cut) is not None:
+            to[cut] = tp * shape[cut]
+        return [Run(slice(0, rows), tuple(to))]
+
+    def older_qkv(self, width: int, rest: Shape, tp: int, version: float) -> list[Run]:
+        """[3, heads, head_dim] of version 0 and [heads, head_dim, 3] of version 1, to [heads, 3, head_dim]."""
+        n, out = self.head_dim, []
+        for head, which in product(range(width // n), range(3)):
+            first, begin = which * width + head * n, 3 * head * n
+            rows = slice(first, first + n) if version < 1 else slice(begin + which, begin + 3 * n, 3)
+            out.append(Run(rows, (3 * tp * width + begin + which * n, *rest)))
+        return out
+
+
+def check_shapes(ranks: Sequence[Rank], sizes: Sizes) -> None:
+    for rank in ranks:
+        for p in rank.parameters:
+            want = sizes.of_rank("wte.weight" if p.part == COPY else p.part)
+            if p.shape != want:
+                raise UserError(
+                    f"{rank.path}: {p.name} is {p.shape}, but {want} follows from {sizes.heads} heads of {sizes.head_dim} and "
+                    f"the other shapes; is --num-attention-heads right?",
+                    BAD_DATA,
+                )
+
+
+def whole(tensor: torch.Tensor) -> Boxes:
+    return [((0,) * tensor.ndim, tensor)]
+
+
+def as_boxes(p: Parameter, begin: int, end: int, values: torch.Tensor) -> Boxes:
+    out, start = [], 0
+    for offset, size in shard.boxes(p.shape, begin, end):
+        out.append((offset, values[start : start + prod(size)].view(size)))
+        start += prod(size)
+    return out
+
+
+# The table
+
+
+def lay_out(ranks: Sequence[Rank], sizes: Sizes, version: float) -> dict[str, list[Piece]]:
+    pieces: dict[str, list[Piece]] = {}
+    for rank in ranks:
+        for p in rank.parameters:
+            if p.part == COPY or (p.kept_whole and rank.tp):
+                continue
+            runs = sizes.runs(p, rank.tp, version)
+            for kind, boxes in (p.values or {"": whole(p.tensor)}).items():
+                table = pieces.setdefault(f"{p.name}/{kind}" if kind else p.name, [])
+                table += [piece for run in runs for offset, box in boxes for piece in place(run, offset, box)]
+    return pieces
+
+
+def place(run: Run, offset: Shape, box: torch.Tensor) -> Iterator[Piece]:
+    """The part of a box that lies in these rows. Where they are not neighbours the box is the whole tensor."""
+    rows, at = run.rows, list(run.to)
+    row = len(at) - box.ndim
+    low, high = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(box))
+    if low >= high:
+        return
+    for i, n in enumerate((low - rows.start, *offset[1:])):
+        at[row + i] += n
+    part = box[low - offset[0] : high - offset[0] : rows.step]
+    yield Piece(tuple(at), part.unsqueeze(0) if row else part)

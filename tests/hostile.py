@@ -1,0 +1,707 @@
+"""Files that try to run code, or to eat memory or time, when a checkpoint is opened; made by hand, without checkpoint/.
+
+Each has a name, what must open it, a part of the reason it must be refused with, and a function that writes it into a
+folder. `runs`: what it holds would run if the file were trusted, which the test shows, so that no payload is a dud.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import io
+import json
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MEGABYTE = 1 << 20
+UNTRUSTED = "trust-pickle runs it"
+
+
+class Case(NamedTuple):
+    name: str
+    opener: str  # "pickle", "dcp", "huggingface", "native"
+    says: str
+    write: Callable[[Path, Path], None]  # the file or folder to be made, and the marker that its code would make
+    runs: bool = False
+
+
+CASES: list[Case] = []
+
+# The instructions of pickles, put together
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def number(value: int) -> bytes:
+    raw = value.to_bytes(9, "little", signed=True)
+    return b"\x8a\x09" + raw
+
+
+def named(full: str) -> bytes:
+    module, _, name = full.rpartition(".")
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def many(*parts: bytes) -> bytes:
+    return b"(" + b"".join(parts) + b"t"
+
+
+def call(function: str | bytes, *args: bytes) -> bytes:
+    return (named(function) if isinstance(function, str) else function) + many(*args) + b"R"
+
+
+def storage(key: str = "0", count: int = 4, kind: str = "torch.FloatStorage") -> bytes:
+    return many(text("storage"), named(kind), text(key), text("cpu"), number(count)) + b"Q"
+
+
+def tensor(place: bytes, size: list[int], stride: list[int], offset: int = 0) -> bytes:
+    sizes, strides = many(*map(number, size)), many(*map(number, stride))
+    return call(
+        "torch._utils._rebuild_tensor_v2",
+        place,
+        number(offset),
+        sizes,
+        strides,
+        b"\x89",
+        call("collections.OrderedDict"),
+    )
+
+
+def program(body: bytes) -> bytes:
+    return b"\x80\x02" + body + b"."
+
+
+def touch(marker: Path) -> bytes:
+    return text(f"touch '{marker}'")
+
+
+def python(marker: Path) -> bytes:
+    return text(f"open({str(marker)!r}, 'w')")
+
+
+# Their containers
+
+
+def zipped(path: Path, files: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", kind) as out:
+        for name, data in files.items():
+            out.writestr(name, data)
+
+
+def torch_file(path: Path, body: bytes, more: dict[str, bytes] | None = None) -> None:
+    zipped(
+        path, {"a/data.pkl": body, "a/byteorder": b"little", "a/data/0": bytes(16), "a/version": b"3\n", **(more or {})}
+    )
+
+
+def old_file(path: Path, body: bytes, keys: list[str], storages: bytes) -> None:
+    """As torch.save before 1.6."""
+    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+    head = b"".join(pickle.dumps(x, 2) for x in (0x1950A86A20F9469CFC6C, 1001, system))
+    path.write_bytes(head + body + pickle.dumps(keys, 2) + storages)
+
+
+# How cases are declared
+
+Body = Callable[[Path], bytes]
+
+
+def in_zip(name: str, says: str, body: Body, runs: bool = False, **more: bytes) -> None:
+    """The pickle of a torch.save file."""
+    extra = {f"a/{key}": value for key, value in more.items()}
+    CASES.append(Case(name, "pickle", says, lambda path, marker: torch_file(path, program(body(marker)), extra), runs))
+
+
+def in_file(name: str, says: str, content: Body, runs: bool = False) -> None:
+    """The file as it is."""
+    CASES.append(Case(name, "pickle", says, lambda path, marker: void(path.write_bytes(content(marker))), runs))
+
+
+def in_folder(name: str, opener: str, says: str, write: Callable[[Path, Path], Any], runs: bool = False) -> None:
+    def prepared(path: Path, marker: Path) -> None:
+        path.mkdir()
+        write(path, marker)
+
+    CASES.append(Case(name, opener, says, prepared, runs))
+
+
+def void(_: Any) -> None: ...
+
+
+# Code that is called: every way that pickles know
+
+in_zip("reduce os.system", UNTRUSTED, lambda m: call("os.system", touch(m)), True)
+in_zip("reduce posix.system", UNTRUSTED, lambda m: call("posix.system", touch(m)), True)
+in_zip("reduce eval", UNTRUSTED, lambda m: call("builtins.eval", python(m)), True)
+in_zip("reduce exec", UNTRUSTED, lambda m: call("builtins.exec", python(m)), True)
+in_zip("reduce open", UNTRUSTED, lambda m: call("io.open", text(str(m)), text("w")), True)
+in_zip("reduce __import__", UNTRUSTED, lambda m: call("builtins.__import__", text("antigravity")))
+in_zip("reduce runpy", UNTRUSTED, lambda m: call("runpy.run_path", text(str(m))))
+in_zip("subprocess", UNTRUSTED, lambda m: call("subprocess.check_call", many(text("touch"), text(str(m)))), True)
+in_zip("Python 2's name of eval", UNTRUSTED, lambda m: call("__builtin__.eval", python(m)), True)
+in_zip(
+    "getattr finds os.system",
+    UNTRUSTED,
+    lambda m: call(call("builtins.getattr", named("os.path"), text("x")), touch(m)),
+)
+in_zip(
+    "getattr of a class that is allowed", "calls a Stub",
+    lambda m: call(call("builtins.getattr", named("torch.Tensor"), text("__subclasses__"))),
+)  # fmt: skip
+in_zip("getattr of a dict", "getattr", lambda m: call("builtins.getattr", b"}", text("__class__")))
+in_zip("attrgetter", UNTRUSTED, lambda m: call(call("operator.attrgetter", text("system")), b"N"))
+in_zip("functools.partial", UNTRUSTED, lambda m: call(call("functools.partial", named("os.system"), touch(m))), True)
+in_zip("torch.load of a file", UNTRUSTED, lambda m: call("torch.serialization.load", text(str(m))))
+in_zip("torch.hub", UNTRUSTED, lambda m: call("torch.hub.load", text(str(m.parent)), text("x")))
+in_zip(
+    "a pickle in bytes, through torch's storages", UNTRUSTED,
+    lambda m: call("torch.storage._load_from_bytes", quoted(program(call("os.system", touch(m))))),
+)  # fmt: skip
+in_zip(
+    "pickle.loads of bytes",
+    UNTRUSTED,
+    lambda m: call("pickle.loads", quoted(program(call("os.system", touch(m))))),
+    True,
+)
+in_zip("a class of the main program", UNTRUSTED, lambda m: call("__main__.Model"))
+in_zip("NEWOBJ", UNTRUSTED, lambda m: named("subprocess.Popen") + many(many(text("touch"), text(str(m)))) + b"\x81")
+in_zip(
+    "NEWOBJ_EX", UNTRUSTED,
+    lambda m: named("subprocess.Popen") + b")}" + text("args") + text(f"touch {m}") + b"s\x92",
+)  # fmt: skip
+in_zip("NEWOBJ_EX with keywords", "keywords", lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92")
+in_zip("INST", "instruction", lambda m: b"(" + touch(m) + b"ios\nsystem\n", True)
+in_zip("OBJ", UNTRUSTED, lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
+in_zip("STACK_GLOBAL", UNTRUSTED, lambda m: text("os") + text("system") + b"\x93" + many(touch(m)) + b"R", True)
+in_zip(
+    "STACK_GLOBAL with dots", UNTRUSTED,
+    lambda m: call(text("torch.serialization") + text("os.system") + b"\x93", touch(m)),
+)  # fmt: skip
+in_zip(
+    "globals of a function that is allowed", UNTRUSTED,
+    lambda m: text("collections") + text("OrderedDict.__init__.__globals__") + b"\x93",
+)  # fmt: skip
+in_zip(
+    "a module behind a package that is allowed", "calls a Stub",
+    lambda m: call(call(text("megatron.os") + text("system") + b"\x93", touch(m)), touch(m)),
+)  # fmt: skip
+
+
+def registered(marker: Path) -> bytes:
+    with warnings.catch_warnings(action="ignore"):
+        if ("os", "system") not in copyreg._extension_registry:  # type: ignore[attr-defined]
+            copyreg.add_extension("os", "system", 0x71)
+    return call(b"\x82\x71", touch(marker))
+
+
+in_zip("EXT1, the registry of extensions", "instruction", registered)
+in_zip("copyreg._reconstructor", UNTRUSTED, lambda m: call("copyreg._reconstructor", named("os.system"), b"N", b"N"))
+in_zip("PERSID", "instruction", lambda m: b"Pos.system\n")
+in_zip(
+    "BINPERSID of another kind",
+    "reference",
+    lambda m: many(text("module"), text("os"), text("system"), b"N", b"N") + b"Q",
+)
+in_zip("a persistent id of tuples", "reference", lambda m: b"N" + b"\x85" * 50_000 + b"Q")
+in_zip("a factory of a defaultdict", UNTRUSTED, lambda m: call("collections.defaultdict", named("os.system")))
+
+# State that is set
+
+in_zip("the state of a tensor", "state of a Tensor", lambda m: tensor(storage(), [4], [1]) + many(b"N", b"N") + b"b")
+in_zip("the state of a list", "state of a list", lambda m: b"]}" + text("__setstate__") + b"Nsb")
+in_zip("the state of a function", "state of a Function", lambda m: named("torch.Size") + b"}" + text("call") + b"Nsb")
+in_zip("slots of a Namespace", "state of a Namespace", lambda m: named("argparse.Namespace") + b")\x81N}\x86b")
+in_zip("a Namespace that is given itself", "Namespace", lambda m: call("argparse.Namespace", b"}"))
+in_zip("attributes that are no names", "Namespace", lambda m: named("argparse.Namespace") + b")\x81}K\1Nsb")
+in_zip(
+    "items of a Namespace", "items of Namespace", lambda m: named("argparse.Namespace") + b")\x81" + text("a") + b"Ns"
+)
+in_zip("append to a stub", "appends to Stub", lambda m: call("megatron.x.Y") + b"Na")
+in_zip("arrays of objects", "NumPy array of 'O8'|NumPy array of O8", lambda m: array(b"]", "O8"))
+in_zip("an array in too few bytes", "NumPy array of", lambda m: array(quoted(bytes(8)), "f8", 1 << 40))
+in_zip("an array of records", "NumPy array", lambda m: array(quoted(bytes(8)), "V8"))
+in_zip("encode with another codec", "encoding", lambda m: call("_codecs.encode", text("x" * 99), text("zlib")))
+in_zip(
+    "decode a bomb", UNTRUSTED, lambda m: call("_codecs.decode", quoted(zlib.compress(bytes(MEGABYTE))), text("zlib"))
+)
+
+
+def quoted(raw: bytes) -> bytes:
+    return b"B" + struct.pack("<I", len(raw)) + raw
+
+
+def array(raw: bytes, code: str, count: int = 1) -> bytes:
+    dtype = call("numpy.dtype", text(code), b"\x89", b"\x88")
+    empty = call("numpy.core.multiarray._reconstruct", named("numpy.ndarray"), many(b"K\0"), quoted(b"b"))
+    return empty + many(b"K\1", many(number(count)), dtype, b"\x89", raw) + b"b"
+
+
+# Tensors that reach beyond their storage
+
+in_zip("a tensor longer than its storage", "on a storage of 4", lambda m: tensor(storage(), [1 << 20], [1]))
+in_zip("a tensor that begins beyond its storage", "on a storage of 4", lambda m: tensor(storage(), [2], [1], 1 << 40))
+in_zip("strides beyond the storage", "on a storage of 4", lambda m: tensor(storage(), [2, 2], [1 << 30, 1]))
+in_zip(
+    "a product beyond 64 bits", "on a storage of 4", lambda m: tensor(storage(), [1 << 32, 1 << 32, 0x10], [0, 0, 0])
+)
+in_zip("a number repeated for ever", "on a storage of 4", lambda m: tensor(storage(), [1 << 40], [0]))
+in_zip("a stride below zero", "something else", lambda m: tensor(storage(), [4], [-1]))
+in_zip("an offset below zero", "something else", lambda m: tensor(storage(), [1], [1], -8))
+in_zip("sizes below zero", "something else", lambda m: tensor(storage(), [-1, -4], [1, 1]))
+in_zip("a tensor of a text", "something else", lambda m: tensor(text("storage"), [1], [1]))
+in_zip("a million dimensions", "something else", lambda m: tensor(storage(), [1] * 100_000, [1] * 100_000))
+in_zip("a storage longer than its record", "has 16 bytes", lambda m: tensor(storage(count=1 << 30), [1], [1]))
+in_zip("a storage that is not there", "no storage", lambda m: tensor(storage("7"), [1], [1]))
+in_zip("a storage outside of the archive", "no storage", lambda m: tensor(storage("../../../etc/passwd"), [1], [1]))
+in_zip("a storage of no type", UNTRUSTED, lambda m: tensor(storage(kind="torch.Generator"), [1], [1]))
+in_zip(
+    "a parameter that is no tensor",
+    "no tensor",
+    lambda m: call("torch._utils._rebuild_parameter", text("x"), b"\x89", b"N"),
+)
+in_zip("torch.Size of texts", "torch.Size", lambda m: call("torch.Size", many(text("x"))))
+in_zip(
+    "a tensor of a class of its own", "calls a|class of its own",
+    lambda m: call("torch._tensor._rebuild_from_type_v2", named("megatron.x.f"), named("torch.Tensor"), b")", b"N"),
+)  # fmt: skip
+
+# Memory and time
+
+in_file("4 GB of bytes, as declared", "it ends at byte", lambda m: program(b"B\xff\xff\xff\xff"))
+in_file("an exabyte of text, as declared", "at most", lambda m: program(b"\x8d" + struct.pack("<Q", 1 << 60)))
+in_file("a number of 2 GB", "a number of", lambda m: program(b"\x8b\xff\xff\xff\x7f"))
+in_file("a memory with place 4 billion", "MiB", lambda m: program(b"Nr\xf0\xff\xff\xff"))
+in_file("a number of a million digits", "line|digits", lambda m: program(b"I" + b"9" * MEGABYTE + b"\n"))
+in_file("a name without an end", "no line ends", lambda m: program(b"c" + b"a" * MEGABYTE))
+in_file("names of a megabyte", "500 letters", lambda m: program(long_names(MEGABYTE, 1000)))
+in_file("20 million lists", "MiB", lambda m: program(b"]" * 20_000_000))
+in_file("20 million sets", "MiB", lambda m: program(b"\x8f" * 20_000_000))
+in_file("20 million marks", "MiB", lambda m: program(b"(" * 20_000_000))
+in_file("20 million objects", "MiB", lambda m: program(named("megatron.x.Y") + b"q\0" + b"h\0)R" * 5_000_000))
+in_file("20 million instructions for nothing", "MiB", lambda m: program(b"N0" * 10_000_000))
+in_file("20 million memories", "MiB", lambda m: program(b"N" + b"\x94" * 20_000_000))
+in_file("texts of wide letters", "MiB", lambda m: program(text("\U0001f600" + "a" * (3 * MEGABYTE)) * 12))
+in_file("tuples in tuples", "deep", lambda m: program(b"N" + b"\x85" * 100_000))
+in_file("lists in lists", "deep", lambda m: program(b"]" * 100_000 + b"a" * 99_999))
+in_file("a list that holds itself", "hold themselves", lambda m: program(b"]2a"))
+in_file("a billion laughs", "times", lambda m: program(laughs(b"]q\0", b"](" + b"h\0" * 10 + b"eq\0", 9)))
+in_file(
+    "a dict of a billion laughs",
+    "a tuple as a key",
+    lambda m: program(b"}" + laughs(b")q\0", b"h\0h\0\x86q\0", 60) + b"Ns"),
+)
+in_file("a set of long texts", "as a key", lambda m: program(b"\x8f(" + text("x" * 5000) + b"\x90"))
+in_file("numbers that all hash to zero", "a int as a key", lambda m: program(b"}" + collisions(1000)))
+
+
+def long_names(size: int, count: int) -> bytes:
+    """Each of a short module and one long name, remembered."""
+    rest = b"".join(text(f"megatron.a{i}") + b"h\0\x930" for i in range(count))
+    return text("x" * size) + b"q\0" + rest
+
+
+def laughs(first: bytes, then: bytes, count: int) -> bytes:
+    """Values that each hold the one before it ten times; the last is on the stack."""
+    return first + b"0".join([b""] + [then] * count)
+
+
+def collisions(count: int) -> bytes:
+    return b"".join(number(i * ((1 << 61) - 1)) + b"Ns" for i in range(1, count) if i < 4000)
+
+
+# Archives
+
+EVIL = program(call("os.system", text("true")))
+in_file("an archive in the place of the pickle", "instruction", lambda m: nested(m))
+CASES.append(
+    Case("a pickle that is compressed a thousandfold", "pickle", "compressed",
+         lambda path, m: zipped(path, {"a/data.pkl": bytes(200 * MEGABYTE)}, zipfile.ZIP_DEFLATED)),
+)  # fmt: skip
+for title, says, other in (
+    ("an entry outside of the archive", "leads out", "a/../../x"),
+    ("an entry with an absolute name", "leads out", "/etc/passwd"),
+    ("an entry with a foreign name", "leads out", "a\\..\\x"),
+    ("an entry of another archive", "not one of torch.save", "b/x"),
+    ("TorchScript, which is code", "not one of torch.save", "a/constants.pkl"),
+):
+    CASES.append(
+        Case(title, "pickle", says, lambda path, m, other=other: torch_file(path, program(b"}"), {other: b"x"}))  # type: ignore[misc]
+    )
+
+
+def nested(marker: Path) -> bytes:
+    inner, outer = io.BytesIO(), io.BytesIO()
+    for file, body in ((inner, program(call("os.system", touch(marker)))), (outer, b"")):
+        with zipfile.ZipFile(file, "w") as out:
+            out.writestr("a/data.pkl", body or inner.getvalue())
+    return outer.getvalue()
+
+
+def bent(change: Callable[[bytearray], bytearray | None]) -> Callable[[Path, Path], None]:
+    """An honest archive with some of its bytes changed."""
+
+    def write(path: Path, marker: Path) -> None:
+        torch_file(path, program(b"}"))
+        raw = bytearray(path.read_bytes())
+        path.write_bytes(change(raw) or raw)
+
+    return write
+
+
+def put(raw: bytearray, at: int, form: str, value: int) -> None:
+    struct.pack_into(form, raw, at, value)
+
+
+def entry_of(raw: bytearray, name: bytes) -> int:
+    return raw.rindex(name) - 46
+
+
+def as_link(raw: bytearray) -> None:
+    put(raw, entry_of(raw, b"a/byteorder") + 38, "<L", 0xA1FF0000)
+
+
+def of_same_name(raw: bytearray) -> None:
+    for at in (raw.index(b"a/version"), raw.rindex(b"a/version")):
+        raw[at : at + 9] = b"a/data/00"
+    for at in (raw.index(b"a/data/00"), raw.rindex(b"a/data/00")):
+        raw[at : at + 9] = b"a/data/00"
+
+
+def overlapping(raw: bytearray) -> None:
+    put(raw, entry_of(raw, b"a/data.pkl") + 20, "<L", 100)
+    put(raw, entry_of(raw, b"a/data.pkl") + 24, "<L", 100)
+
+
+def beyond_the_end(raw: bytearray) -> None:
+    put(raw, entry_of(raw, b"a/data/0") + 20, "<L", 1 << 30)
+    put(raw, entry_of(raw, b"a/data/0") + 24, "<L", 1 << 30)
+
+
+def header_elsewhere(raw: bytearray) -> None:
+    put(raw, entry_of(raw, b"a/data/0") + 42, "<L", 7)
+
+
+def with_64_bits(raw: bytearray) -> bytearray:
+    """A directory of 2**40 entries."""
+    at = raw.rindex(b"PK\5\6")
+    end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1 << 40, 1 << 40, 100, at - 100)
+    return raw[:at] + end + struct.pack("<4sLQL", b"PK\6\7", 0, at, 1) + raw[at:]
+
+
+for title, says, change in (
+    ("an entry that is a link", "is a link", as_link),
+    ("entries that overlap", "overlap", overlapping),
+    ("a record beyond the end", "beyond the directory", beyond_the_end),
+    ("a record that is elsewhere", "not where the directory says", header_elsewhere),
+    ("a directory of 65,535 entries", "claims 65,535", lambda raw: put(raw, len(raw) - 12, "<H", 65535)),
+    ("a directory of 2**40 entries", "claims 1,099,511,627,776", with_64_bits),
+    ("a directory beyond the end", "directory is said to end", lambda raw: put(raw, len(raw) - 6, "<L", 1 << 31)),
+    ("a directory that ends before it begins", "directory is said to end", lambda raw: put(raw, len(raw) - 10, "<L", 9)),
+):  # fmt: skip
+    CASES.append(Case(title, "pickle", says, bent(change)))
+
+
+def twice(path: Path, marker: Path) -> None:
+    """Two pickles of one name: some readers check the first and run the second."""
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(path, "w") as out:
+        out.writestr("a/data.pkl", program(b"}"))
+        out.writestr("a/data.pkl", program(call("os.system", touch(marker))))
+
+
+CASES.append(Case("two entries of one name", "pickle", "two entries", twice))
+
+# The forms before the zip archive, and pickles without torch
+
+
+def old(name: str, says: str, body: Body, keys: list[str], storages: bytes, runs: bool = False) -> None:
+    CASES.append(Case(name, "pickle", says, lambda path, m: old_file(path, program(body(m)), keys, storages), runs))
+
+
+def old_storage(view: bytes = b"N") -> bytes:
+    return many(text("storage"), named("torch.FloatStorage"), text("0"), text("cpu"), number(4), view) + b"Q"
+
+
+FOUR = struct.pack("<q", 4) + bytes(16)
+old("the old form: reduce", UNTRUSTED, lambda m: call("os.system", touch(m)), [], b"", True)
+old("the old form: a view beyond its storage", "a view of elements",
+    lambda m: tensor(old_storage(many(text("v"), number(3), number(99))), [1], [1]), ["0"], FOUR)  # fmt: skip
+old(
+    "the old form: a storage that is cut short", "cut short", lambda m: tensor(old_storage(), [4], [1]), ["0"], FOUR[:9]
+)
+old("the old form: a storage of another size", "numbers", lambda m: tensor(old_storage(), [4], [1]), ["0"],
+    struct.pack("<q", -3) + bytes(16))  # fmt: skip
+old("the old form: other storages", "not those", lambda m: tensor(old_storage(), [4], [1]), ["0", "1"], FOUR * 2)
+old("the old form: one storage of two sizes", "two sizes",
+    lambda m: many(tensor(old_storage(), [1], [1]), tensor(old_storage().replace(number(4), number(9)), [1], [1])),
+    ["0"], FOUR)  # fmt: skip
+in_file(
+    "the old form: code in the place of its number", UNTRUSTED, lambda m: program(call("os.system", touch(m))), True
+)
+in_file(
+    "a pickle of protocol 0",
+    "instruction|" + UNTRUSTED,
+    lambda m: f"cos\nsystem\n(S\"touch '{m}'\"\ntR.".encode(),
+    True,
+)
+in_file("a pickle of protocol 5", UNTRUSTED, lambda m: b"\x80\x05" + call("os.system", touch(m)) + b".", True)
+in_file("buffers outside of the pickle", "instruction", lambda m: b"\x80\x05\x97.")
+in_file("an array of objects of NumPy", "damaged", lambda m: npy(m))
+in_file("a tar archive", "tar archive", lambda m: tar(m))
+
+
+def npy(marker: Path) -> bytes:
+    head = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head + program(call("os.system", touch(marker)))
+
+
+def tar(marker: Path) -> bytes:
+    import tarfile
+
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as out:
+        body = program(call("os.system", touch(marker)))
+        info = tarfile.TarInfo("pickle")
+        info.size = len(body)
+        out.addfile(info, io.BytesIO(body))
+    return file.getvalue()
+
+
+# Folders of torch.distributed.checkpoint
+
+
+class Payload:
+    """What an honest writer is made to write."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.marker), "w")
+
+
+KEY = "decoder.final_layernorm.weight"
+
+
+def distributed(folder: Path, body: dict[str, Any]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(body, checkpoint_id=folder, no_dist=True)
+
+
+def with_metadata(folder: Path, **changes: Any) -> None:
+    """An honest folder, where its first tensor lies changed."""
+    import torch
+
+    distributed(folder, {KEY: torch.ones(4)})
+    with open(folder / ".metadata", "rb") as file:
+        told = pickle.load(file)  # noqa: S301  written a line above
+    for info in told.storage_data.values():
+        vars(info).update(changes)
+    (folder / ".metadata").write_bytes(pickle.dumps(told))
+
+
+def hostile_item(folder: Path, marker: Path) -> None:
+    import torch
+
+    with_metadata(folder, relative_path="evil.distcp", offset=0, length=10**9)
+    torch.save(Payload(marker), folder / "evil.distcp")
+    with_metadata(folder, relative_path="evil.distcp", offset=0, length=(folder / "evil.distcp").stat().st_size)
+
+
+def hostile_common(folder: Path, marker: Path) -> None:
+    import torch
+
+    with_metadata(folder)
+    torch.save({"args": Payload(marker)}, folder / "common.pt")
+
+
+def metadata_that_runs(folder: Path, marker: Path) -> None:
+    (folder / ".metadata").write_bytes(program(call("os.system", touch(marker))))
+
+
+in_folder("dcp: metadata", "dcp", UNTRUSTED, metadata_that_runs, True)
+in_folder("dcp: metadata of numbers", "dcp", "", lambda p, m: (p / ".metadata").write_bytes(program(b"K\1")))
+in_folder("dcp: a tensor's item", "dcp", UNTRUSTED, hostile_item, True)
+in_folder("dcp: common.pt", "dcp", UNTRUSTED, hostile_common, True)
+in_folder(
+    "dcp: a file outside of the folder",
+    "dcp",
+    "outside",
+    lambda p, m: with_metadata(p, relative_path="../../etc/passwd"),
+)
+in_folder("dcp: an absolute file", "dcp", "outside", lambda p, m: with_metadata(p, relative_path="/etc/passwd"))
+in_folder("dcp: an offset below zero", "dcp", "wanted", lambda p, m: with_metadata(p, offset=-5))
+in_folder("dcp: a length beyond the file", "dcp", "wanted", lambda p, m: with_metadata(p, length=1 << 60))
+in_folder("dcp: an offset that is a text", "dcp", "", lambda p, m: with_metadata(p, offset="0"))
+
+# Folders of Hugging Face
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 32, "n_ctx": 16,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+def safetensors(header: bytes, data: bytes = bytes(64), size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if size is None else size) + header + data
+
+
+def one_tensor(**changes: Any) -> bytes:
+    return json.dumps({"wte.weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]} | changes}).encode()
+
+
+def with_tensors(raw: bytes, name: str = "model.safetensors") -> Callable[[Path, Path], None]:
+    def write(folder: Path, marker: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(GPT2))
+        (folder / name).write_bytes(raw)
+
+    return write
+
+
+def hugging(name: str, says: str, raw: bytes, file: str = "model.safetensors") -> None:
+    in_folder(f"huggingface: {name}", "huggingface", says, with_tensors(raw, file))
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+OVERLAP = json.dumps({name: {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]} for name in "ab"}).encode()
+HUGE = one_tensor(shape=[10**9] * 8)
+hugging("a header of 200 MB, as declared", "safetensors|instruction", safetensors(b"{}", size=200 * MEGABYTE))
+hugging("a header longer than the file", "safetensors|instruction", safetensors(b"{}", size=10_000))
+hugging("a header of 2**63 bytes", "safetensors|instruction", safetensors(b"{}", size=1 << 63))
+hugging("tensors that overlap", "safetensors", safetensors(OVERLAP))
+hugging("a tensor beyond the file", "safetensors", safetensors(one_tensor(data_offsets=[0, 1 << 40], shape=[1 << 38])))
+hugging("a shape of 10**72", "safetensors", safetensors(HUGE))
+hugging("a thousand million dimensions", "safetensors", safetensors(one_tensor(shape=[1] * 100_000)))
+hugging("offsets below zero", "safetensors", safetensors(one_tensor(data_offsets=[-64, 0])))
+hugging("a type that there is not", "safetensors", safetensors(one_tensor(dtype="OBJECT")))
+hugging("NaN as a size", "safetensors", safetensors(one_tensor(shape=[float("nan")])))
+hugging("a header of lists in lists", "safetensors|instruction", safetensors(b'{"a":' + DEEP + b"}"))
+hugging(
+    "notes of 30 MB",
+    "",
+    safetensors(json.dumps({"__metadata__": {str(i): "x" * 99 for i in range(250_000)}}).encode(), b""),
+)
+
+
+def with_files(**files: Any) -> Callable[[Path, Path], None]:
+    def write(folder: Path, marker: Path) -> None:
+        for name, value in ({"config_json": GPT2} | files).items():
+            raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+            (folder / name.replace("_json", ".json").replace("_index", ".index")).write_bytes(raw)
+
+    return write
+
+
+def index_of(file: str) -> dict[str, Any]:
+    return {"model.safetensors_index_json": {"weight_map": {"wte.weight": file}}}
+
+
+def bin_that_runs(folder: Path, marker: Path) -> None:
+    with_files()(folder, marker)
+    torch_file(folder / "pytorch_model.bin", program(call("os.system", touch(marker))))
+
+
+def remote_code(folder: Path, marker: Path) -> None:
+    with_files(config_json={"model_type": "evil", "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}})(
+        folder, marker
+    )
+    (folder / "modeling_evil.py").write_text(f"open({str(marker)!r}, 'w')")
+
+
+def link_out(folder: Path, marker: Path) -> None:
+    with_files()(folder, marker)
+    (marker.parent / "secret").write_bytes(safetensors(one_tensor()))
+    (folder / "model.safetensors").symlink_to(marker.parent / "secret")
+
+
+def device(folder: Path, marker: Path) -> None:
+    with_files()(folder, marker)
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+
+
+in_folder("huggingface: pytorch_model.bin", "huggingface", UNTRUSTED, bin_that_runs, True)
+in_folder("huggingface: code for the model", "huggingface", "'evil' model", remote_code)
+in_folder("huggingface: a link out of the folder", "huggingface", "outside", link_out)
+in_folder("huggingface: a link to a device", "huggingface", "", device)
+in_folder(
+    "huggingface: an index that leads out", "huggingface", "outside", with_files(**index_of("../secret.safetensors"))
+)
+in_folder(
+    "huggingface: an index with an absolute name", "huggingface", "outside", with_files(**index_of("/etc/passwd"))
+)
+in_folder("huggingface: an index of lists in lists", "huggingface", "JSON",
+          with_files(**{"model.safetensors_index_json": DEEP}))  # fmt: skip
+in_folder("huggingface: a config of lists in lists", "huggingface", "JSON", with_files(config_json=DEEP))
+in_folder(
+    "huggingface: a config of 100 MB", "huggingface", "bytes", with_files(config_json=b"[" + b"0," * (50 * MEGABYTE))
+)
+in_folder("huggingface: sizes that are not numbers", "huggingface", "",
+          with_files(config_json=GPT2 | {"n_embd": {}, "n_layer": 10**30}, model_safetensors=b""))  # fmt: skip
+
+# Our own
+
+
+def native(folder: Path, files: dict[str, bytes], more: dict[str, Any] | None = None) -> None:
+    """A step with a right manifest, whatever it says."""
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
+    table: dict[str, Any] = {n: {"size": len(r), "sha256": hashlib.sha256(r).hexdigest()} for n, r in files.items()}
+    body: dict[str, Any] = {"format": "meshwright checkpoint 1", "chunk": 16 << 20, "files": table | (more or {})}
+    body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(body, sort_keys=True, indent=1))
+
+
+def with_box(**changes: Any) -> Callable[[Path, Path], None]:
+    box = {"file": "rank_00000.safetensors", "begin": 0, "end": 16, "offset": [0], "size": [4]} | changes
+    index = {"tensors": {"ln_f.weight": {"shape": [4], "dtype": "F32", "boxes": [box]}}}
+    return lambda folder, marker: native(
+        folder,
+        {
+            "index.json": json.dumps(index).encode(),
+            "state.json": b"{}",
+            "config.json": b"{}",
+            "rank_00000.safetensors": bytes(16),
+        },
+    )
+
+
+def native_link(folder: Path, marker: Path) -> None:
+    with_box()(folder, marker)
+    (folder / "rank_00000.safetensors").rename(marker.parent / "elsewhere")
+    (folder / "rank_00000.safetensors").symlink_to(marker.parent / "elsewhere")
+
+
+OUTSIDE: dict[str, Any] = {"../secret": {"size": 3, "sha256": "0" * 64}}
+in_folder(
+    "native: a file outside of the folder",
+    "native",
+    "plain name",
+    lambda p, m: native(p, {"state.json": b"{}"}, OUTSIDE),
+)
+in_folder("native: a file that is a link", "native", "a link", native_link)
+in_folder(
+    "native: a manifest of lists in lists", "native", "JSON", lambda p, m: (p / "manifest.json").write_bytes(DEEP)
+)
+in_folder(
+    "native: a manifest of 100 MB",
+    "native",
+    "bytes",
+    lambda p, m: (p / "manifest.json").write_bytes(bytes(100 * MEGABYTE)),
+)
+in_folder("native: a state of lists in lists", "native", "JSON",
+          lambda p, m: native(p, {"state.json": DEEP, "config.json": b"{}", "index.json": b"{}"}))  # fmt: skip
+in_folder("native: NaN", "native", "NaN",
+          lambda p, m: native(p, {"state.json": b'{"a":NaN}', "config.json": b"{}", "index.json": b"{}"}))  # fmt: skip
+in_folder("native: a box of 10**18 numbers", "native", "outside", with_box(size=[10**18]))
+in_folder("native: a box below zero", "native", "index", with_box(offset=[-4]))
+in_folder("native: a box in no file", "native", "index", with_box(file="../secret"))
+in_folder("native: a box beyond its file", "native", "outside", with_box(begin=1 << 40, end=(1 << 40) + 16))

@@ -1,0 +1,382 @@
+"""Hugging Face folders both ways: logits equal to transformers' own, weights bit-equal, and what is refused."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright import tokenizers
+from meshwright.checkpoint import huggingface, huggingface_writer, native
+from meshwright.checkpoint.huggingface_writer import write
+from meshwright.config import Model
+from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.model.attention import Where
+from meshwright.model.gpt import GPT
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.whole, pytest.mark.filterwarnings("ignore")]
+
+VOCAB, LENGTH = 61, 16
+GPT2 = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0,
+        "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+LLAMA = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 40,
+         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+THEIRS = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-untied-erf": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
+    "gpt2-epsilon": ("GPT2", GPT2 | {"layer_norm_epsilon": 1e-2, "activation_function": "gelu_pytorch_tanh"}),
+    "llama-grouped": ("Llama", LLAMA),
+    "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
+    "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("Llama", LLAMA | {"attention_bias": True}),
+    "llama-mlp-bias": ("Llama", LLAMA | {"mlp_bias": True, "num_key_value_heads": 1}),
+    "llama-head": ("Llama", LLAMA | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}),
+}  # fmt: skip
+
+
+def theirs(name, **changes):
+    """One of their networks, every number of it random."""
+    kind, config = THEIRS[name]
+    architecture = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    model = architecture(getattr(transformers, f"{kind}Config")(**config | changes, attn_implementation="eager")).eval()
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=random) * (0.2 if p.ndim > 1 else 0.5) + (p.ndim == 1))
+    return model
+
+
+def ours(source):
+    """Our network of a source's settings, filled from it."""
+    m = dataclasses.replace(Model(), hidden_dropout=0.0, attention_dropout=0.0, **source.config)
+    model = GPT(m, source.vocab, source.vocab, LENGTH).eval()
+    named = dict(model.named_parameters())
+    assert {n: tuple(p.shape) for n, p in named.items()} == {n: t.shape for n, t in source.tensors.items()}
+    with torch.no_grad():
+        source.fill({name: native.whole(p.detach()) for name, p in named.items()})
+    return model
+
+
+@torch.no_grad()
+def assert_same_logits(mine, other, length=LENGTH):
+    x = torch.randint(0, VOCAB, (3, length), generator=torch.Generator().manual_seed(2))
+    want = other(x).logits
+    assert want.std() > 0.1
+    torch.testing.assert_close(mine(x, Where()), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+def values(source):
+    out = {}
+    for name, known in source.tensors.items():
+        out[name] = torch.empty(known.shape, dtype=getattr(torch, known.dtype))
+    source.fill({name: native.whole(t) for name, t in out.items()})
+    return out
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def as_native(root, source):
+    """The same in our own format."""
+    named = {name: native.whole(t) for name, t in values(source).items()}
+    state = {"true_vocab_size": source.vocab, "positions": source.config["max_position_embeddings"]}
+    native.save(root, 7, named, state, source.config)
+    return native.open_step(root / "iter_0000007", 7)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_both_ways(name, tmp_path):
+    """transformers -> ours -> native -> theirs, logits equal at both ends and every number the same."""
+    model = theirs(name)
+    model.save_pretrained(tmp_path / "a")
+    source = huggingface.open(tmp_path / "a")
+    assert_same_logits(ours(source), model)
+    stored = as_native(tmp_path / "native", source)
+    write(stored, tmp_path / "b")
+    back = huggingface.open(tmp_path / "b")
+    assert_equal(values(back), values(source))
+    assert back.config == source.config
+    said = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert said["tie_word_embeddings"] is not source.config["untie_embeddings_and_output_weights"]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", attn_implementation="eager")
+    assert type(again).__name__ == ("LlamaForCausalLM" if name == "mistral" else type(model).__name__)
+    assert_same_logits(ours(stored), again)
+    missing = {"llama-attention-bias", "llama-mlp-bias"}  # where ours has zeros, theirs had nothing
+    if name not in missing:
+        for key, value in model.state_dict().items():
+            assert torch.equal(again.state_dict()[key], value), key
+
+
+def test_files_of_every_kind(tmp_path):
+    """One safetensors file, several, a pickle, several; without the prefix; in half precision."""
+    model = theirs("gpt2")
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    model.transformer.save_pretrained(tmp_path / "bare")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    want = values(huggingface.open(tmp_path / "one"))
+    for name in ("many", "bare"):
+        assert_equal(values(huggingface.open(tmp_path / name)), want)
+    state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)  # as versions before 4.28 had it
+    for name in ("pickle", "pickles"):
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / "one" / "config.json", tmp_path / name)
+    torch.save(state, tmp_path / "pickle" / "pytorch_model.bin")
+    halves = [dict(list(state.items())[i::2]) for i in (0, 1)]
+    where = {}
+    for i, half in enumerate(halves):
+        torch.save(half, tmp_path / "pickles" / f"pytorch_model-{i}.bin")
+        where |= dict.fromkeys(half, f"pytorch_model-{i}.bin")
+    (tmp_path / "pickles" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    for name in ("pickle", "pickles"):
+        assert_equal(values(huggingface.open(tmp_path / name)), want)
+    write(huggingface.open(tmp_path / "one"), tmp_path / "half", dtype="bfloat16", max_shard=20_000)
+    half = values(huggingface.open(tmp_path / "half"))
+    assert_equal(half, {k: v.bfloat16() for k, v in want.items()})
+    index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert again.dtype is torch.bfloat16 and torch.equal(again.transformer.wte.weight, half["wte.weight"])
+
+
+def test_nothing_is_read_when_it_is_opened(tmp_path):
+    """The tensors are views of the mapped file."""
+    theirs("llama-grouped").save_pretrained(tmp_path)
+    source = huggingface.open(tmp_path)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [
+        [int(x, 16) for x in line[0].split("-")] for line in maps if line[-1] == str(tmp_path / "model.safetensors")
+    ]
+    starts = [p.tensor.data_ptr() for pieces in source.pieces.values() for p in pieces]
+    assert mapped and all(any(low <= start < high for low, high in mapped) for start in starts)
+
+
+def test_a_table_with_more_rows_than_ids_and_one_that_differs(tmp_path):
+    model = theirs("gpt2")
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, vocab_size=50)
+    source = huggingface.open(tmp_path)
+    assert source.vocab == 50 and source.tensors["wte.weight"].shape == (50, 32)
+    change_config(tmp_path, vocab_size=VOCAB)
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(tmp_path / "model.safetensors")
+    head = state["transformer.wte.weight"].clone()
+    save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert "lm_head.weight" not in huggingface.open(tmp_path).tensors
+    head[0, 0] += 1
+    save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    source = huggingface.open(tmp_path)
+    assert source.config["untie_embeddings_and_output_weights"] and "kept apart" in source.notes[0]
+    assert torch.equal(values(source)["lm_head.weight"], head)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_what_cannot_be_computed_is_refused_by_its_name(tmp_path):
+    theirs("gpt2").save_pretrained(tmp_path / "gpt2")
+    theirs("llama-grouped").save_pretrained(tmp_path / "llama")
+    long = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
+    for folder, changes, said in [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function is relu"),
+        ("gpt2", {"model_type": "bloom"}, "'bloom' model"),
+        ("gpt2", {"model_type": ["gpt2"]}, "model"),
+        ("gpt2", {"n_head": 5}, "n_embd 32 is not a multiple of n_head 5"),
+        ("gpt2", {"n_layer": 3}, "no tensor transformer.h.2."),
+        ("gpt2", {"n_layer": 1}, "12 tensors have no place"),
+        ("gpt2", {"n_layer": "2"}, "n_layer is 2, a number"),
+        ("gpt2", {"n_positions": 17}, r"wpe.weight is \[16, 32\], by config.json it is \[17, 32\]"),
+        ("gpt2", {"vocab_size": 62}, "wte.weight has 61 rows, the vocabulary 62"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ("llama", {"rope_parameters": long}, "kind of rotation .*llama3"),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "kind of rotation .*linear",
+        ),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is no"),
+        ("llama", {"model_type": "mistral", "sliding_window": 8}, "sliding_window is 8"),
+        ("llama", {"model_type": "mistral", "sliding_window": "8"}, "sliding_window is 8, a number"),
+        ("llama", {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8"),
+        ("llama", {"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
+        ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\], by config.json it is \[32, 32\]"),
+        ("llama", {"vocab_size": None}, "vocab_size is None"),
+    ]:
+        shutil.copytree(tmp_path / folder, tmp_path / "x")
+        change_config(tmp_path / "x", **changes)
+        with pytest.raises(UserError, match=said) as told:
+            huggingface.open(tmp_path / "x")
+        assert told.value.status == BAD_DATA and "config.json" in str(told.value) or str(tmp_path) in str(told.value)
+        shutil.rmtree(tmp_path / "x")
+    change_config(tmp_path / "llama", model_type="mistral", sliding_window=LENGTH, rope_parameters=None, rope_theta=5.0)
+    assert huggingface.open(tmp_path / "llama").config["rotary_base"] == 5.0
+
+
+def test_damaged_folders_and_names_that_lead_out(tmp_path):
+    theirs("gpt2").save_pretrained(tmp_path / "good")
+    whole = (tmp_path / "good" / "model.safetensors").read_bytes()
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(whole)
+    tensors, index = "model.safetensors", "model.safetensors.index.json"
+
+    def break_it(folder, how):
+        if isinstance(how, bytes):
+            (folder / tensors).write_bytes(how)
+        elif isinstance(how, dict):
+            (folder / tensors).unlink()
+            (folder / index).write_text(json.dumps(how))
+        else:
+            how(folder)
+
+    def link(folder):
+        (folder / tensors).unlink()
+        (folder / tensors).symlink_to(outside)
+
+    name = "transformer.wte.weight"
+    for how, said in [
+        (b"", "not a safetensors file"), (whole[:100], "not a whole safetensors"), (whole[:-1], "not a whole safetensors"),
+        (b"\xff" * 6 + b"\0\0{" + whole[9:], "bytes, more than"), ({}, "weight_map"), ({"weight_map": {name: 3}}, "weight_map"),
+        ({"weight_map": {name: "../outside.safetensors"}}, "not a plain name"),
+        ({"weight_map": {name: str(outside)}}, "not a plain name"), ({"weight_map": {name: "none.bin"}}, "no such file"),
+        (link, "nothing outside the folder is read"), (lambda f: (f / "config.json").unlink(), "no such file"),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), "JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "JSON"),
+        (lambda f: (f / tensors).unlink(), "has neither"),
+    ]:  # fmt: skip
+        shutil.copytree(tmp_path / "good", tmp_path / "x")
+        break_it(tmp_path / "x", how)
+        with pytest.raises(UserError, match=said) as told:
+            huggingface.open(tmp_path / "x")
+        assert told.value.status == BAD_DATA
+        shutil.rmtree(tmp_path / "x")
+    cache = tmp_path / "models--a--b"  # as the library's cache has it: links to ../../blobs
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots" / "1").mkdir(parents=True)
+    for file in ("config.json", tensors):
+        shutil.copy(tmp_path / "good" / file, cache / "blobs" / f"of-{len(file)}")
+        (cache / "snapshots" / "1" / file).symlink_to(f"../../blobs/of-{len(file)}")
+    assert_equal(values(huggingface.open(cache / "snapshots" / "1")), values(huggingface.open(tmp_path / "good")))
+
+
+def test_what_theirs_cannot_express_is_listed(tmp_path):
+    theirs("gpt2").save_pretrained(tmp_path / "gpt2")
+    theirs("llama-grouped").save_pretrained(tmp_path / "llama")
+    for folder, changes, listed in [
+        ("gpt2", {"position_embedding_type": "alibi", "embed_layernorm": True}, ["type alibi", "--embed-layernorm"]),
+        (
+            "gpt2",
+            {"normalization": "RMSNorm", "squared_relu": True},
+            ["--normalization RMSNorm", "activation squared-relu"],
+        ),
+        ("gpt2", {"glu_activation": "geglu", "apply_layernorm_1p": True}, ["activation geglu", "layernorm-1p"]),
+        ("gpt2", {"qk_layernorm": True, "num_query_groups": 2}, ["--qk-layernorm", "2 groups of 4 heads"]),
+        ("gpt2", {"kv_channels": 16, "add_bias_linear": False}, ["4 heads of 16", "--disable-bias-linear"]),
+        ("llama", {"normalization": "LayerNorm", "rotary_percent": 0.5}, ["LayerNorm", "--rotary-percent 0.5"]),
+        ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["--qk-layernorm with biases"]),
+        ("llama", {"apply_residual_connection_post_layernorm": True}, ["post-layernorm"]),
+    ]:
+        source = huggingface.open(tmp_path / folder)
+        source.config |= changes
+        with pytest.raises(UserError) as told:
+            write(source, tmp_path / "out")
+        assert told.value.status == BAD_DATA and all(words in str(told.value) for words in listed), told.value
+        assert len(str(told.value).splitlines()) == 1 + len(listed)
+    source = huggingface.open(tmp_path / "gpt2")
+    source.state["network"] = "Mine"
+    with pytest.raises(UserError, match="a Mine"):
+        write(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch):
+    theirs("gpt2").save_pretrained(tmp_path / "a")
+    source = huggingface.open(tmp_path / "a")
+    with pytest.raises(UserError, match="not empty") as told:
+        write(source, tmp_path / "a")
+    assert told.value.status == LOCKED
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b.tmp").mkdir()
+    (tmp_path / "b.tmp" / "left").write_text("by one that was killed")
+
+    def fail(path, source, parts):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, contextlib.suppress(OSError):
+        patch.setattr(huggingface_writer, "write_safetensors", fail)
+        write(source, tmp_path / "b")
+    assert not list((tmp_path / "b").iterdir()) and not (tmp_path / "b.tmp").exists()
+    write(source, tmp_path / "b")
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+TEXT = "the cat sat on the mat. Ein Bär, 12 mats…\n\n  the cat"
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vocabulary")
+    tokenizers.train_bpe([TEXT] * 3, 290, folder)
+    return folder
+
+
+def write_with(tokenizer, folder):
+    theirs("gpt2", vocab_size=300).save_pretrained(folder.with_name("source"))
+    return write(huggingface.open(folder.with_name("source")), folder, tokenizer=tokenizer)
+
+
+def test_tokenizer_of_two_files(vocabulary, tmp_path):
+    tokenizer = tokenizers.GPT2BPE(vocabulary / "vocab.json", vocabulary / "merges.txt")
+    assert write_with(tokenizer, tmp_path / "out") == []
+    check_tokenizer(tmp_path / "out", tokenizer)
+    write(huggingface.open(tmp_path / "out"), tmp_path / "again", tokenizer=tokenizers.HuggingFace(tmp_path / "out"))
+    check_tokenizer(tmp_path / "again", tokenizer)
+
+
+def check_tokenizer(folder, tokenizer):
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    assert loaded(TEXT)["input_ids"] == tokenizer.encode(TEXT)
+    assert loaded.decode(tokenizer.encode(TEXT)) == TEXT
+    special = {
+        t["content"] for t in json.loads((folder / "tokenizer.json").read_text())["added_tokens"] if t["special"]
+    }
+    assert special == {"<|endoftext|>"}
+    assert loaded.eos_token_id == tokenizer.eod == loaded.convert_tokens_to_ids("<|endoftext|>")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eod
+    ids = model.generate(**loaded("the cat", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert ids.shape[1] <= len(tokenizer.encode("the cat")) + 3
+
+
+def test_tokenizers_without_a_counterpart(tmp_path):
+    notes = write_with(tokenizers.Bytes(), tmp_path / "out")
+    assert "ByteTokenizer" in notes[0] and not (tmp_path / "out" / "tokenizer.json").exists()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == config["bos_token_id"] == 256
+    source = huggingface.open(tmp_path / "out")
+    assert "no tokenizer is written" in write(source, tmp_path / "none")[0]
+    assert "eos_token_id" not in json.loads((tmp_path / "none" / "config.json").read_text())
+    with pytest.raises(UserError, match="1,001 ids, .* 300 rows"):
+        write(source, tmp_path / "other", tokenizer=tokenizers.Null(1000))

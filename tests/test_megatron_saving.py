@@ -1,0 +1,91 @@
+"""--ckpt-format torch and --save-hf: a run in Megatron's own tree goes on exactly, in any layout, and ends as a folder of
+Hugging Face's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import TINY_FLAGS
+from layouts import NEAR, alone, furthest, parse, rows_of, run_all
+from meshwright.__main__ import main
+from meshwright.checkpoint import steps
+
+pytestmark = pytest.mark.whole
+
+TREE = ["latest_checkpointed_iteration.txt", "iter_0000003/mp_rank_00/model_optim_rng.pt"]
+
+
+def losses(folder: Path) -> list[str]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        f"{r['iteration']} {float(r['loss']).hex()} {float(r['grad_norm']).hex()}" for r in rows if r["event"] == "step"
+    ]
+
+
+@pytest.mark.parametrize("more", [[], ["--bf16"], ["--fp16"], ["--async-save"], ["--params-dtype", "float64"]], ids=str)
+def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
+    """Stopped and continued from it, the losses are bit for bit those of a run that was not, with dropout on."""
+    flags = [*TINY_FLAGS, "--ckpt-format", "torch", *more]
+    assert main(["train", *flags, "--run-dir", str(tmp_path / "whole")]) == 0
+    parts = [*flags, "--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts")]
+    assert main(["train", *parts, "--exit-interval", "3"]) == 0
+    assert all((tmp_path / "parts" / name).is_file() for name in TREE)
+    assert (tmp_path / "parts" / TREE[0]).read_text() == "3"
+    kept = torch.load(tmp_path / "parts" / TREE[1], weights_only=False)
+    assert kept["checkpoint_version"] == 3.0 and kept["iteration"] == 3 and kept["args"].num_layers == 2
+    assert "encoder" in kept["model"]["language_model"]
+    assert ("fp32_from_fp16_params" in kept["optimizer"]) == (more in (["--bf16"], ["--fp16"]))
+    assert main(["train", *parts, "--load", str(tmp_path / "parts")]) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert steps.latest(tmp_path / "parts")[0] == 6 and not (tmp_path / "parts/.parts").exists()
+
+
+def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
+    more = "--global-batch-size 8 --ckpt-format torch"
+    line = (
+        f"{more} --world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save {tmp_path / 'a'}"
+    )
+
+    run_all({"": parse(line)}, 4, 3, look=save)
+    assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == [
+        "manifest.json", "mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"
+    ]  # fmt: skip
+    line = f"{more} --world-size 2 --zero-stage 3 --load {tmp_path / 'a'} --exit-on-missing-checkpoint"
+    got = run_all({"": parse(line)}, 2, 3)[""]
+    want = run_all({"": alone(parse(more))}, 1, 6)[""][0]
+    assert furthest(got[0], want[3:]) < NEAR
+
+
+def save(trainer):  # type: ignore[no-untyped-def]
+    trainer.state.save()
+    return rows_of(trainer)
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), "--save-interval", "3"]
+    assert main(["train", *run]) == 0
+    path = tmp_path / "iter_0000006/mp_rank_00/model_optim_rng.pt"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    capsys.readouterr()
+    assert main(["train", *run, "--load", str(tmp_path), "--dry-run"]) == 0
+    assert main(["train", *run, "--load", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "skipping iter_0000006, it is damaged" in out and "at iteration 3" in out
+
+
+def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*TINY_FLAGS, "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf")]
+    assert main(["train", *run]) == 0
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "gpt2"
+    assert main(["train", *run, "--save-overwrite"]) == 73  # it is there: told before the first step
+    assert "hf" in capsys.readouterr().err
+    assert main(["train", *TINY_FLAGS, "--save-hf", str(tmp_path / "b")]) == 2
+    flags = ["--save", str(tmp_path / "c"), "--save-hf", str(tmp_path / "d"), "--squared-relu"]
+    assert main(["train", *TINY_FLAGS, *flags]) == 2 and "squared-relu" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists() or not steps.steps(tmp_path / "c")
