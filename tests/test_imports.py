@@ -49,7 +49,8 @@ NO_TORCH = ["errors", "config", "deepspeed", "flags", "device", "tokenizers", "l
             "data.plan", "data.history", "datapaths", "data.indexed", "preprocess", "data.text", "data.crew", "data.samples",
             "data.commands", "data.ahead", "data.fetch", "data.look", "data.loose", "data.merge", "data.verify",
             "model.counts", "checkpoint.store", "checkpoint.native", "checkpoint.inspect", "checkpoint.steps",
-            "checkpoint.loading", "checkpoint.manifests", "checkpoint.sources", "saving", "convert", "generate.command"]  # fmt: skip
+            "checkpoint.loading", "checkpoint.manifests", "checkpoint.sources", "saving", "convert",
+            "generate.command"]  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:
