@@ -26,7 +26,10 @@ def losses(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("more", [[], ["--bf16"], ["--fp16"], ["--async-save"], ["--params-dtype", "float64"]], ids=str)
+OTHERS = [pytest.param(more, marks=pytest.mark.long) for more in (["--fp16"], ["--params-dtype", "float64"], [])]
+
+
+@pytest.mark.parametrize("more", [["--bf16"], ["--async-save"], *OTHERS], ids=str)
 def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
     """Stopped and continued from it, the losses are bit for bit those of a run that was not, with dropout on."""
     flags = [*TINY_FLAGS, "--ckpt-format", "torch", *more]

@@ -35,7 +35,7 @@ FEW = [
     ("dp2", "zero2x4"),
 ]
 PAIRS = [
-    *FEW, ("dp2", "tp2"), ("pp4", "one"), ("one", "tp4"), ("zero3", "tp2pp2"), ("tp4", "zero2x4"), ("zero2x4", "pp4"),
+    *FEW, ("hybrid", "tp2"), ("dp2", "zero2x4"), ("dp2", "tp2"), ("pp4", "one"), ("one", "tp4"), ("zero3", "tp2pp2"), ("tp4", "zero2x4"), ("zero2x4", "pp4"),
     ("zero1", "dp2"), ("tp2", "hybrid"), ("interleaved", "uneven"), ("uneven", "interleaved"), ("cp2", "pp2"),
     ("tp2zero1", "one"), ("offload", "zero3"), ("tp2pp2", "tp2"), ("zero2x4", "one"), ("one", "zero3"),
 ]  # fmt: skip

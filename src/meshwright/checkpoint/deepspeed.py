@@ -88,6 +88,9 @@ def opened(folder: Path, trust: bool, heads: int | None, optimizer: bool) -> Map
         tree = {"iteration": models[0].get("global_steps", 0), **models[0], "optimizer": beside}
         source.state = state_of(tree, args, sizes, notes)
         source.step = source.state.get("iteration", 0)
+    stages = max(1, len(models) // len(ranks)) if not joined else int(args.get("pipeline_model_parallel_size", 1))
+    tp = int(args.get("tensor_model_parallel_size", 1)) if joined else len(ranks)
+    source.layout = f"{'universal, from ' if joined else ''}{tp} tensor x {stages} pipeline ranks"
     vocab = megatron_state.true_vocabulary(models[0], args)
     return source.of_vocabulary(vocab) if vocab else source
 

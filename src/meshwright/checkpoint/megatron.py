@@ -82,6 +82,8 @@ def opened(folder: Path, trust: bool, heads: int | None, optimizer: bool) -> Map
     source = Mapped(
         "Megatron", folder, state.get("iteration", 0), str(version), config, state, notes=notes, pieces=pieces
     )
+    tp, pp = (len({getattr(rank, of) for rank in ranks}) for of in ("tp", "pp"))
+    source.layout = f"{tp} tensor x {pp} pipeline ranks"
     return source.of_vocabulary(vocab) if vocab else source
 
 

@@ -100,6 +100,7 @@ def of_parts(folder: Path, common: dict[str, Any], tensors: dict[str, Stored], h
     if source.has_optimizer or isinstance(common.get("optimizer"), dict):
         source.state = state_of(common, args, sizes, notes)
         source.step = source.state.get("iteration", 0)
+    source.layout = f"tables of tokens over {tensor_ranks(tensors)} tensor ranks"
     vocab = megatron_state.true_vocabulary(common, args)
     return source.of_vocabulary(vocab) if vocab else source
 
