@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from conftest import TINY_FLAGS, heard, opened
 from layouts import FLAGS
-from meshwright import console, flags
+from meshwright import console, device, flags
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, steps, store
 from meshwright.checkpoint.background import Background
 from meshwright.config import TrainConfig
 from meshwright.errors import IO, UserError
+from meshwright.parallel.layout import Layout
 from meshwright.parallel.team import Team
+from meshwright.saving import Saver
 from ranks import run_ranks
 
 pytestmark = pytest.mark.whole
@@ -185,6 +187,41 @@ def on_ranks(folder: Path) -> None:
 def test_on_ranks(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, tmp_path)
     assert opened(tmp_path / "goes_on", 4).state["iteration"] == 4
+
+
+def test_what_the_run_appends_to_is_not_in_a_save_that_goes_on(tmp_path: Path) -> None:
+    """The list of samples that were passed over grows while the step before is still being written."""
+    config = flags.parse(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path), "--async-save"], "test").config
+    saver, go = Saver(config, Layout(), Team(), CPU), threading.Event()
+    real = saver.write
+    saver.write = lambda *args: (go.wait(10), real(*args))  # type: ignore[method-assign, assignment, return-value]
+    state: dict[str, list[int]] = {"skips": []}
+    saver.save(1, {"a": native.whole(torch.ones(3))}, state, {}, None)
+    state["skips"].append(7)
+    go.set()
+    saver.wait()
+    assert opened(tmp_path, 1).manifest and json.loads((tmp_path / "iter_0000001/state.json").read_text()) == {
+        "skips": []
+    }
+    saver.close()
+
+
+def test_a_failure_is_told_though_something_else_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    background = Background(Team(), CPU)
+
+    def fails(named: native.Named, team: Team) -> None:
+        raise UserError("no room", IO)
+
+    background.begin({"a": native.whole(torch.ones(3))}, fails)
+    background.close()
+    assert "the save in flight failed: no room" in capsys.readouterr().err
+
+
+def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = device.free_host_memory()
+    numbers = {"memory.max": 5000, "memory.current": 2000, "memory.limit_in_bytes": 1 << 60, "memory.usage_in_bytes": 0}
+    monkeypatch.setattr(device, "_number", lambda path: numbers[Path(path).name])
+    assert device.free_host_memory() == 3000 < whole
 
 
 def test_without_the_memory_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,30 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "skipping iter_0000006, it is damaged" in out and "at iteration 3" in out
 
 
+def test_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path / "a")]) == 0
+    run = [*TINY_FLAGS, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
+    assert main(["train", *run, "--vocab-size", "40"]) == 65
+    assert "40 ids" in capsys.readouterr().err and not steps.held(tmp_path / "b")
+
+
+def test_what_the_tree_cannot_hold_is_told_at_the_start(tmp_path: Path) -> None:
+    for more in (["--optimizer", "sgd"], ["--qk-layernorm"], ["--optimizer", "muon"]):
+        assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *more]) == 2
+
+
+def test_a_finished_run_in_megatrons_own_folder(tmp_path: Path) -> None:
+    """What Megatron saved lies under the name that we would save with: it stays, and the run can go on behind it."""
+    run = [*TINY_FLAGS, "--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", "6"]
+    assert main(["train", *run, "--ckpt-format", "torch"]) == 0
+    (tmp_path / "iter_0000006/manifest.json").unlink()
+    tree = (tmp_path / "iter_0000006/mp_rank_00/model_optim_rng.pt").read_bytes()
+    assert main(["train", *run]) == 0
+    assert main(["train", *run, "--train-iters", "7"]) == 0
+    assert steps.latest(tmp_path)[0] == 7
+    assert (tmp_path / "iter_0000006/mp_rank_00/model_optim_rng.pt").read_bytes() == tree
+
+
 def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY_FLAGS, "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf")]
     assert main(["train", *run]) == 0

@@ -375,7 +375,7 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
     publish(tmp_path / "c", 400)
     message = error_of(lambda: steps.find(tmp_path / "c"))
     assert "500 of DeepSpeed" in message and "400" in message
-    for text in ("../x", "a/b", "", "global_step7"):
+    for text in ("../x", "a/b", "", "..", "global_step7"):
         (tmp_path / "d").mkdir(exist_ok=True)
         (tmp_path / "d/latest").write_text(text)
         error_of(lambda: steps.find(tmp_path / "d"))

@@ -73,6 +73,10 @@ def training_problems(c: TrainConfig, data: bool) -> list[str]:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and two are added")
     if allowed_in_a_row(t.on_nonfinite) is None:
         out.append(f"--on-nonfinite {t.on_nonfinite!r} is neither stop nor skip:K with a whole number K above 0")
+    if k.ckpt_format == "torch" and o.optimizer not in ("adam", "adamw"):
+        out.append(f"--ckpt-format torch: Megatron-LM's tree has Adam's state, not that of --optimizer {o.optimizer}")
+    if k.ckpt_format == "torch" and c.model.qk_layernorm:
+        out.append("--ckpt-format torch: Megatron-LM's tree has no place for --qk-layernorm; --ckpt-format native has")
     if k.ckpt_format == "torch" and (c.model.num_layers or 0) % p.pipeline_model_parallel_size:
         out.append(
             f"--ckpt-format torch: Megatron-LM's stages have equally many layers, and {p.pipeline_model_parallel_size} stages "

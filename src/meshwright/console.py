@@ -22,7 +22,7 @@ def say(line: str = "") -> None:
     if _to is None:
         return
     try:
-        print(line, file=getattr(sys, _to), flush=True)
+        print(f"{line}\n", end="", file=getattr(sys, _to), flush=True)  # at once: a thread that saves speaks too
     except UnicodeEncodeError:  # a folder's name may have letters that the encoding does not
         say(line.encode("ascii", "backslashreplace").decode())
     except OSError as error:

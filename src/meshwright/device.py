@@ -7,6 +7,7 @@ long, which a step would feel.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -168,22 +169,34 @@ def copying_memory(size: int, device: torch.device) -> torch.Tensor:
     import torch
 
     memory = torch.empty(size, dtype=torch.uint8)
-    if device.type == NVIDIA and size:  # pinning afterwards: the pinning allocator rounds up to a power of two
+    if device.type == NVIDIA and size:
+        # Pinned afterwards: the pinning allocator rounds up to a power of two. Where that is not allowed copies are slower.
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
+        runtime.cudaHostRegister(memory.data_ptr(), size, 0)
     elif is_accelerator(device):
         memory = memory.pin_memory()
     return memory
 
 
 def free_host_memory() -> int:
-    """What the kernel could give without paging anything out; of a system that does not say, everything."""
+    """What the kernel could give without paging anything out, within a container's limit; all, if it does not say."""
     try:
         with open("/proc/meminfo") as file:
-            kilobytes = dict(line.split(":") for line in file)["MemAvailable"].split()[0]
-        return int(kilobytes) << 10
+            free = int(dict(line.split(":") for line in file)["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            free = min(free, _number(f"/sys/fs/cgroup/{limit}") - _number(f"/sys/fs/cgroup/{used}"))
+    return free
+
+
+def _number(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
 
 
 def forget_memory(device: torch.device) -> None:

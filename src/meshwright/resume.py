@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from meshwright import flags, lr_schedule, tokenizers
 from meshwright.checkpoint import loading, native, steps, store
 from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.manifests import MANIFEST
 from meshwright.checkpoint.sources import Named, Source
-from meshwright.checkpoint.steps import NATIVE
+from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.checks import contradictions
 from meshwright.config import ARCHITECTURE, Checkpoint, Logging, Model, Parallel, TrainConfig
 from meshwright.config import Tokenizer as TokenizerFlags
@@ -82,7 +83,7 @@ class State:
             raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA, everywhere=True)
         if loaded is not None and loaded.state and not c.finetune:
             self.loaded = loaded.step
-            self.saver.kept = loaded.step if self.team.lead(lambda: is_continued(c)) else None
+            self.saver.kept = loaded.step if self.team.lead(lambda: is_kept(c, loaded.step)) else None
             self.forget_best()
         return loaded is not None
 
@@ -99,7 +100,7 @@ class State:
             )
         for line in differences(self.config, saved):
             say(line)
-        cut = source if source.kind == NATIVE else source.of_vocabulary(self.sizes["true_vocab_size"])
+        cut = self.of_our_vocabulary(source)
         if c.finetune or not state:
             why = "--finetune" if c.finetune else f"{source.kind}, weights only"
             say(f" > {why}: the weights alone are taken over; step, samples and schedule begin at 0")
@@ -120,6 +121,18 @@ class State:
         before = saved.get("micro_batch_size")
         self.micro_batch_before = before if isinstance(before, int) else None
         return cut
+
+    def of_our_vocabulary(self, source: Source) -> Source:
+        """Another program's tables without their padding. Only Hugging Face's known size may be a padded one."""
+        size = self.sizes["true_vocab_size"]
+        if source.kind == NATIVE:  # told with all other shapes
+            return source
+        if source.vocab not in (None, size):
+            told = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
+            if source.kind != HUGGING_FACE or size > (source.vocab or 0):
+                raise UserError(told, BAD_DATA)
+            say(f" > note: {told}: the rows beyond are taken for padding")
+        return source.of_vocabulary(size)
 
     def forget_best(self) -> None:
         """A best step that is not in --save, being another folder's or not asked for then, must not keep later ones out."""
@@ -144,6 +157,8 @@ class State:
 
     def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
         """Before anything is written: is the vocabulary the checkpoint's, and can one more be saved?"""
+        from meshwright.model.gpt import OURS
+
         c = self.config.checkpoint
         kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
         if self.loaded is not None and kept and tokenizer:
@@ -156,7 +171,12 @@ class State:
                     everywhere=True,
                 )
         if c.save and will_train:
-            store.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team)
+            if c.ckpt_format == "torch" and self.net.name != OURS:
+                raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
+            copies = (
+                3 if c.ckpt_format == "torch" else 2
+            )  # the step before, the one that is written, and what that is made of
+            store.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
 
     def tensors(self) -> Any:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
@@ -184,6 +204,12 @@ def means(config: TrainConfig) -> Means:
 def is_continued(c: Checkpoint) -> bool:
     """Whether --load names the folder that --save does, however it is spelt."""
     return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
+
+
+def is_kept(c: Checkpoint, step: int) -> bool:
+    """Whether --save holds the step that was loaded, under the name that it would be saved with."""
+    folder = steps.step_folder(c.save or "", step)
+    return is_continued(c) and ((folder / MANIFEST).exists() or steps.is_foreign(folder))
 
 
 def guard_existing(config: TrainConfig) -> None:
@@ -280,12 +306,12 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     c = config.checkpoint
     if not c.load:
         return config
-    opened = loading.open_any(c.load, means(config), tell=lambda line: None)  # it is said when it is loaded
-    if opened is None:
+    only_looks = means(config)._replace(verify="none")
+    source = loading.open_any(c.load, only_looks, tell=lambda line: None)  # it is said when it is loaded
+    if source is None:
         if c.use_checkpoint_args:
             raise UserError(f"--use-checkpoint-args: no checkpoint in {c.load}", BAD_DATA)
         return config
-    source = opened
     saved = dict(source.config)
     if "positions" in source.state:
         saved["max_position_embeddings"] = source.state["positions"]
@@ -301,10 +327,10 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
 def check_loading(config: TrainConfig) -> list[str]:
     """What a run would say of its checkpoint before it reads a tensor."""
     assert config.checkpoint.load
-    opened = loading.open_any(config.checkpoint.load, means(config))
-    if opened is None:
+    source = loading.open_any(config.checkpoint.load, means(config))
+    if source is None:
         return [f"no checkpoint in {config.checkpoint.load}: it starts anew"]
-    source, state = opened, opened.state
+    state = source.state
     does = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
     told = [*source.notes, f"it would {does} step {source.step} in {source.root}", *differences(config, source.config)]
     if state and not config.checkpoint.finetune:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
     c = config.checkpoint
     if c.save and c.save_overwrite and steps.held(c.save):
         say(f"moved earlier checkpoints to {store.move_aside(c.save)}")
+    if c.save:  # of a run with --ckpt-format torch that was killed
+        shutil.rmtree(Path(c.save) / store.PARTS, ignore_errors=True)
     if folder is not None and not config.training.skip_train:  # a look at a run is not how it is continued
         keep_settings(folder, config, tokenizer)
 

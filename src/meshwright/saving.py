@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import shutil
 import time
@@ -57,7 +58,8 @@ class Saver:
             self.team.lead(lambda: store.write_tracker(folder, step))
             self.team.lead(lambda: self.tidy(step, best))
             return None
-        write = functools.partial(self.write, step, state, settings, best)
+        # The state has lists that the run goes on to append to.
+        write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
         if self.background is not None and self.background.fits(named):
             self.background.begin(named, write)
         else:
@@ -86,16 +88,23 @@ class Saver:
         ZeRO and the pipeline made of it."""
         from meshwright.checkpoint import megatron_writer
 
-        parts, at = root / ".parts", self.layout.at
+        parts, at = root / store.PARTS, self.layout.at
         team.lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # of a run that was killed
         try:
-            native.save(parts, step, named, state, settings, team=team)
-            source = native.open_step(steps.step_folder(parts, step), step)
-            tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
-            files = list(megatron_writer.files(source, tp, pp, padded, with_optimizer=True).items())
-            mine = [] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]]
-            size = sum(file.size for file in source.manifest.values())
-            store.publish(root, step, dict(mine), bytes_needed=size, team=team)
+            native.save(parts, step, named, state, settings, team=team, run=root)
+            mine: dict[str, store.Produce] = {}
+
+            def lay_out() -> int:
+                folder = steps.step_folder(parts, step)
+                store.must_see(folder, team)
+                source = native.open_step(folder, step)
+                tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
+                files = list(megatron_writer.files(source, tp, pp, padded, with_optimizer=True).items())
+                mine.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
+                return sum(file.size for file in source.manifest.values())
+
+            size, *_ = team.all(lay_out)
+            store.publish(root, step, mine, bytes_needed=size, team=team)
         finally:
             if team.leads:
                 shutil.rmtree(parts, ignore_errors=True)
@@ -109,6 +118,10 @@ class Saver:
         if c.keep_last:
             for old in store.prune(c.save, step, c.keep_last, c.keep_every, best):
                 say(f" > removed step {old}: --keep-last {c.keep_last}")
+
+    @property
+    def in_flight(self) -> bool:
+        return self.background is not None and self.background.flying is not None
 
     @property
     def failed(self) -> bool:

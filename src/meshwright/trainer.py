@@ -349,7 +349,8 @@ class Trainer:
         self.metrics.sync()
         seconds = self.state.save()
         if seconds is not None:
-            self.metrics.row("save", self.progress.iteration, seconds=round(seconds, 3))
+            waited, goes_on = round(seconds, 3), self.state.saver.in_flight
+            self.metrics.row("save", self.progress.iteration, seconds=waited, background=goes_on)
 
 
 def not_finite(progress: Progress, loss: float, norm: float, scale: float, config: TrainConfig) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from meshwright import device as devices
 from meshwright.checkpoint.sources import Named
-from meshwright.console import say
+from meshwright.console import notice, say
 from meshwright.parallel.team import Team
 
 PATIENCE = datetime.timedelta(days=1)  # for the slowest rank's disk; the death of one ends all by its launcher
@@ -85,6 +85,8 @@ class Background:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown()
+            if self.failed and self.flying is not None:  # something else ends the run
+                notice(f"the save in flight failed: {self.flying.exception()}")
 
 
 def space(tensor: torch.Tensor) -> int:

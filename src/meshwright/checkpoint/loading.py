@@ -31,7 +31,7 @@ from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.parallel.team import ALONE, Team
 
-# Who opens what. Each is imported when it is needed: `open(folder, trust, heads)`.
+# Who opens what. Each is imported when it is needed: `open(folder, trust, heads, optimizer)`.
 READERS = {MEGATRON: "megatron", TORCH_DIST: "torch_dist", DEEPSPEED: "deepspeed", UNIVERSAL: "deepspeed",
            HUGGING_FACE: "huggingface", LIBAI: "oneflow", ONEFLOW: "oneflow"}  # fmt: skip
 
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
 class Means(NamedTuple):
     """How a checkpoint may be opened."""
 
-    verify: str = "read"  # hash the chunks that are read, or "full": every byte
+    verify: str = "read"  # hash the chunks that are read, or "full": every byte, or "none" by who only looks
     trust: bool = False  # run the code in its pickles
     heads: int | None = None  # of the model, for those that do not say
     optimizer: bool = True  # its state is wanted too: what is wrong with it matters
@@ -63,10 +63,15 @@ def open_place(place: Place, means: Means = PLAIN, team: Team = ALONE) -> Source
         source: Source = native.open_step(place.folder, place.step, means.verify, team)
         source.root = place.root
         return source
-    if place.ours:
+    if place.ours and means.verify != "none":
         manifests.verify(place.folder, full=True, team=team)
     reader = importlib.import_module(f"meshwright.checkpoint.{READERS[place.kind]}")
-    source = reader.open(place.folder, means.trust, means.heads, means.optimizer)
+    try:
+        source = reader.open(place.folder, means.trust, means.heads, means.optimizer)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{place.folder}: not laid out as {place.kind}'s checkpoints: {error!r:.300}", BAD_DATA
+        ) from error
     source.root, source.step = place.root, place.step if source.state else 0
     return source
 

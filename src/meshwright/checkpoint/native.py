@@ -86,6 +86,7 @@ def save(
     config: Mapping[str, Any] | None = None,
     *,
     team: Team = ALONE,
+    run: Path | None = None,
 ) -> None:
     """Write one step, which must not be there yet.
 
@@ -119,7 +120,7 @@ def save(
         files[file] = tensors
     size = sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
     size += len(head) + sum(map(len, texts.values()))
-    store.publish(root, step, files, bytes_needed=size, team=team)
+    store.publish(root, step, files, bytes_needed=size, team=team, run=run)
 
 
 def lines_of_save(root: str | Path, step: int) -> tuple[str, str]:

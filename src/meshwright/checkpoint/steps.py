@@ -124,7 +124,7 @@ def told(root: Path, tracker: str, text: str) -> Place:
         if not re.fullmatch(r"\d{1,15}", text, re.ASCII):
             raise UserError(f"{root / tracker} says {text!r}, not an iteration, and there is no checkpoint", BAD_DATA)
         name = step_folder(root, int(text)).name
-    if not re.fullmatch(r"[\w.-]+", name):
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise UserError(f"{root / tracker} says {text!r}, which is no folder's name", BAD_DATA)
     kind = kind_of(root / name)
     if kind is None:

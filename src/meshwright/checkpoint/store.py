@@ -46,6 +46,7 @@ from meshwright.parallel.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
 Produce = Callable[[Write], None]  # writes a file's bytes, in order
+PARTS = ".parts"  # of a run's folder: what Megatron's tree is made from, while it is made
 SEEN_WITHIN = 5.0  # seconds: a network file system shows one node's new files to another after a while
 
 
@@ -63,14 +64,15 @@ def publish(
     *,
     bytes_needed: int = 0,
     team: Team = ALONE,
+    run: Path | None = None,
 ) -> None:
-    """Write a step, of which `files` are this rank's.
+    """Write a step, of which `files` are this rank's. `run`: where the run's other steps are, if not there.
 
     Rank 0 holds the lock of `root`. A step that is there is refused if it is whole, and else moved aside and written anew.
     """
     root = Path(root)
     folder = root / f"iter_{step:07d}.tmp"
-    telling = telling_failures(root, step, bytes_needed)
+    telling = telling_failures(run or root, step, bytes_needed)
     reached("begin")
 
     def begin() -> None:
@@ -297,8 +299,8 @@ def telling_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]
         ) from error
 
 
-def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE) -> None:
-    """Before the first step: can every rank write here, do they see each other's files, is there room for two?"""
+def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2) -> None:
+    """Before the first step: can every rank write here, do they see each other's files, is there room for so many?"""
     root = Path(root)
     probe = root / f".write-test-{team.rank}-{os.getpid()}"
 
@@ -321,10 +323,10 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE) -> N
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
-    if free < 2 * bytes_needed:
+    if free < copies * bytes_needed:
         raise UserError(
             f"{root} has {free:,} bytes free; a checkpoint needs about {bytes_needed:,} and there must be room for "
-            f"two, {2 * bytes_needed:,}: make room or change --save",
+            f"{'two' if copies == 2 else copies}, {copies * bytes_needed:,}: make room or change --save",
             IO,
             everywhere=True,
         )
