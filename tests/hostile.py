@@ -325,6 +325,11 @@ CASES.append(
     Case("a pickle that is compressed a thousandfold", "pickle", "compressed",
          lambda path, m: zipped(path, {"a/data.pkl": bytes(200 * MEGABYTE)}, zipfile.ZIP_DEFLATED)),
 )  # fmt: skip
+for title, says, count in (("names of 65 kB", "a name of 65,0", 500), ("names of 98 MB", "its directory has", 1500)):
+    CASES.append(  # the smiley makes each letter take four bytes in memory
+        Case(title, "pickle", says, lambda path, m, count=count: zipped(  # type: ignore[misc]
+            path, {f"a/{i:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for i in range(count)}))
+    )  # fmt: skip
 for title, says, other in (
     ("an entry outside of the archive", "leads out", "a/../../x"),
     ("an entry with an absolute name", "leads out", "/etc/passwd"),

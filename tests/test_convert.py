@@ -18,9 +18,12 @@ import torch
 from conftest import TINY_FLAGS, heard
 from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.checkpoint import huggingface_writer, loading, native
+from meshwright.checkpoint import huggingface_writer, loading, native, pickles
 from meshwright.checkpoint.sources import Known, Source
-from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE
+from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
+from meshwright.config import Tokenizer
+from meshwright.convert import complete
+from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 
 pytestmark = pytest.mark.whole
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,8 +74,9 @@ class Made(Source):
         return self
 
 
+SCALE = {"dynamic": False, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 2, "in_a_row": 0}
 STATE = {"iteration": 7, "consumed_train_samples": 28, "schedule_samples": 28, "optimizer_steps": 7, "skips": [],
-         "epochs": None, "nonfinite_in_a_row": 0, "best_iteration": None, "best_loss": None, "loss_scale": {"dynamic": False},
+         "epochs": None, "nonfinite_in_a_row": 0, "best_iteration": None, "best_loss": None, "loss_scale": SCALE,
          "true_vocab_size": 61, "padded_vocab_size": 128, "positions": 16, "network": "GPT of Block", "blends": None,
          "schedule": {"max_lr": 0.01, "min_lr": 0.0, "warmup": 0.0, "decay": 40, "style": "linear", "start_wd": 0.01,
                       "end_wd": 0.01, "wd_samples": 40, "wd_style": "constant"}}  # fmt: skip
@@ -235,12 +239,50 @@ def saved(tmp_path):
 
 
 def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
+    """Of the steps' formats nothing but the folder that was there, with the name of who had it."""
+
     def fail(run):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(native, "parts_of", fail)
-    convert(folder, tmp_path / "a", "--to=native", status=74)
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [".lock"]
+    monkeypatch.setattr(pickles, "bytes_of", fail)
+    for to in ("native", "torch"):
+        convert(folder, tmp_path / "new", "--to", to, status=74)
+        assert not (tmp_path / "new").exists()
+        (tmp_path / to).mkdir()
+        convert(folder, tmp_path / to, "--to", to, status=74)
+        assert sorted(p.name for p in (tmp_path / to).iterdir()) == [".lock"]
+
+
+def test_an_index_that_we_would_not_read_is_not_written(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "INDEX_LIMIT", 10)
+    assert "index.json would have" in told(convert(folder, tmp_path / "a", "--to=native", status=74))
+    assert not (tmp_path / "a").exists()
+
+
+def test_looking_does_not_read_the_numbers(folder, tmp_path):
+    """Of a step in Megatron's form either: what is said to be unchecked is."""
+    convert(folder, tmp_path / "a", "--to=torch")
+    (path,) = (tmp_path / "a").rglob("*.pt")
+    wte = values(folder)[0]["wte.weight"].numpy().tobytes()[:100]
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(wte, bytes(100)))
+    for words, status, text in (([], DONE, "contents not checked"), (["--full"], BAD_DATA, "verified: NO")):
+        with heard() as said:
+            assert main(["inspect", str(tmp_path / "a"), *words]) == status
+        assert text in told(said)
+
+
+def test_a_vocabulary_that_is_told_is_not_cut(folder, tmp_path):
+    """A Hugging Face folder tells the rows of its table, padding and all: there fewer ids may be true."""
+    _, notices = convert(folder, tmp_path / "a", "--to=native", "--true-vocab-size=60")
+    assert any("1 of 61 rows for tokens are cut off, the vocabulary has 60 ids" in line for line in notices)
+    assert values(tmp_path / "a")[0]["wte.weight"].shape == (60, 32)
+    source = Made.of(2, 32, 4, 61, 16)
+    for kind, size in (("Megatron", 60), ("Megatron", 62), (HUGGING_FACE, 62), (NATIVE, 60)):
+        source.kind = kind
+        with pytest.raises(UserError, match=f"a vocabulary of {size} ids, the checkpoint has 61$"):
+            complete(source, {}, Tokenizer(vocab_size=size))
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from argparse import Namespace
 
 import pytest
 import torch
 
 import deepspeed_files as files
-from meshwright.checkpoint import deepspeed
+from meshwright.checkpoint import deepspeed, loading
+from meshwright.checkpoint.steps import DEEPSPEED, Place
 from meshwright.errors import UserError
 from ranks import run_ranks
 from test_torch_dist import read
@@ -216,6 +218,27 @@ def test_universal(tmp_path):
     assert not source.state
 
 
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_universal_of_gates_over_tensor_ranks(kind, tmp_path):
+    """Joined for each half, as the file then says; else they lie mixed, and are refused."""
+    values = files.model(gated=True)
+    folder = files.joined_by_hand(tmp_path, values)
+    same(deepspeed.open(folder), wanted_of(values, files.V))  # of one tensor rank
+    args = Namespace(**vars(files.ARGS), tensor_model_parallel_size=2)
+    change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(args=args))
+    for path in folder.glob("zero/*dense_h_to_4h*/*.pt"):
+        if path.stem != "step" and not (path.stem == "exp_avg" and path.parent.name == f"3.mlp.dense_h_to_4h.{kind}"):
+            told = torch.load(path)
+            told = told if isinstance(told, dict) else {"param": told}
+            torch.save(told | {"param_n_sub_params": 2}, path)
+    with pytest.raises(UserError, match="parameter_with_2_sub_params_cat_dim_0") as refused:
+        deepspeed.open(folder)
+    path = folder / f"zero/3.mlp.dense_h_to_4h.{kind}/exp_avg.pt"
+    assert str(path) in str(refused.value)
+    torch.save({"param": deepspeed.of_file(path, False).clone(), "param_n_sub_params": 2}, path)
+    same(deepspeed.open(folder), wanted_of(values, files.V))
+
+
 def change(path, act):
     """Of a saved tree."""
     with files.as_deepspeeds():
@@ -269,7 +292,7 @@ def test_refused(damage, tmp_path):
     folder = files.write(tmp_path, files.model(), tp=2, pp=2, dp=12)
     spoil(folder)
     with pytest.raises(UserError, match=said):
-        deepspeed.open(folder)
+        loading.open_place(Place(DEEPSPEED, folder, 30, tmp_path))
 
 
 def test_no_heads_and_no_files(tmp_path):

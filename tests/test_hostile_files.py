@@ -18,6 +18,8 @@ import safetensors.torch  # noqa: F401  so that no process that is measured load
 import torch  # noqa: F401
 
 import hostile
+from meshwright.checkpoint import loading
+from meshwright.checkpoint.steps import TORCH_DIST, Place
 from meshwright.errors import BAD_DATA, UserError
 
 pytestmark = pytest.mark.whole
@@ -33,6 +35,8 @@ def opener(kind: str) -> Callable[[Path, bool], Any]:
         return lambda path, _: loaded.open_step(path, 1, verify="full")
     if kind == "pickle":
         return lambda path, trust: loaded.load(path, trust=trust)
+    if kind == "dcp":
+        return lambda path, trust: loading.open_place(Place(TORCH_DIST, path, 1, path), loading.Means(trust=trust))
     return lambda path, trust: loaded.open(path, trust=trust)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -162,6 +163,20 @@ def test_nothing_is_read_when_it_is_opened(tmp_path):
     assert mapped and all(any(low <= start < high for low, high in mapped) for start in starts)
 
 
+def test_folders_of_the_same_shapes_are_told_apart(tmp_path):
+    """What ranks compare, lest one loads other numbers than another."""
+    theirs("gpt2").save_pretrained(tmp_path / "a")
+    known = huggingface.open(tmp_path / "a").identity
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b" / "trainer.log").write_text("whatever a run writes beside it")
+    os.mkfifo(tmp_path / "b" / "pipe")
+    assert huggingface.open(tmp_path / "b").identity == known
+    with (tmp_path / "b" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    assert huggingface.open(tmp_path / "b").identity != known
+
+
 def test_a_table_with_more_rows_than_ids_and_one_that_differs(tmp_path):
     model = theirs("gpt2")
     model.save_pretrained(tmp_path)
@@ -211,6 +226,7 @@ def test_what_cannot_be_computed_is_refused_by_its_name(tmp_path):
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
             "kind of rotation .*linear",
         ),
+        ("llama", {"rope_parameters": None, "rope_scaling": "default"}, "kind of rotation .*is default"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is no"),
@@ -315,7 +331,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch):
     assert told.value.status == LOCKED
     (tmp_path / "b").mkdir()
     (tmp_path / "b.tmp").mkdir()
-    (tmp_path / "b.tmp" / "left").write_text("by one that was killed")
+    (tmp_path / "b.tmp" / "mine").write_text("nothing of ours")
 
     def fail(path, source, parts):
         raise OSError(28, "No space left on device")
@@ -323,8 +339,12 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, contextlib.suppress(OSError):
         patch.setattr(huggingface_writer, "write_safetensors", fail)
         write(source, tmp_path / "b")
-    assert not list((tmp_path / "b").iterdir()) and not (tmp_path / "b.tmp").exists()
-    write(source, tmp_path / "b")
+    assert not list((tmp_path / "b").iterdir())
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    write(source, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "b").stat().st_mode == (tmp_path / "a").stat().st_mode
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "b.tmp", "link"]
+    assert [p.name for p in (tmp_path / "b.tmp").iterdir()] == ["mine"]
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -377,6 +397,7 @@ def test_tokenizers_without_a_counterpart(tmp_path):
     assert config["eos_token_id"] == config["bos_token_id"] == 256
     source = huggingface.open(tmp_path / "out")
     assert "no tokenizer is written" in write(source, tmp_path / "none")[0]
-    assert "eos_token_id" not in json.loads((tmp_path / "none" / "config.json").read_text())
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "none")
+    assert config.bos_token_id is None and config.eos_token_id is None
     with pytest.raises(UserError, match="1,001 ids, .* 300 rows"):
         write(source, tmp_path / "other", tokenizer=tokenizers.Null(1000))

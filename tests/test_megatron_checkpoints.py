@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from megatron_files import Form, forward, ours, plain, rounded, write
-from meshwright.checkpoint import megatron, megatron_writer, native
+from meshwright import convert
+from meshwright.checkpoint import loading, megatron, megatron_writer, native
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.sources import Mapped, Piece, Source
+from meshwright.checkpoint.steps import MEGATRON, Place
 from meshwright.config import Model
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.model.attention import Where
@@ -324,7 +326,7 @@ def test_damage_is_refused_in_words(name: str, tmp_path: Path) -> None:
     damage, words = DAMAGES[name]
     damage(folder)
     with pytest.raises(UserError, match=words) as refused:
-        megatron.open(folder)
+        loading.open_place(Place(MEGATRON, folder, 7, tmp_path))
     assert refused.value.status == BAD_DATA and str(folder) in str(refused.value)
 
 
@@ -349,6 +351,43 @@ def test_damaged_buffers(state: str, edit: Any, words: str, tmp_path: Path) -> N
     with pytest.raises(UserError, match=words):
         megatron.open(folder)
     assert megatron.open(folder, optimizer=False).tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_may_differ_by_a_last_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of the model's type: in float16 that is an eighth of bfloat16's."""
+    f, bit = Form(state="masters", dtype=dtype), torch.finfo(dtype).eps
+    folder = write(tmp_path / "iter_0000007", f, *with_moments(f)[0])
+    change(lambda t: t["optimizer"]["fp32_from_fp16_params"][0][2].data.mul_(1 + 0.4 * bit))(folder)
+    assert megatron.open(folder).has_optimizer
+    change(lambda t: t["optimizer"]["fp32_from_fp16_params"][0][2].data.mul_(1 + 4 * bit))(folder)
+    with pytest.raises(UserError, match="not those of the model"):
+        megatron.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        ({"lr_wsd_decay_samples": 80, "lr_wsd_decay_style": "minus_sqrt"}, (80, "minus_sqrt")),
+        ({"lr_wsd_decay_iters": 20}, (160, "exponential")),
+        ({}, None),
+    ],
+)
+def test_wsd(told: dict[str, Any], wanted: tuple[int, str] | None, tmp_path: Path) -> None:
+    f = Form(state="masters")
+    folder = write(tmp_path / "iter_0000007", f, *with_moments(f)[0])
+    change(lambda t: t["opt_param_scheduler"].update(lr_decay_style="WSD"))(folder)
+    change(lambda t: vars(t["args"]).update(told, lr_warmup_init=1e-6))(folder)
+    source = megatron.open(folder)
+    assert source.state["schedule_samples"] == 48 and source.has_optimizer
+    if wanted is None:
+        assert "schedule" not in source.state and "lr_wsd_decay_samples" in source.notes[-1]
+        return
+    curve = source.state["schedule"]
+    assert (curve["wsd_samples"], curve["wsd_style"], curve["init_lr"]) == (*wanted, 1e-6)
+    again = written(source.of_vocabulary(61), tmp_path / "again/iter_0000007", 1, 1)
+    change(lambda t: t.pop("meshwright"))(again)
+    assert megatron.open(again).state["schedule"] == curve
 
 
 def test_data_ranks_that_are_missing(tmp_path: Path) -> None:
@@ -551,6 +590,75 @@ def test_doubles_stay_doubles(tmp_path: Path) -> None:
     }
     back = megatron.open(written(dataclasses.replace(source), tmp_path / "iter_0000007", 2, 1))
     same(read(back), {name: tensor.double() / 3 for name, tensor in tensors.items()})
+
+
+def test_an_optimizer_without_a_schedule_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, tensors = source_of(Form(layers=4), CONFIG | {"lr": 0.5})
+    source.state = {"iteration": 7, "consumed_train_samples": 0, "schedule_samples": 0}  # as of Megatron-Core's
+    folder = written(source, tmp_path / "iter_0000007", 2, 1)
+    assert "nothing of its schedule" in capsys.readouterr().err
+    tree = load(folder / "mp_rank_00/model_optim_rng.pt")
+    assert "opt_param_scheduler" not in tree and tree["optimizer"]["optimizer"]["param_groups"][0]["lr"] == 0.5
+    back = megatron.open(folder)
+    same(read(back), tensors)
+    assert back.state == source.state
+
+
+def test_no_master_is_rounded(tmp_path: Path) -> None:
+    """Without an optimizer beside them the weights are the masters; with one they are read from there."""
+    source, tensors = source_of(Form(layers=4, gated=True), CONFIG | {"swiglu": True})
+    weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
+    same(read(megatron.open(written(source, tmp_path / "a/iter_0000007", 2, 1, optimizer=False))), weights)
+    folder = written(source, tmp_path / "b/iter_0000007", 1, 2)
+    assert encoder(load(folder / "mp_rank_00_001/model_optim_rng.pt"))[NORM].dtype == torch.float16
+    back = megatron.open(folder, optimizer=False)
+    same(read(back), weights)
+    assert back.state == STATE
+    folder.rename(tmp_path / "b/release")
+    back = megatron.open(tmp_path / "b/release")
+    same(read(back), weights)
+    assert not back.state
+
+
+FALSE_WORDS: dict[str, Callable[[Any], Any]] = {
+    "no dictionary": lambda own: [own],
+    "no config": lambda own: own | {"config": None},
+    "a vocabulary in words": lambda own: own | {"vocab": "61"},
+    "no state": lambda own: own | {"state": None},
+    "a tensor": lambda own: own | {"state": STATE | {"x": torch.ones(1)}},
+    "NaN": lambda own: own | {"config": {"lr": float("nan")}},
+    "less than nothing": lambda own: own | {"state": STATE | {"consumed_train_samples": -1}},
+    "half a step": lambda own: own | {"state": STATE | {"iteration": 7.5}},
+    "another schedule": lambda own: own | {"state": STATE | {"schedule": {"x": 1}}},
+    "a rate in words": lambda own: own | {"state": STATE | {"schedule": STATE["schedule"] | {"max_lr": "1"}}},  # type: ignore[operator]
+    "half a scale": lambda own: own | {"state": STATE | {"loss_scale": {"dynamic": True}}},
+}
+
+
+@pytest.mark.parametrize("name", FALSE_WORDS)
+def test_our_own_words_are_not_believed_unseen(name: str, tmp_path: Path) -> None:
+    source, _ = source_of(Form(layers=4), CONFIG)
+    folder = written(source, tmp_path / "iter_0000007", 1, 1, optimizer=False)
+    change(lambda t: t.update(meshwright=FALSE_WORDS[name](t["meshwright"])))(folder)
+    with pytest.raises(UserError, match="not what") as refused:
+        megatron.open(folder)
+    assert refused.value.status == BAD_DATA and str(folder) in str(refused.value)
+
+
+def test_nor_are_those_in_our_own_format(tmp_path: Path) -> None:
+    named = {"wte.weight": native.whole(torch.ones(2, 2))}
+    native.save(tmp_path, 7, named, STATE | {"optimizer_steps": "6"})
+    with pytest.raises(UserError, match=r"state.json: not what a run saves: optimizer_steps"):
+        native.open_step(tmp_path / "iter_0000007", 7)
+
+
+@pytest.mark.parametrize("more", [["--dtype=bfloat16"], []])
+def test_convert_rounds_only_what_it_is_told_to(more: list[str], tmp_path: Path) -> None:
+    source, _ = native_source(tmp_path / "run", Form(layers=4), CONFIG)
+    argv = [str(tmp_path / "run"), str(tmp_path / "out"), "--to=torch", "--no-optimizer", *more]
+    assert convert.main(argv) == 0
+    weights = megatron.open(tmp_path / "out/iter_0000007")
+    assert {known.dtype for known in weights.tensors.values()} == {"bfloat16" if more else "float32"}
 
 
 def test_counters_without_the_optimizer(tmp_path: Path) -> None:

@@ -106,10 +106,39 @@ def test_a_finished_run_in_megatrons_own_folder(tmp_path: Path) -> None:
     assert (tmp_path / "iter_0000006/mp_rank_00/model_optim_rng.pt").read_bytes() == tree
 
 
+def test_a_run_goes_on_in_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    """Its first start takes the folder's weights, every later one its own newest step."""
+    assert main(["train", *TINY_FLAGS, "--save", str(tmp_path / "a"), "--save-hf", str(tmp_path / "hf")]) == 0
+    run = [*TINY_FLAGS, "--save", str(tmp_path / "hf"), "--load", str(tmp_path / "hf"), "--lr-decay-iters", "6"]
+    assert main(["train", *run, "--exit-interval", "3"]) == 0
+    assert main(["train", *run]) == 0
+    assert [line.split()[0] for line in losses(tmp_path / "hf")] == ["1", "2", "3", "4", "5", "6"]
+    place, _ = steps.find(tmp_path / "hf")
+    assert place is not None and place.step == 6
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*TINY_FLAGS, "--save", str(tmp_path / "a")]
+    assert main(["train", *run, "--no-save-optim"]) == 0
+    load = [*TINY_FLAGS, "--load", str(tmp_path / "a"), "--dry-run"]
+    for more, status, words in [
+        ([], 65, "add --no-load-optim or --finetune"),
+        (["--no-load-optim"], 0, ""),
+        (["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], 65, "one is needed"),
+        (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "a")], 73, "not empty"),
+        (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "b")], 2, "the same folder"),
+    ]:
+        capsys.readouterr()
+        assert main(["train", *load, *more]) == status, more
+        assert words in capsys.readouterr().err
+
+
 def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY_FLAGS, "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf")]
     assert main(["train", *run]) == 0
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "gpt2"
+    early = [*TINY_FLAGS, "--save", str(tmp_path / "e"), "--save-hf", str(tmp_path / "f"), "--exit-interval", "3"]
+    assert main(["train", *early]) == 0 and "meshwright convert" in capsys.readouterr().out
     assert main(["train", *run, "--save-overwrite"]) == 73  # it is there: told before the first step
     assert "hf" in capsys.readouterr().err
     assert main(["train", *TINY_FLAGS, "--save-hf", str(tmp_path / "b")]) == 2

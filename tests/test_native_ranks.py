@@ -162,7 +162,7 @@ def a_step_again(root: Path) -> None:
     t.wait()
     with heard() as (said, _):
         save(root, 5, mine(t))
-    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[1:2] * t.leads
+    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[:1] * t.leads
     assert (root / "iter_0000005.damaged").is_dir()
     manifests.verify(steps.step_folder(root, 5), full=True)
 

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import random
+import tracemalloc
 import warnings
 import weakref
 import zipfile
@@ -193,9 +194,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no pickle at all")
     (tmp_path / "tar").write_bytes(bytes(257) + b"ustar" + bytes(300))
     (tmp_path / "safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}              ")
-    with archive_file(tmp_path / "big") as out:
-        out.add("archive/data.pkl", [pickle.dumps({}, 2)])
-        out.add("archive/byteorder", [b"big"])
+    (tmp_path / "big").write_bytes(archive_of({"archive/data.pkl": pickle.dumps({}, 2), "archive/byteorder": b"big"}))
     for name, says in {
         ".": "not a file", "absent": "No such file", "empty": "empty", "text": "instruction b'n'", "tar": "tar archive",
         "safetensors": "instruction", "big": "big-endian",
@@ -207,17 +206,10 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         pickles.load(tmp_path / "text", 10, 20)
 
 
-class archive_file:
-    def __init__(self, path: Path) -> None:
-        self.file = open(path, "wb")
-
-    def __enter__(self) -> archive.Writer:
-        self.out = archive.Writer(self.file.write)
-        return self.out
-
-    def __exit__(self, *_: object) -> None:
-        self.out.close()
-        self.file.close()
+def archive_of(entries: dict[str, bytes]) -> bytes:
+    out = bytearray()
+    archive.write(out.extend, ((name, lambda data=data: data) for name, data in entries.items()))
+    return bytes(out)
 
 
 def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Path) -> None:
@@ -241,6 +233,24 @@ def test_limits_of_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "long").write_bytes(pickle.dumps(list(range(1000))))
     with pytest.raises(UserError, match="would take more than 0 MiB"):
         pickles.load(tmp_path / "long")
+
+
+def test_names_of_entries_have_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smiley makes each letter of a name take four bytes: 98 MB of directory would become 390."""
+    long = archive_of({f"archive/{number:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for number in range(1500)})
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="at most 200,000 in 67,108,864 are read"):
+        archive.records(memoryview(long))
+    monkeypatch.setattr(archive, "DIRECTORY", 1 << 30)
+    with pytest.raises(ValueError, match=r"a name of 65,0\d\d bytes, at most 512"):
+        archive.records(memoryview(long))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    short = archive_of({f"{number:03d}\N{GRINNING FACE}{'x' * 400}": b"" for number in range(100)})
+    assert len(archive.records(memoryview(short))) == 100
+    monkeypatch.setattr(archive, "DIRECTORY", 100_000)
+    with pytest.raises(ValueError, match="names of its entries take more than 100,000"):
+        archive.records(memoryview(short))
 
 
 # Writing
@@ -301,7 +311,7 @@ def test_archives_of_more_than_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with open(tmp_path / "zeros", "wb") as zeros:
         zeros.truncate(size)
     table = torch.from_file(str(tmp_path / "zeros"), True, size, dtype=torch.uint8)
-    monkeypatch.setattr(zlib, "crc32", lambda part, crc=0: 0 if len(part) == size else crc32(part, crc))
+    monkeypatch.setattr(zipfile, "crc32", lambda part, crc=0: 0 if len(part) == size else crc32(part, crc))
     with open(tmp_path / "x.pt", "wb") as file:
 
         def write(data: bytes | bytearray | memoryview) -> None:

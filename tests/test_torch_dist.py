@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 import core_files
-from meshwright.checkpoint import torch_dist
+from meshwright.checkpoint import loading, torch_dist
+from meshwright.checkpoint.steps import TORCH_DIST, Place
 from meshwright.config import Model
 from meshwright.errors import UserError
 from meshwright.model.attention import Where
@@ -377,7 +378,7 @@ def test_refused(why, tmp_path):
     tree, (spoil, said) = small(), REFUSED[why]
     spoil(tree)
     with pytest.raises(UserError, match=said):
-        torch_dist.open(write(tmp_path, tree))
+        loading.open_place(Place(TORCH_DIST, write(tmp_path, tree), 10, tmp_path))
 
 
 def test_options_that_we_do_not_build_are_named(tmp_path):

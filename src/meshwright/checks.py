@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Collection
 from typing import Any
@@ -82,6 +83,8 @@ def training_problems(c: TrainConfig, data: bool) -> list[str]:
             f"--ckpt-format torch: Megatron-LM's stages have equally many layers, and {p.pipeline_model_parallel_size} stages "
             f"cannot share {c.model.num_layers}; --ckpt-format native can"
         )
+    if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
+        out.append(f"--save-hf and --save are the same folder, {k.save}: a Hugging Face folder is a thing of its own")
     if k.save_hf and not k.save:
         out.append("--save-hf without --save: the folder is made from the last checkpoint")
     if k.use_checkpoint_args and not k.load:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import mmap
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +23,8 @@ from meshwright.checkpoint import huggingface_writer, loading, native, store
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.loading import Means
 from meshwright.checkpoint.sources import Known, Named, Source
-from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
-from meshwright.checkpoint.store import Produce, Write
+from meshwright.checkpoint.steps import HUGGING_FACE
+from meshwright.checkpoint.store import Produce
 from meshwright.config import ARCHITECTURE, Checkpoint, Data, Model, Tokenizer, flag, spelling
 from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, DONE, LOCKED, UserError
@@ -154,8 +154,12 @@ def complete(source: Source, given: Mapping[str, Any], t: Tokenizer) -> tuple[So
     size = (tokenizer.size if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab
     if size is None and tokenizer is not None:
         size = tokenizer.size
-    if size is not None and (size > rows or (source.kind == NATIVE and size != rows)):
-        wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {rows:,} rows")
+    most, padded = (
+        source.vocab or rows,
+        source.vocab is None or source.kind == HUGGING_FACE,
+    )  # theirs counts padding as ids
+    if size is not None and (size > most or (size < most and not padded)):
+        wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}")
     if wrong:
         raise UserError(
             "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *wrong]), BAD_DATA
@@ -164,6 +168,10 @@ def complete(source: Source, given: Mapping[str, Any], t: Tokenizer) -> tuple[So
         raise UserError(
             f"{where} has {rows:,} rows for tokens and does not say how many are padding: give --true-vocab-size (GPT-2: "
             f"50257; {rows} if there is none), or the files of its vocabulary"
+        )
+    if source.vocab and size < source.vocab:
+        notice(
+            f"{source.vocab - size:,} of {source.vocab:,} rows for tokens are cut off, the vocabulary has {size:,} ids"
         )
     source = source.of_vocabulary(size)
     source.config = asked | source.config
@@ -205,9 +213,8 @@ def convert(source: Source, dst: Path, c: ConvertConfig, tokenizer: tokenizers.T
         raise UserError(
             f"--dtype {c.conversion.dtype} would round the weights that a run goes on from: add --no-optimizer"
         )
-    half = (
-        to == "torch" and c.conversion.dtype != "float32"
-    )  # Megatron has weights in half precision beside the masters
+    # Megatron has weights in half precision beside the masters.
+    half = to == "torch" and optimizer and c.conversion.dtype != "float32"
     chosen = Chosen.of(source, optimizer=optimizer, dtype=None if half else c.conversion.dtype)
     total = chosen.bytes
     with progress(total) as chosen.tell:
@@ -229,56 +236,47 @@ def write_step(source: Chosen, dst: Path, c: ConvertConfig, tokenizer: tokenizer
     files = native_files(source) if c.conversion.to == "native" else megatron_files(source, c)
     # Megatron takes no iteration 0.
     step = source.step or int(c.conversion.to == "torch")
-    dst.mkdir(parents=True, exist_ok=True)
-    with store.lock(dst):
-        store.publish(dst, step, files, bytes_needed=source.bytes)
-        if tokenizer is not None and tokenizer.size == source.vocab:
-            tokenizers.save(tokenizer, dst / "tokenizer")
-        elif tokenizer is not None:
-            notice(
-                f"no tokenizer is kept: it has {tokenizer.size:,} ids, the table {source.vocab:,} rows; --true-vocab-size "
-                f"{tokenizer.size} cuts the rest off"
-            )
+    new = not dst.exists()
+    try:
+        with store.lock(dst):
+            store.publish(dst, step, files, bytes_needed=source.bytes)
+            keep(tokenizer, source, dst)
+    except BaseException:
+        if new:
+            shutil.rmtree(dst, ignore_errors=True)
+        raise
+
+
+def keep(tokenizer: tokenizers.Tokenizer | None, source: Source, dst: Path) -> None:
+    assert source.vocab
+    if tokenizer is not None and tokenizer.size == source.vocab:
+        tokenizers.save(tokenizer, dst / "tokenizer")
+    elif tokenizer is not None:
+        cut = source.kind == HUGGING_FACE and tokenizer.size < source.vocab
+        cure = f"; --true-vocab-size {tokenizer.size} cuts the rest off" if cut else ""
+        notice(f"no tokenizer is kept: it has {tokenizer.size:,} ids, the table {source.vocab:,} rows{cure}")
 
 
 def native_files(source: Source) -> dict[str, Produce]:
     """What native.save would write, each tensor read when its bytes are due."""
     import torch
 
-    def later(known: Known) -> torch.Tensor:
-        return torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta")
+    def fetch(run: native.Run) -> torch.Tensor:
+        """Into memory of the system, to which it goes back at once: the allocator would keep what was freed between others."""
+        count, size = run.flat.numel(), run.flat.element_size()
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default would be memory for several processes
+        memory = mmap.mmap(-1, max(count, 1) * size, private)
+        tensor = torch.frombuffer(memory, dtype=run.flat.dtype)[:count]
+        source.fill({run.key: (run.box.size, [(run.box.offset, run.box.size)], tensor)})
+        return tensor
 
-    named = {name: native.whole(later(known)) for name, known in source.tensors.items()}
-    head, runs = native.lay_out(named)
-    file = "rank_00000.safetensors"
-
-    def tensors(write: Write) -> None:
-        write(head)
-        for run in runs:
-            tensor = own_memory(run.flat)
-            source.fill({run.key: (run.box.size, [(run.box.offset, run.box.size)], tensor)})
-            for part in native.parts_of(tensor):
-                write(part)
-
-    index = json.dumps({"tensors": native.index_of(named, runs, file, len(head))}).encode()
+    shapes = {
+        name: native.whole(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
+        for name, known in source.tensors.items()
+    }
     sizes = {"true_vocab_size": source.vocab, "positions": huggingface_writer.positions(source)}
     config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
-    return {
-        native.INDEX: lambda write: write(index),
-        native.STATE: lambda write: write(native.as_json(sizes | source.state)),
-        native.CONFIG: lambda write: write(native.as_json(config)),
-        file: tensors,
-    }
-
-
-def own_memory(like: torch.Tensor) -> torch.Tensor:
-    """Of the system, to which it goes back at once; the allocator would keep what was freed between other blocks."""
-    import torch
-
-    if not like.numel():
-        return torch.empty_like(like, device="cpu")
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default would be memory for several processes
-    return torch.frombuffer(mmap.mmap(-1, like.numel() * like.element_size(), private), dtype=like.dtype)
+    return native.files_of(shapes, sizes | source.state, config, fetch)[0]
 
 
 def megatron_files(source: Chosen, c: ConvertConfig) -> dict[str, Produce]:

@@ -24,6 +24,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.parallel.team import Team
 from meshwright.resume import check_loading, guard_existing, saved_settings
+from meshwright.saving import check_export
 from meshwright.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def dry_run(config: TrainConfig) -> int:
     later = checks.problems(config)
     if config.checkpoint.save:
         guard_existing(config)
+    check_export(config)
     m, d = config.model, config.data
     assert d.seq_length
     require_files(config)

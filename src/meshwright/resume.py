@@ -113,6 +113,8 @@ class State:
             self.schedule, lines = lr_schedule.resume(self.schedule, state["schedule"], self.config)
             for line in lines:
                 say(line)
+        if c.no_load_optim:
+            say(" > --no-load-optim: the step and the schedule go on, the optimizer's moments begin at 0")
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
         self.skips, self.epochs = state.get("skips", []), state.get("epochs")
@@ -204,6 +206,17 @@ def means(config: TrainConfig) -> Means:
 def is_continued(c: Checkpoint) -> bool:
     """Whether --load names the folder that --save does, however it is spelt."""
     return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
+
+
+def require_moments(config: TrainConfig, source: Source) -> None:
+    """What loading would say of optimizer state that is not there, or of another kind."""
+    wanted = {"adam": "exp_avg", "adamw": "exp_avg"}.get(config.optimizer.optimizer, "momentum")
+    if not config.checkpoint.no_load_optim and not any(name.endswith(f"/{wanted}") for name in source.tensors):
+        raise UserError(
+            f"{source.folder} has no state of --optimizer {config.optimizer.optimizer}: saved with --no-save-optim, or by "
+            "another --optimizer? add --no-load-optim or --finetune",
+            BAD_DATA,
+        )
 
 
 def is_kept(c: Checkpoint, step: int) -> bool:
@@ -329,11 +342,14 @@ def check_loading(config: TrainConfig) -> list[str]:
     assert config.checkpoint.load
     source = loading.open_any(config.checkpoint.load, means(config))
     if source is None:
+        if config.checkpoint.exit_on_missing_checkpoint or config.checkpoint.finetune:
+            raise UserError(f"--load {config.checkpoint.load}: no checkpoint there, and one is needed", BAD_DATA)
         return [f"no checkpoint in {config.checkpoint.load}: it starts anew"]
     state = source.state
     does = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
     told = [*source.notes, f"it would {does} step {source.step} in {source.root}", *differences(config, source.config)]
     if state and not config.checkpoint.finetune:
+        require_moments(config, source)
         if "schedule" in state:
             lr_schedule.resume(lr_schedule.from_config(config), state["schedule"], config)
         past, sets = (

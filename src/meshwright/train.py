@@ -226,6 +226,9 @@ def run_on_rank(
             trainer.state.saver.wait()
             if reason == ALL_DONE:
                 trainer.state.saver.export(tokenizer)
+            elif c.save_hf:
+                say(f" > --save-hf: nothing is written before the training is done; `meshwright convert {c.save} {c.save_hf} "
+                    "--to huggingface` does it now")  # fmt: skip
         if ending.signal:
             reason = ending.signal.name
             say(f"exiting program after receiving {reason}.")

@@ -1,21 +1,26 @@
 """Zip archives as torch.save makes them: where each record lies in the file, and a new one written in a stream.
 
-Written by hand because zipfile builds an object for each entry that a hostile directory claims to have, says nothing of
-where a record's bytes begin, which is what a mapped file needs, and pads none to the 64 bytes that torch aligns to.
+Reading is by hand because zipfile builds an object for each entry that a hostile directory claims to have, and says nothing
+of where a record's bytes begin, which is what a mapped file needs. Writing is zipfile's, with a block of padding in front of
+each record, since torch aligns them to 64 bytes.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Callable, Sequence
+import sys
+import zipfile
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 LOCAL, ENTRY, END = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4H2LH")
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
-ENTRIES = 200_000  # most that are looked at
-ALIGN = 64
+ENTRIES, DIRECTORY, NAME = 200_000, 64 << 20, 512  # most entries that are looked at, bytes of all, bytes of a name
 FULL, FULL16 = 0xFFFFFFFF, 0xFFFF  # "see the 64-bit field"
+ALIGN = 64
+PAD = struct.Struct("<2sH")  # how a block of padding begins, by torch's letters
+SIZES64 = 20  # bytes that zipfile adds to an entry's header
+Data = bytes | bytearray | memoryview
 
 
 class Record(NamedTuple):
@@ -29,15 +34,20 @@ class Record(NamedTuple):
 def records(data: memoryview) -> dict[str, Record]:
     """Name -> bytes of each entry; ValueError says what is wrong with the archive."""
     place, count, size = directory(data)
-    if count > ENTRIES or size < count * ENTRY.size:
-        raise ValueError(f"its directory has {size:,} bytes and claims {count:,} entries, at most {ENTRIES:,} are read")
+    if count > ENTRIES or not count * ENTRY.size <= size <= DIRECTORY:
+        raise ValueError(
+            f"its directory has {size:,} bytes and claims {count:,} entries, at most {ENTRIES:,} in {DIRECTORY:,} are read"
+        )
     found: dict[str, Record] = {}
-    extents = []
+    extents, memory = [], 0
     position, stop = place, place + size
     for _ in range(count):
         name, record, header, position = entry(data[:stop], position, place)
         if name in found:
             raise ValueError(f"two entries are called {name!r}")
+        memory += sys.getsizeof(name)  # a letter beyond Unicode's first 65,536 makes it four times as long as its bytes
+        if memory > DIRECTORY:
+            raise ValueError(f"the names of its entries take more than {DIRECTORY:,} bytes")
         found[name] = record
         extents.append((header, record.end, name))
     extents.sort()
@@ -72,6 +82,8 @@ def entry(data: memoryview, at: int, limit: int) -> tuple[str, Record, int, int]
     signature, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment, _, _, kind, header = (
         ENTRY.unpack_from(data, at)
     )
+    if name_size > NAME:
+        raise ValueError(f"one of its entries has a name of {name_size:,} bytes, at most {NAME} are read")
     at += ENTRY.size
     raw, extra = bytes(data[at : at + name_size]), bytes(data[at + name_size : at + name_size + extra_size])
     name = raw.decode()
@@ -108,45 +120,28 @@ def wide(extra: bytes, *fields: int) -> list[int]:
 # Writing
 
 
-class Writer:
-    """Entries one after the other, each in memory when its turn comes; `close` writes the directory."""
+class Stream:
+    """What zipfile writes to: it cannot go back."""
 
-    def __init__(self, write: Callable[[bytes | bytearray | memoryview], None]) -> None:
-        self._write, self.position = write, 0
-        self.table: list[bytes] = []
+    def __init__(self, send: Callable[[Data], None]) -> None:
+        self.send, self.position = send, 0
 
-    def write(self, data: bytes | memoryview) -> None:
-        self._write(data)
+    def write(self, data: Data) -> int:
+        self.send(data)
         self.position += len(data)
+        return len(data)
 
-    def add(self, name: str, parts: Sequence[memoryview | bytes]) -> None:
-        raw, header, size, crc = name.encode(), self.position, sum(map(len, parts)), 0
-        for part in parts:
-            crc = zlib.crc32(part, crc)
-        small, extra, far = size, b"", struct.pack("<2H3Q", 1, 24, size, size, header)
-        if size >= FULL:
-            small, extra = FULL, struct.pack("<2H2Q", 1, 16, size, size)
-        padding = -(header + LOCAL.size + len(raw) + len(extra) + 4) % ALIGN
-        extra += b"FB" + padding.to_bytes(2, "little") + bytes(padding)
-        self.write(LOCAL.pack(b"PK\3\4", 45, 0, 0, 0, 0x21, crc, small, small, len(raw), len(extra)) + raw + extra)
-        for part in parts:
-            self.write(part)
-        if size >= FULL or header >= FULL:
-            line = ENTRY.pack(
-                b"PK\1\2", 45, 45, 0, 0, 0, 0x21, crc, FULL, FULL, len(raw), len(far), 0, 0, 0, 0, FULL
-            )  # fmt: skip
-            self.table.append(line + raw + far)
-        else:
-            line = ENTRY.pack(b"PK\1\2", 45, 45, 0, 0, 0, 0x21, crc, size, size, len(raw), 0, 0, 0, 0, 0, header)
-            self.table.append(line + raw)
+    def flush(self) -> None:
+        """Nothing is held back."""
 
-    def close(self) -> None:
-        place, count = self.position, len(self.table)
-        for line in self.table:
-            self.write(line)
-        size, end = self.position - place, self.position
-        if place >= FULL or size >= FULL or count >= FULL16:
-            self.write(END64.pack(b"PK\6\6", END64.size - 12, 45, 45, 0, 0, count, count, size, place))
-            self.write(LOCATOR.pack(b"PK\6\7", 0, end, 1))
-        few = min(count, FULL16)
-        self.write(END.pack(b"PK\5\6", 0, 0, few, few, min(size, FULL), min(place, FULL), 0))
+
+def write(send: Callable[[Data], None], entries: Iterable[tuple[str, Callable[[], Data]]]) -> None:
+    """Names, and what makes the bytes of each, which it does when they are due."""
+    stream = Stream(send)
+    with zipfile.ZipFile(stream, "w") as out:  # type: ignore[call-overload]  # write() and flush() are all it needs
+        for name, make in entries:
+            info = zipfile.ZipInfo(name)
+            padding = -(stream.position + LOCAL.size + len(name.encode()) + PAD.size + SIZES64) % ALIGN
+            info.extra = PAD.pack(b"FB", padding) + bytes(padding)
+            with out.open(info, "w", force_zip64=True) as file:
+                file.write(make())

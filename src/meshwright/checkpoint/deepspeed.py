@@ -24,18 +24,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.checkpoint import megatron_state, names, pickles
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.megatron import (
+    WITHOUT,
+    check_copies,
+    check_values,
+    decayed_first,
+    flattened,
+    numbered,
+    tensor_of,
+)
+from meshwright.checkpoint.megatron_ranks import (
     COPY,
     MOMENTS,
-    WITHOUT,
     Parameter,
     Rank,
     Sizes,
     as_boxes,
     check_complete,
-    check_copies,
     check_shapes,
-    check_values,
-    decayed_first,
     lay_out,
     whole,
 )
@@ -57,14 +62,6 @@ Files = dict[tuple[int, ...], Path]
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
     """`heads`: for folders that do not say. Without `optimizer` its state is not looked at, unless the weights are in it."""
-    folder = Path(folder)
-    try:
-        return opened(folder, trust, heads, optimizer)
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"{folder}: not laid out as DeepSpeed's checkpoints: {error!r:.200}", BAD_DATA) from error
-
-
-def opened(folder: Path, trust: bool, heads: int | None, optimizer: bool) -> Mapped:
     models = [pickles.load(path, trust=trust) for path in model_files(folder)]
     args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
     joined = (folder / "zero").is_dir()
@@ -73,6 +70,8 @@ def opened(folder: Path, trust: bool, heads: int | None, optimizer: bool) -> Map
     check_complete(folder, ranks, args.get("num_layers", held))
     sizes = Sizes.of(ranks[0], ranks, args, heads)
     check_shapes(ranks, sizes)
+    if joined and sizes.gates == 2 and int(args.get("tensor_model_parallel_size", len(models))) > 1:
+        check_gates(folder, layers, trust)
     third = ranks[0].parameters[0].tensor.is_meta
     if not third:
         check_copies(ranks, notes)
@@ -142,10 +141,6 @@ def ours(key: str, layers: Sequence[int]) -> names.Name | None:
     return names.of_megatron(f"encoder.layers.{layers.index(number)}.{rest}") if number in layers else None
 
 
-def full(name: names.Name) -> str:
-    return name.ours if name.layer is None else f"h.{name.layer}.{name.ours}"
-
-
 def layers_of(keys: Sequence[str]) -> list[int]:
     """Which numbers of the pipeline's list are layers of the model."""
     found = (re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys)
@@ -161,9 +156,9 @@ def parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequen
         name = ours(key, layers)
         if name is None:
             raise UserError(f"{folder}: {key[:200]} is no parameter of a GPT that is known here", BAD_DATA)
-        if full(name) not in seen and name.ours != COPY:
-            seen.add(full(name))
-            yield Parameter(full(name), name.ours, tensor)
+        if name.full() not in seen and name.ours != COPY:
+            seen.add(name.full())
+            yield Parameter(name.full(), name.ours, tensor)
 
 
 # Weights
@@ -200,16 +195,6 @@ def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str,
     }
 
 
-def flattened(tree: Any, before: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{before}{key}.")
-        elif isinstance(value, torch.Tensor):
-            yield f"{before}{key}", value
-
-
 def universal(folder: Path, trust: bool) -> tuple[list[Rank], list[int]]:
     """Each parameter joined over all ranks, in a folder of its name."""
     found = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
@@ -224,6 +209,22 @@ def of_file(path: Path, trust: bool) -> torch.Tensor:
     return tensor
 
 
+def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
+    """Of tensor ranks ds_to_universal puts the halves of a gated MLP together each for itself only where it is told to, and
+    notes that in the file; else they lie rank by rank, and the shapes do not show it."""
+    for path in sorted((folder / "zero").glob("*/*.pt")):
+        name = ours(path.parent.name, layers) if path.stem in ("fp32", *MOMENTS) else None
+        if name is None or not name.ours.startswith("mlp.fc."):
+            continue
+        told = pickles.load(path, trust=trust)
+        if not isinstance(told, dict) or (told.get("param_n_sub_params") != 2 and "sub_param_shape" not in told):
+            raise UserError(
+                f"{path}: the MLP is gated, and its halves lie mixed by tensor rank, for it has no param_n_sub_params: name "
+                "it in parameter_with_2_sub_params_cat_dim_0 and convert again, or load the checkpoint that it is made of",
+                BAD_DATA,
+            )
+
+
 def universal_states(folder: Path, rank: Rank, layers: Sequence[int], trust: bool) -> dict[str, Any]:
     """Give each parameter its moments; what is known beside. Nothing if some are not there."""
     by_name = {p.name: p for p in rank.parameters}
@@ -232,7 +233,7 @@ def universal_states(folder: Path, rank: Rank, layers: Sequence[int], trust: boo
         if not all((path / f"{kind}.pt").is_file() for kind in MOMENTS):
             return {}
         name = ours(path.name, layers)
-        p = by_name.get(full(name)) if name else None
+        p = by_name.get(name.full()) if name else None
         if p is None:  # a buffer, or a copy
             continue
         p.values = {kind: whole(of_file(path / f"{kind or 'fp32'}.pt", trust)) for kind in KINDS}
@@ -272,7 +273,7 @@ def optimizer_states(
             from_shares(waiting, model, trees, layers)
             beside = described(trees[0])
         elif isinstance(model.get("optimizer"), dict) and len(models) == len(ranks):
-            from_whole(list(waiting.values()), model["optimizer"])
+            from_whole(folder, list(waiting.values()), model["optimizer"])
             beside = described(model["optimizer"])
         elif isinstance(model.get("optimizer"), dict) and mp == 0:
             notes.append(
@@ -318,7 +319,7 @@ def from_shares(
         name = ours(key, layers)
         if name is None:
             raise ValueError(f"the optimizer has {key}, which the weights' files have not")
-        return waiting.get(full(name))
+        return waiting.get(name.full())
 
     shapes = [{key: tuple(shape) for key, shape in group.items()} for group in model.get("param_shapes") or ()]
     third = "fp32_flat_groups" in trees[0]
@@ -389,29 +390,26 @@ def of_third(
             begin, start, left = begin + n, start + n, left - n
 
 
-def from_whole(waiting: list[Parameter], tree: dict[str, Any]) -> None:
+def from_whole(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) -> None:
     """Without ZeRO: by number, in torch's own form, or with masters beside it, each apart or a group in a row."""
     inner = tree.get("optimizer_state_dict", tree)
     groups = [[p for p in decayed_first(waiting) if (p.tensor.ndim == 1) == flat] for flat in (False, True)]
     if len(inner["param_groups"]) == 1:
         groups = [waiting]
-    states = [inner["state"][key] for group in inner["param_groups"] for key in group["params"]]
+    states, masters = numbered(folder, tree)
     if "fp32_groups_flat" in tree:
-        for i, (group, masters) in enumerate(zip(groups, tree["fp32_groups_flat"], strict=True)):
+        for i, (group, row) in enumerate(zip(groups, tree["fp32_groups_flat"], strict=True)):
             start = 0
             for p in group:
                 end = start + prod(p.shape)
-                for kind, buffer in (("", masters), *((kind, states[i][kind]) for kind in MOMENTS)):
+                for kind, buffer in (("", row), *((kind, states[i][kind]) for kind in MOMENTS)):
                     p.values[kind] = as_boxes(p, 0, end - start, buffer.reshape(-1)[start:end])
                 start = end
         return
-    masters = [master for group in tree.get("fp32_groups", ()) for master in group]
     order = [p for group in groups for p in group]
-    for i, (p, state) in enumerate(zip(order, states, strict=True)):
-        for kind, value in (("", masters[i] if masters else p.tensor), *((kind, state[kind]) for kind in MOMENTS)):
-            if tuple(value.shape) != p.shape:
-                raise ValueError(f"number {i} of the optimizer's state is {tuple(value.shape)}, {p.name} is {p.shape}")
-            p.values[kind] = whole(value)
+    for p, master, state in zip(order, masters or [p.tensor for p in order], states, strict=True):
+        p.values = {kind: whole(tensor_of(folder, state.get(kind), p.shape, p)) for kind in MOMENTS}
+        p.values[""] = whole(tensor_of(folder, master, p.shape, p))
 
 
 def described(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import dataclasses
 import json
 import math
 import os
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape
-from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH
+from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
 from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.store import naming, sync_folder, write_all, write_durably
 from meshwright.config import Model
@@ -63,13 +63,14 @@ def write(
     """Write the folder, whole or not at all; returns what is to be said about it. Without a dtype each tensor keeps its own."""
     m = settings(source)
     kind = require_expressible(m, source.folder, BAD_DATA)
+    folder = folder.resolve()  # a link stays, and what it leads to is filled
     refuse_full(folder)
     parts = list(FORMS[kind](Plan(source, m, dtype)))
     notes: list[str] = []
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
-    temporary.mkdir(parents=True)
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
+        temporary = Path(own) / folder.name  # with the permissions that any new folder has
+        temporary.mkdir()
         ids = write_tokenizer(temporary, source, tokenizer, notes)
         config = describe(kind, m, source, parts[0]) | ids
         write_json(temporary / "config.json", config)
@@ -78,9 +79,6 @@ def write(
         sync_folder(temporary)
         temporary.rename(folder)
         sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return notes
 
 
@@ -281,16 +279,10 @@ def write_tensors(folder: Path, source: Source, parts: list[Part], max_shard: fl
 
 
 def write_safetensors(path: Path, source: Source, parts: list[Part]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts = sorted(parts, key=lambda part: -SIZES[part.dtype])  # widest first: every element is aligned
-    end = 0
-    for part in parts:
-        begin, end = end, end + part.bytes
-        header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    head = safetensors_header((part.name, part.dtype, part.shape) for part in parts)
     with naming(path), path.open("xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text))
+        write_all(file.fileno(), memoryview(head))
         for part in parts:
             for strip in strips(part, read(source, part)):
                 write_all(file.fileno(), strip)
@@ -323,17 +315,22 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_durably(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
 
 
-def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]) -> dict[str, int]:
-    """What `AutoTokenizer` reads; returns the ids that config.json names, for a text both begins and ends with that one."""
+def write_tokenizer(
+    folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]
+) -> dict[str, int | None]:
+    """What `AutoTokenizer` reads; returns the ids that config.json names, for a text both begins and ends with that one.
+
+    Without a tokenizer it names none: their default would end a text at an ordinary id.
+    """
     if tokenizer is None:
         notes.append("no tokenizer is written: the source has none, and no flag names one")
-        return {}
+        return {"bos_token_id": None, "eos_token_id": None}
     rows = source.tensors["wte.weight"].shape[0]
     if tokenizer.size > rows:
         raise UserError(
             f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows: it is not its own", BAD_DATA
         )
-    ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+    ids: dict[str, int | None] = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     library = as_library(tokenizer)
     if library is None:
         notes.append(f"no tokenizer is written: Hugging Face has none like {tokenizer.name}")

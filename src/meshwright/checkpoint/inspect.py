@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"there is no folder {root}", BAD_DATA)
     there = steps.steps(root)[::-1]
     if there and (step is None or step in there):
-        lines, whole = describe(root, step, args.tensors or args.boxes, args.full, args.boxes)
+        lines, whole = describe(root, step, means, args.tensors or args.boxes, args.boxes)
         print("\n".join(lines))
         if not whole:
             steps.latest(root)  # says so if all are damaged
@@ -55,7 +55,11 @@ def main(argv: list[str]) -> int:
         few = ", ".join(map(str, there)) if len(there) < 10 else f"{len(there)}, from {there[0]} to {there[-1]}"
         raise UserError(f"no step {step} in {root}; there {'is' if len(there) == 1 else 'are'} {few}", BAD_DATA)
     source = opened(Path(args.dir), means)
-    print("\n".join([f"{source.folder}", *looked_at(source, args.tensors or args.boxes, args.boxes)]))
+    held = "weights and optimizer state" if source.has_optimizer else "weights"
+    layout = f", {source.layout}" if source.layout else ""
+    lines = [f"{source.folder}", f"  {source.kind} checkpoint{layout}: {held}", summary(source)]
+    lines += [f"    {note.strip()}" for note in source.notes]
+    print("\n".join(lines + details(source, args.tensors or args.boxes, args.boxes)))
     return DONE
 
 
@@ -67,47 +71,38 @@ def opened(path: Path, means: Means) -> Source:
 
 
 def describe(
-    root: str | Path, step: int | None = None, tensors: bool = False, full: bool = False, boxes: bool = False
+    root: Path, step: int | None, means: Means, tensors: bool = False, boxes: bool = False
 ) -> tuple[list[str], bool]:
-    """Lines about our steps and, closer, about one (the newest whole one if none is given); and whether it is whole."""
-    chosen, damaged = None, False
+    """Lines about our steps and, closer, about one (the newest whole one if none is given); and whether all are whole."""
+    closer: list[str] | None = None
+    damaged, full = False, means.verify == "full"
     lines = [f"{root}"]
     for number in steps.steps(root) if step is None else [step]:
         folder = steps.step_folder(root, number)
         kind = steps.kind_of(folder) or steps.NATIVE
         try:
             manifest = verify(folder, full)
-            source = loading.open_place(Place(kind, folder, number, Path(root)))
+            source = loading.open_place(Place(kind, folder, number, root), means._replace(verify="none"))
         except Damaged as damage:
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             damaged = True
             continue
         how = "verified: yes, every byte" if full else "sizes: ok, contents not checked (--full does)"
         ranks = sum(name.startswith("rank_") for name in manifest)
+        by = f"written by {ranks} rank{'s' * (ranks != 1)}" if ranks else f"{source.kind}'s tree"
         lines += [
             f"  {folder.name}  {how}",
-            f"    {summary(source)} | {sum(f.size for f in manifest.values()):,} bytes",
+            f"{summary(source)} | {sum(f.size for f in manifest.values()):,} bytes, {by}",
         ]
-        lines[-1] += f", written by {ranks} rank{'s' * (ranks != 1)}" if ranks else f", {source.kind}'s tree"
-        chosen = source if chosen is None else chosen
-    if chosen is None:
-        return lines, False
-    return lines + details(chosen, tensors, boxes), not damaged
-
-
-def looked_at(source: Source, tensors: bool, boxes: bool) -> list[str]:
-    """Another program's checkpoint."""
-    held = "weights and optimizer state" if source.has_optimizer else "weights"
-    layout = f", {source.layout}" if source.layout else ""
-    lines = [f"  {source.kind} checkpoint{layout}: {held}", f"    {summary(source)}"]
-    return lines + [f"    {note.strip()}" for note in source.notes] + details(source, tensors, boxes)
+        closer = details(source, tensors, boxes) if closer is None else closer
+    return lines + (closer or []), not damaged
 
 
 def summary(source: Source) -> str:
     parameters = sum(math.prod(known.shape) for name, known in source.tensors.items() if "/" not in name)
     state = source.state
     return (
-        f"iteration {state.get('iteration', source.step)} | consumed samples "
+        f"    iteration {state.get('iteration', source.step)} | consumed samples "
         f"{state.get('consumed_train_samples', 'not recorded')} | parameters {parameters:,}"
     )
 

@@ -2,8 +2,10 @@
 
 One file per tensor and pipeline rank holds that rank's part of everything: the model as nested dictionaries, and the
 optimizer's state by number only. Whose state number 7 is follows from the order in which Megatron went through its
-parameters; that order is rebuilt here, and proved: every shape must agree, and every master weight, rounded, must be the
-model's own. The state has one of these forms:
+parameters; that order is rebuilt here, and proved as far as a file allows: every shape must agree, and the beginnings of
+every master weight, rounded, must be the model's own. A master and its moments have one number, so that the right masters
+prove the moments' places. What this does not prove: norms that are all still near 1 pass in any order, and where the weights
+are float32 in one file with the state there are no masters, and the shapes alone speak. The state has one of these forms:
 
     whole       in the same file, with float32 masters of half-precision weights, or without where the weights are float32
     sharded     early 2023: `mp_rank_00_003/optim.pt` for each data rank, one slice each of a flat buffer
@@ -27,24 +29,21 @@ from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.megatron_ranks import (
     COPY,
     MOMENTS,
-    Boxes,
     Parameter,
     Rank,
     Sizes,
     as_boxes,
     check_complete,
     check_shapes,
+    is_rounded,
     lay_out,
     whole,
 )
-from meshwright.checkpoint.sources import Mapped, aligned
+from meshwright.checkpoint.sources import Mapped, aligned, check_json, check_state
 from meshwright.errors import BAD_DATA, UserError
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["COPY", "MOMENTS", "Boxes", "Parameter", "Rank", "Sizes", "as_boxes", "check_complete", "check_shapes",
-           "lay_out", "open", "whole"]  # fmt: skip
 
 MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
 WITHOUT = "add --no-load-optim to take the weights alone"
@@ -52,15 +51,8 @@ SAME = 1e-3  # largest difference, relative to the norm, of what should be equal
 
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
-    """`heads`: for the files that do not say. Without `optimizer` its state is not looked at."""
-    folder = Path(folder)
-    try:
-        return opened(folder, trust, heads, optimizer)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{folder}: not laid out as Megatron-LM's checkpoints: {error!r:.300}", BAD_DATA) from error
-
-
-def opened(folder: Path, trust: bool, heads: int | None, optimizer: bool) -> Mapped:
+    """`heads`: for the files that do not say. Without `optimizer` its state is not looked at, unless the file is ours: then
+    the masters in it are the weights, as in our own format."""
     ranks = [Rank(path, tp, pp, read(path, trust)) for (tp, pp), path in sorted(files(folder).items())]
     first, notes = ranks[0], list[str]()
     args, version = megatron_state.namespace(first.tree.get("args")), same(ranks, "checkpoint_version")
@@ -68,23 +60,41 @@ def opened(folder: Path, trust: bool, heads: int | None, optimizer: bool) -> Map
     sizes = Sizes.of(first, ranks, args, heads)
     check_shapes(ranks, sizes)
     check_copies(ranks, notes)
-    state: dict[str, Any] = {}
+    own, state = words_of_ours(first), dict[str, Any]()
     if folder.name != "release":
+        iteration = same(ranks, "iteration")
         tree = first.tree | (read(shards(first)[0], trust) if shards(first) else {})
-        state = megatron_state.state(tree, args, same(ranks, "iteration"), sizes.positions, notes)
-    if state and optimizer:
+        state = own["state"] if own else megatron_state.state(tree, args, iteration, sizes.positions, notes)
+    if ("optimizer" in first.tree) if own else (state and optimizer):
         steps = [step for rank in ranks for step in read_optimizer(rank, trust)]
-        state["optimizer_steps"] = max(steps, default=state["iteration"])
+        if not own:
+            state["optimizer_steps"] = max(steps, default=state["iteration"])
+        if not (state and optimizer):
+            for p in (p for rank in ranks for p in rank.parameters):
+                p.values = {"": p.values[""]}
     pieces = lay_out(ranks, sizes, float(version))
     config, vocab = megatron_state.config(args, sizes, pieces, notes), megatron_state.true_vocabulary(first.tree, args)
-    if isinstance(own := first.tree.get("meshwright"), dict):  # of this package, and all of it in its own words
-        config, state, vocab = own["config"], own["state"] if folder.name != "release" else {}, own["vocab"]
+    if own:
+        config, vocab = own["config"], own["vocab"]
     source = Mapped(
         "Megatron", folder, state.get("iteration", 0), str(version), config, state, notes=notes, pieces=pieces
     )
     tp, pp = (len({getattr(rank, of) for rank in ranks}) for of in ("tp", "pp"))
     source.layout = f"{tp} tensor x {pp} pipeline ranks"
     return source.of_vocabulary(vocab) if vocab else source
+
+
+def words_of_ours(rank: Rank) -> dict[str, Any] | None:
+    """What this package wrote beside the tree: all that is known of the run, in its own words. None: another program's."""
+    own: dict[str, Any] | None = rank.tree.get("meshwright")
+    if own is None:
+        return None
+    vocab = own.get("vocab", "") if isinstance(own, dict) else ""
+    if not (vocab is None or (type(vocab) is int and vocab > 0)):
+        raise UserError(f"{rank.path}: what it has under the key meshwright is not what Meshwright writes", BAD_DATA)
+    check_state(own.get("state"), rank.path)
+    check_json(own.get("config"), rank.path)
+    return own
 
 
 # Files
@@ -166,7 +176,7 @@ def name_parameters(folder: Path, ranks: Sequence[Rank], told: Any) -> None:
 
 def parameter(name: names.Name, tensor: torch.Tensor, begin: int) -> Parameter:
     ours = re.sub(r"^attn\.(query|key_value)\.", "attn.qkv.", name.ours)
-    return Parameter(ours if name.layer is None else f"h.{begin + name.layer}.{ours}", name.ours, tensor)
+    return Parameter(name._replace(ours=ours).full(begin), name.ours, tensor)
 
 
 def models(rank: Rank) -> list[Any]:
@@ -178,21 +188,27 @@ def models(rank: Rank) -> list[Any]:
     return [rank.tree[f"model{n}"] for n in range(count)]
 
 
-def flat(rank: Rank, tree: Any, before: str = "") -> list[tuple[names.Name, torch.Tensor]]:
+def flat(rank: Rank, tree: Any) -> list[tuple[names.Name, torch.Tensor]]:
     """The parameters in the file's order, which is that of the model."""
-    import torch
-
     out = []
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        key = f"{before}{key}"
-        if isinstance(value, dict):
-            out += flat(rank, value, f"{key}.")
-        elif isinstance(value, torch.Tensor) and not names.NO_PARAMETER.fullmatch(key):
+    for key, tensor in flattened(tree):
+        if not names.NO_PARAMETER.fullmatch(key):
             name = names.of_megatron(key)
             if name is None:
                 raise UserError(f"{rank.path}: {key[:200]} is no parameter of a GPT that is known here", BAD_DATA)
-            out.append((name, value.detach()))
+            out.append((name, tensor.detach()))
     return out
+
+
+def flattened(tree: Any, before: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of dictionaries within each other, in their order, under joined names."""
+    import torch
+
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{before}{key}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{before}{key}", value
 
 
 def check_copies(ranks: Sequence[Rank], notes: list[str]) -> None:
@@ -281,7 +297,7 @@ def numbered(path: Path, tree: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     keys = [key for group in inner["param_groups"] for key in group.get("params", ())]
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in keys):
         raise unknown(path, "parameters have no state")
-    kinds = ("fp32_from_fp16_params", "fp32_from_fp16", "shard_fp32_from_float16_groups")
+    kinds = ("fp32_from_fp16_params", "fp32_from_fp16", "shard_fp32_from_float16_groups", "fp32_groups")
     masters: list[Any] = next((tree[kind] for kind in kinds if kind in tree), [])
     return [state[key] for key in keys], [master for group in masters for master in group]
 
@@ -378,6 +394,5 @@ def check_values(rank: Rank, p: Parameter) -> None:
     for offset, master in p.values[""]:
         model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]
         for row in {0, len(master) - 1}:
-            a, b = (aligned(x[row : row + 1].flatten()[:64]) for x in (model, master))
-            if not a.double().allclose(b.to(a.dtype).double(), rtol=2**-7, atol=1e-7):
+            if not is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
                 raise unknown(rank.path, f"the master weights at the place of {p.name} are not those of the model")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape
-from meshwright.checkpoint.sources import Piece
+from meshwright.checkpoint.sources import Piece, aligned
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.parallel import shard
 
@@ -194,6 +194,14 @@ def as_boxes(p: Parameter, begin: int, end: int, values: torch.Tensor) -> Boxes:
         out.append((offset, values[start : start + prod(size)].view(size)))
         start += prod(size)
     return out
+
+
+def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether these are the same numbers but for the last bit that the model's type has."""
+    import torch
+
+    model, master = aligned(model), aligned(master).to(model.dtype)
+    return model.double().allclose(master.double(), rtol=torch.finfo(model.dtype).eps, atol=1e-7)
 
 
 # The table

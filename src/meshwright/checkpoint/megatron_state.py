@@ -107,10 +107,14 @@ def state(
         )
         return {}
     curve = schedule(told, args, optimizer, batch)
+    done = curve.pop("done") if curve else consumed
+    if curve and curve["style"] == "WSD" and not curve["wsd_samples"]:
+        notes.append(" > note: it does not say how long the last part of its WSD schedule is (lr_wsd_decay_samples)")
+        curve = None
     out: dict[str, Any] = {
         "iteration": iteration,
         "consumed_train_samples": int(consumed),
-        "schedule_samples": int(curve.pop("done") if curve else consumed),
+        "schedule_samples": int(done),
         "nonfinite_in_a_row": 0,
         "best_iteration": None,
         "best_loss": None,
@@ -145,7 +149,12 @@ def schedule(
     out["wd_samples"] = (
         out["wd_samples"] or args.get("train_samples", args.get("train_iters", 0) * batch) or out["decay"]
     )
-    return out | {"wd_style": out["wd_style"] or "constant"}
+    return out | {
+        "wd_style": out["wd_style"] or "constant",
+        "init_lr": args.get("lr_warmup_init", 0.0),
+        "wsd_samples": int(args.get("lr_wsd_decay_samples") or args.get("lr_wsd_decay_iters", 0) * batch),
+        "wsd_style": args.get("lr_wsd_decay_style", "exponential"),
+    }
 
 
 def weight_decay(args: Mapping[str, Any], optimizer: Mapping[str, Any]) -> float:

@@ -24,6 +24,7 @@ from meshwright.checkpoint.megatron_ranks import MOMENTS
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.store import Produce, Write
 from meshwright.config import Model
+from meshwright.console import notice
 from meshwright.errors import UserError
 from meshwright.lr_schedule import Schedule
 from meshwright.parallel import shard
@@ -61,10 +62,12 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's weights."""
+        """Of the model's weights: as they were in the run if float32 masters stand beside them, else as they are."""
         import torch
 
         config, known = self.source.config, self.tensors["wte.weight"].dtype
+        if not self.optimizer:
+            return getattr(torch, known)  # type: ignore[no-any-return]
         name = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else known
         return getattr(torch, name)  # type: ignore[no-any-return]
 
@@ -74,7 +77,11 @@ def files(
 ) -> dict[str, Produce]:
     """Name within the step's folder -> what writes that file; ranks can share them."""
     config = {f.name: source.config[f.name] for f in fields(Model) if f.name in source.config}
-    optimizer = with_optimizer and source.has_optimizer and "schedule" in source.state
+    optimizer = with_optimizer and source.has_optimizer and bool(source.state)
+    if optimizer and "schedule" not in source.state:
+        notice(
+            f"{source.folder} says nothing of its schedule: Megatron-LM will want --no-load-optim; Meshwright will not"
+        )
     target = Target(
         source, source.tensors, Model(**config), tensor_parallel, pipeline_parallel, padded_vocab, optimizer
     )
@@ -131,8 +138,9 @@ def write(target: Target, tp: int, pp: int, out: Write) -> None:
         "meshwright": {"config": source.config, "state": source.state, "vocab": source.vocab},
     }
     if target.optimizer:
-        numbered = optimizer(target, [ours for _, ours in held], tp)
-        tree |= {"optimizer": numbered, "opt_param_scheduler": schedule(source.state)}
+        tree["optimizer"] = optimizer(target, [ours for _, ours in held], tp)
+        if curve := schedule_of(source.state):
+            tree["opt_param_scheduler"] = scheduler(curve, source.state.get("schedule_samples", 0))
     pickles.write(tree, out)
 
 
@@ -211,6 +219,9 @@ def arguments(target: Target) -> argparse.Namespace:
         "consumed_train_samples": state.get("consumed_train_samples", 0),
         "consumed_valid_samples": 0,
     }
+    if curve := schedule_of(state):  # what Megatron's own state of a schedule has no words for
+        told |= {"lr_warmup_init": curve.init_lr, "lr_wsd_decay_style": curve.wsd_style, "lr_wsd_decay_iters": None,
+                 "lr_wsd_decay_samples": curve.wsd_samples or None}  # fmt: skip
     return argparse.Namespace(**told)
 
 
@@ -221,16 +232,16 @@ def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
     state, config = target.source.state, target.source.config
     plain = [ours for ours in held if "ln_" in ours or ours.endswith("bias")]
     groups = [[ours for ours in held if ours not in plain], plain]
-    curve = Schedule(**state["schedule"])
+    curve, at = schedule_of(state), state.get("schedule_samples", 0)
     common = {
-        "lr": curve.lr(state["schedule_samples"]),
+        "lr": curve.lr(at) if curve else config.get("lr") or 0.0,
         "betas": (config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)),
         "eps": config.get("adam_eps", 1e-8),
         "bias_correction": True,
         "lr_mult": 1.0,
-        "step": state["optimizer_steps"],
+        "step": state.get("optimizer_steps", state.get("iteration", 0)),
     }
-    decay, first = curve.wd(state["schedule_samples"]), len(groups[0])
+    decay, first = curve.wd(at) if curve else config.get("weight_decay") or 0.0, len(groups[0])
     numbers = (range(first), range(first, len(held)))
     param_groups = [
         common | {"params": list(n), "wd_mult": share, "weight_decay": decay * share}
@@ -244,20 +255,20 @@ def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
     if target.dtype == getattr(torch, target.tensors["wte.weight"].dtype):
         return inner
     masters = [[part(target, ours, tp) for ours in group] for group in groups]
-    scale = state["loss_scale"]
-    scaler = {
-        "scale": torch.tensor([scale["scale"]]),
-        "growth_tracker": scale["growth_tracker"],
-        "hysteresis_tracker": scale["hysteresis_tracker"],
-    }
-    return {"optimizer": inner, "fp32_from_fp16_params": masters} | (
-        {"grad_scaler": scaler} if scale["dynamic"] else {}
-    )
+    out: dict[str, Any] = {"optimizer": inner, "fp32_from_fp16_params": masters}
+    scale = state.get("loss_scale", {"dynamic": False})
+    if scale["dynamic"]:
+        trackers = {name: scale[name] for name in ("growth_tracker", "hysteresis_tracker")}
+        out["grad_scaler"] = {"scale": torch.tensor([scale["scale"]]), **trackers}
+    return out
 
 
-def schedule(state: dict[str, Any]) -> dict[str, Any]:
-    curve = Schedule(**state["schedule"])
+def schedule_of(state: dict[str, Any]) -> Schedule | None:
+    return Schedule(**state["schedule"]) if "schedule" in state else None
+
+
+def scheduler(curve: Schedule, samples: int) -> dict[str, Any]:
     return {"max_lr": curve.max_lr, "min_lr": curve.min_lr, "lr_warmup_steps": curve.warmup,
-            "num_steps": state["schedule_samples"], "lr_decay_style": curve.style, "lr_decay_steps": curve.decay,
+            "num_steps": samples, "lr_decay_style": curve.style, "lr_decay_steps": curve.decay,
             "start_wd": curve.start_wd, "end_wd": curve.end_wd, "wd_incr_style": curve.wd_style,
             "wd_incr_steps": curve.wd_samples}  # fmt: skip

@@ -48,6 +48,10 @@ class Name(NamedTuple):
     layer: int | None  # as the file counts
     ours: str  # without the layer: "attn.qkv.weight", "ln_f.bias"
 
+    def full(self, begin: int = 0) -> str:
+        """With the layer, of which `begin` lie before those that the file counts: "h.3.attn.qkv.weight"."""
+        return self.ours if self.layer is None else f"h.{begin + self.layer}.{self.ours}"
+
 
 def of_megatron(key: str) -> Name | None:
     """None: it is no parameter of a GPT that is known here."""

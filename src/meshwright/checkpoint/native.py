@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.checkpoint import manifests, store
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, inside, minus, not_empty, plus, position, strides
 from meshwright.checkpoint.manifests import Damaged, Manifest, encode_manifest, sha256
-from meshwright.checkpoint.sources import Known, Named, Source
+from meshwright.checkpoint.sources import Known, Named, Source, check_state
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.checkpoint.store import Produce, Write
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -92,20 +92,35 @@ def save(
 
     Rank 0 holds store.lock(root); its state and its config are what counts. `state` must be JSON without NaN.
     """
+    files, size = files_of(named, state, config or {}, team=team)
+    store.publish(root, step, files, bytes_needed=size, team=team, run=run)
+
+
+def files_of(
+    named: Named,
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    fetch: Callable[[Run], torch.Tensor] = lambda run: run.flat,
+    team: Team = ALONE,
+) -> tuple[dict[str, Produce], int]:
+    """This rank's files of a step, and about how many bytes those of all ranks have.
+
+    `fetch`: gives a run's elements when their bytes are due, where `named` has only shapes (torch's "meta").
+    """
     file = f"rank_{team.rank:05d}.safetensors"
     head, runs = b"", list[Run]()
     texts: dict[str, bytes] = {}
 
     def describe() -> dict[str, Any]:
         nonlocal head, runs
-        texts.update({STATE: as_json(state), CONFIG: as_json(config or {})})
+        texts.update({STATE: as_json(state), CONFIG: as_json(config)})
         head, runs = lay_out(named)
         return index_of(named, runs, file, len(head))
 
     def tensors(write: Write) -> None:
         write(head)
         for run in runs:
-            for part in parts_of(run.flat):
+            for part in parts_of(fetch(run)):
                 write(part)
 
     index = merged(team.all(describe))
@@ -119,8 +134,7 @@ def save(
     if runs:
         files[file] = tensors
     size = sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
-    size += len(head) + sum(map(len, texts.values()))
-    store.publish(root, step, files, bytes_needed=size, team=team, run=run)
+    return files, size + len(head) + sum(map(len, texts.values()))
 
 
 def lines_of_save(root: str | Path, step: int) -> tuple[str, str]:
@@ -159,14 +173,19 @@ def lay_out(named: Named) -> tuple[bytes, list[Run]]:
             runs.append(Run(key, dtype_name(tensor), box, flat[start : start + count]))
             start += count
     runs.sort(key=lambda run: (-SIZES[run.dtype], run.key))
+    return safetensors_header((run.key, run.dtype, run.box.size) for run in runs), runs
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
+    """Name, type and shape of what follows it, in this order and without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for run in runs:
-        begin, end = end, end + run.flat.numel() * SIZES[run.dtype]
-        header[run.key] = {"dtype": run.dtype, "shape": run.box.size, "data_offsets": (begin, end)}
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, runs
+    return len(text).to_bytes(8, "little") + text
 
 
 def ranges(box: Box) -> str:
@@ -283,6 +302,7 @@ def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE)
     for name, value in ((STATE, state), (CONFIG, config)):
         if not isinstance(value, dict):
             raise Damaged(f"{folder / name}: not a JSON object")
+    check_state(state, folder / STATE)
     stored, vocab = read_index(folder, manifest), state.get("true_vocab_size")
     if "iteration" not in state:  # weights alone, as `convert` makes them of another program's
         state = {}

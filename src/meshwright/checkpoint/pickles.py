@@ -10,6 +10,7 @@ bytes are due and let go after them; what torch.load sees is the same.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import mmap
 import pickle
@@ -220,13 +221,10 @@ def write(tree: Any, write: Write) -> None:
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(tree)
-    out = archive.Writer(write)
-    out.add("archive/data.pkl", [file.getbuffer()])
-    out.add("archive/byteorder", [sys.byteorder.encode()])
-    for key, tensor in enumerate(pickler.tensors):
-        out.add(f"archive/data/{key}", [bytes_of(tensor)])
-    out.add("archive/version", [b"3\n"])
-    out.close()
+    entries: dict[str, Callable[[], archive.Data]] = {"data.pkl": file.getbuffer, "byteorder": sys.byteorder.encode}
+    entries |= {f"data/{key}": functools.partial(bytes_of, tensor) for key, tensor in enumerate(pickler.tensors)}
+    entries["version"] = lambda: b"3\n"
+    archive.write(write, ((f"archive/{name}", make) for name, make in entries.items()))
 
 
 def bytes_of(tensor: torch.Tensor | Later) -> memoryview:

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
+import itertools
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, minus, not_empty, plus
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.lr_schedule import Schedule
 from meshwright.parallel import shard
 
 if TYPE_CHECKING:
@@ -85,6 +90,11 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
+# Files that tensors are mapped from; what a run may write beside them has another ending, or a dot before its name.
+ENDINGS = ("", ".pt", ".bin", ".safetensors", ".distcp")
+EDGE, FILES = 1 << 16, 10_000  # bytes at each end of a file, and files, that are looked at
+
+
 @dataclass
 class Mapped(Source):
     """Pieces make up each tensor exactly once; that is checked here, so that no reader has to."""
@@ -112,6 +122,11 @@ class Mapped(Source):
     @property
     def tensors(self) -> Mapping[str, Known]:
         return self._tensors
+
+    @property
+    def identity(self) -> str:
+        """With the names, sizes and both ends of the files: other numbers of the same shapes are another checkpoint."""
+        return repr((super().identity, [(str(p.relative_to(self.folder)), *edges(p)) for p in files_in(self.folder)]))
 
     def fill(self, want: Named) -> None:
         for name, (_, boxes, tensor) in want.items():
@@ -144,6 +159,59 @@ class Mapped(Source):
                 raise UserError(f"{self.folder}: {name} has {rows:,} rows, the vocabulary {size:,} ids", BAD_DATA)
             cut[name] = [Piece(p.offset, p.tensor[: size - p.offset[0]]) for p in pieces if p.offset[0] < size]
         return dataclasses.replace(self, vocab=size, pieces=cut)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The first of them in the order of their names; a checkpoint may also be one file."""
+    if folder.is_file():
+        return [folder]
+    found = (path for path in walk(folder) if path.suffix in ENDINGS and path.name[0] != ".")
+    return list(itertools.islice((path for path in found if path.is_file() and os.access(path, os.R_OK)), FILES))
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(folder):
+        folders.sort()
+        yield from (Path(here, name) for name in sorted(files))
+
+
+def edges(path: Path) -> tuple[int, str]:
+    """A file's size, and the SHA-256 of its first and last bytes."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        first = file.read(EDGE)
+        file.seek(max(size - EDGE, 0))
+        return size, hashlib.sha256(first + file.read(EDGE)).hexdigest()
+
+
+COUNTERS = ("iteration", "consumed_train_samples", "schedule_samples", "optimizer_steps", "nonfinite_in_a_row")
+SCALE = {"dynamic": False, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 0}
+
+
+def check_json(told: Any, where: object) -> None:
+    """Refuse what cannot be a run's settings or state: anybody may have made the file that it is from."""
+    try:
+        if not isinstance(told, dict):
+            raise TypeError(f"{told!r:.100} is no dictionary")
+        json.dumps(told, allow_nan=False, sort_keys=True)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: not what a run saves: {error!r:.300}", BAD_DATA) from error
+
+
+def check_state(state: Any, where: object) -> None:
+    """The same of what resume.State saves, with the types of what a run goes on from."""
+    check_json(state, where)
+    wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or n < 0]
+    scale, curve = state.get("loss_scale", SCALE), state.get("schedule", {})
+    if not isinstance(scale, dict) or any(type(scale.get(name)) not in (bool, int, float) for name in SCALE):
+        wrong.append("loss_scale")
+    kinds = {f.name: (str,) if f.type == "str" else (int, float) for f in dataclasses.fields(Schedule)}
+    if not isinstance(curve, dict) or any(type(v) not in kinds.get(name, ()) for name, v in curve.items()):
+        wrong.append("schedule")
+    elif missing := [n for n in kinds if "schedule" in state and n not in curve and not hasattr(Schedule, n)]:
+        wrong.append(f"schedule (no {missing[0]})")
+    if wrong:
+        raise UserError(f"{where}: not what a run saves: {', '.join(wrong)}", BAD_DATA)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,8 +71,9 @@ def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list
     if re.fullmatch(r"mp_rank_\d\d+(_\d{3,}){0,2}", path.name):
         path = path.parent
     root, step = split_path(path)
-    if below is None and (step is not None or kind_of(path) is not None):
-        kind = kind_of(path) or NATIVE
+    kind = kind_of(path)
+    if below is None and (step is not None or (kind is not None and not steps(path))):  # a run may go on in such a folder
+        kind = kind or NATIVE
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
         if kind == HUGGING_FACE or number is None:
             return Place(kind, path, 0, path if kind == HUGGING_FACE else path.parent), []

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint import core_buffers, megatron_state, names, pickles
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
-from meshwright.checkpoint.megatron import Boxes, Parameter, Rank, Sizes, check_complete, check_shapes, lay_out
+from meshwright.checkpoint.megatron_ranks import Boxes, Parameter, Rank, Sizes, check_complete, check_shapes, lay_out
 from meshwright.checkpoint.sources import Mapped
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.parallel import shard
@@ -62,17 +62,12 @@ class Meaning(NamedTuple):
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
     """`heads`: for folders that do not say. Without `optimizer` its state is not looked at."""
-    folder = Path(folder)
     common = pickles.load(folder / "common.pt", trust=trust) if (folder / "common.pt").exists() else {}
     metadata = pickles.load(folder / ".metadata", trust=trust)
-    try:
-        tensors = stored(folder, metadata, trust, optimizer)
-        if optimizer and isinstance(common.get("optimizer"), dict):
-            common["optimizer"] = {**common["optimizer"], **beside_buffers(folder, metadata, trust)}
-        source = of_parts(folder, common, tensors, heads)
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"{folder}: not laid out as Megatron-Core's checkpoints: {error!r:.200}", BAD_DATA) from error
-    return source
+    tensors = stored(folder, metadata, trust, optimizer)
+    if optimizer and isinstance(common.get("optimizer"), dict):
+        common["optimizer"] = {**common["optimizer"], **beside_buffers(folder, metadata, trust)}
+    return of_parts(folder, common, tensors, heads)
 
 
 def of_parts(folder: Path, common: dict[str, Any], tensors: dict[str, Stored], heads: int | None) -> Mapped:
@@ -204,8 +199,7 @@ def add(found: dict[str, Parameter], kind: str, means: Meaning, tensor: Stored) 
     shape = tensor.shape[1:] if means.stacked else tensor.shape
     rows = shape[0] if means.half is not None else 0
     for layer in range(layers):
-        number = layer if means.stacked else means.name.layer
-        name = means.name.ours if number is None else f"h.{number}.{means.name.ours}"
+        name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
         whole = (2 * rows or shape[0], *shape[1:])
         p = found.setdefault(name, Parameter(name, means.name.ours, empty(whole)))
         for offset, view in tensor.boxes:
