@@ -119,6 +119,11 @@ def main(argv: list[str]) -> int:
         raise UserError(flags.listed(wrong))
     if len(c.conversion.paths) != 2 or c.conversion.to is None:
         raise UserError("two folders and --to are needed: meshwright convert SRC DST --to native|torch|huggingface")
+    targets = (c.conversion.target_tensor_parallel_size, c.conversion.target_pipeline_parallel_size)
+    if c.conversion.to != "torch" and targets != (1, 1):
+        raise UserError(
+            f"--to {c.conversion.to} has no ranks: --target-... sizes are for --to torch; any layout loads it"
+        )
     given = {name: v for name, v in flags.to_dict(c).items() if parsed.sources[name] != "default"}
     src, dst = map(Path, c.conversion.paths)
     source = loading.open_any(src, Means(c.checkpoint.verify, c.checkpoint.trust_pickle, c.model.num_attention_heads))
@@ -128,6 +133,7 @@ def main(argv: list[str]) -> int:
         notice(note)
     source, tokenizer = complete(source, given, c.tokenizer)
     if parsed.dry_run:
+        print(f"{source.folder} ({source.kind}) would become {dst} ({c.conversion.to}); nothing was written")
         return DONE
     began = time.perf_counter()
     tensors, size = convert(source, dst, c, tokenizer)
@@ -162,7 +168,7 @@ def complete(source: Source, given: Mapping[str, Any], t: Tokenizer) -> tuple[So
         wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}")
     if wrong:
         raise UserError(
-            "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *wrong]), BAD_DATA
+            "\n  ".join([f"these flags contradict {where} (what it says itself need not be said):", *wrong]), BAD_DATA
         )
     if size is None:
         raise UserError(
@@ -228,6 +234,8 @@ def convert(source: Source, dst: Path, c: ConvertConfig, tokenizer: tokenizers.T
 
 def write_step(source: Chosen, dst: Path, c: ConvertConfig, tokenizer: tokenizers.Tokenizer | None) -> None:
     """A step of ours, in our format or in Megatron's tree, by the protocol of every save."""
+    if dst.exists() and not dst.is_dir():
+        raise UserError(f"{dst} is there and no folder: give another one", LOCKED)
     held = [
         path.name for path in dst.glob("*") if path.name != ".lock" and path.suffix != ".tmp"
     ]  # of one that was killed

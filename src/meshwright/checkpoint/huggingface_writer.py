@@ -92,7 +92,8 @@ def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
 
 def refuse_full(folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} is there and not empty, and nothing is written over: give another folder", LOCKED)
+        what = "not empty" if folder.is_dir() else "no folder"
+        raise UserError(f"{folder} is there and {what}, and nothing is written over: give another one", LOCKED)
 
 
 def settings(source: Source) -> Model:

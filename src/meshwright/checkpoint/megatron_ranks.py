@@ -70,7 +70,7 @@ def check_complete(folder: Path, ranks: Sequence[Rank], layers: int) -> None:
     """Every rank of a stage the same names, every layer the same parts, and what no GPT is without."""
     by_stage: dict[int, list[str]] = {}
     for rank in ranks:
-        mine = [p.part + p.name for p in rank.parameters]
+        mine = [p.name for p in rank.parameters]
         differ = sorted(set(by_stage.setdefault(rank.pp, mine)) ^ set(mine))
         if differ:
             raise UserError(f"{rank.path}: {differ[0]} is not on all tensor ranks of this stage", BAD_DATA)
@@ -107,10 +107,14 @@ class Sizes:
         heads = args.get("num_attention_heads", heads)
         t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
         if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
+            width = projection[-1] * t
+            what = (
+                "does not say how many heads there are: give"
+                if heads is None
+                else f"has {width} columns for its heads, not a multiple of"
+            )
             raise UserError(
-                f"{first.path} does not say how many heads there are, or {heads} is no divisor of {projection[-1] * t}: "
-                "give --num-attention-heads",
-                BAD_DATA,
+                f"{first.path} {what} --num-attention-heads{'' if heads is None else f' {heads}'}", BAD_DATA
             )
         head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t
         return cls(

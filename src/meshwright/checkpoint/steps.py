@@ -72,7 +72,9 @@ def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list
         path = path.parent
     root, step = split_path(path)
     kind = kind_of(path)
-    if below is None and (step is not None or (kind is not None and not steps(path))):  # a run may go on in such a folder
+    if below is None and (
+        step is not None or (kind is not None and not steps(path))
+    ):  # a run may go on in such a folder
         kind = kind or NATIVE
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
         if kind == HUGGING_FACE or number is None:
