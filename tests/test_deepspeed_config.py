@@ -231,7 +231,6 @@ def test_contradictions(refusal, file, line, words):
         ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "not a power of two from -100 to 100"),
         ({"amp": {"enabled": True}}, '"amp" is not there: apex is not used'),
         ({"sparse_attention": {"mode": "fixed"}}, '"sparse_attention" is not there: attention is dense here'),
-        ({"checkpoint": {"load_universal": True}}, "--universal-checkpoint is not yet in this version; leave it out"),
         ([1], "not a table of settings"),
         ("{", "line 1, column 2: Expecting property name"),
         ('{\n  "a": 1,\n  // ours\n  "b": 2\n}', "line 3, column 3: Expecting property name enclosed in double quotes; "

@@ -6,6 +6,7 @@ ranges of skipped iterations, dropout, and ends of documents that mask, restart 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import meshwright.checkpoint.native
+import meshwright.checkpoint.loading
 import meshwright.precision
 import meshwright.resume
 from meshwright import config, flags
@@ -275,16 +276,21 @@ def forget_adams_time(monkeypatch):
 def forget_schedule(monkeypatch):
     load = meshwright.resume.State.accept
     monkeypatch.setattr(
-        "meshwright.resume.State.accept", lambda self, s, c: load(self, s | {"schedule_samples": 100}, c)
+        "meshwright.resume.State.accept",
+        lambda self, source: load(self, dataclasses.replace(source, state=source.state | {"schedule_samples": 100})),
     )
 
 
 def forget_moments(monkeypatch):
-    load = meshwright.checkpoint.native.load
-    monkeypatch.setattr(
-        "meshwright.checkpoint.native.load",
-        lambda root, want, **m: load(root, {n: w for n, w in want.items() if "/" not in n}, **m | {"optimizer": False}),
-    )
+    load = meshwright.checkpoint.loading.load
+
+    def weights_alone(path, want, **more):
+        def weights(source):
+            return {name: entry for name, entry in want(source).items() if "/" not in name}
+
+        return load(path, weights, **more | {"optimizer": False})
+
+    monkeypatch.setattr("meshwright.checkpoint.loading.load", weights_alone)
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
     file.write_text("seed = 'x'\nunheard_of = 1\n")
     monkeypatch.setenv("MESHWRIGHT_CLIP_GRAD", "much")
     argv = ["--config", str(file), "--num-layer", "2", "--lr", "fast", "--batch-size", "4", "--bert-load", "x",
-            "--hidden-size", "30", "--num-attention-heads", "4", "--async-save", "--mock-data"]  # fmt: skip
+            "--hidden-size", "30", "--num-attention-heads", "4", "--num-experts", "4", "--mock-data"]  # fmt: skip
     assert main(["train", *argv]) == USAGE
     err = capsys.readouterr().err
     for words in (
@@ -280,7 +280,7 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
         "--batch-size is no longer valid",
         "for BERT",
         "--hidden-size 30 is not a multiple",
-        "--async-save is not yet",
+        "--num-experts 4 is not yet",
         "--seq-length is needed",
     ):
         assert err.count(words) == 1, words
@@ -490,7 +490,7 @@ def test_commands_of_the_documents(cls, line, told):
 @pytest.mark.parametrize(
     ("cls", "line", "words"),
     [
-        (TrainConfig, "--universal-checkpoint --ckpt-format torch", "in this version"),
+        (TrainConfig, "--num-experts 4 --data-impl lazy", "in this version"),
     ],
 )
 def test_not_yet_names_the_flag(cls, line, words):

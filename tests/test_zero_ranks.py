@@ -29,6 +29,12 @@ few = pytest.mark.parametrize(
     [LAYOUTS[0], LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (LAYOUTS[1], LAYOUTS[3]))],
     **NAMES,
 )
+hybrid = pytest.mark.parametrize(
+    "sizes", [LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (*LAYOUTS[:2], LAYOUTS[3]))], **NAMES
+)
+hybrid = pytest.mark.parametrize(
+    "sizes", [LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (*LAYOUTS[:2], LAYOUTS[3]))], **NAMES
+)
 STEPS = 4
 
 # The parameters that a micro-batch's loss does not depend on: the first and the last of a layer that the backward pass
@@ -238,7 +244,7 @@ def test_parameters_that_some_losses_do_not_depend_on(sizes, unused):
     on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
 
 
-@few
+@hybrid
 @pytest.mark.parametrize("rule", ["sgd", "muon"])
 def test_other_rules_equal_one_process(sizes, rule):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED)
@@ -280,7 +286,7 @@ def check_low(layout, micro, dtype):
         assert apart < 0.1 * moved, (apart, moved)
 
 
-@few
+@hybrid
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision(sizes, micro, dtype):
@@ -392,7 +398,7 @@ def check_taken_over(layout):
         hand_over(everything(taken[0][1]), taken[1][1])  # from stage to stage
 
 
-@few
+@hybrid
 def test_a_state_is_taken_over(sizes):
     on_ranks(check_taken_over, sizes)
 

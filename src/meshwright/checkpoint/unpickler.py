@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.device import NVIDIA
+
 if TYPE_CHECKING:
     import torch
 
@@ -307,7 +309,7 @@ class Machine:
         if module == "torch" and name in DTYPES and hasattr(torch, name):
             return getattr(torch, name)
         kind, storage, _ = name.partition("Storage")
-        if module in ("torch", "torch.cuda", "torch.storage") and storage and kind in STORAGES:
+        if module in ("torch", f"torch.{NVIDIA}", "torch.storage") and storage and kind in STORAGES:
             return getattr(torch, STORAGES[kind])
         ours = FUNCTIONS.get(full)
         if ours is not None:
