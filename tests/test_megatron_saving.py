@@ -142,6 +142,13 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *run, "--save-overwrite"]) == 73  # it is there: told before the first step
     assert "hf" in capsys.readouterr().err
     assert main(["train", *TINY_FLAGS, "--save-hf", str(tmp_path / "b")]) == 2
+    trained = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "g"), "--skip-train"]
+    assert main(["train", *TINY_FLAGS, *trained, "--save-hf", str(tmp_path / "h")]) == 2
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "hf"), "--full"]) == 0 and "no checksums" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "hf"), "--step", "3"]) == 65
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", str(tmp_path / "hf"), str(tmp_path / "run"), "--tensors"])
     flags = ["--save", str(tmp_path / "c"), "--save-hf", str(tmp_path / "d"), "--squared-relu"]
     assert main(["train", *TINY_FLAGS, *flags]) == 2 and "squared-relu" in capsys.readouterr().err
     assert not (tmp_path / "c").exists() or not steps.steps(tmp_path / "c")

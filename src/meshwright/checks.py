@@ -85,6 +85,8 @@ def training_problems(c: TrainConfig, data: bool) -> list[str]:
         )
     if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
         out.append(f"--save-hf and --save are the same folder, {k.save}: a Hugging Face folder is a thing of its own")
+    if k.save_hf and t.skip_train:
+        out.append("--save-hf is written at the end of a training, and --skip-train has none: use meshwright convert")
     if k.save_hf and not k.save:
         out.append("--save-hf without --save: the folder is made from the last checkpoint")
     if k.use_checkpoint_args and not k.load:

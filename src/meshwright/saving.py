@@ -55,8 +55,12 @@ class Saver:
         if step == self.kept:
             for line in native.lines_of_save(folder, step):
                 say(line)
-            self.team.lead(lambda: store.write_tracker(folder, step))
-            self.team.lead(lambda: self.tidy(step, best))
+
+            def again() -> None:
+                store.write_tracker(folder, step)
+                self.tidy(step, best)
+
+            self.team.lead(again)
             return None
         # The state has lists that the run goes on to append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
@@ -136,7 +140,9 @@ class Saver:
     def export(self, tokenizer: Tokenizer | None) -> None:
         """--save-hf, from what was saved last."""
         c = self.config.checkpoint
-        if c.save_hf and c.save and self.kept is not None and self.team.leads:
+        if c.save_hf and self.kept is None:
+            say(" > --save-hf: nothing was trained or saved, so nothing is written")
+        elif c.save_hf and c.save and self.kept is not None and self.team.leads:
             from meshwright.checkpoint import huggingface_writer
 
             source = loading.open_any(steps.step_folder(c.save, self.kept))

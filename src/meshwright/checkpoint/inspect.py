@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     means = Means("full" if args.full else "read", args.trust_pickle, args.num_attention_heads)
     if args.other is not None:
+        if args.step is not None or args.tensors or args.boxes:
+            parser.error("--step, --tensors and --boxes are for one checkpoint; of two steps give the folders")
         sources = [opened(Path(path), means) for path in (args.dir, args.other)]
         lines = list(differences(*sources))
         print("\n".join(lines or ["the two hold the same"]))
@@ -54,13 +56,20 @@ def main(argv: list[str]) -> int:
     if there and args.step is not None:
         few = ", ".join(map(str, there)) if len(there) < 10 else f"{len(there)}, from {there[0]} to {there[-1]}"
         raise UserError(f"no step {step} in {root}; there {'is' if len(there) == 1 else 'are'} {few}", BAD_DATA)
-    source = opened(Path(args.dir), means)
+    path = Path(args.dir) if args.step is None else steps.step_folder(root, args.step)
+    if not path.exists():
+        raise UserError(f"there is no {path}: name another program's step by its folder", BAD_DATA)
+    print("\n".join(of_another_program(opened(path, means), args.full, args.tensors or args.boxes, args.boxes)))
+    return DONE
+
+
+def of_another_program(source: Source, full: bool, tensors: bool, boxes: bool) -> list[str]:
     held = "weights and optimizer state" if source.has_optimizer else "weights"
     layout = f", {source.layout}" if source.layout else ""
     lines = [f"{source.folder}", f"  {source.kind} checkpoint{layout}: {held}", summary(source)]
     lines += [f"    {note.strip()}" for note in source.notes]
-    print("\n".join(lines + details(source, args.tensors or args.boxes, args.boxes)))
-    return DONE
+    lines += ["    --full: it has no checksums, so its bytes cannot be verified"] if full else []
+    return lines + details(source, tensors, boxes)
 
 
 def opened(path: Path, means: Means) -> Source:
