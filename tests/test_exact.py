@@ -288,7 +288,7 @@ def forget_moments(monkeypatch):
         def weights(source):
             return {name: entry for name, entry in want(source).items() if "/" not in name}
 
-        return load(path, weights, **more | {"optimizer": False})
+        return load(path, weights, **more | {"means": more["means"]._replace(optimizer=False)})
 
     monkeypatch.setattr("meshwright.checkpoint.loading.load", weights_alone)
 

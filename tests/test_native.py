@@ -203,8 +203,8 @@ def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, mon
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     flip(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
     want = {name: entry for name, entry in blank(named).items() if "/" not in name}
-    assert loading.load(tmp_path, want, optimizer=False) and same(want, named)
-    assert path.name in error_of(lambda: loading.load(tmp_path, want, optimizer=False, means=Means("full")))
+    assert loading.load(tmp_path, want, means=Means(optimizer=False)) and same(want, named)
+    assert path.name in error_of(lambda: loading.load(tmp_path, want, means=Means("full", optimizer=False)))
     assert path.name in error_of(lambda: loading.load(tmp_path, blank(named)))
     assert path.name in error_of(lambda: loading.load(steps.step_folder(tmp_path, 1), blank(named)))
 
@@ -221,7 +221,7 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
     assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
     assert not want["wte.weight"].tensor.any()  # told before anything was touched
-    message = error_of(lambda: loading.load(tmp_path, want, optimizer=False))
+    message = error_of(lambda: loading.load(tmp_path, want, means=Means(optimizer=False)))
     assert "ln_f.bias/exp_avg" not in message
 
 

@@ -68,14 +68,12 @@ class State:
         """Go on from --load; False if there is no checkpoint and none is needed."""
         c = self.config.checkpoint
         assert c.load
-        with_optimizer = not (c.finetune or c.no_load_optim)
+        how = means(self.config)
 
         def want(source: Source) -> Named:
-            return self.net.store.named_state(with_optimizer and bool(source.state))
+            return self.net.store.named_state(how.optimizer and bool(source.state))
 
-        loaded = loading.load(
-            c.load, want, means=means(self.config), optimizer=with_optimizer, accept=self.accept, team=self.team
-        )
+        loaded = loading.load(c.load, want, means=how, accept=self.accept, team=self.team)
         needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune,
                  "--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}  # fmt: skip
         if loaded is None and any(needs.values()):

@@ -105,28 +105,26 @@ def load(
     want: Named | Callable[[Source], Named],
     *,
     means: Means = PLAIN,
-    optimizer: bool = True,
     accept: Accept = lambda source: source,
     team: Team = ALONE,
 ) -> Loaded | None:
     """Fill the wanted tensors from what the path means; None if there is no checkpoint at all.
 
-    A step of ours found damaged on the way is said aloud and the next older one is loaded. Without `optimizer` its tensors
+    A step of ours found damaged on the way is said aloud and the next older one is loaded. Without means.optimizer its tensors
     (`name/exp_avg` …) may stay unread. `accept` sees the source before any tensor is read, and refuses it or returns what is
     to be read.
     """
-
     path = Path(path)
     place, notes = by_leader(path, lambda: steps.find(path), team)
     while True:
         for note in notes:
             say(note)
         if place is None:
-            say(f"WARNING: could not find the metadata file {Path(path) / steps.TRACKER}")
+            say(f"WARNING: could not find the metadata file {path / steps.TRACKER}")
             say("    will not load any checkpoints and will start from random")
             return None
         try:
-            return load_place(place, want, means, optimizer, accept, team)
+            return load_place(place, want, means, accept, team)
         except Damaged as damage:
             place, notes = by_leader(path, functools.partial(older, path, place, damage), team)
 
@@ -149,7 +147,7 @@ def by_leader(
 
 
 def load_place(
-    place: Place, want: Named | Callable[[Source], Named], means: Means, optimizer: bool, accept: Accept, team: Team
+    place: Place, want: Named | Callable[[Source], Named], means: Means, accept: Accept, team: Team
 ) -> Loaded:
     release = " release" if place.folder.name == "release" else ""
     at = "" if release else f" at iteration {place.step}"
@@ -175,7 +173,7 @@ def load_place(
     source = opened[1]
     mine = want(source) if callable(want) else want
     asked = native.merged(team.all(lambda: native.index_of(mine, [], "", 0)))
-    check_names(place.folder, source.tensors, asked, optimizer and bool(source.state))
+    check_names(place.folder, source.tensors, asked, means.optimizer and bool(source.state))
     for note in conversions(source.tensors, asked):
         say(note)
     team.all(lambda: source.fill(mine))

@@ -149,7 +149,7 @@ def load(
             out[name] = native.whole(p[:rows])
         return out
 
-    if loading.load(folder, want, means=means(given), optimizer=False, accept=accept) is None:
+    if loading.load(folder, want, means=means(given), accept=accept) is None:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
     found, model = looked[-1]
     length = given.get("seq_length") or found.config.data.seq_length or found.positions
