@@ -7,6 +7,7 @@ checksums.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -131,6 +132,7 @@ class Reader:
         self.path, self.file, self.last = path, file, {} if last is None else last
         self.ahead = deque(index for index in ahead if (path, index) not in self.last)
         self.ready: dict[int, Future[bytearray]] = {}
+        self.spare: list[bytearray] = []  # fresh memory costs more than what is read into it
         check_size(path, file)
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -146,15 +148,15 @@ class Reader:
         os.close(self.fd)
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes begin to end, verified, in memory of our own."""
+        """Bytes begin to end, verified; theirs until more is read. Within one chunk they are not copied."""
         first, last = begin // CHUNK, (end - 1) // CHUNK
         if first == last:
             return memoryview(self.chunk(first))[begin - first * CHUNK : end - first * CHUNK]
-        joined = bytearray(end - begin)
+        joined = memoryview(bytearray(end - begin))
         for index in range(first, last + 1):
             low, high = max(begin, index * CHUNK), min(end, (index + 1) * CHUNK)
             joined[low - begin : high - begin] = memoryview(self.chunk(index))[low % CHUNK : high - index * CHUNK]
-        return memoryview(joined)
+        return joined
 
     def chunk(self, index: int) -> bytearray:
         if (self.path, index) in self.last:
@@ -164,15 +166,21 @@ class Reader:
         while self.ahead and len(self.ready) < AHEAD:
             coming = self.ahead.popleft()
             self.ready[coming] = self.pool.submit(self._read_chunk, coming)
-        waiting = self.ready.get(index)
+        waiting = self.ready.pop(index, None)
         data = waiting.result() if waiting else self._read_chunk(index)
+        self.spare += (old for old in self.last.values() if len(old) == CHUNK)
         self.last.clear()
         self.last[self.path, index] = data
         return data
 
+    def _memory(self, size: int) -> bytearray:
+        with contextlib.suppress(IndexError):  # other threads take from it too
+            return self.spare.pop() if size == CHUNK else bytearray(size)
+        return bytearray(size)
+
     def _read_chunk(self, index: int) -> bytearray:
         begin = index * CHUNK
-        data = bytearray(min(CHUNK, self.file.size - begin))
+        data = self._memory(min(CHUNK, self.file.size - begin))
         got = 0
         try:
             while got < len(data):

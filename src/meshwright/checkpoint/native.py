@@ -3,7 +3,7 @@
 What is saved is `{name: (global shape, boxes, tensor)}`: the tensor is contiguous and holds one or more boxes of the
 global one, each box's elements in row order, one box after the other. A whole parameter is one box; a slice of a flat
 buffer is at most three. Loading takes the same structure and fills its tensors, by intersecting boxes, reading only
-what is wanted, at most 16 MiB of a tensor at a time.
+what is wanted, chunk by chunk.
 
 On many ranks all call `save` and `load` together, each with what it holds or wants. The boxes saved must cover every
 tensor exactly once: of copies one rank gives the boxes, and the others none.
@@ -345,16 +345,20 @@ def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manife
 
 
 def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
-    """The box of a copy cut, along its outermost dimension first, until each piece's bytes fit in memory."""
+    """The box of a copy cut where the file's chunks end, so that what is read of one chunk need not be joined to another."""
     waiting = [(copy.low, copy.high)]
     while waiting:
         low, high = waiting.pop()
         begin, end = enclosing(copy.stored, copy.dtype, low, high)
-        if end - begin <= PART:
+        border = (begin // manifests.CHUNK + 1) * manifests.CHUNK
+        d = next((d for d in range(len(low)) if high[d] - low[d] > 1), None)
+        if end <= border or d is None:
             yield low, high
             continue
-        d = next(d for d in range(len(low)) if high[d] - low[d] > 1)
-        middle = (low[d] + high[d]) // 2
+        row = strides(copy.stored.box.size)[d] * SIZES[copy.dtype]
+        # Rows of which not all lie before the border are cut along the next dimension, all but the first of them later.
+        before = (border - begin) // row
+        middle = low[d] + min(max(before, 1), high[d] - low[d] - 1)
         waiting.append((low[:d] + (middle,) + low[d + 1 :], high))
         waiting.append((low, high[:d] + (middle,) + high[d + 1 :]))
 
