@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright import __main__ as cli
 from meshwright import tokenizers
 from meshwright.checkpoint import huggingface, huggingface_writer, native
 from meshwright.checkpoint.huggingface_writer import write
-from meshwright.config import Model
+from meshwright.config import Model, Tokenizer
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
@@ -373,6 +374,31 @@ def test_tokenizer_of_two_files(vocabulary, tmp_path):
     check_tokenizer(tmp_path / "out", tokenizer)
     write(huggingface.open(tmp_path / "out"), tmp_path / "again", tokenizer=tokenizers.HuggingFace(tmp_path / "out"))
     check_tokenizer(tmp_path / "again", tokenizer)
+
+
+def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
+    """generate and train need no flags for it, and one that is named goes before it."""
+    tokenizer = tokenizers.GPT2BPE(vocabulary / "vocab.json", vocabulary / "merges.txt")
+    write_with(tokenizer, tmp_path / "out")
+    load = ["--load", str(tmp_path / "out")]
+    said = ["--prompt", "the cat", "--greedy", "--out-seq-length", "3"]
+    assert cli.main(["generate", *load, *said]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("the cat") and len(text) > len("the cat\n")
+    assert cli.main(["generate", *load, *said, "--vocab-file", "nosuch", "--merge-file", "nosuch"]) != 0
+    assert "nosuch" in capsys.readouterr().err
+    more = "--mock-data --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0"
+    assert cli.main(["train", *load, "--save", str(tmp_path / "run"), "--device", "cpu", *more.split()]) == 0
+    assert tokenizers.build(Tokenizer(), tmp_path / "run" / "tokenizer").encode(TEXT) == tokenizer.encode(TEXT)
+    file = tmp_path / "out" / "tokenizer.json"
+    told = json.loads(file.read_text())
+    assert type(tokenizers.build(Tokenizer(), tmp_path / "out")) is tokenizers.GPT2BPE
+    for other in ({"pre_tokenizer": None}, {"normalizer": {"type": "NFC"}}):  # as Qwen's, which has the two files too
+        file.write_text(json.dumps(told | other))
+        assert type(tokenizers.build(Tokenizer(), tmp_path / "out")) is tokenizers.HuggingFace
+    file.unlink()
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"vocab.json", "merges.txt"}
+    assert cli.main(["generate", *load, *said]) == 0 and capsys.readouterr().out.endswith(text)
 
 
 def check_tokenizer(folder, tokenizer):

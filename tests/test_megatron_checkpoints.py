@@ -19,6 +19,7 @@ from meshwright.checkpoint.sources import Mapped, Piece, Source
 from meshwright.checkpoint.steps import MEGATRON, Place
 from meshwright.config import Model
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.lr_schedule import Schedule
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
 
@@ -650,6 +651,12 @@ def test_nor_are_those_in_our_own_format(tmp_path: Path) -> None:
     native.save(tmp_path, 7, named, STATE | {"optimizer_steps": "6"})
     with pytest.raises(UserError, match=r"state.json: not what a run saves: optimizer_steps"):
         native.open_step(tmp_path / "iter_0000007", 7)
+    curve = dataclasses.asdict(Schedule(1e-3, 0.0, 0, 80, "WSD", 0.1, 0.1, 80, "constant", wsd_samples=8))
+    native.save(tmp_path, 8, named, STATE | {"schedule": curve})
+    native.open_step(tmp_path / "iter_0000008", 8)
+    native.save(tmp_path, 9, named, STATE | {"schedule": curve | {"wsd_samples": 0}})
+    with pytest.raises(UserError, match=r"not what a run saves: schedule \(.*division by zero"):
+        native.open_step(tmp_path / "iter_0000009", 9)
 
 
 @pytest.mark.parametrize("more", [["--dtype=bfloat16"], []])

@@ -191,19 +191,14 @@ def find_tokenizer(source: Source, t: Tokenizer) -> tokenizers.Tokenizer | None:
     root = source.root or source.folder
     if t.vocab_file or t.merge_file or t.tokenizer_model:
         return tokenizers.build(t)
-    if (root / "tokenizer" / "meta.json").is_file():
-        return tokenizers.build(dataclasses.replace(t, vocab_size=None), root / "tokenizer")
-    if source.kind == HUGGING_FACE:
-        return theirs(source.folder)
-    return tokenizers.build(t) if t.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else None
-
-
-def theirs(folder: Path) -> tokenizers.Tokenizer | None:
+    kept = tokenizers.kept_by(root)
+    if kept is None:
+        return tokenizers.build(t) if t.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else None
     try:
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            return tokenizers.GPT2BPE(folder / "vocab.json", folder / "merges.txt")
-        return tokenizers.HuggingFace(folder) if (folder / "tokenizer.json").is_file() else None
+        return tokenizers.build(dataclasses.replace(t, vocab_size=None), kept)
     except UserError as error:
+        if kept != root:
+            raise
         notice(f"its tokenizer is left out: {error}")
         return None
 

@@ -102,7 +102,7 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     t, m = config.tokenizer, config.model
     bare = t.vocab_size is not None and not (t.vocab_file or t.merge_file or t.tokenizer_model)
     loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
-    kept = next((f / "tokenizer" for f in (folder, loaded) if f is not None and (f / "tokenizer").is_dir()), None)
+    kept = tokenizers.kept_by(folder, loaded)
     if (
         bare
         and t.tokenizer_type != "ByteTokenizer"
@@ -193,7 +193,7 @@ def dry_run(config: TrainConfig) -> int:
         print("data: random ids (--mock-data)")
     v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(where) if where else None
-    kept = folder is not None and (folder / "tokenizer").is_dir()
+    kept = tokenizers.kept_by(folder) is not None
     if v.tokenizer_type == "GPT2BPETokenizer" and not (v.vocab_file or v.merge_file or v.vocab_size or kept):
         vocab = 50257
         later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")

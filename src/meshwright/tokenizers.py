@@ -32,6 +32,7 @@ EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]"
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 LONG_SPACE = 500_000  # characters
 HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer")
+BESIDE_WEIGHTS = (("vocab.json", "merges.txt"), ("tokenizer.json",))  # in a folder of Hugging Face
 
 
 class Tokenizer(Protocol):
@@ -253,10 +254,23 @@ def build(t: config.Tokenizer, folder: Path | None = None) -> Tokenizer:
     return tokenizer
 
 
+def kept_by(*folders: Path | None) -> Path | None:
+    """What `build` can take beside a checkpoint: tokenizer/ of a run, or a folder of Hugging Face itself."""
+    for folder in folders:
+        if folder is not None and (folder / "tokenizer").is_dir():
+            return folder / "tokenizer"
+        if folder is not None and any(all((folder / name).is_file() for name in names) for names in BESIDE_WEIGHTS):
+            return folder
+    return None
+
+
 def _build(t: config.Tokenizer, folder: Path | None) -> Tokenizer:
     files_given = t.vocab_file or t.merge_file or t.tokenizer_model
-    if folder is not None and not files_given and (folder / "meta.json").is_file():
-        return _build_saved(t, folder)
+    if folder is not None and not files_given:
+        if (folder / "meta.json").is_file():
+            return _build_saved(t, folder)
+        if t.tokenizer_type in ("GPT2BPETokenizer", *HUGGING_FACE) and kept_by(folder) == folder:
+            return GPT2BPE(folder / "vocab.json", folder / "merges.txt") if is_gpt2(folder) else HuggingFace(folder)
     if t.tokenizer_type == "GPT2BPETokenizer":
         if t.tokenizer_model and not (t.vocab_file or t.merge_file):
             raise UserError(
@@ -281,6 +295,24 @@ def _build(t: config.Tokenizer, folder: Path | None) -> Tokenizer:
             raise UserError("NullTokenizer needs --vocab-size: how many ids there are")
         return Null(t.vocab_size)
     raise UserError(f"--tokenizer-type {t.tokenizer_type}: not yet")
+
+
+def is_gpt2(folder: Path) -> bool:
+    """Whether a folder of Hugging Face holds GPT-2's two files and splits a text as GPT-2 does, which these do not tell."""
+    if not all((folder / name).is_file() for name in BESIDE_WEIGHTS[0]):
+        return False
+    if not (folder / "tokenizer.json").is_file():
+        return True
+    try:
+        told = json.loads(_read(folder / "tokenizer.json"))
+        words = {token["content"] for token in told.get("added_tokens", [])}
+        split = told["pre_tokenizer"]
+        return bool(
+            (split["type"], split["add_prefix_space"], split.get("use_regex", True)) == ("ByteLevel", False, True)
+            and told.get("normalizer") is None and words <= {END_OF_TEXT}
+        )  # fmt: skip
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return False
 
 
 def _build_saved(t: config.Tokenizer, folder: Path) -> Tokenizer:

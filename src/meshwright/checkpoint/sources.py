@@ -210,6 +210,13 @@ def check_state(state: Any, where: object) -> None:
         wrong.append("schedule")
     elif missing := [n for n in kinds if "schedule" in state and n not in curve and not hasattr(Schedule, n)]:
         wrong.append(f"schedule (no {missing[0]})")
+    elif curve:
+        try:
+            told = Schedule(**curve)
+            for samples in (0, told.decay, told.wd_samples):
+                told.lr(samples), told.wd(samples)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            wrong.append(f"schedule ({error})")
     if wrong:
         raise UserError(f"{where}: not what a run saves: {', '.join(wrong)}", BAD_DATA)
 

@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
 def write(c: GenerateConfig, run: engine.Run, lines: list[str], output: str) -> None:
     """The text, in the mode that the flags ask for."""
     from meshwright.generate import chat, engine, sampling
+    from meshwright.tokenizers import Null
 
     s = c.sampling
     eod = run.tokenizer.eod
@@ -100,7 +101,7 @@ def write(c: GenerateConfig, run: engine.Run, lines: list[str], output: str) -> 
             raise UserError(
                 f"--prompt has {len(ids)} tokens, the model reads {run.length}: nothing could follow", USAGE
             )
-        print(prompt, end="")
+        print(prompt, end=" " if run.tokenizer.name == Null.name else "")
         for text in chat.pieces(run.tokenizer, one(ids, 0)):
             print(text, end="", flush=True)
         print()

@@ -116,11 +116,11 @@ def contradictions(given: Mapping[str, Any], saved: Model, positions: int) -> li
 
 def find_tokenizer(t: TokenizerFlags, folders: list[Path], size: int) -> Tokenizer:
     """The flags' vocabulary if they name files, else the run's own."""
-    kept = next((f / "tokenizer" for f in folders if (f / "tokenizer" / "meta.json").is_file()), None)
+    kept = tokenizers.kept_by(*folders)
     files = t.vocab_file or t.merge_file or t.tokenizer_model
     if kept is None and not files and t.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
         raise UserError(
-            f"{folders[0]} holds no tokenizer/ folder, so the vocabulary must be named: --vocab-file and --merge-file, "
+            f"{folders[0]} holds no vocabulary, so it must be named: --vocab-file and --merge-file, "
             f"--tokenizer-model, or, for a model of bare ids, --tokenizer-type NullTokenizer --vocab-size {size - 1}"
         )
     return tokenizers.build(t, kept)
