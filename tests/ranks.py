@@ -6,6 +6,7 @@ fresh interpreter, and no rank inherits threads from the test process (a plain f
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -31,6 +32,7 @@ def run_ranks(body: Callable[..., None], world: int, *args: Any) -> None:
 
 
 def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tuple[Any, ...]) -> None:
+    faulthandler.enable()  # a rank that dies says where it was
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     dist.barrier()  # every rank is connected before any body can fail
