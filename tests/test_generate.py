@@ -429,7 +429,35 @@ def test_missing_tokenizer(generate, run, tmp_path):
         f"{DOG}\n"
     )
     status, _, err = generate("--tokenizer-type=NullTokenizer", "--vocab-size=9", load=tmp_path / "run")
-    assert status == 65 and "the vocabulary has 10 ids, the checkpoint 257" in err
+    assert status == 65 and "the vocabulary has 10 ids" in err and "end of documents, the checkpoint 257" in err
+
+
+def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
+    """The same ids would be other words."""
+    tokenizers.train_bpe([" ".join(SENTENCES)] * 3, 270, tmp_path)
+    named = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
+    shutil.copytree(run, tmp_path / "run")
+    tokenizers.save(
+        tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt"), tmp_path / "run" / "tokenizer"
+    )
+    vocab = json.loads((tmp_path / "vocab.json").read_text())
+    a, b = list(vocab)[:2]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {a: vocab[b], b: vocab[a]}))
+    status, _, err = generate("--prompt", "a", *named, load=tmp_path / "run")
+    assert status == 65 and "the same ids would mean other text" in err
+
+
+def test_what_is_not_there_is_said_in_one_line(generate, tmp_path):
+    status, out, err = generate("--prompt", "a", load=tmp_path / "none")
+    assert (status, out) == (65, "") and err.strip().split("\n") == [
+        f"meshwright generate: error: no checkpoint in {tmp_path / 'none'}"
+    ]
+
+
+def test_where_the_model_ends_is_said(generate):
+    _, _, err = generate("--greedy", "--prompt", "a d", "--out-seq-length", "999", "--seq-length", "8")
+    assert "the text ends where the model does, after 8 tokens" in err
+    assert "ends" not in generate("--greedy", "--prompt", "a d", "--out-seq-length", "2")[2]
 
 
 def test_damaged_checkpoint(generate, run, tmp_path):

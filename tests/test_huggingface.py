@@ -387,8 +387,26 @@ def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
     assert text.startswith("the cat") and len(text) > len("the cat\n")
     assert cli.main(["generate", *load, *said, "--vocab-file", "nosuch", "--merge-file", "nosuch"]) != 0
     assert "nosuch" in capsys.readouterr().err
-    more = "--mock-data --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0"
-    assert cli.main(["train", *load, "--save", str(tmp_path / "run"), "--device", "cpu", *more.split()]) == 0
+    more = [
+        "--mock-data",
+        "--micro-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-3",
+        "--eval-iters",
+        "0",
+        "--num-workers",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    assert cli.main(["train", *load, *more, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert f"(vocabulary {tokenizer.size} padded to 384)" in told and f"one step: {LENGTH} tokens" in told
+    assert "before it can start" not in told
+    assert cli.main(["train", *load, "--save", str(tmp_path / "run"), *more]) == 0
     assert tokenizers.build(Tokenizer(), tmp_path / "run" / "tokenizer").encode(TEXT) == tokenizer.encode(TEXT)
     file = tmp_path / "out" / "tokenizer.json"
     told = json.loads(file.read_text())

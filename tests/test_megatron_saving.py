@@ -124,7 +124,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.Cap
     for more, status, words in [
         ([], 65, "add --no-load-optim or --finetune"),
         (["--no-load-optim"], 0, ""),
-        (["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], 65, "one is needed"),
+        (["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], 65, "no such folder, and"),
         (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "a")], 73, "not empty"),
         (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "b")], 2, "the same folder"),
     ]:
@@ -141,6 +141,23 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *early]) == 0 and "meshwright convert" in capsys.readouterr().out
     assert main(["train", *run, "--save-overwrite"]) == 73  # it is there: told before the first step
     assert "hf" in capsys.readouterr().err
+    # A run that goes on takes its own export's place, but not if somebody has changed that.
+    load, longer = ["--load", str(tmp_path / "run")], ["--train-iters", "7", "--override-opt_param-scheduler"]
+    before = (tmp_path / "hf/model.safetensors").read_bytes()
+    assert main(["train", *run, *load]) == 0 and (tmp_path / "hf/model.safetensors").read_bytes() == before
+    assert main(["train", *run, *load, *longer]) == 0 and (tmp_path / "hf/model.safetensors").read_bytes() != before
+    assert not list(tmp_path.glob(".hf*"))
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    newest, weights = steps.step_folder(tmp_path / "run", 7), 2 * 12 + 4
+    assert capsys.readouterr().out.split("\n") == [
+        f"optimizer state: only in {newest}", f"{weights} of {weights} weights are equal", ""
+    ]  # fmt: skip
+    assert main(["inspect", str(tmp_path / "run/iter_0000006"), str(tmp_path / "hf")]) == 0
+    told = capsys.readouterr().out
+    assert "wte.weight: " in told and "numbers differ, by at most" in told and f"of {weights} weights are equal" in told
+    (tmp_path / "hf/README.md").write_text("mine")
+    assert main(["train", *run, *load, *longer]) == 73 and "has been changed" in capsys.readouterr().err
     assert main(["train", *TINY_FLAGS, "--save-hf", str(tmp_path / "b")]) == 2
     trained = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "g"), "--skip-train"]
     assert main(["train", *TINY_FLAGS, *trained, "--save-hf", str(tmp_path / "h")]) == 2

@@ -145,10 +145,7 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
 def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     with heard() as (said, _):
         assert loading.load(tmp_path, {}) is None
-    assert said == [
-        f"WARNING: could not find the metadata file {tmp_path}/latest_checkpointed_iteration.txt",
-        "    will not load any checkpoints and will start from random",
-    ]
+    assert said == []  # who wanted it tells what that means
     named = model()
     native.save(tmp_path, 5000, named, state(5000))
     assert native.lines_of_save(tmp_path, 5000) == (

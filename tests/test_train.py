@@ -240,7 +240,10 @@ def test_half_an_environment_is_refused(monkeypatch, capsys):
 
 def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
     status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"])
-    assert status == 65 and "no checkpoint there" in capsys.readouterr().err
+    assert status == 65 and "no such folder, and --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
+    assert main(["train", "--load", str(tmp_path / "none"), "--mock-data", "--hidden-size=8"]) == 65  # which might know
+    assert "no checkpoint there, and without --num-layers, --num-attention-heads it needs" in capsys.readouterr().err
 
 
 def test_contradicting_architecture_is_refused(tmp_path, capsys):

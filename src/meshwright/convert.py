@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright import checks, flags, tokenizers
-from meshwright.checkpoint import huggingface_writer, loading, native, store
+from meshwright.checkpoint import huggingface_writer, loading, native, steps, store
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.manifests import Damaged
 from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.checkpoint.store import Produce
@@ -136,13 +137,25 @@ def main(argv: list[str]) -> int:
         print(f"{source.folder} ({source.kind}) would become {dst} ({c.conversion.to}); nothing was written")
         return DONE
     began = time.perf_counter()
-    tensors, size = convert(source, dst, c, tokenizer)
+    try:
+        tensors, size = convert(source, dst, c, tokenizer)
+    except Damaged as damage:
+        raise Damaged(f"{damage}{older(src, source)}") from damage
     took = time.perf_counter() - began
     say(
         f"{source.folder} ({source.kind}) -> {dst} ({c.conversion.to}): {tensors:,} tensors, {size:,} bytes in {took:.1f} s, "
         f"{size / max(took, 1e-9) / 1e6:,.0f} MB/s"
     )
     return DONE
+
+
+def older(src: Path, source: Source) -> str:
+    """What could be converted instead: not without being asked to, for it is another training's length."""
+    place = None
+    if source.folder.resolve() != src.resolve():
+        with contextlib.suppress(UserError):
+            place, _ = steps.find(src, below=source.step)
+    return f"; {place.folder} is older and looks whole: give that path" if place else ""
 
 
 # What is known of the source

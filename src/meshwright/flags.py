@@ -157,7 +157,11 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
     metavar = "DIR" if positional == "load" else positional.rstrip("s").upper() if positional else ""
     bare = f"[{metavar}{' ...' if many else ''}] " if positional else ""
     usage = f"{prog} {bare}[flags]"  # all of them are listed below it
-    parser = _Parser(prog, usage, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS)
+    more = "The other flags of a training are taken too, for documents pass them; one without effect is told."
+    parser = _Parser(
+        prog, usage, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS,
+        epilog=more if hasattr(cls, "USES") else None,
+    )  # fmt: skip
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e-3 is a number too
     if positional:
         what = "folder of a run" if positional == "load" else known[positional][1].metadata["help"]
@@ -174,12 +178,14 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
         "--print-config", action="store_true", help="print the resolved file with the source of each value"
     )
     control.add_argument("--dry-run", action="store_true", help="check everything, build nothing, write nothing")
+    used = getattr(cls, "USES", known)
     for group_name, group in groups(cls).items():
-        section = parser.add_argument_group(
-            group_name.capitalize().replace("_", " "), (group.__doc__ or "").splitlines()[0]
-        )
+        section: Any = parser  # of flags that are taken and not shown
+        if any(f.name in used for f in dataclasses.fields(group)):
+            title = group_name.capitalize().replace("_", " ")
+            section = parser.add_argument_group(title, (group.__doc__ or "").splitlines()[0])
         for f in dataclasses.fields(group):
-            _add(section, f, known[f.name][2])
+            _add(section, f, known[f.name][2], shown=f.name in used)
     for name, (count, _) in NO_EFFECT.items():
         if name in parser._option_string_actions:  # this command has a use for it
             continue
@@ -188,7 +194,7 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
     return parser
 
 
-def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
+def _add(section: Any, f: dataclasses.Field[Any], kind: Any, shown: bool) -> None:
     """The argparse entries of one field."""
     default = default_of(f)
     text = f.metadata["help"] + (f" (default: {default})" if default not in (None, [], False) else "")
@@ -200,16 +206,17 @@ def _add(section: Any, f: dataclasses.Field[Any], kind: Any) -> None:
         on = [name, *(a for a in aliases if a not in off)]
         if not f.name.startswith("no_"):
             off.insert(0, "--no-" + name[2:])
-        shown = {
-            True: text if default is False else argparse.SUPPRESS,
-            False: "switch off: " + text if default else argparse.SUPPRESS,
+        helps = {
+            True: text if shown and default is False else argparse.SUPPRESS,
+            False: "switch off: " + text if shown and default else argparse.SUPPRESS,
         }
-        section.add_argument(*on, dest=f.name, action="store_const", const=True, help=shown[True])
+        section.add_argument(*on, dest=f.name, action="store_const", const=True, help=helps[True])
         if off:
-            section.add_argument(*off, dest=f.name, action="store_const", const=False, help=shown[False])
+            section.add_argument(*off, dest=f.name, action="store_const", const=False, help=helps[False])
         return
     # Values stay texts here: those of all layers are converted, and complained about, in one place.
     many = {"nargs": "*"} if is_list(kind) else {}
+    text = text if shown else argparse.SUPPRESS
     section.add_argument(name, *aliases, dest=f.name, help=text, metavar=_metavar(kind), **many)
 
 

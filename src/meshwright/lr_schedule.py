@@ -133,7 +133,7 @@ def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Sched
             what = _LENGTHS.get(name, called)
             different.append(f"{what}: the checkpoint has {told[0]}, the flags say {told[1]} ({by})")
         values[name] = theirs if matters else mine
-        lines.append(f" > using checkpoint value {values[name]} for {called}")
+        lines.append(f" > using checkpoint value {theirs} for {called}")
     if different:
         raise UserError(
             "the schedule differs from the checkpoint's:\n  " + "\n  ".join(different) + "\n  to go on with the flags "

@@ -100,9 +100,9 @@ def be_deterministic() -> None:
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
     """The tokenizer if the flags name one, the true and the padded size."""
     t, m = config.tokenizer, config.model
-    bare = t.vocab_size is not None and not (t.vocab_file or t.merge_file or t.tokenizer_model)
-    loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
-    kept = tokenizers.kept_by(folder, loaded)
+    named = t.vocab_file or t.merge_file or t.tokenizer_model
+    bare = t.vocab_size is not None and not named
+    loaded, kept = kept_for(config, folder)
     if (
         bare
         and t.tokenizer_type != "ByteTokenizer"
@@ -110,6 +110,8 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     ):
         say(f"> no tokenizer: the vocabulary's size is given, {t.vocab_size}")
         tokenizer, vocab = None, t.vocab_size
+    elif loaded and not (kept or named) and t.tokenizer_type == "GPT2BPETokenizer" and steps.find(loaded)[0]:
+        raise tokenizers.unnamed(loaded)
     else:
         say(f"> building {t.tokenizer_type} tokenizer ...")
         tokenizer = tokenizers.build(t, kept)
@@ -119,6 +121,12 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     say(tokenizers.padding_line(vocab, padded))
     return tokenizer, vocab, padded
+
+
+def kept_for(config: TrainConfig, folder: Path | None) -> tuple[Path | None, Path | None]:
+    """What --load names, and where a vocabulary lies beside it or in the run's own folder."""
+    loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
+    return loaded, tokenizers.kept_by(folder, loaded)
 
 
 def same_vocabulary(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
@@ -193,7 +201,7 @@ def dry_run(config: TrainConfig) -> int:
         print("data: random ids (--mock-data)")
     v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(where) if where else None
-    kept = tokenizers.kept_by(folder) is not None
+    kept = kept_for(config, folder)[1]
     if v.tokenizer_type == "GPT2BPETokenizer" and not (v.vocab_file or v.merge_file or v.vocab_size or kept):
         vocab = 50257
         later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from meshwright import flags, lr_schedule, tokenizers
 from meshwright.checkpoint import loading, native, steps, store
 from meshwright.checkpoint.loading import Means
-from meshwright.checkpoint.manifests import MANIFEST
+from meshwright.checkpoint.manifests import MANIFEST, Damaged
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.checks import contradictions
-from meshwright.config import ARCHITECTURE, Checkpoint, Logging, Model, Parallel, TrainConfig
+from meshwright.config import ARCHITECTURE, Checkpoint, Logging, Model, Parallel, TrainConfig, spelling
 from meshwright.config import Tokenizer as TokenizerFlags
 from meshwright.console import say
 from meshwright.data.history import History, follow
@@ -27,7 +27,7 @@ from meshwright.data.plan import parts, wanted
 from meshwright.datapaths import given, path_sets, prefixes
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.parallel.team import Team
-from meshwright.saving import Saver
+from meshwright.saving import Saver, is_continued
 from meshwright.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -73,12 +73,19 @@ class State:
         def want(source: Source) -> Named:
             return self.net.store.named_state(how.optimizer and bool(source.state))
 
-        loaded = loading.load(c.load, want, means=how, accept=self.accept, team=self.team)
+        try:
+            loaded = loading.load(c.load, want, means=how, accept=self.accept, team=self.team)
+        except Damaged as damage:
+            anew = "to start anew, give another folder or --save-overwrite"
+            raise Damaged(f"{damage}; {anew}", everywhere=damage.everywhere) from damage
         needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune,
                  "--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}  # fmt: skip
         if loaded is None and any(needs.values()):
             flag = next(name for name, given in needs.items() if given)
             raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA, everywhere=True)
+        if loaded is None:
+            say(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}")
+            say("    will not load any checkpoints and will start from random")
         if loaded is not None and loaded.state and not c.finetune:
             self.loaded = loaded.step
             self.saver.kept = loaded.step if self.team.lead(lambda: is_kept(c, loaded.step)) else None
@@ -161,15 +168,8 @@ class State:
 
         c = self.config.checkpoint
         kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
-        if self.loaded is not None and kept and tokenizer:
-            same = self.team.all(lambda: tokenizers.is_same(tokenizer, kept))
-            if not all(same):
-                raise UserError(
-                    f"the vocabulary's files are not those in {kept}, which this checkpoint was trained with: the same ids "
-                    "would mean other text. Leave the vocabulary flags out to take the run's own",
-                    BAD_DATA,
-                    everywhere=True,
-                )
+        if kept and tokenizer:
+            self.team.all(lambda: tokenizers.require_same(tokenizer, kept))
         if c.save and will_train:
             if c.ckpt_format == "torch" and self.net.name != OURS:
                 raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
@@ -201,11 +201,6 @@ def means(config: TrainConfig) -> Means:
     return Means(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
 
 
-def is_continued(c: Checkpoint) -> bool:
-    """Whether --load names the folder that --save does, however it is spelt."""
-    return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
-
-
 def require_moments(config: TrainConfig, source: Source) -> None:
     """What loading would say of optimizer state that is not there, or of another kind."""
     wanted = {"adam": "exp_avg", "adamw": "exp_avg"}.get(config.optimizer.optimizer, "momentum")
@@ -228,6 +223,10 @@ def guard_existing(config: TrainConfig) -> None:
     c = config.checkpoint
     assert c.save
     existing, same = steps.held(c.save), is_continued(c)
+    if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
+        say(
+            f" > note: the Hugging Face model in {c.save} stays as it is; from the first save on that folder means the run"
+        )
     if same and not c.finetune:
         if c.save_overwrite:
             raise UserError("--save-overwrite starts anew and --load continues the same folder: give one of them")
@@ -266,11 +265,13 @@ _FREE = {*ARCHITECTURE,
 _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
 
 
+def of_model(saved: dict[str, Any], rest: Model = Model()) -> Model:  # noqa: B008
+    return dataclasses.replace(rest, **{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved})
+
+
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
-    model = dataclasses.replace(  # what another program does not tell is as the flags say
-        config.model, **{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved}
-    )
+    model = of_model(saved, config.model)  # what another program does not tell is as the flags say
     tunable = _TUNABLE if config.checkpoint.finetune else set()
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
@@ -320,12 +321,21 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     only_looks = means(config)._replace(verify="none")
     source = loading.open_any(c.load, only_looks, tell=lambda line: None)  # it is said when it is loaded
     if source is None:
-        if c.use_checkpoint_args:
-            raise UserError(f"--use-checkpoint-args: no checkpoint in {c.load}", BAD_DATA)
+        lacking = [
+            spelling(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(config.model, n)
+        ]
+        needs = {"--use-checkpoint-args": c.use_checkpoint_args, f"without {', '.join(lacking)}": bool(lacking),
+                 "--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune}  # fmt: skip
+        if any(needs.values()):
+            there = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
+            why = next(flag for flag, given_ in needs.items() if given_)
+            raise UserError(f"--load {c.load}: {there}, and {why} {'it ' * bool(lacking)}needs one", BAD_DATA)
         return config
     saved = dict(source.config)
     if "positions" in source.state:
         saved["max_position_embeddings"] = source.state["positions"]
+    if "seq_length" not in saved and of_model(saved).position == "learned":  # as GPT-2 is trained on
+        saved["seq_length"] = saved.get("max_position_embeddings")
     wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
     known = flags.from_saved(TrainConfig, wanted, str(source.folder))
     groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}

@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 
     from meshwright.checkpoint.background import Background
     from meshwright.checkpoint.sources import Named
-    from meshwright.config import TrainConfig
+    from meshwright.config import Checkpoint, TrainConfig
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.team import Team
     from meshwright.tokenizers import Tokenizer
 
 
+def is_continued(c: Checkpoint) -> bool:
+    """Whether --load names the folder that --save does, however it is spelt."""
+    return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
+
+
 def check_export(config: TrainConfig) -> None:
     """Before anything is built: can what --save-hf asks for be written at the end?"""
-    if config.checkpoint.save_hf:
+    c = config.checkpoint
+    if c.save_hf:
         from meshwright.checkpoint import huggingface_writer
 
-        huggingface_writer.require_expressible(config.model, Path(config.checkpoint.save_hf))
-        huggingface_writer.refuse_full(Path(config.checkpoint.save_hf))
+        huggingface_writer.require_expressible(config.model, Path(c.save_hf))
+        huggingface_writer.refuse_full(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
 
 
 class Saver:
@@ -147,7 +153,9 @@ class Saver:
 
             source = loading.open_any(steps.step_folder(c.save, self.kept))
             assert source is not None
-            for note in huggingface_writer.write(source, Path(c.save_hf), tokenizer=tokenizer):
+            for note in huggingface_writer.write(
+                source, Path(c.save_hf), tokenizer=tokenizer, run=Path(c.save), again=is_continued(c)
+            ):
                 say(f" > {note}")
             say(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
 

@@ -264,6 +264,25 @@ def kept_by(*folders: Path | None) -> Path | None:
     return None
 
 
+def unnamed(folder: Path, size: int | None = None) -> UserError:
+    """For a checkpoint that has no vocabulary beside it."""
+    told = size - 1 if size else "N"
+    return UserError(
+        f"{folder} holds no vocabulary, so it must be named: --vocab-file and --merge-file, --tokenizer-model, or, for a "
+        f"model of bare ids, --tokenizer-type NullTokenizer --vocab-size {told}"
+    )
+
+
+def require_same(tokenizer: Tokenizer, kept: Path) -> None:
+    if not is_same(tokenizer, kept):
+        raise UserError(
+            f"the vocabulary's files are not those in {kept}, which this checkpoint was trained with: the same ids would "
+            "mean other text. Leave the vocabulary flags out to take the run's own",
+            BAD_DATA,
+            everywhere=True,
+        )
+
+
 def _build(t: config.Tokenizer, folder: Path | None) -> Tokenizer:
     files_given = t.vocab_file or t.merge_file or t.tokenizer_model
     if folder is not None and not files_given:

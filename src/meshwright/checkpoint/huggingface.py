@@ -123,7 +123,9 @@ def is_safetensors(path: Path) -> bool:
         begin = file.read(9)
     if begin[8:] != b"{":
         if path.suffix == ".safetensors":
-            raise UserError(f"{path}: not a safetensors file, it begins with {begin[:9]!r}", BAD_DATA)
+            raise UserError(
+                f"{path}: not a safetensors file, it {f'begins with {begin[:9]!r}' if begin else 'is empty'}", BAD_DATA
+            )
         return False
     length = int.from_bytes(begin[:8], "little")
     if length > HEADER_LIMIT:

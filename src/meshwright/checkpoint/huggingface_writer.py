@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_SHARD = 5_000_000_000  # bytes: what transformers itself has cut at for years
+MARK = "meshwright.json"  # in an export of a run: of which, and the files as they were written
 Boxes = list[tuple[Shape, Shape]]
 Spans = list[tuple[int, int]]
 
@@ -59,12 +60,17 @@ def write(
     dtype: str | None = None,
     max_shard: float = MAX_SHARD,
     tokenizer: Tokenizer | None = None,
+    run: Path | None = None,
+    again: bool = False,
 ) -> list[str]:
-    """Write the folder, whole or not at all; returns what is to be said about it. Without a dtype each tensor keeps its own."""
+    """Write the folder, whole or not at all; returns what is to be said about it. Without a dtype each tensor keeps its own.
+
+    `run`: whose export it is; with `again` it may take the place of an earlier one of that run.
+    """
     m = settings(source)
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, and what it leads to is filled
-    refuse_full(folder)
+    refuse_full(folder, run if again else None)
     parts = list(FORMS[kind](Plan(source, m, dtype)))
     notes: list[str] = []
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +82,11 @@ def write(
         write_json(temporary / "config.json", config)
         write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
         write_tensors(temporary, source, parts, max_shard)
+        if run is not None:
+            write_json(temporary / MARK, {"run": str(run.resolve()), "files": files_of(temporary)})
         sync_folder(temporary)
+        if folder.exists() and any(folder.iterdir()):
+            folder.rename(Path(own) / "before")
         temporary.rename(folder)
         sync_folder(folder.parent)
     return notes
@@ -90,10 +100,29 @@ def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
     return kind
 
 
-def refuse_full(folder: Path) -> None:
+def refuse_full(folder: Path, run: Path | None = None) -> None:
+    """Nothing is written over but an export of the same run, as this left it."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        what = "not empty" if folder.is_dir() else "no folder"
-        raise UserError(f"{folder} is there and {what}, and nothing is written over: give another one", LOCKED)
+        mark = read_mark(folder) if run is not None else None
+        if mark is None or mark.get("run") != str(run and run.resolve()):
+            what = "not empty" if folder.is_dir() else "no folder"
+            raise UserError(f"{folder} is there and {what}, and nothing is written over: give another one", LOCKED)
+        if mark.get("files") != files_of(folder):
+            raise UserError(f"{folder} has been changed since this run wrote it: give another one", LOCKED)
+
+
+def read_mark(folder: Path) -> dict[str, Any] | None:
+    try:
+        told = json.loads((folder / MARK).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def files_of(folder: Path) -> dict[str, list[int]]:
+    """Sizes and times, by which a change is seen."""
+    found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MARK}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
 def settings(source: Source) -> Model:

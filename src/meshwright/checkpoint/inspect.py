@@ -15,7 +15,7 @@ from meshwright.checkpoint.loading import Means
 from meshwright.checkpoint.manifests import Damaged, verify
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.steps import Place
-from meshwright.config import TrainConfig
+from meshwright.config import OUTCOME, Model, TrainConfig
 from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, DONE, UserError
 
@@ -75,7 +75,7 @@ def of_another_program(source: Source, full: bool, tensors: bool, boxes: bool) -
 def opened(path: Path, means: Means) -> Source:
     source = loading.open_any(path, means)
     if source is None:
-        raise UserError(f"{path} holds no checkpoints", BAD_DATA)
+        raise UserError(f"{path} holds no checkpoints" if path.exists() else f"there is no folder {path}", BAD_DATA)
     return source
 
 
@@ -98,7 +98,7 @@ def describe(
             continue
         how = "verified: yes, every byte" if full else "sizes: ok, contents not checked (--full does)"
         ranks = sum(name.startswith("rank_") for name in manifest)
-        by = f"written by {ranks} rank{'s' * (ranks != 1)}" if ranks else f"{source.kind}'s tree"
+        by = f"written by {ranks} rank{'s' * (ranks != 1)}" if ranks else f"{source.kind}'s tree: {source.layout}"
         lines += [
             f"  {folder.name}  {how}",
             f"{summary(source)} | {sum(f.size for f in manifest.values()):,} bytes, {by}",
@@ -133,17 +133,37 @@ def details(source: Source, tensors: bool, boxes: bool) -> list[str]:
 
 def differences(a: Source, b: Source) -> Iterator[str]:
     """Settings, tensors that only one has, and numbers that differ, read a tensor at a time."""
+    one, two = ({**source.config, **outcomes(source.config)} for source in (a, b))
     for name in sorted(a.config.keys() & b.config.keys()):
-        if a.config[name] != b.config[name]:
+        if one[name] != two[name]:
             yield f"setting {name}: {a.config[name]} | {b.config[name]}"
-    for name in sorted(a.tensors.keys() | b.tensors.keys()):
-        one, two = a.tensors.get(name), b.tensors.get(name)
-        if one is None or two is None:
-            yield f"{name}: only in {(a if two is None else b).folder}"
-        elif one.shape != two.shape:
-            yield f"{name}: {one.shape} | {two.shape}"
-        else:
-            yield from numbers_that_differ(a, b, name, one, two)
+    optimizer, equal = a.has_optimizer and b.has_optimizer, 0
+    if a.has_optimizer != b.has_optimizer:
+        yield f"optimizer state: only in {(a if a.has_optimizer else b).folder}"
+    names = sorted(n for n in a.tensors.keys() | b.tensors.keys() if optimizer or "/" not in n)
+    for name in names:
+        told = list(tensor_differs(a, b, name))
+        equal += not told
+        yield from told
+    if 0 < equal < len(names) or not optimizer:
+        yield f"{equal} of {len(names)} {'tensors' if optimizer else 'weights'} are equal"
+
+
+def outcomes(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the network as they turn out: one that is left open may follow another."""
+    known = {f.name for f in dataclasses.fields(Model)}
+    model = Model(**{name: value for name, value in saved.items() if name in known})
+    return {name: getattr(model, outcome) for name, outcome in OUTCOME.items()}
+
+
+def tensor_differs(a: Source, b: Source, name: str) -> Iterator[str]:
+    one, two = a.tensors.get(name), b.tensors.get(name)
+    if one is None or two is None:
+        yield f"{name}: only in {(a if two is None else b).folder}"
+    elif one.shape != two.shape:
+        yield f"{name}: {one.shape} | {two.shape}"
+    else:
+        yield from numbers_that_differ(a, b, name, one, two)
 
 
 def numbers_that_differ(a: Source, b: Source, name: str, one: Known, two: Known) -> Iterator[str]:

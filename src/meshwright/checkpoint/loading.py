@@ -120,8 +120,6 @@ def load(
         for note in notes:
             say(note)
         if place is None:
-            say(f"WARNING: could not find the metadata file {path / steps.TRACKER}")
-            say("    will not load any checkpoints and will start from random")
             return None
         try:
             return load_place(place, want, means, accept, team)
@@ -150,7 +148,7 @@ def load_place(
     place: Place, want: Named | Callable[[Source], Named], means: Means, accept: Accept, team: Team
 ) -> Loaded:
     release = " release" if place.folder.name == "release" else ""
-    at = "" if release else f" at iteration {place.step}"
+    at = "" if release or place.kind == HUGGING_FACE else f" at iteration {place.step}"
     say(f" loading{release} checkpoint from {place.root}{at}")
     opened: list[Source] = []
 
@@ -168,7 +166,8 @@ def load_place(
     source = opened[0]
     for note in source.notes:
         say(note)
-    say(f" checkpoint version {source.version}")
+    if place.kind != HUGGING_FACE:
+        say(f" checkpoint version {source.version}")
     team.all(lambda: opened.append(accept(source)))
     source = opened[1]
     mine = want(source) if callable(want) else want

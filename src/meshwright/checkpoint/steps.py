@@ -169,9 +169,9 @@ def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list
             damages.append(str(damage))
     if damages or below is not None:
         raise Damaged(
-            f"no whole checkpoint in {root}{f' below iteration {below}' if below is not None else ''}: "
-            + "; ".join(damages or ["there is none"])
-            + ". To start anew, give another folder or --save-overwrite"
+            f"no whole checkpoint in {root}: " + "; ".join(damages)
+            if damages
+            else f"there is no older checkpoint in {root}"
         )
     notes += [f"WARNING: {root / name} was never finished and is ignored" for name in names if name.endswith(".tmp")]
     return None, notes

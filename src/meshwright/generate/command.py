@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meshwright import command, console
 from meshwright import device as devices
 from meshwright.config import GenerateConfig
+from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.preflight import has_work
 
@@ -102,9 +103,12 @@ def write(c: GenerateConfig, run: engine.Run, lines: list[str], output: str) -> 
                 f"--prompt has {len(ids)} tokens, the model reads {run.length}: nothing could follow", USAGE
             )
         print(prompt, end=" " if run.tokenizer.name == Null.name else "")
-        for text in chat.pieces(run.tokenizer, one(ids, 0)):
+        new: list[int] = []
+        for text in chat.pieces(run.tokenizer, (new.append(i) or i for i in one(ids, 0))):  # type: ignore[func-returns-value]
             print(text, end="", flush=True)
         print()
+        if len(ids) + len(new) == run.length and len(new) < s.out_seq_length:
+            notice(f"note: the text ends where the model does, after {run.length} tokens")
     else:
         chat.talk(run.tokenizer, one, run.length)
 

@@ -94,13 +94,16 @@ def look_at(source: Source, given: Mapping[str, Any], vocabulary: TokenizerFlags
     folders = [root, *([Path(saved["run_dir"])] if saved.get("run_dir") else [])]
     tokenizer = find_tokenizer(vocabulary, folders, source.vocab or rows)
     vocab = source.vocab or tokenizer.size
-    out = contradictions(given, model, positions)
-    if tokenizer.size > rows or (source.kind == NATIVE and tokenizer.size != vocab):
-        out.append(f"the vocabulary has {tokenizer.size} ids, the checkpoint {vocab}")
-    source = source.of_vocabulary(vocab)
-    if out:
+    if out := contradictions(given, model, positions):
         listed = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *out])
         raise UserError(listed, BAD_DATA)
+    if tokenizer.size > rows or (source.kind == NATIVE and tokenizer.size != vocab):
+        more = ", one of them --tokenizer-type NullTokenizer's end of documents" * (tokenizer.name == "NullTokenizer")
+        raise UserError(
+            f"the vocabulary has {tokenizer.size} ids{more}, the checkpoint {vocab}: {where} was trained with another one",
+            BAD_DATA,
+        )
+    source = source.of_vocabulary(vocab)
     padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, 1, model.pad_vocab_size_to)
     return Found(source, trained, vocab, padded, positions, tokenizer)
 
@@ -119,11 +122,11 @@ def find_tokenizer(t: TokenizerFlags, folders: list[Path], size: int) -> Tokeniz
     kept = tokenizers.kept_by(*folders)
     files = t.vocab_file or t.merge_file or t.tokenizer_model
     if kept is None and not files and t.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
-        raise UserError(
-            f"{folders[0]} holds no vocabulary, so it must be named: --vocab-file and --merge-file, "
-            f"--tokenizer-model, or, for a model of bare ids, --tokenizer-type NullTokenizer --vocab-size {size - 1}"
-        )
-    return tokenizers.build(t, kept)
+        raise tokenizers.unnamed(folders[0], size)
+    tokenizer = tokenizers.build(t, kept)
+    if kept is not None:
+        tokenizers.require_same(tokenizer, kept)
+    return tokenizer
 
 
 def load(
