@@ -243,7 +243,10 @@ def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
     assert status == 65 and "no such folder, and --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
     (tmp_path / "none").mkdir()
     assert main(["train", "--load", str(tmp_path / "none"), "--mock-data", "--hidden-size=8"]) == 65  # which might know
-    assert "no checkpoint there, and without --num-layers, --num-attention-heads it needs" in capsys.readouterr().err
+    assert (
+        "no checkpoint there, and without one --num-layers, --num-attention-heads must be given"
+        in capsys.readouterr().err
+    )
 
 
 def test_contradicting_architecture_is_refused(tmp_path, capsys):

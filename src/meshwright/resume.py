@@ -265,8 +265,9 @@ _FREE = {*ARCHITECTURE,
 _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
 
 
-def of_model(saved: dict[str, Any], rest: Model = Model()) -> Model:  # noqa: B008
-    return dataclasses.replace(rest, **{f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved})
+def of_model(saved: dict[str, Any], rest: Model | None = None) -> Model:
+    told = {f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved}
+    return dataclasses.replace(rest or Model(), **told)
 
 
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
@@ -324,12 +325,12 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
         lacking = [
             spelling(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(config.model, n)
         ]
-        needs = {"--use-checkpoint-args": c.use_checkpoint_args, f"without {', '.join(lacking)}": bool(lacking),
-                 "--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune}  # fmt: skip
-        if any(needs.values()):
+        needs = {"--use-checkpoint-args needs one": c.use_checkpoint_args, "--finetune needs one": c.finetune,
+                 "--exit-on-missing-checkpoint needs one": c.exit_on_missing_checkpoint,
+                 f"without one {', '.join(lacking)} must be given": bool(lacking)}  # fmt: skip
+        if why := next((words for words, true in needs.items() if true), None):
             there = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
-            why = next(flag for flag, given_ in needs.items() if given_)
-            raise UserError(f"--load {c.load}: {there}, and {why} {'it ' * bool(lacking)}needs one", BAD_DATA)
+            raise UserError(f"--load {c.load}: {there}, and {why}", BAD_DATA)
         return config
     saved = dict(source.config)
     if "positions" in source.state:

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         if args.step is not None or args.tensors or args.boxes:
             parser.error("--step, --tensors and --boxes are for one checkpoint; of two steps give the folders")
         sources = [opened(Path(path), means) for path in (args.dir, args.other)]
-        lines = list(differences(*sources))
+        lines = differences(*sources)
         print("\n".join(lines or ["the two hold the same"]))
         return DONE
     root, step = steps.split_path(args.dir)
@@ -131,22 +131,24 @@ def details(source: Source, tensors: bool, boxes: bool) -> list[str]:
     return lines
 
 
-def differences(a: Source, b: Source) -> Iterator[str]:
+def differences(a: Source, b: Source) -> list[str]:
     """Settings, tensors that only one has, and numbers that differ, read a tensor at a time."""
+    lines = []
     one, two = ({**source.config, **outcomes(source.config)} for source in (a, b))
     for name in sorted(a.config.keys() & b.config.keys()):
         if one[name] != two[name]:
-            yield f"setting {name}: {a.config[name]} | {b.config[name]}"
+            lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
     optimizer, equal = a.has_optimizer and b.has_optimizer, 0
     if a.has_optimizer != b.has_optimizer:
-        yield f"optimizer state: only in {(a if a.has_optimizer else b).folder}"
+        lines.append(f"optimizer state: only in {(a if a.has_optimizer else b).folder}")
     names = sorted(n for n in a.tensors.keys() | b.tensors.keys() if optimizer or "/" not in n)
     for name in names:
         told = list(tensor_differs(a, b, name))
         equal += not told
-        yield from told
-    if 0 < equal < len(names) or not optimizer:
-        yield f"{equal} of {len(names)} {'tensors' if optimizer else 'weights'} are equal"
+        lines += told
+    if lines and equal:
+        lines.append(f"{equal} of {len(names)} {'tensors' if optimizer else 'weights'} are equal")
+    return lines
 
 
 def outcomes(saved: Mapping[str, Any]) -> dict[str, Any]:

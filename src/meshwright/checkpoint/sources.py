@@ -214,7 +214,8 @@ def check_state(state: Any, where: object) -> None:
         try:
             told = Schedule(**curve)
             for samples in (0, told.decay, told.wd_samples):
-                told.lr(samples), told.wd(samples)
+                told.lr(samples)
+                told.wd(samples)
         except (ArithmeticError, TypeError, ValueError) as error:
             wrong.append(f"schedule ({error})")
     if wrong:

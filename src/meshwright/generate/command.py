@@ -103,11 +103,18 @@ def write(c: GenerateConfig, run: engine.Run, lines: list[str], output: str) -> 
                 f"--prompt has {len(ids)} tokens, the model reads {run.length}: nothing could follow", USAGE
             )
         print(prompt, end=" " if run.tokenizer.name == Null.name else "")
-        new: list[int] = []
-        for text in chat.pieces(run.tokenizer, (new.append(i) or i for i in one(ids, 0))):  # type: ignore[func-returns-value]
+        new = 0
+
+        def counted() -> Iterator[int]:
+            nonlocal new
+            for token in one(ids, 0):
+                new += 1
+                yield token
+
+        for text in chat.pieces(run.tokenizer, counted()):
             print(text, end="", flush=True)
         print()
-        if len(ids) + len(new) == run.length and len(new) < s.out_seq_length:
+        if len(ids) + new == run.length and new < s.out_seq_length:
             notice(f"note: the text ends where the model does, after {run.length} tokens")
     else:
         chat.talk(run.tokenizer, one, run.length)

@@ -98,7 +98,9 @@ def look_at(source: Source, given: Mapping[str, Any], vocabulary: TokenizerFlags
         listed = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *out])
         raise UserError(listed, BAD_DATA)
     if tokenizer.size > rows or (source.kind == NATIVE and tokenizer.size != vocab):
-        more = ", one of them --tokenizer-type NullTokenizer's end of documents" * (tokenizer.name == "NullTokenizer")
+        more = ", one of them --tokenizer-type NullTokenizer's end of documents" * (
+            tokenizer.name == tokenizers.Null.name
+        )
         raise UserError(
             f"the vocabulary has {tokenizer.size} ids{more}, the checkpoint {vocab}: {where} was trained with another one",
             BAD_DATA,
