@@ -146,7 +146,7 @@ def differences(a: Source, b: Source) -> list[str]:
         told = list(tensor_differs(a, b, name))
         equal += not told
         lines += told
-    if lines and equal:
+    if lines:
         lines.append(f"{equal} of {len(names)} {'tensors' if optimizer else 'weights'} are equal")
     return lines
 
