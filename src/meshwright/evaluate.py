@@ -55,10 +55,13 @@ class Score:
         return self.loss / math.log(2) / self.bytes
 
 
+ABOUT = "Score text with a model. Every token counts, a document's first one too: it follows an end of document."
+
+
 def main(argv: list[str]) -> int:
     if not has_work("evaluation"):
         return DONE
-    parsed = command.settings(EvaluateConfig, argv, "evaluate", "Score text with a model.", "load")
+    parsed = command.settings(EvaluateConfig, argv, "evaluate", ABOUT, "load")
     if parsed is None:
         return DONE
     c, e = parsed.config, parsed.config.evaluate
