@@ -229,7 +229,7 @@ def loads(root: Path) -> None:
     t = team()
     with heard() as (said, _):
         assert loading.load(root / "none", mine(t), team=t) is None
-    assert len(said) == 2 * t.leads
+    assert said == []
     for step in (1, 2, 3):
         save(root, step, mine(t, 10 * step))
     if t.leads:  # a part that rank 2 alone reads
