@@ -130,17 +130,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, fl
 
 
 @pytest.mark.whole
-def test_twenty_kills_at_random_moments(undisturbed: tuple[Path, str, float]) -> None:
-    """Each run is killed until a launch gets through; then the next run begins, until 20 kills have hit."""
+@pytest.mark.parametrize("wanted", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_kills_at_random_moments(undisturbed: tuple[Path, str, float], wanted: int) -> None:
+    """Each run is killed until a launch gets through; then the next run begins, until so many kills have hit."""
     root, clean, took = undisturbed
-    rng, kills, launches, runs, differing = random.Random(1), 0, 0, 0, 0
-    while kills < 20:
-        folder = root / f"random-{runs}"
+    rng, kills, launches, runs, differing = random.Random(wanted), 0, 0, 0, 0
+    while kills < wanted:
+        folder = root / f"random-{wanted}-{runs}"
         folder.mkdir()
         status = -signal.SIGKILL
         while status == -signal.SIGKILL:
             launches += 1
-            status = launch(folder, kill_after=rng.uniform(0.1, 0.9) * took if kills < 20 else None)
+            status = launch(folder, kill_after=rng.uniform(0.1, 0.9) * took if kills < wanted else None)
             kills += status == -signal.SIGKILL
         assert status == 0, (folder / "log").read_text()[-2000:]
         runs += 1

@@ -1,7 +1,7 @@
 """The layout never changes the result: losses, gradient norms and the validation of every layout are one process's.
 
-float64, ten steps of AdamW whose clipping is active, hidden dropout on. `make test-long` runs every layout of the five sizes,
-`make test` a set of flags in which every legal pair of values occurs. What is compared would notice: test_what_is_broken.
+float64, steps of AdamW whose clipping is active, hidden dropout on. `make test-long` runs every layout of the five sizes for ten
+steps, `make test` a set of flags in which every legal pair of values occurs for six. What is compared would notice: test_what_is_broken.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_every_pair_is_covered():
 def test_layouts(part):
     """A set of legal flags in which every pair of values occurs that occurs in any."""
     lines = [line_of(c) for c in covering()[0]][-1 - part :: -PARTS]
-    print(f"{len(lines)} cases, at most {check(lines):.1e} from one process")
+    print(f"{len(lines)} cases, at most {check(lines, steps=6):.1e} from one process")
 
 
 MORE = {
