@@ -1,7 +1,8 @@
 """The layout never changes the result: losses, gradient norms and the validation of every layout are one process's.
 
-float64, steps of AdamW whose clipping is active, hidden dropout on. `make test-long` runs every layout of the five sizes for ten
-steps, `make test` a set of flags in which every legal pair of values occurs for six. What is compared would notice: test_what_is_broken.
+float64, steps of AdamW whose clipping is active, hidden dropout on. `make test-long` runs every layout of the five sizes for
+ten steps, `make test` a set of flags in which every legal pair of values occurs for six. What is compared would notice:
+test_what_is_broken.
 """
 
 from __future__ import annotations
