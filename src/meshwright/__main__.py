@@ -12,7 +12,7 @@ from meshwright.errors import DONE, IO, SIGINT, USAGE, UserError
 from meshwright.start import die_with_parent
 
 COMMANDS = {
-    "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three minutes"),
+    "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three to five minutes"),
     "preprocess": ("meshwright.preprocess", "text to .bin/.idx"),
     "data": (
         "meshwright.data.commands",

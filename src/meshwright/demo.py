@@ -57,7 +57,9 @@ class Scale:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("meshwright demo", allow_abbrev=False, description="A tour in three minutes.")
+    parser = argparse.ArgumentParser(
+        "meshwright demo", allow_abbrev=False, description="A tour in three to five minutes."
+    )
     parser.add_argument("dir", nargs="?", type=Path, default=Path("demo"), metavar="DIR", help="default: demo")
     return run(parser.parse_args(argv).dir)
 

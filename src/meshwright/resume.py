@@ -351,8 +351,6 @@ def check_loading(config: TrainConfig) -> list[str]:
     assert config.checkpoint.load
     source = loading.open_any(config.checkpoint.load, means(config))
     if source is None:
-        if config.checkpoint.exit_on_missing_checkpoint or config.checkpoint.finetune:
-            raise UserError(f"--load {config.checkpoint.load}: no checkpoint there, and one is needed", BAD_DATA)
         return [f"no checkpoint in {config.checkpoint.load}: it starts anew"]
     state = source.state
     does = "continue from" if state and not config.checkpoint.finetune else "take the weights of"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
 from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.store import naming, sync_folder, write_all, write_durably
@@ -83,7 +84,7 @@ def write(
         write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
         write_tensors(temporary, source, parts, max_shard)
         if run is not None:
-            write_json(temporary / MARK, {"run": str(run.resolve()), "files": files_of(temporary)})
+            write_json(temporary / MARK, {"run": name_of(run), "files": files_of(temporary)})
         sync_folder(temporary)
         if folder.exists() and any(folder.iterdir()):
             folder.rename(Path(own) / "before")
@@ -104,11 +105,16 @@ def refuse_full(folder: Path, run: Path | None = None) -> None:
     """Nothing is written over but an export of the same run, as this left it."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         mark = read_mark(folder) if run is not None else None
-        if mark is None or mark.get("run") != str(run and run.resolve()):
+        if run is None or mark is None or mark.get("run") != name_of(run):
             what = "not empty" if folder.is_dir() else "no folder"
             raise UserError(f"{folder} is there and {what}, and nothing is written over: give another one", LOCKED)
         if mark.get("files") != files_of(folder):
             raise UserError(f"{folder} has been changed since this run wrote it: give another one", LOCKED)
+
+
+def name_of(run: Path) -> str:
+    """Of its path only a hash: the folder may be given to others."""
+    return sha256([str(run.resolve()).encode(errors="surrogateescape")])
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
