@@ -65,7 +65,7 @@ def start_peer(kind: str, vocab: str, merges: str) -> None:
         encode = lambda text: library.encode(text).ids  # noqa: E731
     else:
         from meshwright import tokenizers
-        from meshwright.config import Tokenizer as Settings
+        from meshwright.settings.schema import Tokenizer as Settings
 
         encode = tokenizers.build(Settings(vocab_file=vocab, merge_file=merges)).encode  # tiktoken with GPT-2's ranks
 
@@ -82,7 +82,7 @@ def peer(kind: str, workers: int, corpus: str, prefix: str, vocab: str, merges: 
 
     import numpy as np
 
-    from meshwright.data.writing import Writer
+    from meshwright.data.format.writer import Writer
 
     with (
         Writer(prefix, np.uint16) as writer,

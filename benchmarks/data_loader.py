@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from meshwright import console
-from meshwright.data.indexed import Indexed
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Loader, Samples
-from meshwright.data.writing import Writer
 
 VOCAB = 50257
 

@@ -169,7 +169,7 @@ def main() -> None:
         try:
             measure_all(given)
         finally:
-            from meshwright import start
+            from meshwright.launch import rendezvous as start
 
             start.leave()
 
@@ -188,12 +188,13 @@ def line_of(model: str, cell: Cell, given: argparse.Namespace) -> str:
 def measure_all(given: argparse.Namespace) -> None:
     """Every cell, on every rank, one after the other."""
     from meshwright import device as devices
-    from meshwright import launchers, start
-    from meshwright.config import TrainConfig
     from meshwright.data.datasets import build_datasets
-    from meshwright.flags import parse
+    from meshwright.launch import rendezvous as start
+    from meshwright.launch import world as launchers
     from meshwright.parallel.layout import connect
-    from meshwright.preflight import layout_of, pick_backend
+    from meshwright.settings.flags import parse
+    from meshwright.settings.schema import TrainConfig
+    from meshwright.training.preflight import layout_of, pick_backend
 
     began = time.perf_counter()
     world = launchers.find(os.environ)
@@ -279,8 +280,9 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
     import torch
 
     from meshwright import device as devices
-    from meshwright import lr_schedule, network
     from meshwright.data.datasets import build_datasets
+    from meshwright.optim import schedule as lr_schedule
+    from meshwright.training import network
 
     times = {"build": -time.perf_counter()}
     vocab, padded = vocabulary_of(config)
@@ -702,11 +704,11 @@ def overhead(given: argparse.Namespace) -> None:
     import torch
 
     from meshwright import device as devices
-    from meshwright import network
-    from meshwright.config import TrainConfig
     from meshwright.data.datasets import build_datasets
-    from meshwright.flags import parse
     from meshwright.parallel.layout import Layout
+    from meshwright.settings.flags import parse
+    from meshwright.settings.schema import TrainConfig
+    from meshwright.training import network
 
     for model in given.models:
         line = line_of(model, replace(CELLS[model][0], batch=CELLS[model][0].micro), given)
@@ -776,9 +778,9 @@ class PlainLoop:
     def __init__(self, config: Any, device: Any) -> None:
         import torch
 
-        from meshwright.kernels import pick
+        from meshwright.model import pick
         from meshwright.model.gpt import GPT
-        from meshwright.optimizer import decays
+        from meshwright.optim.rules import decays
 
         self.torch, self.config, self.device = torch, config, device
         self.vocab, padded = vocabulary_of(config)

@@ -124,8 +124,8 @@ def main() -> None:
 
 
 def of_flags(model: str) -> Any:
-    from meshwright.config import TrainConfig
-    from meshwright.flags import parse
+    from meshwright.settings.flags import parse
+    from meshwright.settings.schema import TrainConfig
 
     return parse(
         TrainConfig,

@@ -11,11 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from meshwright import config, report
 from meshwright.model.counts import parameters
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import Kind, simulate
-from meshwright.presets import PRESETS
+from meshwright.report import page as report
+from meshwright.settings import schema as config
+from meshwright.settings.presets import PRESETS
 
 PAGE = Path(__file__).with_suffix(".md")
 MODELS = {"345M": "ascend-345m", "1.3B": "ascend-1.3b", "2.7B": "ascend-2.7b"}

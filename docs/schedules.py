@@ -8,8 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from meshwright import lr_schedule, precision, report
-from meshwright.config import Optimizer, Precision, TrainConfig, Training
+from meshwright.optim import loss_scale as precision
+from meshwright.optim import schedule as lr_schedule
+from meshwright.report import page as report
+from meshwright.settings.schema import Optimizer, Precision, TrainConfig, Training
 
 PICTURE = Path(__file__).with_name("schedules.svg")
 SAMPLES, BATCH = 100_000, 100

@@ -14,13 +14,14 @@ import numpy as np
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright import config, train
 from meshwright.errors import UserError
-from meshwright.generate import engine
+from meshwright.generation import engine
 from meshwright.model.attention import Attention
 from meshwright.model.gpt import GPT, join
 from meshwright.model.layers import MLP, Norm
+from meshwright.settings import schema as config
 from meshwright.tokenizers import Bytes
+from meshwright.training import run as train
 
 SEQ = 48
 tokenizer = Bytes()  # ids 0 ... 255 are bytes, 256 ends a document

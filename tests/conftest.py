@@ -14,10 +14,11 @@ for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
 import numpy.typing as npt  # noqa: E402
 import pytest  # noqa: E402
 
-from meshwright import config as settings  # noqa: E402
-from meshwright import console, flags  # noqa: E402
+from meshwright import console  # noqa: E402
 from meshwright.checkpoint import native, steps  # noqa: E402
-from meshwright.data.indexed import Indexed  # noqa: E402
+from meshwright.data.format.indexed import Indexed  # noqa: E402
+from meshwright.settings import flags  # noqa: E402
+from meshwright.settings import schema as settings  # noqa: E402
 
 TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
 
@@ -52,7 +53,7 @@ def opened(root: str | os.PathLike[str], step: int) -> native.Native:
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a second, a tiny run a tenth: only tests marked `pictures` draw."""
     if request.node.get_closest_marker("pictures") is None:
-        monkeypatch.setattr("meshwright.train.write_report", lambda folder: None)
+        monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright import checks, flags
-from meshwright.config import Parallel, TrainConfig
+from meshwright.settings import checks, flags
+from meshwright.settings.schema import Parallel, TrainConfig
 from ranks import run_ranks
 
 TIMEOUT = datetime.timedelta(minutes=2)  # so that ranks that wait for one another end in time, and say where
@@ -87,11 +87,11 @@ def rows_of(trainer: Any) -> Any:
 def trained(config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None) -> Any:
     """The trainer after some steps and a validation."""
     from meshwright.data.loader import Marks, Mock
-    from meshwright.ending import Ending
-    from meshwright.metrics import Timers
-    from meshwright.parallel.team import Team
-    from meshwright.preflight import layout_of, vocabulary
-    from meshwright.trainer import Trainer
+    from meshwright.launch.team import Team
+    from meshwright.training.loop import Trainer
+    from meshwright.training.metrics import Timers
+    from meshwright.training.preflight import layout_of, vocabulary
+    from meshwright.training.stop import Ending
 
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
     layout = layout_of(config, team.rank) if connect is None else connect(layout_of(config, team.rank))
@@ -133,7 +133,7 @@ def _train_all(
     folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, look: Callable[[Any], Any]
 ) -> None:
     from meshwright import console
-    from meshwright.parallel.team import Team
+    from meshwright.launch.team import Team
 
     console.speak(None)
     team, connected, results = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), Connected(), []

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.blend import order
-from meshwright.data.indexed import Indexed
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Samples
-from meshwright.data.writing import Writer
 
 FROZEN = Path(__file__).with_name("megatron_core.json")
 SHAPES = ["tiny", "short", "long", "mixed", "empty ones", "one"]

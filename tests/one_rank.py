@@ -15,8 +15,9 @@ import sys
 import time
 from typing import Any
 
-from meshwright import launchers, start
 from meshwright.errors import UserError
+from meshwright.launch import rendezvous as start
+from meshwright.launch import world as launchers
 
 
 def main() -> int:

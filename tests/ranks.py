@@ -75,7 +75,7 @@ def _program(script: Path, argv: list[str], environ: dict[str, str], folder: Pat
     os.environ.update(environ)
     os.chdir(folder)
     sys.argv = [str(script), *argv]
-    import meshwright.train
+    import meshwright.training.run
 
-    meshwright.train.write_report = lambda folder: None
+    meshwright.training.run.write_report = lambda folder: None
     runpy.run_path(str(script), run_name="__main__")

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from meshwright.config import Model
+from meshwright.settings.schema import Model
 
 Weights = dict[str, np.ndarray]
 

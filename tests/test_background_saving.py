@@ -13,15 +13,17 @@ import torch.distributed as dist
 
 from conftest import TINY_FLAGS, heard, opened
 from layouts import FLAGS
-from meshwright import console, device, flags
+from meshwright import console, device
 from meshwright.__main__ import main
-from meshwright.checkpoint import native, steps, store
+from meshwright.checkpoint import native, steps
+from meshwright.checkpoint import publish as store
 from meshwright.checkpoint.background import Background
-from meshwright.config import TrainConfig
 from meshwright.errors import IO, UserError
+from meshwright.launch.team import Team
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.team import Team
-from meshwright.saving import Saver
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.saver import Saver
 from ranks import run_ranks
 
 pytestmark = pytest.mark.whole
@@ -112,7 +114,7 @@ def test_saved_is_said_after_the_rename(tmp_path: Path, monkeypatch: pytest.Monk
         said.append((line, folder.exists()))
         real(line)
 
-    monkeypatch.setattr("meshwright.saving.say", say)
+    monkeypatch.setattr("meshwright.training.saver.say", say)
     assert train(tmp_path, "--async-save") == 0
     lines = [(line.split()[0], there) for line, there in said if "checkpoint at iteration       6" in line]
     # The last step is saved after it, and again said at the end, when it is there.

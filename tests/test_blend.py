@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from conftest import heard
-from meshwright import checks
-from meshwright.config import Data, Tokenizer, TrainConfig, Training
 from meshwright.data import blend
 from meshwright.data.blend import Blend, normalised, order
 from meshwright.data.datasets import build_datasets
-from meshwright.data.indexed import Indexed
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Cyclic, Loader, Mock, Samples
-from meshwright.data.writing import Writer
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings import checks
+from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
 
 
 def rule(shares, size):

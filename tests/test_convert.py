@@ -18,12 +18,13 @@ import torch
 from conftest import TINY_FLAGS, heard
 from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.checkpoint import huggingface_writer, loading, native, pickles
+from meshwright.checkpoint import loading, native
+from meshwright.checkpoint.formats import huggingface_writer, pickles
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
-from meshwright.config import Tokenizer
-from meshwright.convert import complete
+from meshwright.commands.convert import complete
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
+from meshwright.settings.schema import Tokenizer
 
 pytestmark = pytest.mark.whole
 ROOT = Path(__file__).resolve().parents[1]
@@ -365,8 +366,8 @@ def most_memory(*words):
 def imported():
     """Of a process that has only imported what the command does."""
     code = (
-        "import torch, safetensors, tokenizers, meshwright.convert, meshwright.model.gpt, meshwright.checkpoint.huggingface;"
-        "import meshwright.checkpoint.megatron_writer; print(open('/proc/self/status').read())"
+        "import torch, safetensors, tokenizers, meshwright.commands.convert, meshwright.model.gpt, meshwright.checkpoint.formats.huggingface;"
+        "import meshwright.checkpoint.formats.megatron_writer; print(open('/proc/self/status').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return anonymous(done.stdout)
@@ -412,8 +413,8 @@ def test_memory(optimizer, tmp_path, record_property):
 
 def write_made(source, root):
     """As `native.save` would, one tensor at a time."""
-    from meshwright.checkpoint import store
-    from meshwright.convert import Chosen, native_files
+    from meshwright.checkpoint import publish as store
+    from meshwright.commands.convert import Chosen, native_files
 
     source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}
     root.mkdir()

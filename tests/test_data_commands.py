@@ -23,10 +23,11 @@ import pytest
 
 from conftest import tokens_of
 from meshwright.__main__ import main
-from meshwright.data import ahead, fetch, merge, verify
-from meshwright.data.indexed import HEADER, MAGIC, Indexed
-from meshwright.data.look import Lengths, document_lengths, summary, token_counts
-from meshwright.data.writing import Writer
+from meshwright.data.format.indexed import HEADER, MAGIC, Indexed
+from meshwright.data.format.writer import Writer
+from meshwright.data.tools import fetch, merge, verify
+from meshwright.data.tools import forecast as ahead
+from meshwright.data.tools.statistics import Lengths, document_lengths, summary, token_counts
 from meshwright.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -176,8 +177,8 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     whole = verify.check(prefix, 257, EOD, True, lambda count: None)
     lengths = Counter(sum(map(len, d)) for d in documents)
     monkeypatch.setattr("meshwright.files.BLOCK", 6)  # bytes, three tokens
-    monkeypatch.setattr("meshwright.data.arrays.BLOCK", 3)
-    monkeypatch.setattr("meshwright.data.look.SHORT", 20)
+    monkeypatch.setattr("meshwright.data.format.blocks.BLOCK", 3)
+    monkeypatch.setattr("meshwright.data.tools.statistics.SHORT", 20)
     assert verify.check(prefix, 257, EOD, True, lambda count: None) == whole and not whole.problems
     counted = document_lengths(Indexed(prefix))
     assert dict(zip(counted.values.tolist(), counted.counts.tolist(), strict=True)) == dict(lengths)
@@ -272,9 +273,9 @@ def test_one_document(tmp_path: Path) -> None:
 
 def test_one_training_sample(tmp_path: Path) -> None:
     """Its ids are the training's, and each stretch is where it is said to come from."""
-    from meshwright import flags
-    from meshwright.config import InspectConfig
     from meshwright.data.datasets import build_datasets
+    from meshwright.settings import flags
+    from meshwright.settings.schema import InspectConfig
 
     a, b = write(tmp_path / "a", some(60, 1)), write(tmp_path / "b", some(60, 2))
     argv = ["--data-path", "3", a, "1", b, *TRAIN]
@@ -398,10 +399,10 @@ def test_indices_that_stayed_in_memory_are_told(tmp_path: Path, monkeypatch: pyt
 
 
 def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
-    from meshwright import flags
-    from meshwright.config import PlanConfig
     from meshwright.data.blend import Blend
     from meshwright.data.datasets import build_datasets
+    from meshwright.settings import flags
+    from meshwright.settings.schema import PlanConfig
 
     prefixes = [write(tmp_path / name, some(60, n)) for n, name in enumerate("abc")]
     argv = ["--data-path", "5", prefixes[0], "0.3", prefixes[1], "2", prefixes[2], *TRAIN, "--split", "80,20,0"]
@@ -582,8 +583,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_what_is_too_long_to_be_held_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    monkeypatch.setattr("meshwright.data.loose.LONGEST", 10)
-    monkeypatch.setattr("meshwright.data.loose.PIECE", 4)
+    monkeypatch.setattr("meshwright.data.tools.merge_json.LONGEST", 10)
+    monkeypatch.setattr("meshwright.data.tools.merge_json.PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
     (tmp_path / "in" / "b.txt").write_bytes(b"123456789\n")

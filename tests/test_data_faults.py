@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from conftest import tokens_of
-from meshwright import preprocess
-from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
-from meshwright.data import text
-from meshwright.data.indexed import HEADER, Indexed, check_vocabulary
-from meshwright.data.writing import Writer
+from meshwright.data.format.indexed import HEADER, Indexed, check_vocabulary
+from meshwright.data.format.writer import Writer
+from meshwright.data.prepare import preprocess, text
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
 
 BAD = {
     "not UTF-8": b'{"text": "caf\xe9"}',

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 
 from conftest import TINY_FLAGS, heard, opened
-from meshwright import checks, datapaths
 from meshwright.__main__ import main
-from meshwright.config import Data, Logging, Tokenizer, TrainConfig, Training
 from meshwright.data.blend import Blend, normalised, samples_needed
 from meshwright.data.changing import Chain, used_of_each
 from meshwright.data.datasets import build_datasets, continue_datasets
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.data.history import History
-from meshwright.data.indexed import Indexed
 from meshwright.data.loader import Loader, Mock, Samples
 from meshwright.data.once import Once
-from meshwright.data.writing import Writer
-from meshwright.datapaths import PathSet, Source, path_sets
 from meshwright.errors import UserError
-from meshwright.trackers import validation_tags
+from meshwright.settings import checks
+from meshwright.settings import data_paths as datapaths
+from meshwright.settings.data_paths import PathSet, Source, path_sets
+from meshwright.settings.schema import Data, Logging, Tokenizer, TrainConfig, Training
+from meshwright.training.trackers import validation_tags
 from test_blend import rule
 
 SEQ = 8
@@ -543,7 +544,7 @@ def test_what_is_trained_on_and_validated_on_is_told():
 
 @pytest.mark.pictures
 def test_several_sets_in_the_report(files):
-    from meshwright import report
+    from meshwright.report import page as report
 
     step = {"attempt": 1, "consumed_samples": 4, "loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "skipped": False, "ms": 1.0,
             "tokens_per_second": 9.0}  # fmt: skip

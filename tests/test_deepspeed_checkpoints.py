@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import deepspeed_files as files
-from meshwright.checkpoint import deepspeed, loading
+from meshwright.checkpoint import loading
+from meshwright.checkpoint.formats import deepspeed
 from meshwright.checkpoint.steps import DEEPSPEED, Place
 from meshwright.errors import UserError
 from ranks import run_ranks

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright import deepspeed, flags
 from meshwright.__main__ import main
-from meshwright.config import Parallel, TrainConfig
 from meshwright.errors import USAGE, UserError
-from meshwright.train import run
+from meshwright.settings import deepspeed_json as deepspeed
+from meshwright.settings import flags
+from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.training.run import run
 
 # What args_deepspeed_gpt.sh of seed 003 writes, whatever its USE_FP16 says.
 CONFIG_003 = """{

@@ -10,10 +10,11 @@ import time
 
 import pytest
 
-from meshwright import demo, flags
 from meshwright.__main__ import main
-from meshwright.config import TrainConfig
+from meshwright.commands import demo
 from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
 
 SMALL = demo.Scale(
     files=40,

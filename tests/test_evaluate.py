@@ -10,13 +10,14 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from meshwright import evaluate, tokenizers
+from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.config import Model, Tokenizer
+from meshwright.commands import evaluate
 from meshwright.errors import UserError
-from meshwright.generate import engine
+from meshwright.generation import engine
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.settings.schema import Model, Tokenizer
 
 TEXT = "die Katze saß auf der Matte. " * 3
 LENGTH = 16
@@ -29,7 +30,7 @@ def run(tmp_path_factory):
     (folder / "a.jsonl").write_text((json.dumps({"text": TEXT}) + "\n") * 50)
     prefix = str(folder / "a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.train.write_report", lambda folder: None)
+        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
         assert main(["preprocess", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--append-eod",
                      "--tokenizer-type=ByteTokenizer"]) == 0  # fmt: skip
         assert main(["train", "--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", "--eval-iters=0",

@@ -15,13 +15,14 @@ import pytest
 import safetensors.numpy
 
 import meshwright.checkpoint.loading
-import meshwright.precision
-import meshwright.resume
-from meshwright import config, flags
+import meshwright.optim.loss_scale
+import meshwright.training.resume
 from meshwright.__main__ import main
-from meshwright.checkpoint.store import step_folder
+from meshwright.checkpoint.publish import step_folder
 from meshwright.data.datasets import build_datasets
-from meshwright.data.writing import Writer
+from meshwright.data.format.writer import Writer
+from meshwright.settings import flags
+from meshwright.settings import schema as config
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -261,12 +262,14 @@ def test_stopped_between_validations(blend, whole, tmp_path, capsys, kind):
 
 
 def forget_scale(monkeypatch):
-    monkeypatch.setattr("meshwright.precision.LossScale.load", lambda self, state: None)
+    monkeypatch.setattr("meshwright.optim.loss_scale.LossScale.load", lambda self, state: None)
 
 
 def forget_clean_steps(monkeypatch):
-    load = meshwright.precision.LossScale.load
-    monkeypatch.setattr("meshwright.precision.LossScale.load", lambda self, s: load(self, s | {"growth_tracker": 0}))
+    load = meshwright.optim.loss_scale.LossScale.load
+    monkeypatch.setattr(
+        "meshwright.optim.loss_scale.LossScale.load", lambda self, s: load(self, s | {"growth_tracker": 0})
+    )
 
 
 def forget_adams_time(monkeypatch):
@@ -274,9 +277,9 @@ def forget_adams_time(monkeypatch):
 
 
 def forget_schedule(monkeypatch):
-    load = meshwright.resume.State.accept
+    load = meshwright.training.resume.State.accept
     monkeypatch.setattr(
-        "meshwright.resume.State.accept",
+        "meshwright.training.resume.State.accept",
         lambda self, source: load(self, dataclasses.replace(source, state=source.state | {"schedule_samples": 100})),
     )
 

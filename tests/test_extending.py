@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from conftest import opened
-from meshwright import train
 from meshwright.__main__ import main
-from meshwright.compare import main as report
 from meshwright.data.loader import Mock
 from meshwright.errors import UserError
 from meshwright.model.attention import Where, share
 from meshwright.model.gpt import GPT, Block, Options
 from meshwright.model.layers import Embedding, Linear
+from meshwright.report.compare import main as report
+from meshwright.training import run as train
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -361,8 +361,8 @@ def test_muon_without_layers(example):
 def test_data_of_ones_own_needs_no_files(tmp_path: Path) -> None:
     """Paths that are there by habit are neither looked for nor remembered."""
     from conftest import TINY_FLAGS
-    from meshwright import flags
-    from meshwright.config import TrainConfig
+    from meshwright.settings import flags
+    from meshwright.settings.schema import TrainConfig
 
     argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
     config = flags.parse(TrainConfig, argv, "test").config

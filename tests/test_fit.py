@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from meshwright import ending, fit
-from meshwright.config import Training
-from meshwright.ending import Ending
+from meshwright.settings.schema import Training
+from meshwright.training import memory as fit
+from meshwright.training import stop as ending
+from meshwright.training.stop import Ending
 from test_flag_effects import run  # noqa: F401, a fixture
 
 pytestmark = pytest.mark.whole  # seconds, not moments

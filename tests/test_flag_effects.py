@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from conftest import TINY_FLAGS
-from meshwright import preprocess
 from meshwright.__main__ import main
-from meshwright.config import Preprocess, PreprocessConfig, Tokenizer, TrainConfig
-from meshwright.flags import parse
+from meshwright.data.prepare import preprocess
+from meshwright.settings.flags import parse
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer, TrainConfig
 
 
 class Run:
@@ -316,13 +316,13 @@ def test_compile(run, base, monkeypatch):
 def test_loss_mean_weighs_tokens_or_micro_batches():
     """Two micro-batches, one of them nearly all masked."""
     from conftest import TINY
-    from meshwright.config import Optimizer
     from meshwright.data.loader import Batch
-    from meshwright.kernels.pick import pick
     from meshwright.model.gpt import GPT, initialise
     from meshwright.model.loss import token_losses
-    from meshwright.network import Network, train_step
+    from meshwright.model.pick import pick
     from meshwright.parallel.zero import ParameterStore
+    from meshwright.settings.schema import Optimizer
+    from meshwright.training.network import Network, train_step
 
     def loss(logits, batch):
         return token_losses(logits, batch.labels, 64)
@@ -349,7 +349,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
 @pytest.mark.parametrize("flag", ["--exit-signal-handler", "--no-exit-signal-handler"])
 def test_exit_signal_handler(run, monkeypatch, flag):
     """Whose handler SIGTERM has during a step; afterwards the old one is back."""
-    from meshwright import network
+    from meshwright.training import network
 
     seen, real, before = [], network.train_step, signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(network, "train_step", lambda *a: seen.append(signal.getsignal(signal.SIGTERM)) or real(*a))
@@ -371,7 +371,7 @@ def test_files(run, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--progress", "--no-progress"])
 def test_progress_bar(run, monkeypatch, flag):
-    from meshwright import metrics
+    from meshwright.training import metrics
 
     class Bar:
         def stop(self):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import config as settings
-from meshwright import flags
 from meshwright.errors import UserError
+from meshwright.settings import flags
+from meshwright.settings import schema as settings
 
 TESTS = Path(__file__).parent
 CONFIGS = settings.EVERY

@@ -9,13 +9,14 @@ import time
 import pytest
 
 from conftest import TINY_FLAGS
-from meshwright import config as settings
-from meshwright import flags, foreign_flags
 from meshwright.__main__ import main
-from meshwright.config import GenerateConfig, PreprocessConfig, TrainConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.model import counts
-from meshwright.presets import PRESETS
+from meshwright.settings import flags
+from meshwright.settings import megatron_flags as foreign_flags
+from meshwright.settings import schema as settings
+from meshwright.settings.presets import PRESETS
+from meshwright.settings.schema import GenerateConfig, PreprocessConfig, TrainConfig
 
 CONFIGS = settings.EVERY
 

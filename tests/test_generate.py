@@ -17,9 +17,9 @@ import torch
 
 from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.config import Model, Sampling
-from meshwright.generate import chat, engine, sampling
+from meshwright.generation import chat, engine, sampling
 from meshwright.model.gpt import GPT, initialise
+from meshwright.settings.schema import Model, Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 CAT, DOG, BEAR = SENTENCES = ["the cat sat.", "a dog ran.", "ein Bär."]
@@ -39,7 +39,7 @@ def learn(folder, steps, *tokenizer):
     corpus(folder / "a.jsonl")
     prefix = str(folder / "a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.train.write_report", lambda folder: None)
+        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
         files = ["--input", f"{prefix}.jsonl", "--output-prefix", prefix]
         assert main(["preprocess", *files, "--append-eod", *tokenizer]) == 0
         assert main(["train", *SHAPE, "--micro-batch-size=16", "--lr=1e-2", f"--train-iters={steps}",
@@ -271,7 +271,7 @@ def test_answers_of_a_dialogue_differ(generate):
 def test_bare_ids(tmp_path, capsys, monkeypatch):
     """A model of mock data talks in numbers; a slip of the fingers does not end the dialogue."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.train.write_report", lambda folder: None)
+        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
         assert main(["train", *SHAPE, "--mock-data", "--vocab-size=20", "--micro-batch-size=1", "--lr=1e-3",
                      "--train-iters=1", "--eval-iters=0", "--device=cpu", "--save", str(tmp_path / "r")]) == 0  # fmt: skip
     capsys.readouterr()

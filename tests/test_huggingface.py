@@ -12,12 +12,13 @@ import torch
 
 from meshwright import __main__ as cli
 from meshwright import tokenizers
-from meshwright.checkpoint import huggingface, huggingface_writer, native
-from meshwright.checkpoint.huggingface_writer import write
-from meshwright.config import Model, Tokenizer
+from meshwright.checkpoint import native
+from meshwright.checkpoint.formats import huggingface, huggingface_writer
+from meshwright.checkpoint.formats.huggingface_writer import write
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.settings.schema import Model, Tokenizer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.whole, pytest.mark.filterwarnings("ignore")]

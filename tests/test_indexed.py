@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from conftest import tokens_of
-from meshwright.data import indexed as indexed_module
-from meshwright.data.indexed import HEADER, Indexed, fingerprint
-from meshwright.data.writing import Writer, token_dtype
+from meshwright.data.format import indexed as indexed_module
+from meshwright.data.format.indexed import HEADER, Indexed, fingerprint
+from meshwright.data.format.writer import Writer, token_dtype
 from meshwright.errors import BAD_DATA, IO, UserError
 
 

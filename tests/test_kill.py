@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 from meshwright.__main__ import main
-from meshwright.data.writing import Writer
+from meshwright.data.format.writer import Writer
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.optim", "pytest", "meshwright.train", "meshwright.report"]
+    ["torch", "torch._dynamo", "torch.optim", "pytest", "meshwright.training.run", "meshwright.report.page"]
 )
 
 STEPS = 40
@@ -43,8 +43,9 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from meshwright import resume, train
-    from meshwright.checkpoint import store
+    from meshwright.checkpoint import publish as store
+    from meshwright.training import resume
+    from meshwright.training import run as train
 
     torch.set_num_threads(1)
     if point is not None:

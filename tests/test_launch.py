@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from meshwright import launch, launched
-from meshwright.config import Parallel
 from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
-from meshwright.launch import Plan
+from meshwright.launch import launcher as launch
+from meshwright.launch import outcome as launched
+from meshwright.launch.launcher import Plan
+from meshwright.settings.schema import Parallel
 
 SCRIPT = str(Path(__file__).with_name("one_rank.py"))
 LAUNCH = [sys.executable, "-m", "meshwright", "launch"]

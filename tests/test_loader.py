@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.config import TrainConfig, Training
 from meshwright.data.loader import Batch, Cyclic, Loader
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.schema import TrainConfig, Training
 
 
 class Counting:

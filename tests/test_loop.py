@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 
 from conftest import TINY_FLAGS, opened
-from meshwright import network, report, trainer
 from meshwright.__main__ import main
-from meshwright.checkpoint import manifests, native, steps, store
-from meshwright.data.writing import Writer
+from meshwright.checkpoint import manifests, native, steps
+from meshwright.checkpoint import publish as store
+from meshwright.data.format.writer import Writer
+from meshwright.report import page as report
 from meshwright.tokenizers import train_bpe
+from meshwright.training import loop as trainer
+from meshwright.training import network
 
 
 class Run:

@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from megatron_files import Form, forward, ours, plain, rounded, write
-from meshwright import convert
-from meshwright.checkpoint import loading, megatron, megatron_writer, native
+from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box
+from meshwright.checkpoint.formats import megatron, megatron_writer
 from meshwright.checkpoint.sources import Mapped, Piece, Source
 from meshwright.checkpoint.steps import MEGATRON, Place
-from meshwright.config import Model
+from meshwright.commands import convert
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.lr_schedule import Schedule
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.optim.schedule import Schedule
+from meshwright.settings.schema import Model
 
 Tensors = dict[str, torch.Tensor]
 

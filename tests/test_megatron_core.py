@@ -13,10 +13,10 @@ import pytest
 
 import megatron_core_cases as cases
 from meshwright.data import samples
-from meshwright.data.indexed import Indexed
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Samples
 from meshwright.data.samples import split_bounds
-from meshwright.data.writing import Writer
 
 try:
     HAS_MEGATRON = importlib.util.find_spec("megatron.core") is not None

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from conftest import TINY
-from meshwright import config
-from meshwright.kernels import pick
-from meshwright.model import attention, counts
+from meshwright.model import attention, counts, pick
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.settings import schema as config
 
 STILL = dataclasses.replace(TINY, hidden_dropout=0.0, attention_dropout=0.0)
 

@@ -18,9 +18,11 @@ from safetensors import safe_open
 
 from conftest import heard, opened
 from meshwright.checkpoint import boxes as geometry
-from meshwright.checkpoint import inspect, loading, manifests, native, steps, store
+from meshwright.checkpoint import loading, manifests, native, steps
+from meshwright.checkpoint import publish as store
 from meshwright.checkpoint.loading import Means
 from meshwright.checkpoint.native import Entry, whole
+from meshwright.commands import inspect
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 
 DTYPES = [getattr(torch, name) for name in native.TORCH.values()]

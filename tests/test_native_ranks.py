@@ -20,19 +20,22 @@ import torch.multiprocessing as mp
 
 import ranks
 from conftest import heard
-from meshwright import console, preflight
+from meshwright import console
 from meshwright.checkpoint import boxes as geometry
-from meshwright.checkpoint import inspect, loading, manifests, native, steps, store
+from meshwright.checkpoint import loading, manifests, native, steps
+from meshwright.checkpoint import publish as store
 from meshwright.checkpoint.loading import Means
 from meshwright.checkpoint.native import Entry, whole
 from meshwright.checkpoint.sources import Source
-from meshwright.config import Checkpoint, Data, Tokenizer, TrainConfig
+from meshwright.commands import inspect
 from meshwright.data import datasets
 from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
+from meshwright.launch.team import ALONE, Team
 from meshwright.parallel import shard
-from meshwright.parallel.team import ALONE, Team
-from meshwright.resume import Progress, State
-from meshwright.trainer import Trainer
+from meshwright.settings.schema import Checkpoint, Data, Tokenizer, TrainConfig
+from meshwright.training import preflight
+from meshwright.training.loop import Trainer
+from meshwright.training.resume import Progress, State
 from ranks import run_ranks
 from test_native import DTYPES, cut, flip, held, same, some
 

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.__main__ import main
-from meshwright.checkpoint import huggingface, loading, native, oneflow
-from meshwright.config import Model
+from meshwright.checkpoint import loading, native
+from meshwright.checkpoint.formats import huggingface, oneflow
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.settings.schema import Model
 
 pytestmark = pytest.mark.whole
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from conftest import TINY
-from meshwright import optimizer
 from meshwright.checkpoint import loading, native
-from meshwright.config import Optimizer
+from meshwright.optim import rules as optimizer
 from meshwright.parallel.zero import ParameterStore
+from meshwright.settings.schema import Optimizer
 from test_flag_effects import run  # noqa: F401, a fixture
 from test_zero import (
     CPU,

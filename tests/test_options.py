@@ -11,12 +11,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference_gpt
-from meshwright.config import Model
 from meshwright.kernels import dropout
 from meshwright.model import attention, counts
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT, Options
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.settings.schema import Model
 
 VOCAB, PADDED, POSITIONS, B, T, SEED = 13, 16, 10, 2, 8, 2**40 + 7
 

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from conftest import TINY_FLAGS
-from meshwright import flags
-from meshwright.config import EvaluateConfig, GenerateConfig, Model, Parallel, TrainConfig, Training
 from meshwright.errors import UserError
-from meshwright.values import split_layers
+from meshwright.settings import flags
+from meshwright.settings.grammar import split_layers
+from meshwright.settings.schema import EvaluateConfig, GenerateConfig, Model, Parallel, TrainConfig, Training
 from test_deepspeed_config import CONFIG_003
 
 SMALL = ["--num-layers=4", "--hidden-size=32", "--num-attention-heads=4", "--seq-length=16", "--micro-batch-size=2",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import config, flags
+from meshwright.settings import flags
+from meshwright.settings import schema as config
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from meshwright.checkpoint import archive, pickles, unpickler
+from meshwright.checkpoint.formats import archive, pickles, unpickler
 from meshwright.errors import BAD_DATA, UserError
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from conftest import opened
-from meshwright import network
-from meshwright.config import Optimizer, Precision
+from meshwright.optim.loss_scale import LossScale, dtype
 from meshwright.parallel.zero import ParameterStore
-from meshwright.precision import LossScale, dtype
+from meshwright.settings.schema import Optimizer, Precision
+from meshwright.training import network
 from test_flag_effects import run  # noqa: F401, a fixture
 from test_zero import CPU, gradient, kinds, one_of_each_kind, same, snapshot
 

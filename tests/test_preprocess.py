@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from conftest import tokens_of
-from meshwright import preprocess, tokenizers
-from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
-from meshwright.data import text
-from meshwright.data.indexed import Indexed
+from meshwright import tokenizers
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.prepare import preprocess, text
 from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
 
 ROOT = Path(__file__).parents[1]
 

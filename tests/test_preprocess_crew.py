@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import preprocess
-from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
-from meshwright.data import crew, journal, text, writing
-from meshwright.data.indexed import Indexed
+from meshwright.data.format import writer as writing
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.prepare import journal, preprocess, text
+from meshwright.data.prepare import workers as crew
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
 
 ROOT = Path(__file__).parents[1]
 SMALL = """
@@ -408,7 +409,7 @@ def test_closed_streams(tmp_path):
 
 
 def test_no_key(tmp_path):
-    from meshwright.checks import problems
+    from meshwright.settings.checks import problems
 
     config = PreprocessConfig(Preprocess(input=["x"], output_prefix="y", json_keys=[]))
     assert problems(config) == ["--json-keys names no key"]

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from meshwright import report
 from meshwright.__main__ import main
+from meshwright.report import page as report
 
 EVIL = "<script>alert('1')</script>"
 
@@ -182,7 +182,7 @@ def test_a_long_run_gives_a_small_page_and_keeps_its_spike(tmp_path):
 
 def test_losses_start_without_heavy_libraries(tmp_path):
     code = (
-        "import sys; from meshwright.compare import main; main(['--losses', sys.argv[1]]); "
+        "import sys; from meshwright.report.compare import main; main(['--losses', sys.argv[1]]); "
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(run_folder(tmp_path, ROWS))], check=True, stdout=subprocess.DEVNULL)

@@ -15,7 +15,7 @@ import pytest
 
 from conftest import TINY_FLAGS, opened
 from meshwright.__main__ import main
-from meshwright.data.writing import Writer
+from meshwright.data.format.writer import Writer
 from ranks import run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]

@@ -34,8 +34,8 @@ from layouts import (
     run_all,
     trained,
 )
-from meshwright import checks
 from meshwright.errors import UserError
+from meshwright.settings import checks
 
 # Every layout
 
@@ -475,7 +475,7 @@ COUNTED = [
 @pytest.mark.timeout(300)
 def test_what_is_sent(record_property):
     """Counted on every rank, equal to the formula, and told."""
-    from meshwright.preflight import layout_of
+    from meshwright.training.preflight import layout_of
 
     table = [f"sent by one rank in a step of {parse('').global_batch} samples:", " ".join(f"{k:>14}" for k in KINDS)]
     for world in (2, 4, 8):

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from conftest import heard, tokens_of
-from meshwright.config import Data, Tokenizer, TrainConfig, Training
 from meshwright.data import index_cache, loader, samples
 from meshwright.data.datasets import build_datasets, check_vocabulary
-from meshwright.data.indexed import Indexed
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.samples import build_indices, epochs_needed, split_bounds
-from meshwright.data.writing import Writer
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
 
 
 def data(prefix, sizes, vocab=1000, dtype=np.uint16):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from meshwright.config import Sampling
 from meshwright.errors import NON_FINITE, UserError
-from meshwright.generate import sampling
+from meshwright.generation import sampling
+from meshwright.settings.schema import Sampling
 
 INF = float("inf")
 

@@ -7,9 +7,11 @@ import random
 
 import pytest
 
-from meshwright import checks, config, lr_schedule
 from meshwright.errors import UserError
-from meshwright.lr_schedule import Schedule, from_config, resume
+from meshwright.optim import schedule as lr_schedule
+from meshwright.optim.schedule import Schedule, from_config, resume
+from meshwright.settings import checks
+from meshwright.settings import schema as config
 from test_flag_effects import run  # noqa: F401, a fixture
 
 LR, LEAST = 1.5e-4, 1e-5

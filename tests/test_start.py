@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshwright import launchers, start
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
-from meshwright.launchers import World, find
-from meshwright.parallel.team import Team
+from meshwright.launch import rendezvous as start
+from meshwright.launch import world as launchers
+from meshwright.launch.team import Team
+from meshwright.launch.world import World, find
 from ranks import run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from conftest import heard
-from meshwright.checkpoint import manifests, steps, store
+from meshwright.checkpoint import manifests, steps
+from meshwright.checkpoint import publish as store
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
 
 POINTS = (

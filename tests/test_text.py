@@ -17,12 +17,11 @@ import zlib
 import pytest
 
 from conftest import tokens_of
-from meshwright import preprocess
-from meshwright.config import Preprocess, PreprocessConfig, Tokenizer
-from meshwright.data import containers, sentences, tables, text
-from meshwright.data.indexed import Indexed
-from meshwright.data.text import BadLine, lines_of, look, pieces, read_place, units
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.prepare import containers, preprocess, sentences, tables, text
+from meshwright.data.prepare.text import BadLine, lines_of, look, pieces, read_place, units
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
 
 
 def line(text, **more):
@@ -663,7 +662,7 @@ def test_packages_that_are_not_there(tmp_path, monkeypatch):
 
 
 def test_flags_of_sentences_belong_together():
-    from meshwright.checks import problems
+    from meshwright.settings.checks import problems
 
     told = problems(PreprocessConfig(Preprocess(input=["x"], output_prefix="y", keep_newlines=True, lang="german")))
     assert told == ["--keep-newlines belongs to --split-sentences", "--lang belongs to --split-sentences"]

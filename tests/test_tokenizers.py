@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from meshwright import tokenizers
-from meshwright.config import Tokenizer as Flags
 from meshwright.errors import BAD_DATA, USAGE, UserError
+from meshwright.settings.schema import Tokenizer as Flags
 
 TEXT = "It's the year 2024: don't panic.\n\n  Indented\tλόγος 你好 🙂 naïve  <|endoftext|> x=1;\r\n"
 GPT2 = Path(os.environ.get("GPT2_VOCABULARY", Path(__file__).parents[2] / "shared" / "gpt2"))

@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 import core_files
-from meshwright.checkpoint import loading, torch_dist
+from meshwright.checkpoint import loading
+from meshwright.checkpoint.formats import torch_dist
 from meshwright.checkpoint.steps import TORCH_DIST, Place
-from meshwright.config import Model
 from meshwright.errors import UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.settings.schema import Model
 from ranks import run_ranks
 
 try:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import meshwright.checkpoint.native
-import meshwright.network
-import meshwright.train
+import meshwright.training.network
+import meshwright.training.run
 from conftest import TINY_FLAGS
 from meshwright import console
 from meshwright.__main__ import main
@@ -170,13 +170,13 @@ def test_recompute_is_bit_equal(tmp_path):
 
 
 def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
-    calls, good = [], meshwright.network.loss_sum
+    calls, good = [], meshwright.training.network.loss_sum
 
     def bad(*args):
         calls.append(1)
         return good(*args) * (float("nan") if len(calls) == 5 else 1)
 
-    monkeypatch.setattr(meshwright.network, "loss_sum", bad)
+    monkeypatch.setattr(meshwright.training.network, "loss_sum", bad)
     status, steps = train(tmp_path, "--save-interval", "2", "--eval-iters", "0")
     captured = capsys.readouterr()
     assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3
@@ -194,7 +194,7 @@ def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys):
 
 
 def test_second_run_on_the_folder_is_refused(tmp_path, capsys):
-    from meshwright.checkpoint import store
+    from meshwright.checkpoint import publish as store
 
     (tmp_path / "run").mkdir()
     with store.lock(tmp_path / "run"):
@@ -380,13 +380,13 @@ def test_overwriting_waits_until_the_run_can_begin(tmp_path):
 
 
 def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
-    good = meshwright.network.evaluate
+    good = meshwright.training.network.evaluate
 
     def signalled(*args):
         signal.raise_signal(signal.SIGTERM)
         return good(*args)
 
-    monkeypatch.setattr(meshwright.network, "evaluate", signalled)
+    monkeypatch.setattr(meshwright.training.network, "evaluate", signalled)
     status, steps = train(tmp_path, "--eval-interval", "100")
     assert status == 143 and len(steps) == 6 and (tmp_path / "run/iter_0000006").is_dir()
     assert rows(tmp_path / "run", "validation") == []
@@ -463,7 +463,7 @@ def test_a_result_nobody_reads_is_no_failure_but_lost_work_is(tmp_path):
 def test_changed_data_is_told_on_resume(tmp_path, capsys):
     import numpy as np
 
-    from meshwright.data.writing import Writer
+    from meshwright.data.format.writer import Writer
 
     def write(seed):
         rng = np.random.RandomState(seed)
@@ -483,7 +483,8 @@ def test_changed_data_is_told_on_resume(tmp_path, capsys):
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
-    from meshwright.checkpoint import steps, store
+    from meshwright.checkpoint import publish as store
+    from meshwright.checkpoint import steps
 
     good, calls = store.os.write, []
 
@@ -539,13 +540,13 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]])
 def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     """The ends of the model have more than the average; tensor ranks share what the table cuts."""
-    from meshwright import flags
-    from meshwright.config import TrainConfig
     from meshwright.model.gpt import GPT, Options
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.pipeline import stages
     from meshwright.parallel.shard import rule
-    from meshwright.preflight import of_ranks
+    from meshwright.settings import flags
+    from meshwright.settings.schema import TrainConfig
+    from meshwright.training.preflight import of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
     argv += [
@@ -581,7 +582,7 @@ def test_dry_run_in_words(tmp_path, capsys):
 
 
 def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
-    from meshwright.data.writing import Writer
+    from meshwright.data.format.writer import Writer
 
     with Writer(tmp_path / "x", "uint16") as writer:
         writer.add(list(range(200)))
@@ -632,22 +633,22 @@ def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, error, told
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(meshwright.network, "train_step", fail)
+    monkeypatch.setattr(meshwright.training.network, "train_step", fail)
     assert main(["train", *TINY_FLAGS]) == 2
     shown = capsys.readouterr().err
     assert told in shown and "Including" not in shown and "Error code" not in shown
     assert "smaller --micro-batch-size (now 2) or --seq-length (now 16), or --recompute-granularity full needs" in shown
-    monkeypatch.setattr(meshwright.network, "train_step", lambda *args: 1 / 0)
+    monkeypatch.setattr(meshwright.training.network, "train_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", *TINY_FLAGS])
 
 
 def test_memory_that_a_cpu_does_not_have_is_recognised():
-    from meshwright.config import TrainConfig
+    from meshwright.settings.schema import TrainConfig
 
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert "ried to allocate" in str(meshwright.train.out_of_memory(caught.value, TrainConfig()))
+    assert "ried to allocate" in str(meshwright.training.run.out_of_memory(caught.value, TrainConfig()))
 
 
 def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):
@@ -676,4 +677,4 @@ def test_a_wrong_world_size_is_told_before_the_batches_are_divided_by_it(monkeyp
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--world-size 3, but started as 2"):
-        meshwright.train.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])
+        meshwright.training.run.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])

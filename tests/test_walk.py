@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from conftest import TINY
-from meshwright import config, network
-from meshwright.data.indexed import Indexed
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Batch, Loader, Samples
-from meshwright.data.writing import Writer
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore
+from meshwright.settings import schema as config
+from meshwright.training import network
 
 SOURCE = Path(network.__file__).parent
 MOST_FILES, MOST_LINES = 3, 350

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from conftest import TINY
-from meshwright import config
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.parallel.zero import ALIGN, ParameterStore
+from meshwright.settings import schema as config
 from test_model import tokens
 
 CPU = torch.device("cpu")

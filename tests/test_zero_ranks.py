@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from conftest import TINY
-from meshwright.config import Optimizer
 from meshwright.model.gpt import GPT
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.zero import ALIGN
+from meshwright.settings.schema import Optimizer
 from ranks import run_ranks
 from test_zero import VOCAB, gradient, kinds, losses_of, make, same, snapshot, tokens
 

@@ -9,24 +9,27 @@ import os
 import sys
 
 from meshwright.errors import DONE, IO, SIGINT, USAGE, UserError
-from meshwright.start import die_with_parent
+from meshwright.launch.rendezvous import die_with_parent
 
 COMMANDS = {
-    "demo": ("meshwright.demo", "text to a trained, talking model on this machine, in three to five minutes"),
-    "preprocess": ("meshwright.preprocess", "text to .bin/.idx"),
+    "demo": ("meshwright.commands.demo", "text to a trained, talking model on this machine, in three to five minutes"),
+    "preprocess": ("meshwright.data.prepare.preprocess", "text to .bin/.idx"),
     "data": (
-        "meshwright.data.commands",
+        "meshwright.commands.data",
         "verify, inspect, merge, fetch token files; index and plan a training's samples",
     ),
-    "train-tokenizer": ("meshwright.data.train_tokenizer", "learn a BPE vocabulary from text"),
-    "train": ("meshwright.train", "pre-train a GPT"),
-    "launch": ("meshwright.launch", "start a command or a script as several ranks, on one machine or many"),
-    "evaluate": ("meshwright.evaluate", "perplexity and bits per byte of a run on text files"),
-    "generate": ("meshwright.generate.command", "samples, continuations, or a dialogue"),
-    "inspect": ("meshwright.checkpoint.inspect", "what a checkpoint folder holds, and whether it is whole"),
-    "convert": ("meshwright.convert", "a checkpoint of any program as another one's: native, torch, huggingface"),
+    "train-tokenizer": ("meshwright.commands.train_tokenizer", "learn a BPE vocabulary from text"),
+    "train": ("meshwright.training.run", "pre-train a GPT"),
+    "launch": ("meshwright.launch.launcher", "start a command or a script as several ranks, on one machine or many"),
+    "evaluate": ("meshwright.commands.evaluate", "perplexity and bits per byte of a run on text files"),
+    "generate": ("meshwright.commands.generate", "samples, continuations, or a dialogue"),
+    "inspect": ("meshwright.commands.inspect", "what a checkpoint folder holds, and whether it is whole"),
+    "convert": (
+        "meshwright.commands.convert",
+        "a checkpoint of any program as another one's: native, torch, huggingface",
+    ),
     "report": (
-        "meshwright.compare",
+        "meshwright.report.compare",
         "one page with pictures for a run, or the comparison of two; --losses prints exact numbers",
     ),
 }

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from meshwright import config
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import replacing
+from meshwright.settings import schema as config
 
 END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshwright import device as devices
 from meshwright.checkpoint.sources import Named
 from meshwright.console import notice, say
-from meshwright.parallel.team import Team
+from meshwright.launch.team import Team
 
 PATIENCE = datetime.timedelta(days=1)  # for the slowest rank's disk; the death of one ends all by its launcher
 ALIGNED = 64  # bytes

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.checkpoint import manifests, native, steps, store
+from meshwright.checkpoint import manifests, native, steps
+from meshwright.checkpoint import publish as store
 from meshwright.checkpoint.manifests import Damaged
 from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import (
@@ -29,7 +30,7 @@ from meshwright.checkpoint.steps import (
 )
 from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.parallel.team import ALONE, Team
+from meshwright.launch.team import ALONE, Team
 
 # Who opens what. Each is imported when it is needed: `open(folder, trust, heads, optimizer)`.
 READERS = {MEGATRON: "megatron", TORCH_DIST: "torch_dist", DEEPSPEED: "deepspeed", UNIVERSAL: "deepspeed",

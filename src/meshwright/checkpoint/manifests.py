@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.parallel.team import ALONE, Team
+from meshwright.launch.team import ALONE, Team
 
 FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes of one hash; at most this much is read too much at each end of a slice

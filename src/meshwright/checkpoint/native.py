@@ -24,14 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.checkpoint import manifests, store
+from meshwright.checkpoint import manifests
+from meshwright.checkpoint import publish as store
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, inside, minus, not_empty, plus, position, strides
 from meshwright.checkpoint.manifests import Damaged, Manifest, encode_manifest, sha256
+from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.sources import Known, Named, Source, check_state
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.checkpoint.store import Produce, Write
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.parallel.team import ALONE, Team
+from meshwright.launch.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch

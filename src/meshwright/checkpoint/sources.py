@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, minus, not_empty, plus
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.lr_schedule import Schedule
+from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard
 
 if TYPE_CHECKING:

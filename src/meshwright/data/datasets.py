@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Data, TrainConfig
 from meshwright.console import say
 from meshwright.data.blend import Blend
 from meshwright.data.changing import Chain, build
+from meshwright.data.format.indexed import Indexed, check_vocabulary
 from meshwright.data.history import History, follow, names
-from meshwright.data.indexed import Indexed, check_vocabulary
 from meshwright.data.loader import Cyclic, Dataset, Marks, Mock, Samples
 from meshwright.data.plan import Part, Wanted, documents, needed, targets, wanted
 from meshwright.data.plan import parts as parts_of
 from meshwright.data.samples import split_bounds
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.schema import Data, TrainConfig
 from meshwright.tokenizers import Tokenizer
 
 Datasets = Mapping[str, Dataset | None]  # "train", "valid", "test"; of several, "valid/NAME" and "test/NAME"

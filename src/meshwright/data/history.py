@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwright.console import say
 from meshwright.data.blend import samples_needed
-from meshwright.data.indexed import fingerprint
+from meshwright.data.format.indexed import fingerprint
 from meshwright.data.plan import Part
 from meshwright.errors import USAGE, UserError
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.console import say
+from meshwright.data.format.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Room, cached_indices
-from meshwright.data.indexed import Indexed, fingerprint
 from meshwright.data.samples import VERSION, build_indices, epochs_needed
 from meshwright.errors import BAD_DATA, UserError
 

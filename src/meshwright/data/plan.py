@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshwright import datapaths
-from meshwright.config import Data, TrainConfig
 from meshwright.console import notice
 from meshwright.data.blend import normalised, samples_needed
-from meshwright.data.indexed import Indexed
+from meshwright.data.format.indexed import Indexed
 from meshwright.data.samples import split_bounds
-from meshwright.datapaths import SPLITS, PathSet, Source
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings import data_paths as datapaths
+from meshwright.settings.data_paths import SPLITS, PathSet, Source
+from meshwright.settings.schema import Data, TrainConfig
 
 
 @dataclass(frozen=True)

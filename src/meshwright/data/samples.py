@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.console import say
 from meshwright.data.index_cache import Ints, Room
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.values import split_shares
+from meshwright.settings.grammar import split_shares
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 BLOCK = 1 << 20

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import device as devices
-from meshwright.config import Model
 from meshwright.kernels import dropout
 from meshwright.model.layers import Linear, Norm
+from meshwright.settings.schema import Model
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.config import Model
+from meshwright.settings.schema import Model
 
 
 def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.config import Model
 from meshwright.kernels import dropout
 from meshwright.model.attention import Attention, Shared, Where, is_reference, seed_dropout, share
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
+from meshwright.settings.schema import Model
 
 
 @dataclass(frozen=True)

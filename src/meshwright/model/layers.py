@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.config import Model
 from meshwright.kernels.linear import linear
+from meshwright.settings.schema import Model
 
 
 class Linear(nn.Linear):

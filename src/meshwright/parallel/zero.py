@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright import optimizer
-from meshwright.config import Optimizer
 from meshwright.model.gpt import GPT
+from meshwright.optim import rules as optimizer
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.parts import Parts
+from meshwright.settings.schema import Optimizer
 
 ALIGN = 128
 Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from meshwright import optimizer
-from meshwright.config import Optimizer
+from meshwright.optim import rules as optimizer
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.zero import Named, Piece, Store
+from meshwright.settings.schema import Optimizer
 
 
 class FullyShardedStore(Store):

@@ -1,0 +1,154 @@
+"""Megatron-Core's distributed optimizer, saved as it lies in memory ("dp_reshardable", the default since 2025).
+
+Of each tensor rank and stage there are flat buckets of masters and moments, and nothing says which parameter is where. That
+follows from the order in which Megatron-Core fills its buffers: the last parameter first, each from a multiple of 64 elements
+on, a bucket ending behind a parameter. The order is rebuilt here for both kinds of layer (its own, Transformer Engine's), and
+proved: the sizes of all buckets must come out, and the masters, rounded, must be the model's weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.formats.megatron_ranks import (
+    MOMENTS,
+    Boxes,
+    Parameter,
+    Rank,
+    Sizes,
+    as_boxes,
+    is_rounded,
+    lay_out,
+)
+from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.parallel import shard
+
+PREFIX = r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_"
+KEY = re.compile(PREFIX + r"(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)")
+BESIDE = re.compile(PREFIX + r"0\.(optimizer|grad_scaler)/shard_0_1")  # no tensors: what every rank has alike
+ALIGNED = 64  # elements
+# A layer's parts in the order of its modules: Megatron-Core's own, and with Transformer Engine's joined norms.
+ORDERS = (
+    ("ln_1", "attn.proj", "attn.qkv", "attn.ln_q", "attn.ln_k", "ln_2", "mlp.fc", "mlp.proj"),
+    ("attn.proj", "ln_1", "attn.qkv", "attn.ln_q", "attn.ln_k", "ln_2", "mlp.fc", "mlp.proj"),
+)
+
+Buckets = dict[int, dict[str, tuple[Shape, Boxes]]]  # by number, by kind: size and parts
+
+
+def by_parameter(
+    source: Mapped, tensors: Mapping[str, tuple[Shape, Boxes]], sizes: Sizes, tensor_ranks: int
+) -> dict[str, list[Piece]]:
+    """Masters and moments of a source that has weights alone; ValueError says why not."""
+    groups: dict[int, dict[int, Buckets]] = {}  # by rank, by chunk of the model
+    for key, tensor in tensors.items():
+        if found := KEY.fullmatch(key):
+            group, chunk, bucket = map(int, found.groups()[:3])
+            groups.setdefault(group, {}).setdefault(chunk, {}).setdefault(bucket, {})[found[4]] = tensor
+    stages, rest = divmod(len(groups), tensor_ranks)
+    chunks = len(next(iter(groups.values()), ()))
+    if rest or not stages or sorted(groups) != list(range(len(groups))) or sizes.layers % (stages * chunks):
+        raise ValueError(
+            f"{len(groups)} of its ranks' buffers are there, {tensor_ranks} tensor ranks, {sizes.layers} layers"
+        )
+    why = ValueError("it has no buffers")
+    for order in ORDERS:
+        try:
+            ranks = [Rank(source.folder, tp, 0, {}, [[]]) for tp in range(tensor_ranks)]
+            for group, of_chunk in groups.items():
+                for chunk, buckets in of_chunk.items():
+                    place = range(chunk * stages + group // tensor_ranks, stages * chunks)
+                    found_here = filled(source, order, place, buckets, tensor_ranks)
+                    ranks[group % tensor_ranks].chunks[0] += found_here
+            pieces = lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
+            prove(source, pieces)
+            return pieces
+        except ValueError as error:
+            why = error
+    raise why
+
+
+def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets, tensor_ranks: int) -> list[Parameter]:
+    """The parameters of one chunk of the model, which is the first of `place`, with their values."""
+    import torch
+
+    waiting = list(held(source, order, place))[::-1]
+    out = []
+    for number in sorted(buckets):
+        of_kind, end = buckets[number], 0
+        if set(of_kind) != {"param", *MOMENTS}:
+            raise ValueError(f"of bucket {number} only {sorted(of_kind)} are there")
+        (size,) = of_kind["param"][0]
+        while waiting:
+            name, copy = waiting[0]
+            shape = share(name, source.tensors[name].shape, tensor_ranks)
+            begin = -(-end // ALIGNED) * ALIGNED
+            if begin + prod(shape) > size:
+                break
+            end = begin + prod(shape)
+            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), torch.empty(shape, device="meta"))
+            for kind, (_, boxes) in of_kind.items():
+                p.values["" if kind == "param" else kind] = stretch(p, begin, boxes)
+            out += [] if copy else [p]
+            waiting.pop(0)
+        if end != size:
+            raise ValueError(f"bucket {number} has {size:,} elements, where {end:,} are expected")
+    if waiting:
+        raise ValueError(f"{waiting[0][0]} is in no bucket")
+    return out
+
+
+def held(source: Mapped, order: Sequence[str], place: range) -> Iterator[tuple[str, bool]]:
+    """The names of a chunk's parameters in the order of its modules; of the last stage's copy of the table that it is one."""
+    first, last = place.start == 0, len(place) == 1
+    layers = 1 + max(int(name.split(".")[1]) for name in source.tensors if name.startswith("h."))
+    here = range(place.start * layers // place.stop, (place.start + 1) * layers // place.stop)
+    if first:
+        yield from ((name, False) for name in ("wte.weight", "wpe.weight") if name in source.tensors)
+    for layer in here:
+        for part in order:
+            names = (f"h.{layer}.{part}.{kind}" for kind in ("weight", "bias"))
+            yield from ((name, False) for name in names if name in source.tensors)
+    if last:
+        yield from ((name, False) for name in ("ln_f.weight", "ln_f.bias") if name in source.tensors)
+        if "lm_head.weight" in source.tensors:
+            yield "lm_head.weight", False
+        elif not first:
+            yield "wte.weight", True
+
+
+def share(name: str, shape: Shape, tensor_ranks: int) -> Shape:
+    """What a tensor rank has of it; a gate's halves are one below the other."""
+    cut = shard.rule(name).cut
+    if cut is not None:
+        at = len(shape) + cut
+        shape = tuple(n // tensor_ranks if i == at else n for i, n in enumerate(shape))
+    gated = ".mlp.fc." in name and len(shape) == (3 if name.endswith("weight") else 2)
+    return (shape[0] * shape[1], *shape[2:]) if gated else shape
+
+
+def stretch(p: Parameter, begin: int, boxes: Boxes) -> Boxes:
+    """The parameter's elements, which lie from `begin` on in a bucket."""
+    out: Boxes = []
+    for (at,), values in boxes:
+        low, high = max(begin, at), min(begin + prod(p.shape), at + len(values))
+        if low < high:
+            out += as_boxes(p, low - begin, high - begin, values[low - at : high - at])
+    return out
+
+
+def prove(source: Mapped, pieces: Mapping[str, list[Piece]]) -> None:
+    """Of each master some numbers of its first row, rounded, are the model's."""
+    import torch
+
+    for name in source.tensors:
+        for offset, master in pieces.get(name, ()):
+            some = (*(1 for _ in master.shape[:-1]), min(master.shape[-1], 64))
+            model = torch.empty(some, dtype=getattr(torch, source.tensors[name].dtype))
+            source.fill({name: (source.tensors[name].shape, [(offset, some)], model)})
+            if not is_rounded(model, master[tuple(slice(0, n) for n in some)]):
+                raise ValueError(f"the masters at the place of {name} are not the model's weights")

@@ -1,0 +1,385 @@
+"""A Hugging Face folder, opened: GPT-2, and Llama with its kin (Mistral, Qwen 2 and 3).
+
+Weights alone, as views of the mapped files: `model.safetensors`, or `pytorch_model.bin` by the allow-list of pickles.py, in
+one file or in parts. Code that a folder brings along (`auto_map`) is never looked at. An option that this package cannot
+compute is refused by its name: a model that runs and says something else would be worse. The counterpart is
+huggingface_writer.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.checkpoint.formats import pickles
+from meshwright.checkpoint.manifests import parse_json, read_small
+from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.checkpoint.steps import HUGGING_FACE
+from meshwright.errors import BAD_DATA, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "config.json"
+JSON_LIMIT = 16 << 20  # bytes; of an index of 100,000 tensors
+HEADER_LIMIT = 16 << 20  # likewise of a file's own list; the library would read 100 MB
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+
+Tensors = Mapping[str, "torch.Tensor"]
+Pieces = dict[str, list[Piece]]
+
+
+def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+    """The heads are those of config.json, whatever the flags say: loading compares them."""
+    folder = Path(folder)
+    config = read_config(folder)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in READERS:
+        raise refused(folder, f"it is a {kind!r} model", f"{', '.join(READERS)} can be loaded")
+    notes: list[str] = []
+    given = Given(folder, config, dict(tensors_of(folder, trust)), notes)
+    settings, pieces = READERS[kind](given)
+    given.check_used()
+    source = Mapped(HUGGING_FACE, folder, 0, config=SAME | settings, notes=notes, pieces=pieces)
+    return source.of_vocabulary(given.number("vocab_size"))
+
+
+def refused(folder: Path, what: str, cure: str) -> UserError:
+    return UserError(f"{folder / CONFIG}: {what}, which this package does not compute: {cure}", BAD_DATA)
+
+
+# What is in the folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return read_object(inside(folder, CONFIG))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    value = parse_json(read_small(path, JSON_LIMIT), path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object", BAD_DATA)
+    return value
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The plain file of that name, wherever links within the folder, or within the library's cache, lead."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise UserError(f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read", BAD_DATA)
+    real = folder.resolve()
+    cache = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real  # where its links lead
+    path = (folder / name).resolve()
+    if not any(path.is_relative_to(root) for root in (real, cache)):
+        raise UserError(f"{folder / name} leads to {path}; nothing outside the folder is read", BAD_DATA)
+    if not path.is_file():
+        raise UserError(f"{folder / name}: there is no such file", BAD_DATA)
+    return path
+
+
+def tensors_of(folder: Path, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the folder, none of them read."""
+    for single in SINGLE:
+        if (folder / single).exists():
+            yield from read_file(inside(folder, single), trust).items()
+            return
+        if (folder / f"{single}.index.json").exists():
+            index = inside(folder, f"{single}.index.json")
+            yield from indexed(folder, index, read_object(index).get("weight_map"), trust)
+            return
+    raise UserError(f"{folder} has neither {' nor '.join(SINGLE)}, nor an index of parts of one", BAD_DATA)
+
+
+def indexed(folder: Path, index: Path, where: Any, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise UserError(f"{index}: weight_map does not give each tensor a file", BAD_DATA)
+    files = {name: read_file(inside(folder, name), trust) for name in sorted(set(where.values()))}
+    for name, file in where.items():
+        if name not in files[file]:
+            raise UserError(f"{folder / file} lacks {name}, which {index.name} puts there", BAD_DATA)
+        yield name, files[file][name]
+
+
+def read_file(path: Path, trust: bool) -> Tensors:
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    if path.suffix == ".bin" or not is_safetensors(path):
+        tree = pickles.load(path, trust=trust)
+        if not isinstance(tree, dict) or not all(isinstance(t, torch.Tensor) for t in tree.values()):
+            raise UserError(f"{path}: not a state dict of tensors alone", BAD_DATA)
+        return tree
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in list(file.keys())}  # views: no byte is read
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a whole safetensors file: {str(error)[:200]}", BAD_DATA) from error
+
+
+def is_safetensors(path: Path) -> bool:
+    """By its first bytes, since links into the library's cache have no suffix; too long a list is refused."""
+    with path.open("rb") as file:
+        begin = file.read(9)
+    if begin[8:] != b"{":
+        if path.suffix == ".safetensors":
+            raise UserError(
+                f"{path}: not a safetensors file, it {f'begins with {begin[:9]!r}' if begin else 'is empty'}", BAD_DATA
+            )
+        return False
+    length = int.from_bytes(begin[:8], "little")
+    if length > HEADER_LIMIT:
+        raise UserError(
+            f"{path}: its list of tensors has {length:,} bytes, more than {HEADER_LIMIT:,} are not read", BAD_DATA
+        )
+    return True
+
+
+# What it says
+
+
+class Given:
+    """A folder's settings and tensors, each asked for by name and compared with what it must be."""
+
+    def __init__(
+        self, folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: list[str]
+    ) -> None:
+        self.folder, self.config, self.tensors, self.notes = folder, config, tensors, notes
+        self.used: set[str] = set()
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise UserError(
+                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}, a number from 1 on is needed", BAD_DATA
+            )
+        return value
+
+    def real(self, key: str, default: float, among: Mapping[str, Any] | None = None) -> float:
+        value = (self.config if among is None else among).get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UserError(
+                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}, a number above 0 is needed", BAD_DATA
+            )
+        return float(value)
+
+    def want(self, key: str, *good: Any, default: Any = None) -> Any:
+        """A setting that must have one of these values."""
+        value = self.config.get(key, default)
+        if value not in good:
+            raise refused(self.folder, f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do")
+        return value
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, *shape: int | None) -> torch.Tensor:
+        """None in a shape: any size."""
+        if name not in self.tensors:
+            raise UserError(f"{self.folder} has no tensor {name}", BAD_DATA)
+        tensor = self.tensors[name]
+        self.used.add(name)
+        if len(shape) != tensor.ndim or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)):
+            told = [size or "any" for size in shape]
+            raise UserError(f"{self.folder}: {name} is {list(tensor.shape)}, by {CONFIG} it is {told}", BAD_DATA)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise UserError(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read", BAD_DATA)
+        return tensor
+
+    def check_used(self) -> None:
+        """What is left over belongs to another network; buffers that old versions saved do not count."""
+        buffer = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"
+        left = [name for name in self.tensors if name not in self.used and not re.fullmatch(buffer, name)]
+        if left:
+            told = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
+            raise UserError(f"{self.folder}: {len(left)} tensors have no place in this network: {told}", BAD_DATA)
+
+
+# What no folder of these kinds can have otherwise.
+SAME: dict[str, Any] = {
+    "embed_layernorm": False, "apply_layernorm_1p": False, "apply_residual_connection_post_layernorm": False,
+    "squared_relu": False, "glu_activation": None, "qk_layernorm": False, "use_rotary_position_embeddings": False,
+    "openai_gelu": False, "rotary_percent": 1.0,
+}  # fmt: skip
+
+
+def whole(tensor: torch.Tensor) -> list[Piece]:
+    return [Piece((0,) * tensor.ndim, tensor)]
+
+
+def qkv_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int) -> list[Piece]:
+    """Theirs are three tensors of rows by head; ours is one, each group's queries, then its key, then its value."""
+    queries = q.shape[0] // groups
+    pieces, at = [], 0
+    for g in range(groups):
+        for tensor, rows in ((q, queries), (k, head), (v, head)):
+            pieces.append(Piece((at,) + (0,) * (q.ndim - 1), tensor[g * rows : (g + 1) * rows]))
+            at += rows
+    return pieces
+
+
+def head_of(given: Given, pieces: Pieces, wte: torch.Tensor, tied: bool) -> bool:
+    """Put the output table there if it is one of its own; whether it is."""
+    if not given.has("lm_head.weight") and tied:
+        return False
+    theirs = given.take("lm_head.weight", *wte.shape)
+    if tied:
+        if theirs.dtype == wte.dtype and theirs.equal(wte):
+            return False
+        given.notes.append(
+            "config.json ties the output table to the embedding, but their numbers differ: they are kept apart"
+        )
+    pieces["lm_head.weight"] = whole(theirs)
+    return True
+
+
+def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
+    """Its linear weights are [in, out], the columns of c_attn all queries, then all keys, then all values."""
+    given.want("scale_attn_weights", True, default=True)
+    given.want("scale_attn_by_inverse_layer_idx", False, default=False)
+    given.want("add_cross_attention", False, default=False)
+    activation = given.want(
+        "activation_function", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", default="gelu_new"
+    )
+    h, layers, heads = (given.number(key) for key in ("n_embd", "n_layer", "n_head"))
+    f, positions = given.number("n_inner", 4 * h), given.number("n_positions", 1024)
+    if h % heads:
+        raise UserError(f"{given.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}", BAD_DATA)
+    prefix = "transformer." if given.has("transformer.wte.weight") else ""
+    wte = given.take(f"{prefix}wte.weight", None, h)
+    pieces = {"wte.weight": whole(wte), "wpe.weight": whole(given.take(f"{prefix}wpe.weight", positions, h))}
+
+    def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
+        pieces[f"{ours}.weight"] = whole(given.take(f"{theirs}.weight", columns, rows).t())
+        pieces[f"{ours}.bias"] = whole(given.take(f"{theirs}.bias", rows))
+
+    def norm(ours: str, theirs: str) -> None:
+        for end in (".weight", ".bias"):
+            pieces[ours + end] = whole(given.take(theirs + end, h))
+
+    for i in range(layers):
+        ours, theirs = f"h.{i}", f"{prefix}h.{i}"
+        for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
+            q, k, v = given.take(f"{theirs}.attn.c_attn{end}", *shape).t().tensor_split(3)
+            pieces[f"{ours}.attn.qkv{end}"] = qkv_rows(q, k, v, heads, h // heads)
+        linear(f"{ours}.attn.proj", f"{theirs}.attn.c_proj", h, h)
+        linear(f"{ours}.mlp.fc", f"{theirs}.mlp.c_fc", f, h)
+        linear(f"{ours}.mlp.proj", f"{theirs}.mlp.c_proj", h, f)
+        norm(f"{ours}.ln_1", f"{theirs}.ln_1")
+        norm(f"{ours}.ln_2", f"{theirs}.ln_2")
+    norm("ln_f", f"{prefix}ln_f")
+    untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", True) is True)
+    return {
+        "num_layers": layers, "hidden_size": h, "num_attention_heads": heads, "ffn_hidden_size": f, "kv_channels": h // heads,
+        "max_position_embeddings": positions, "layernorm_epsilon": given.real("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": untied, "bias_gelu_fusion": activation != "gelu", "swiglu": False,
+        "num_query_groups": None, "group_query_attention": False, "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": False,
+    }, pieces  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head: int
+
+
+def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
+    """Its rotation pairs (i, i + head / 2) within a head, as ours does. Biases may be there for some linear layers only: qkv's
+    alone are a setting of ours, otherwise the others are zero."""
+    given.want("hidden_act", "silu", "swish", default="silu")
+    h, heads, layers = (given.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    groups, head = given.number("num_key_value_heads", heads), given.number("head_dim", h // heads or None)
+    sizes = Sizes(h, given.number("intermediate_size"), heads, groups, head)
+    if heads % groups:
+        raise UserError(
+            f"{given.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads", BAD_DATA
+        )
+    positions = given.number("max_position_embeddings", 2048)
+    check_window(given, positions)
+    wte = given.take("model.embed_tokens.weight", None, h)
+    pieces: Pieces = {"wte.weight": whole(wte), "ln_f.weight": whole(given.take("model.norm.weight", h))}
+    qkv_bias, proj_bias, mlp_bias = (
+        given.has(f"model.layers.0.{name}_proj.bias") for name in ("self_attn.q", "self_attn.o", "mlp.down")
+    )
+    qk_norm = given.has("model.layers.0.self_attn.q_norm.weight")
+    all_biases = proj_bias or mlp_bias
+    if all_biases and not (qkv_bias and proj_bias and mlp_bias):
+        given.notes.append("it has biases in some linear layers only: the others get biases of zero")
+    for i in range(layers):
+        ours, theirs = f"h.{i}", f"model.layers.{i}"
+        norms = {"ln_1": ("input_layernorm", h), "ln_2": ("post_attention_layernorm", h)}
+        norms |= {"attn.ln_q": ("self_attn.q_norm", head), "attn.ln_k": ("self_attn.k_norm", head)} if qk_norm else {}
+        for name, (their_name, size) in norms.items():
+            pieces[f"{ours}.{name}.weight"] = whole(given.take(f"{theirs}.{their_name}.weight", size))
+        for name, linear in linears(given, sizes, theirs, "weight"):
+            pieces[f"{ours}.{name}.weight"] = linear
+        for name, bias in linears(given, sizes, theirs, "bias") if qkv_bias or all_biases else ():
+            if all_biases or name == "attn.qkv":
+                pieces[f"{ours}.{name}.bias"] = bias
+    untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", False) is True)
+    return {
+        "num_layers": layers, "hidden_size": h, "num_attention_heads": heads, "ffn_hidden_size": sizes.ffn,
+        "kv_channels": head, "max_position_embeddings": positions, "layernorm_epsilon": given.real("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": untied, "swiglu": True, "num_query_groups": groups,
+        "position_embedding_type": "rope", "rotary_base": rotary_base(given), "normalization": "RMSNorm",
+        "add_bias_linear": all_biases, "add_qkv_bias": qkv_bias and not all_biases, "qk_layernorm": qk_norm,
+    }, pieces  # fmt: skip
+
+
+def linears(given: Given, s: Sizes, layer: str, end: str) -> Iterator[tuple[str, list[Piece]]]:
+    """A layer's four of ours: their weights, or their biases, where what is missing is zero."""
+
+    def get(name: str, rows: int, columns: int) -> torch.Tensor:
+        name = f"{layer}.{name}_proj.{end}"
+        if end == "weight":
+            return given.take(name, rows, columns)
+        if given.has(name):
+            return given.take(name, rows)
+        return given.tensors["model.norm.weight"].new_zeros(1).expand(rows)
+
+    q, k, v = (
+        get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in (("q", s.heads), ("k", s.groups), ("v", s.groups))
+    )
+    yield "attn.qkv", qkv_rows(q, k, v, s.groups, s.head)
+    yield "attn.proj", whole(get("self_attn.o", s.hidden, s.heads * s.head))
+    gate, up = (get(f"mlp.{x}", s.ffn, s.hidden)[None] for x in ("gate", "up"))
+    yield "mlp.fc", [Piece((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
+    yield "mlp.proj", whole(get("mlp.down", s.hidden, s.ffn))
+
+
+def check_window(given: Given, positions: int) -> None:
+    """Attention to the last so many tokens alone: the same thing where no more positions are used."""
+    mistral = given.config["model_type"] == "mistral"
+    if mistral and "sliding_window" in given.config and given.config["sliding_window"] is None:
+        return
+    if not mistral and given.config.get("use_sliding_window") is not True:
+        return
+    window = given.number("sliding_window", 4096)
+    if window < positions:
+        cure = f"one of max_position_embeddings, {positions}, or null would do"
+        raise refused(given.folder, f"sliding_window is {window}", cure)
+
+
+def rotary_base(given: Given) -> float:
+    """transformers 5 has it in rope_parameters; 4 beside a rope_scaling."""
+    rope = given.config.get("rope_parameters") or given.config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+    if kind != "default" or any(isinstance(value, dict) for value in rope.values()):
+        raise refused(
+            given.folder,
+            f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}",
+            "default would do",
+        )
+    share = rope.get("partial_rotary_factor", given.config.get("partial_rotary_factor", 1.0))
+    if share != 1.0:
+        raise refused(given.folder, f"partial_rotary_factor is {share}", "1.0 would do")
+    return given.real("rope_theta", 10000.0, rope if "rope_theta" in rope else None)
+
+
+READERS: dict[str, Callable[[Given], tuple[dict[str, Any], Pieces]]] = {
+    "gpt2": gpt2, "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama,
+}  # fmt: skip

@@ -1,0 +1,397 @@
+"""A Hugging Face folder, written: what `AutoModelForCausalLM` and `AutoTokenizer` load as it is.
+
+Which of their networks it becomes follows from the settings: GPT-2 where positions are a learned table, Llama, or Qwen 2 or 3
+for options that Llama lacks, where they are a rotation. What theirs cannot express is refused, all of it listed.
+
+The safetensors files are written by hand, a list and then one tensor after the other: the library wants all of a file's
+tensors in memory. Here one is, and, where theirs lies transposed, a strip of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.manifests import sha256
+from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
+from meshwright.checkpoint.publish import naming, sync_folder, write_all, write_durably
+from meshwright.checkpoint.sources import Source
+from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
+from meshwright.settings.schema import Model
+from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SHARD = 5_000_000_000  # bytes: what transformers itself has cut at for years
+MARK = "meshwright.json"  # in an export of a run: of which, and the files as they were written
+Boxes = list[tuple[Shape, Shape]]
+Spans = list[tuple[int, int]]
+
+
+class Part(NamedTuple):
+    """A tensor of theirs, as boxes of one of ours, one after the other."""
+
+    name: str
+    ours: str
+    boxes: Boxes
+    read: Shape  # of the boxes put together
+    dtype: str  # safetensors' name
+    transposed: bool
+
+    @property
+    def shape(self) -> Shape:
+        return self.read[::-1] if self.transposed else self.read
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.read) * SIZES[self.dtype]
+
+
+def write(
+    source: Source,
+    folder: Path,
+    dtype: str | None = None,
+    max_shard: float = MAX_SHARD,
+    tokenizer: Tokenizer | None = None,
+    run: Path | None = None,
+    again: bool = False,
+) -> list[str]:
+    """Write the folder, whole or not at all; returns what is to be said about it. Without a dtype each tensor keeps its own.
+
+    `run`: whose export it is; with `again` it may take the place of an earlier one of that run.
+    """
+    m = settings(source)
+    kind = require_expressible(m, source.folder, BAD_DATA)
+    folder = folder.resolve()  # a link stays, and what it leads to is filled
+    refuse_full(folder, run if again else None)
+    parts = list(FORMS[kind](Plan(source, m, dtype)))
+    notes: list[str] = []
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
+        temporary = Path(own) / folder.name  # with the permissions that any new folder has
+        temporary.mkdir()
+        ids = write_tokenizer(temporary, source, tokenizer, notes)
+        config = describe(kind, m, source, parts[0]) | ids
+        write_json(temporary / "config.json", config)
+        write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
+        write_tensors(temporary, source, parts, max_shard)
+        if run is not None:
+            write_json(temporary / MARK, {"run": name_of(run), "files": files_of(temporary)})
+        sync_folder(temporary)
+        if folder.exists() and any(folder.iterdir()):
+            folder.rename(Path(own) / "before")
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    return notes
+
+
+def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
+    """The kind of network that it becomes; everything that stands in the way is told."""
+    kind, cannot = choose(m)
+    if cannot:
+        raise UserError("\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *cannot]), status)
+    return kind
+
+
+def refuse_full(folder: Path, run: Path | None = None) -> None:
+    """Nothing is written over but an export of the same run, as this left it."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        mark = read_mark(folder) if run is not None else None
+        if run is None or mark is None or mark.get("run") != name_of(run):
+            what = "not empty" if folder.is_dir() else "no folder"
+            raise UserError(f"{folder} is there and {what}, and nothing is written over: give another one", LOCKED)
+        if mark.get("files") != files_of(folder):
+            raise UserError(f"{folder} has been changed since this run wrote it: give another one", LOCKED)
+
+
+def name_of(run: Path) -> str:
+    """Of its path only a hash: the folder may be given to others."""
+    return sha256([str(run.resolve()).encode(errors="surrogateescape")])
+
+
+def read_mark(folder: Path) -> dict[str, Any] | None:
+    try:
+        told = json.loads((folder / MARK).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def files_of(folder: Path) -> dict[str, list[int]]:
+    """Sizes and times, by which a change is seen."""
+    found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MARK}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+
+
+def settings(source: Source) -> Model:
+    from meshwright.model.gpt import OURS
+
+    network = source.state.get("network", OURS)
+    if network != OURS:
+        raise UserError(
+            f"{source.folder} holds a {network}, a network of its maker's own: there is no such one", BAD_DATA
+        )
+    return Model(**{f.name: source.config[f.name] for f in dataclasses.fields(Model) if f.name in source.config})
+
+
+# What theirs can express
+
+
+def choose(m: Model) -> tuple[str, list[str]]:
+    """The kind of network, and what stands in the way."""
+    heads = m.num_attention_heads or 1
+    square = heads * m.head_dim == m.hidden_size
+    either = {
+        f"--position-embedding-type {m.position_embedding_type}": m.position in ("alibi", "none"),
+        "--embed-layernorm": m.embed_layernorm,
+        "--apply-layernorm-1p": m.apply_layernorm_1p,
+        "--apply-residual-connection-post-layernorm": m.apply_residual_connection_post_layernorm,
+    }
+    if m.position != "rope":
+        cannot = either | {
+            f"--normalization {m.normalization}": m.normalization != "LayerNorm",
+            f"the activation {m.activation}": m.activation not in ("gelu-tanh", "gelu"),
+            "--disable-bias-linear": not m.add_bias_linear,
+            f"{m.groups} groups of {heads} heads": m.groups != heads,
+            f"{heads} heads of {m.head_dim} for a width of {m.hidden_size}": not square,
+            "--qk-layernorm": m.qk_layernorm,
+        }
+        return "gpt2", [what for what, wrong in cannot.items() if wrong]
+    kind = "qwen3" if m.qk_layernorm else "qwen2" if m.add_qkv_bias and not m.add_bias_linear else "llama"
+    cannot = either | {
+        f"--normalization {m.normalization}": m.normalization != "RMSNorm",
+        f"the activation {m.activation}": m.activation != "swiglu",
+        f"--rotary-percent {m.rotary_percent}": m.rotating != m.head_dim,
+        "--qk-layernorm with biases": m.qk_layernorm and m.qkv_bias,
+        f"a width of {m.hidden_size}, not a multiple of {heads} heads": (m.hidden_size or 0) % heads != 0,
+    }
+    return kind, [what for what, wrong in cannot.items() if wrong]
+
+
+def describe(kind: str, m: Model, source: Source, wte: Part) -> dict[str, Any]:
+    """config.json."""
+    common = {
+        "model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0],
+        "tie_word_embeddings": "lm_head.weight" not in source.tensors, "initializer_range": m.init_method_std,
+        "torch_dtype": TORCH[wte.dtype],
+    }  # fmt: skip
+    if kind == "gpt2":
+        return common | {
+            "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ffn,
+            "n_positions": positions(source), "layer_norm_epsilon": m.layernorm_epsilon,
+            "activation_function": "gelu" if m.activation == "gelu" else "gelu_new", "embd_pdrop": m.hidden_dropout,
+            "resid_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout,
+        }  # fmt: skip
+    return common | {
+        "hidden_size": m.hidden_size, "num_hidden_layers": m.num_layers, "num_attention_heads": m.num_attention_heads,
+        "num_key_value_heads": m.groups, "head_dim": m.head_dim, "intermediate_size": m.ffn, "hidden_act": "silu",
+        "max_position_embeddings": positions(source), "rms_norm_eps": m.layernorm_epsilon, "attention_bias": m.add_bias_linear,
+        "mlp_bias": m.add_bias_linear, "attention_dropout": m.attention_dropout, "rope_theta": m.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": m.rotary_base},  # transformers 4 reads the one, 5 the other
+    }  # fmt: skip
+
+
+def positions(source: Source) -> int:
+    """How long a text may be: nothing in the tensors of a rotating network says it."""
+    for told in (
+        source.state.get("positions"),
+        source.config.get("max_position_embeddings"),
+        source.config.get("seq_length"),
+    ):
+        if told:
+            return int(told)
+    raise UserError(f"{source.folder} does not say how long a text may be: give --max-position-embeddings", BAD_DATA)
+
+
+# Which tensors theirs are
+
+
+class Plan:
+    """Names and boxes, with the dtype in which they are written."""
+
+    def __init__(self, source: Source, m: Model, dtype: str | None) -> None:
+        self.source, self.m, self.dtype = source, m, dtype
+
+    def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> Part:
+        """Rows of ours, all of them unless `spans` says which."""
+        known = self.source.tensors[ours]
+        inner = known.shape[1:]
+        spans = spans or [(0, known.shape[0])]
+        boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
+        read = (sum(end - begin for begin, end in spans), *inner)
+        return Part(name, ours, boxes, read, NAMES[self.dtype or known.dtype], transposed and len(read) == 2)
+
+    def one_of_two(self, name: str, ours: str, which: int) -> Part:
+        """A gate, or what it gates."""
+        part = self.part(name, ours, [(which, which + 1)])
+        return part._replace(read=part.read[1:])
+
+    def same(self, names: dict[str, str], transposed: bool = False) -> Iterator[Part]:
+        """Weights and biases, as far as they are there."""
+        for ours, theirs in names.items():
+            for end in (".weight", ".bias"):
+                if ours + end in self.source.tensors:
+                    yield self.part(theirs + end, ours + end, transposed=transposed)
+
+    def qkv(self) -> list[Spans]:
+        """The rows of all queries, all keys, all values."""
+        d, queries = self.m.head_dim, (self.m.num_attention_heads or 1) // self.m.groups
+        spans: list[Spans] = [[], [], []]
+        at = 0
+        for _ in range(self.m.groups):
+            for mine, count in zip(spans, (queries * d, d, d), strict=True):
+                mine.append((at, at + count))
+                at += count
+        return spans
+
+
+def gpt2(plan: Plan) -> Iterator[Part]:
+    q, k, v = plan.qkv()
+    yield from plan.same({"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f"})
+    for i in range(plan.m.num_layers or 0):
+        ours, theirs = f"h.{i}", f"transformer.h.{i}"
+        for end in (".weight", ".bias"):
+            yield plan.part(f"{theirs}.attn.c_attn{end}", f"{ours}.attn.qkv{end}", q + k + v, transposed=True)
+        names = {"attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+        yield from plan.same({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()}, transposed=True)
+        yield from plan.same({f"{ours}.{name}": f"{theirs}.{name}" for name in ("ln_1", "ln_2")})
+    yield from plan.same({"lm_head": "lm_head"})
+
+
+def llama(plan: Plan) -> Iterator[Part]:
+    spans = plan.qkv()
+    yield from plan.same({"wte": "model.embed_tokens", "ln_f": "model.norm"})
+    for i in range(plan.m.num_layers or 0):
+        ours, theirs = f"h.{i}", f"model.layers.{i}"
+        for end in (".weight", ".bias"):
+            if f"{ours}.attn.qkv{end}" in plan.source.tensors:
+                for x, rows in zip("qkv", spans, strict=True):
+                    yield plan.part(f"{theirs}.self_attn.{x}_proj{end}", f"{ours}.attn.qkv{end}", rows)
+            if f"{ours}.mlp.fc{end}" in plan.source.tensors:
+                for which, x in enumerate(("gate", "up")):
+                    yield plan.one_of_two(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", which)
+        names = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.proj": "self_attn.o_proj",
+                 "mlp.proj": "mlp.down_proj", "attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}  # fmt: skip
+        yield from plan.same({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
+    yield from plan.same({"lm_head": "lm_head"})
+
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+FORMS: dict[str, Callable[[Plan], Iterator[Part]]] = {"gpt2": gpt2, "llama": llama, "qwen2": llama, "qwen3": llama}
+
+
+# Files
+
+
+def write_tensors(folder: Path, source: Source, parts: list[Part], max_shard: float) -> None:
+    shards: list[list[Part]] = [[]]
+    for part in parts:
+        if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > max_shard:
+            shards.append([])
+        shards[-1].append(part)
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", source, parts)
+        return
+    where = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / name, source, shard)
+        where.update(dict.fromkeys((part.name for part in shard), name))
+    total = sum(part.bytes for part in parts)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def write_safetensors(path: Path, source: Source, parts: list[Part]) -> None:
+    parts = sorted(parts, key=lambda part: -SIZES[part.dtype])  # widest first: every element is aligned
+    head = safetensors_header((part.name, part.dtype, part.shape) for part in parts)
+    with naming(path), path.open("xb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(head))
+        for part in parts:
+            for strip in strips(part, read(source, part)):
+                write_all(file.fileno(), strip)
+        os.fsync(file.fileno())
+
+
+def read(source: Source, part: Part) -> torch.Tensor:
+    """As it lies in ours."""
+    import torch
+
+    tensor = torch.empty(part.read, dtype=getattr(torch, TORCH[part.dtype]))
+    source.fill({part.ours: (source.tensors[part.ours].shape, part.boxes, tensor)})
+    return tensor
+
+
+def strips(part: Part, tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes in their order; of a transposed one by copies of bounded size. Two each: first the columns together, then
+    turned, which is three times as fast as both in one."""
+    import torch
+
+    if not part.transposed:
+        yield tensor.view(-1).view(torch.uint8).numpy().data
+        return
+    count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
+    for i in range(0, tensor.shape[1], count):
+        yield tensor[:, i : i + count].contiguous().t().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_durably(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def write_tokenizer(
+    folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]
+) -> dict[str, int | None]:
+    """What `AutoTokenizer` reads; returns the ids that config.json names, for a text both begins and ends with that one.
+
+    Without a tokenizer it names none: their default would end a text at an ordinary id.
+    """
+    if tokenizer is None:
+        notes.append("no tokenizer is written: the source has none, and no flag names one")
+        return {"bos_token_id": None, "eos_token_id": None}
+    rows = source.tensors["wte.weight"].shape[0]
+    if tokenizer.size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows: it is not its own", BAD_DATA
+        )
+    ids: dict[str, int | None] = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+    library = as_library(tokenizer)
+    if library is None:
+        notes.append(f"no tokenizer is written: Hugging Face has none like {tokenizer.name}")
+        return ids
+    write_durably(folder / "tokenizer.json", library.to_str(pretty=True).encode())
+    for name, path in tokenizer.files.items() if isinstance(tokenizer, GPT2BPE) else ():
+        write_durably(folder / name, path.read_bytes())
+    word = library.id_to_token(tokenizer.eod)
+    words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
+    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(folder / "tokenizer_config.json", fixed | {name: w for name, w in words.items() if w is not None})
+    return ids
+
+
+def as_library(tokenizer: Tokenizer) -> Any:
+    """A tokenizer of theirs that gives the same ids; None if there can be none."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    if isinstance(tokenizer, HuggingFace):
+        return Library.from_file(str(tokenizer.files["tokenizer.json"]))
+    if not isinstance(tokenizer, GPT2BPE):
+        return None
+    library = Library(models.BPE.from_file(str(tokenizer.files["vocab.json"]), str(tokenizer.files["merges.txt"])))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+    return library

@@ -1,0 +1,275 @@
+"""Megatron-LM's own tree, written from any source: version 3.0, as its release of 2023 saves and loads it.
+
+One file per tensor and pipeline rank, each in a stream: a tensor is read when its bytes are due, and only the rank's part of
+it, so that memory holds one such part. What Megatron has no words for (`state`, `config`, the true vocabulary) stands under
+the key `meshwright`, which it does not look at. There is no state of its random generators: `--no-load-rng` is for that.
+
+Its own way, and where it has none BigScience's: a norm behind the embedding, ALiBi, and GLU other than SwiGLU, whose
+activated half comes last there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint.formats import megatron_names as names
+from meshwright.checkpoint.formats import pickles
+from meshwright.checkpoint.formats.megatron import MODEL
+from meshwright.checkpoint.formats.megatron_ranks import MOMENTS
+from meshwright.checkpoint.publish import Produce, Write
+from meshwright.checkpoint.sources import Known, Source
+from meshwright.console import notice
+from meshwright.errors import UserError
+from meshwright.optim.schedule import Schedule
+from meshwright.parallel import shard
+from meshwright.settings.schema import Model
+
+if TYPE_CHECKING:
+    import torch
+
+PARTS = ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")  # in Megatron's order
+EMBEDDING, ENCODER = ("language_model", "embedding"), ("language_model", "encoder")
+BEFORE: dict[tuple[str, ...], str] = {
+    (*EMBEDDING, "word_embeddings", "weight"): "wte.weight",
+    (*EMBEDDING, "word_embeddings", "norm.weight"): "ln_emb.weight",
+    (*EMBEDDING, "word_embeddings", "norm.bias"): "ln_emb.bias",
+    (*EMBEDDING, "position_embeddings", "weight"): "wpe.weight",
+}
+BEHIND: dict[tuple[str, ...], str] = {
+    (*ENCODER, "final_layernorm.weight"): "ln_f.weight",
+    (*ENCODER, "final_layernorm.bias"): "ln_f.bias",
+    ("language_model", "output_layer", "weight"): "lm_head.weight",
+}
+POSITIONS = {"learned": "learned_absolute", "rope": "rope", "alibi": "alibi", "none": "none"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is written from what."""
+
+    source: Source
+    tensors: Mapping[str, Known]
+    model: Model
+    t: int  # tensor ranks
+    p: int  # stages
+    padded: int  # rows of the token table
+    optimizer: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's weights: as they were in the run if float32 masters stand beside them, else as they are."""
+        import torch
+
+        config, known = self.source.config, self.tensors["wte.weight"].dtype
+        if not self.optimizer:
+            return getattr(torch, known)  # type: ignore[no-any-return]
+        name = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else known
+        return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def files(
+    source: Source, tensor_parallel: int, pipeline_parallel: int, padded_vocab: int, with_optimizer: bool
+) -> dict[str, Produce]:
+    """Name within the step's folder -> what writes that file; ranks can share them."""
+    config = {f.name: source.config[f.name] for f in fields(Model) if f.name in source.config}
+    optimizer = with_optimizer and source.has_optimizer and bool(source.state)
+    if optimizer and "schedule" not in source.state:
+        notice(
+            f"{source.folder} says nothing of its schedule: Megatron-LM will want --no-load-optim; Meshwright will not"
+        )
+    target = Target(
+        source, source.tensors, Model(**config), tensor_parallel, pipeline_parallel, padded_vocab, optimizer
+    )
+    check(target)
+    return {
+        f"mp_rank_{tp:02d}{f'_{pp:03d}' if pipeline_parallel > 1 else ''}/{MODEL}": functools.partial(
+            write, target, tp, pp
+        )
+        for tp, pp in product(range(tensor_parallel), range(pipeline_parallel))
+    }
+
+
+def check(target: Target) -> None:
+    """Everything that Megatron could not load, in words."""
+    m, t, p = target.model, target.t, target.p
+    rows = target.tensors["wte.weight"].shape[0]
+    wrong = [
+        f"{count} {what} cannot be divided by {by} ({flag})"
+        for count, what, by, flag in (
+            (m.num_attention_heads or 1, "heads", t, "--target-tensor-parallel-size"),
+            (m.groups, "query groups", t, "--target-tensor-parallel-size"),
+            (m.ffn, "rows of the MLP", t, "--target-tensor-parallel-size"),
+            (target.padded, "rows of the padded vocabulary", t, "--make-vocab-size-divisible-by"),
+            (m.num_layers or 1, "layers", p, "--target-pipeline-parallel-size"),
+        )
+        if count % by
+    ]
+    if rows > target.padded:
+        wrong.append(f"{rows} ids do not fit {target.padded} rows (--pad-vocab-size-to)")
+    placed = {ours for pp in range(p) for _, ours in parameters(target, pp)}
+    kinds = ("", *MOMENTS) if target.optimizer else ("",)
+    left = {name for name in target.tensors if target.optimizer or "/" not in name}
+    left -= {f"{ours}/{kind}" if kind else ours for ours in placed for kind in kinds}
+    if left and not wrong:
+        wrong.append(f"{len(left)} tensors have no place in it, such as {min(left)}: save with --ckpt-format native")
+    if wrong:
+        raise UserError("\n  ".join(["not to be written as Megatron-LM's checkpoint:", *wrong]))
+
+
+def write(target: Target, tp: int, pp: int, out: Write) -> None:
+    """One rank's file."""
+    source, held = target.source, list(parameters(target, pp))
+    model: dict[str, Any] = {}
+    for (*path, last), ours in held:
+        inner = model
+        for key in path:
+            inner = inner.setdefault(key, {})
+        inner[last] = part(target, ours, tp, target.dtype)
+    tree: dict[str, Any] = {
+        "args": arguments(target),
+        "checkpoint_version": 3.0,
+        "iteration": source.state.get("iteration", source.step),
+        "model": model,
+        "meshwright": {"config": source.config, "state": source.state, "vocab": source.vocab},
+    }
+    if target.optimizer:
+        tree["optimizer"] = optimizer(target, [ours for _, ours in held], tp)
+        if curve := schedule_of(source.state):
+            tree["opt_param_scheduler"] = scheduler(curve, source.state.get("schedule_samples", 0))
+    pickles.write(tree, out)
+
+
+def parameters(target: Target, pp: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(where it stands in their tree, our name) of all that a stage holds, in the order in which their model has them."""
+    each, held = (target.model.num_layers or 0) // target.p, target.tensors
+    pairs = dict(BEFORE) if pp == 0 else {}
+    for i, part, kind in product(range(each), PARTS, ("weight", "bias")):
+        theirs = names.of_layer(f"{part}.{kind}")
+        pairs[(*ENCODER, f"layers.{i}.{theirs}")] = f"h.{pp * each + i}.{part}.{kind}"
+    if pp == target.p - 1:
+        pairs |= BEHIND
+    yield from ((path, ours) for path, ours in pairs.items() if ours in held)
+    if pp == target.p - 1 > 0 and "lm_head.weight" not in held:
+        yield ("word_embeddings_for_head", "weight"), "wte.weight"
+
+
+def part(target: Target, name: str, tp: int, dtype: torch.dtype | None = None) -> pickles.Later:
+    """What a tensor rank holds of one of our tensors; without `dtype` in its own."""
+    import torch
+
+    whole, known = target.tensors[name]
+    ours, dtype = name.partition("/")[0], dtype or getattr(torch, known)
+    rule = shard.rule(ours)
+    local, at = list(whole), [0] * len(whole)
+    if rule.rows:
+        local[0] = target.padded
+    if rule.cut is not None:
+        local[rule.cut] //= target.t
+        at[rule.cut] = tp * local[rule.cut]
+    shape, boxes = tuple(local), [(tuple(at), tuple(local))]
+    if rule.rows:  # what lies beyond the true vocabulary stays zero
+        boxes = [(tuple(at), (max(min(whole[0] - at[0], local[0]), 0), *local[1:]))]
+    if ".mlp.fc." in ours and target.model.gated:  # [2, F, H] here, [2 F, H] there
+        shape = (2 * local[1], *local[2:])
+        halves = (1, 0) if target.model.glu_activation else (0, 1)
+        boxes = [((half, *at[1:]), (1, *local[1:])) for half in halves]
+
+    def make() -> torch.Tensor:
+        tensor = torch.zeros(shape, dtype=dtype)
+        count = sum(prod(size) for _, size in boxes)
+        if count:
+            target.source.fill({name: (whole, boxes, tensor.view(-1)[:count])})
+        return tensor
+
+    return pickles.Later(shape, dtype, make)
+
+
+# What is beside the model
+
+
+def arguments(target: Target) -> argparse.Namespace:
+    """Under Megatron's names, which are ours."""
+    m, config, state = target.model, target.source.config, target.source.state
+    position, rows = m.position, target.tensors.get("wpe.weight")
+    told = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    told |= {
+        "tensor_model_parallel_size": target.t,
+        "pipeline_model_parallel_size": target.p,
+        "virtual_pipeline_model_parallel_size": None,
+        "padded_vocab_size": target.padded,
+        "true_vocab_size": target.source.vocab,
+        "params_dtype": target.dtype,
+        "ffn_hidden_size": m.ffn,
+        "kv_channels": m.head_dim,
+        "group_query_attention": m.groups != m.num_attention_heads,
+        "num_query_groups": m.groups,
+        "position_embedding_type": POSITIONS[position],
+        "add_position_embedding": position == "learned",
+        "use_rotary_position_embeddings": position == "rope",
+        "max_position_embeddings": rows.shape[0]
+        if rows
+        else config.get("max_position_embeddings") or config.get("seq_length"),
+        "norm_epsilon": m.layernorm_epsilon,
+        "data_parallel_random_init": False,
+        "consumed_train_samples": state.get("consumed_train_samples", 0),
+        "consumed_valid_samples": 0,
+    }
+    if curve := schedule_of(state):  # what Megatron's own state of a schedule has no words for
+        told |= {"lr_warmup_init": curve.init_lr, "lr_wsd_decay_style": curve.wsd_style, "lr_wsd_decay_iters": None,
+                 "lr_wsd_decay_samples": curve.wsd_samples or None}  # fmt: skip
+    return argparse.Namespace(**told)
+
+
+def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
+    """Adam's state by number: what decays first, then biases and norms; with masters where the model is rounded."""
+    import torch
+
+    state, config = target.source.state, target.source.config
+    plain = [ours for ours in held if "ln_" in ours or ours.endswith("bias")]
+    groups = [[ours for ours in held if ours not in plain], plain]
+    curve, at = schedule_of(state), state.get("schedule_samples", 0)
+    common = {
+        "lr": curve.lr(at) if curve else config.get("lr") or 0.0,
+        "betas": (config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)),
+        "eps": config.get("adam_eps", 1e-8),
+        "bias_correction": True,
+        "lr_mult": 1.0,
+        "step": state.get("optimizer_steps", state.get("iteration", 0)),
+    }
+    decay, first = curve.wd(at) if curve else config.get("weight_decay") or 0.0, len(groups[0])
+    numbers = (range(first), range(first, len(held)))
+    param_groups = [
+        common | {"params": list(n), "wd_mult": share, "weight_decay": decay * share}
+        for n, share in zip(numbers, (1.0, 0.0), strict=True)
+    ]
+    moments = {
+        i: {kind: part(target, f"{ours}/{kind}", tp) for kind in MOMENTS}
+        for i, ours in enumerate(groups[0] + groups[1])
+    }
+    inner = {"state": moments, "param_groups": param_groups}
+    if target.dtype == getattr(torch, target.tensors["wte.weight"].dtype):
+        return inner
+    masters = [[part(target, ours, tp) for ours in group] for group in groups]
+    out: dict[str, Any] = {"optimizer": inner, "fp32_from_fp16_params": masters}
+    scale = state.get("loss_scale", {"dynamic": False})
+    if scale["dynamic"]:
+        trackers = {name: scale[name] for name in ("growth_tracker", "hysteresis_tracker")}
+        out["grad_scaler"] = {"scale": torch.tensor([scale["scale"]]), **trackers}
+    return out
+
+
+def schedule_of(state: dict[str, Any]) -> Schedule | None:
+    return Schedule(**state["schedule"]) if "schedule" in state else None
+
+
+def scheduler(curve: Schedule, samples: int) -> dict[str, Any]:
+    return {"max_lr": curve.max_lr, "min_lr": curve.min_lr, "lr_warmup_steps": curve.warmup,
+            "num_steps": samples, "lr_decay_style": curve.style, "lr_decay_steps": curve.decay,
+            "start_wd": curve.start_wd, "end_wd": curve.end_wd, "wd_incr_style": curve.wd_style,
+            "wd_incr_steps": curve.wd_samples}  # fmt: skip

@@ -1,0 +1,208 @@
+"""Folders of LiBai and of OneFlow-GPT, opened: their weights.
+
+OneFlow writes a variable as a folder of two files, `out`, its bytes, and `meta`, its shape and type as a protobuf's text
+(oneflow/python/framework/check_point_v2.py of Oneflow-Inc/oneflow at 097825ab, 2021). OneFlow-GPT's `iter500_snapshot/` holds
+one such folder for each variable, under the variable's name, and an empty `snapshot_done`. In LiBai's `model_0004999/` `model`
+is what flow.save made: a pickle whose tensors name such folders beside it, or, since 0.9, hold their bytes themselves
+(python/oneflow/framework/check_point_v2.py at 00d0adea).
+
+Both have the query, key and value rows as Megatron since version 2: [head, 3, width of a head], which is ours. OneFlow-GPT's
+linear weights are [in, out] (LanguageModeling/GPT/oneflow_gpt/model.py of Oneflow-Inc/OneFlow-Benchmark at 0558f05e), and so
+were LiBai's in the spring of 2022 (libai/layers/linear.py of Oneflow-Inc/libai at 02ec5e8d); later they are [out, in]
+(libai/models/utils/model_utils/gpt_loader.py at 0ba208ee turns them). Their GELU is the exact one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint.formats import megatron_names as names
+from meshwright.checkpoint.formats import pickles
+from meshwright.checkpoint.manifests import read_small
+from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.checkpoint.steps import LIBAI, ONEFLOW
+from meshwright.errors import BAD_DATA, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+META_LIMIT, YAML_LIMIT = 1 << 16, 1 << 20  # bytes
+TYPES = {"kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16"}
+META = re.compile(r"\s*shape\s*\{((?:\s*dim:\s*\d{1,18}){1,8})\s*\}(?:\s*stride\s*\{[^{}]*\})?\s*data_type:\s*(\w+)\s*")
+
+# OneFlow-GPT's names; a layer is `model-h0-`.
+LAYER = {
+    "layernorm_1": "ln_1", "layernorm_2": "ln_2", "attn-c_attn": "attn.qkv", "attn-c_proj": "attn.proj",
+    "mlp-c_fc": "mlp.fc", "mlp-c_proj": "mlp.proj",
+}  # fmt: skip
+KINDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias"}
+# LiBai's, where they are not Megatron's.
+LIKE_MEGATRON = {
+    "embeddings.token_embeddings.": "embedding.word_embeddings.",
+    "embeddings.position_embeddings.": "embedding.position_embeddings.",
+    "transformer.layernorm_f.": "transformer.final_layernorm.",
+}
+
+
+def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+    """The heads follow from nothing here, and nothing here depends on them: LiBai's config.yaml or the flags say them."""
+    folder, notes = Path(folder), list[str]()
+    theirs = (folder / "model").exists()
+    if theirs:
+        tensors, told = (
+            by_our_names(folder, of_libai(folder / "model", trust), libai_name),
+            libai_settings(folder, notes),
+        )
+    else:
+        tensors, told = by_our_names(folder, variables(folder), oneflow_name), dict[str, Any]()
+    if heads is not None:
+        told.setdefault("num_attention_heads", heads)
+    settings, weights = check(folder, tensors)
+    pieces = {name: [Piece((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
+    kind = LIBAI if theirs else ONEFLOW
+    return Mapped(kind, folder, 0, config=settings | told, notes=notes, pieces=pieces)
+
+
+# What is in the folder
+
+
+def variables(folder: Path) -> dict[str, torch.Tensor]:
+    """Every variable that has a folder of its name."""
+    found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    wanted = [name for name in found if not re.search(r"^System-|-(m|v)$", name)]  # counters and Adam's moments
+    return {name: variable(folder, name) for name in wanted}
+
+
+def variable(folder: Path, name: str) -> torch.Tensor:
+    """A view of the mapped file `out`."""
+    import torch
+
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
+        raise UserError(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read", BAD_DATA)
+    path, meta = folder / name / "out", folder / name / "meta"
+    text = read_small(meta, META_LIMIT).decode(errors="replace")
+    said = META.fullmatch(text)
+    if not said or said[2] not in TYPES:
+        raise UserError(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}", BAD_DATA)
+    shape, dtype = [int(n) for n in re.findall(r"\d+", said[1])], getattr(torch, TYPES[said[2]])
+    count = math.prod(shape)
+    found = path.lstat() if path.exists() else None
+    if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != count * dtype.itemsize or not count:
+        size = (
+            "there is no plain file" if found is None or not stat.S_ISREG(found.st_mode) else f"{found.st_size:,} bytes"
+        )
+        raise UserError(f"{path}: {size}, by {meta.name} it has {count * dtype.itemsize:,} bytes", BAD_DATA)
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
+
+
+def of_libai(path: Path, trust: bool) -> dict[str, torch.Tensor]:
+    """What flow.save wrote: a folder with a pickle in it, one without, or a pickle alone."""
+    import torch
+
+    if path.is_dir() and not (path / "pickled_data").exists():
+        return variables(path)
+    file = path / "pickled_data" if path.is_dir() else path
+    tree = pickles.load(file, trust=trust)
+    data = tree.get("data") if isinstance(tree, dict) else None
+    if not isinstance(data, dict) or tree.get("protocol_version") != 1:
+        raise UserError(f"{file}: not what flow.save wrote, a dict with protocol_version 1", BAD_DATA)
+    out = {}
+    for name, tensor in data.items():
+        state = getattr(tensor, "state", None)
+        place, held = (state.get("path"), state.get("data")) if isinstance(state, dict) else (None, None)
+        if isinstance(place, str) and path.is_dir():
+            out[str(name)] = variable(path, place)
+        elif isinstance(held, torch.Tensor) and held.is_floating_point():
+            out[str(name)] = held
+        else:
+            raise UserError(f"{file}: {str(name)[:100]} is not one of OneFlow's tensors", BAD_DATA)
+    return out
+
+
+def libai_settings(folder: Path, notes: list[str]) -> dict[str, Any]:
+    """What config.yaml beside the step says of the network; it is not needed."""
+    import yaml
+
+    path = folder.parent / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        said = yaml.safe_load(read_small(path, YAML_LIMIT))["model"]["cfg"]
+        names = {"num_attention_heads": int, "layernorm_epsilon": float, "apply_residual_post_layernorm": bool}
+        told = {name: kind(said[name]) for name, kind in names.items() if name in said}
+    except (yaml.YAMLError, RecursionError, KeyError, TypeError, ValueError, AttributeError) as error:
+        notes.append(f"{path} is left out, its settings cannot be read: {str(error)[:200]}")
+        return {}
+    if "apply_residual_post_layernorm" in told:
+        told["apply_residual_connection_post_layernorm"] = told.pop("apply_residual_post_layernorm")
+    return told
+
+
+# What it is
+
+
+def oneflow_name(key: str) -> str | None:
+    key = key.removeprefix("model-")
+    if key in ("wte", "wpe"):
+        return f"{key}.weight"
+    found = re.fullmatch(r"(?:h(\d+)-(.+)|layernorm_f)-(weight|bias|gamma|beta)", key)
+    if not found or (found[1] and found[2] not in LAYER):
+        return None
+    return f"h.{int(found[1])}.{LAYER[found[2]]}.{KINDS[found[3]]}" if found[1] else f"ln_f.{KINDS[found[3]]}"
+
+
+def libai_name(key: str) -> str | None:
+    key = re.sub(r"^.*?(?=(embeddings|transformer)\.)", "", key)  # GPT_model., and what wraps it
+    for theirs, megatron in LIKE_MEGATRON.items():
+        key = megatron + key.removeprefix(theirs) if key.startswith(theirs) else key
+    name = names.of_megatron(key) if len(key) < 200 else None
+    return None if name is None else name.ours if name.layer is None else f"h.{name.layer}.{name.ours}"
+
+
+def by_our_names(folder: Path, theirs: Mapping[str, torch.Tensor], ours: Any) -> dict[str, torch.Tensor]:
+    found = {key: ours(key) for key in theirs}
+    unknown = [key for key, name in found.items() if name is None]
+    if unknown or not any(name == "wte.weight" and theirs[key].ndim == 2 for key, name in found.items()):
+        what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "there is no table of tokens"
+        raise UserError(f"{folder}: not a GPT of LiBai or OneFlow-GPT: {what}", BAD_DATA)
+    return {name: theirs[key] for key, name in found.items() if name is not None}
+
+
+def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What the shapes prove, and the weights as [out, in]; every tensor must be there and fit."""
+    layers = len({name.split(".")[1] for name in tensors if name.startswith("h.")})
+    rows, width = tensors["wte.weight"].shape
+    qkv = tensors.get("h.0.attn.qkv.weight")
+    turned = qkv is not None and tuple(qkv.shape) == (width, 3 * width)
+    weights = {name: tensor.t() if turned and name.endswith(("qkv.weight", "proj.weight", "fc.weight")) else tensor
+               for name, tensor in tensors.items()}  # fmt: skip
+    fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
+    ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (rows, width),
+        "wpe.weight": (positions, width),
+        "ln_f.weight": (width,),
+        "ln_f.bias": (width,),
+    }
+    for i in range(layers):
+        for name, (out, into) in {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "mlp.fc": (ffn, width),
+                                  "mlp.proj": (width, ffn)}.items():  # fmt: skip
+            shapes |= {f"h.{i}.{name}.weight": (out, into), f"h.{i}.{name}.bias": (out,)}
+        shapes |= {f"h.{i}.{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+    wrong = [f"{name} has no place" for name in weights if name not in shapes]
+    wrong += [f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, it should be {list(shape)}"
+              for name, shape in shapes.items() if name not in weights or tuple(weights[name].shape) != shape]  # fmt: skip
+    if wrong:
+        raise UserError("\n  ".join([f"{folder} is not a whole GPT:", *wrong[:10]]), BAD_DATA)
+    return {
+        "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "max_position_embeddings": positions,
+        "bias_gelu_fusion": False, "openai_gelu": False, "swiglu": False, "squared_relu": False, "glu_activation": None,
+        "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": False, "num_query_groups": None, "embed_layernorm": False,
+    }, weights  # fmt: skip

@@ -1,0 +1,223 @@
+"""`meshwright data VERB`: looking after token files, before and beside a training. No verb imports torch but `index`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright import tokenizers
+from meshwright.console import notice
+from meshwright.errors import BAD_DATA, DONE, IO, USAGE, UserError
+from meshwright.launch import world as launchers
+from meshwright.settings import command
+from meshwright.settings.schema import (
+    FetchConfig,
+    IndexConfig,
+    InspectConfig,
+    LooseTextConfig,
+    MergeConfig,
+    PlanConfig,
+    VerifyConfig,
+    spelling,
+)
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
+
+TOP = 20  # of the most frequent tokens, where --top does not say
+
+
+def main(argv: list[str]) -> int:
+    name = argv[0] if argv else ""
+    if name in ("", "-h", "--help", "help"):
+        print(usage())
+        return DONE if name else USAGE
+    if name not in VERBS:
+        near = difflib.get_close_matches(name, VERBS, 1)
+        print(f"meshwright data: no {name!r}{f'; did you mean {near[0]}?' if near else ''}\n{usage()}", file=sys.stderr)
+        return USAGE
+    settings, about, positional, work = VERBS[name]
+    parsed = command.settings(settings, argv[1:], f"data {name}", f"{about[0].upper()}{about[1:]}.", positional)
+    if parsed is not None:
+        work(parsed.config, parsed.dry_run)
+    return DONE
+
+
+def usage() -> str:
+    lines = [f"  {name:<12} {about}" for name, (_, about, _, _) in VERBS.items()]
+    return "\n".join(
+        ["usage: meshwright data VERB [flags]", "", *lines, "", "`meshwright data VERB --help` lists a verb's flags."]
+    )
+
+
+def bare(words: list[str], there: bool = True) -> list[str]:
+    """Prefixes of token files, one of which or both may be named instead; `there`: they are to exist."""
+    out = list[str]()
+    for word in words:
+        is_file = word.endswith((".bin", ".idx")) and not Path(f"{word}.idx").exists()
+        prefix = word[:-4] if is_file else word
+        for lost in (path for end in (".idx", ".bin") if there and not (path := Path(prefix + end)).exists()):
+            raise UserError(f"{lost} does not exist: {prefix} is to be the prefix of a .bin and an .idx", BAD_DATA)
+        if not (is_file and prefix in out):  # as a pattern names both
+            out.append(prefix)
+    return out
+
+
+def tokenizer_of(t: TokenizerFlags) -> tokenizers.Tokenizer | None:
+    """The tokenizer that the flags name, if they name one."""
+    if t.vocab_file or t.merge_file or t.tokenizer_model or t.tokenizer_type != TokenizerFlags().tokenizer_type:
+        return tokenizers.build(t)
+    return None
+
+
+def verify(config: VerifyConfig, dry: bool) -> None:
+    from meshwright.data.tools import verify as work
+    from meshwright.progress import Clock, metered
+
+    v, t = config.verification, config.tokenizer
+    prefixes = bare(v.prefixes, there=False)
+    tokenizer = tokenizer_of(t)
+    vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
+    checksums = Path(v.checksums) if v.checksums else None
+    compares = checksums is not None and checksums.exists()
+    if dry:
+        also = f" and {'compare' if compares else 'write'} {checksums}" if checksums else ""
+        print(f"would check {', '.join(prefixes)}{also}")
+        return
+    found = []
+    for prefix in prefixes:
+        clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
+        with metered(Path(prefix).name, size) as advance:
+            one = work.check(prefix, vocab, eod, checksums is not None, advance)
+        found.append(one)
+        if compares and checksums:
+            work.compare_checksums(checksums, [one])
+        for line in one.notes:
+            notice(f"note: {line}")
+        print("\n".join(one.problems) or one.line(clock.speed(size)), flush=True)
+    problems = sum(len(one.problems) for one in found)
+    for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
+        count, damaged = work.damaged_caches(folder)
+        problems += len(damaged)
+        for line in damaged or ([f"{folder / 'index-cache'}: whole: {count} entries"] if count else []):
+            print(line)
+    if problems:
+        raise UserError(f"{problems} problem{'s' * (problems > 1)}, listed above", BAD_DATA)
+    if checksums and not compares:
+        try:
+            work.write_checksums(checksums, found)
+        except OSError as error:
+            raise UserError(f"--checksums {checksums} cannot be written: {error.strerror or error}", IO) from None
+        print(f"wrote {checksums}: the SHA-256 of {2 * len(found)} files, which `sha256sum -c` reads too")
+
+
+def inspect(config: InspectConfig, dry: bool) -> None:
+    i = config.inspection
+    prefix = bare([i.prefix])[0] if i.prefix else None
+    tokenizer = tokenizer_of(config.tokenizer)
+    if dry:
+        print(f"would read {prefix or 'the data of the training'}")
+        return
+    from meshwright.data.format.indexed import Indexed
+    from meshwright.data.tools import statistics as look
+
+    if i.sample is not None:
+        from meshwright.data.tools.forecast import show_sample
+
+        show_sample(with_prefix(config, prefix), tokenizer, i.sample, i.sample_set or "train", i.json)
+        return
+    assert prefix
+    indexed = Indexed(prefix)
+    if i.document is not None:
+        facts = look.document(indexed, i.document, tokenizer)
+        text = facts.pop("text") if "text" in facts and not i.json else None
+        print(look.one_line(facts) if text is None else text)
+        return
+    facts = look.summary(indexed, TOP if i.top is None else i.top, tokenizer)
+    if i.picture:
+        look.draw(facts, Path(i.picture))
+    print(look.one_line(facts) if i.json else "\n".join(look.table(facts)))
+
+
+def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
+    """A bare prefix is what --data-path would name."""
+    from meshwright.settings import data_paths as datapaths
+
+    named = datapaths.given(config.data)
+    if prefix and named:
+        raise UserError(f"{prefix} and {spelling(named[0])} both name the data: give one")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, data_path=[prefix])) if prefix else config
+
+
+def index(config: IndexConfig, dry: bool) -> None:
+    from meshwright.data.tools import forecast as ahead
+
+    tokenizer = tokenizer_of(config.tokenizer)
+    ahead.index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
+
+
+def plan(config: PlanConfig, dry: bool) -> None:
+    from meshwright.data.tools import forecast as ahead
+
+    ahead.plan(config, config.planning.json)
+
+
+def merge(config: MergeConfig, dry: bool) -> None:
+    from meshwright.data.tools import merge as work
+    from meshwright.progress import Clock
+
+    m, clock, world = config.merging, Clock(), launchers.find(os.environ)
+    assert m.output_prefix
+    if world.rank:
+        return
+    if world.size > 1:
+        notice(
+            f"note: {world.size} processes were started; this one alone merges, for it is the disk that takes the time"
+        )
+    prefixes = bare(m.datasets) or work.find(m.input or "", m.output_prefix)
+    if dry:
+        print(f"would merge {', '.join(prefixes)} into {m.output_prefix}")
+        return
+    made = work.merge(prefixes, m.output_prefix, m.merge == "distributed")
+    size = made.tokens * made.dtype.itemsize
+    print(
+        f"merged {len(prefixes):,} datasets to {made.prefix}.bin/.idx: {made.documents:,} documents, "
+        f"{made.sequences:,} sequences, {made.tokens:,} tokens, {size:,} bytes ({made.dtype.name}), {clock.speed(size)}"
+    )
+
+
+def merge_json(config: LooseTextConfig, dry: bool) -> None:
+    from meshwright.data.tools import merge_json as loose
+
+    t = config.loose_text
+    if dry:
+        print(f"would merge the files of {t.json_path} into {t.output_file}")
+        return
+    merged = loose.merge(t.json_path, t.output_file, t.each_line)
+    print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.told}")
+
+
+def fetch(config: FetchConfig, dry: bool) -> None:
+    from meshwright.data.tools import fetch as work
+
+    work.main(config.fetching, dry)
+
+
+# Its settings, what it does, the setting that words without a flag give, and the work.
+VERBS: dict[str, tuple[type[Any], str, str | None, Callable[[Any, bool], None]]] = {
+    "verify": (VerifyConfig, "whether token files are whole, with everything that is wrong", "prefixes", verify),
+    "inspect": (
+        InspectConfig,
+        "counts, lengths, frequent tokens; one document; one training sample",
+        "prefix",
+        inspect,
+    ),
+    "index": (IndexConfig, "build a training's sample indices ahead of it: give all of its flags", None, index),
+    "plan": (PlanConfig, "which source gives how many samples and epochs: give the training's flags", None, plan),
+    "merge": (MergeConfig, "several pairs of token files to one, in the order given", "datasets", merge),
+    "merge-json": (LooseTextConfig, "many files of JSON lines or text to one of JSON lines", None, merge_json),
+    "fetch": (FetchConfig, "what the documents name, or any http(s) address; resumed, checked", "names", fetch),
+}

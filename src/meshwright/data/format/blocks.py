@@ -1,0 +1,53 @@
+"""The arrays of an .idx, read from front to back in blocks, so that no file is too large: mapped pages count as memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.format.indexed import BLOCK, HEADER, Column, Indexed
+
+Ints = npt.NDArray[np.integer[Any]]
+
+
+class Header(Indexed):
+    """Of an open .idx no more than its header is checked, by the rules of opening; its arrays are read piece by piece."""
+
+    def __init__(self, prefix: str, idx: BinaryIO) -> None:
+        self.prefix = prefix
+        empty = not os.fstat(idx.fileno()).st_size  # nothing cannot be mapped
+        n, m = self._read_header(b"" if empty else mmap.mmap(idx.fileno(), 0, access=mmap.ACCESS_READ))
+        self.lengths, self.begins = Column(idx, "<i4", n, HEADER.size), Column(idx, "<i8", n, HEADER.size + 4 * n)
+        self.borders = Column(idx, "<i8", m, HEADER.size + 12 * n)
+
+
+def blocks(column: Column) -> Iterator[tuple[int, Ints]]:
+    """Where each block begins, and its values."""
+    for start in range(0, len(column), BLOCK):
+        yield start, column.read(start, start + BLOCK)
+
+
+def document_ends(header: Header) -> Iterator[Ints]:
+    """Where each document that has a token ends, in tokens, in order."""
+    itemsize, n, previous = header.dtype.itemsize, len(header.lengths), 0
+    for start in range(1, len(header.borders), BLOCK):
+        borders = header.borders.read(start, start + BLOCK)
+        done = 0
+        while done < len(borders):
+            first = int(borders[done])
+            stop = done + int(np.searchsorted(borders[done:], first + BLOCK))
+            last = int(borders[stop - 1])
+            pointers = header.begins.read(first, last + 1) // itemsize
+            if last == n:
+                final = [header.begins.read(n - 1, n) // itemsize + header.lengths.read(n - 1, n)] if n else [[0]]
+                pointers = np.concatenate([pointers, *final])
+            ends = pointers[borders[done:stop] - first]
+            kept = ends[np.diff(ends, prepend=previous) > 0]
+            previous = int(ends[-1])
+            done = stop
+            yield kept

@@ -1,0 +1,228 @@
+"""Writing token files as a stream: constant memory at any size, and no `.idx` beside a `.bin` that is not its own.
+
+Lengths and document borders go to files of their own while the tokens are written; the index is put together from them at the
+end, block by block. Hand-written for that reason: Megatron's builder holds both as lists of Python numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.format.indexed import BLOCK, CODES, HEADER, MAGIC
+from meshwright.errors import IO, UserError
+
+PARTS = (".bin", ".sizes", ".docs")  # tokens, int32 lengths of sequences, int64 ends of documents; `.tmp` behind each
+
+
+def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
+    """Megatron's choice; the margin below 65,536 is its own."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+class Writer:
+    """Writes a pair of files as a stream. They get their names only when whole, on a clean exit of the `with` block.
+
+    The .idx is the last to appear, and an older one is removed before the .bin beside it is replaced: whenever the
+    process is killed, no .idx stands beside a .bin that it does not describe.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: tuple[int, int, int] | None = None) -> None:
+        """`begun`: tokens, sequences and documents of an interrupted writer's parts that are to stay."""
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
+        self.is_part = False  # of a whole that is put together later
+        self.is_finished = False
+        self.is_kept = (
+            False  # whether what is there stays when this ends with an error, for another writer to go on with
+        )
+        self.files: dict[str, BinaryIO] = {}
+        lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)
+        try:
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            for part, length in zip(PARTS, lengths, strict=True):
+                file = open(
+                    f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", buffering=1 << 20
+                )  # closed in __exit__
+                self.files[part] = file
+                file.truncate(length)
+                file.seek(length)
+        except OSError as error:
+            for file in self.files.values():
+                file.close()
+            raise self.failed(error) from None
+
+    def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append one sequence to the current document."""
+        self.append(np.asarray(ids, dtype=self.dtype), np.array([len(ids)], np.int32), np.zeros(0, np.int64))
+
+    def end_document(self) -> None:
+        self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64))
+
+    def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
+        """Many at once: tokens of all, the length of each sequence, and after how many sequences in all each document ends."""
+        try:
+            self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        except OSError as error:
+            raise self.failed(error) from None
+        self.reserve(len(tokens), sizes, ends)
+
+    def reserve(self, tokens: int, sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> int:
+        """The same for tokens that somebody else writes into the .bin.tmp: returns at which byte."""
+        try:
+            self.files[".sizes"].write(np.ascontiguousarray(sizes, dtype="<i4").data)
+            self.files[".docs"].write(np.ascontiguousarray(ends, dtype="<i8").data)
+        except OSError as error:
+            raise self.failed(error) from None
+        offset = self.tokens * self.dtype.itemsize
+        self.tokens += tokens
+        self.sequences += len(sizes)
+        self.documents += len(ends)
+        return offset
+
+    def flush(self) -> None:
+        try:
+            for file in self.files.values():
+                file.flush()
+        except OSError as error:
+            raise self.failed(error) from None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            for file in self.files.values():
+                with contextlib.suppress(OSError):  # a full disk fails again here
+                    file.close()
+            if not self.is_finished and not self.is_kept:
+                clear(self.prefix)
+
+    def finish(self) -> None:
+        """All is written: the files get their names, but for a part's."""
+        if self.is_finished:
+            return
+        self.flush()
+        try:
+            if not self.is_part:
+                publish(self.prefix, self.dtype)
+        except OSError as error:
+            raise self.failed(error) from None
+        self.is_finished = True
+
+    def failed(self, error: OSError) -> UserError:
+        written = self.tokens * self.dtype.itemsize
+        again = "the same command goes on where it was" if self.is_kept else "start again"
+        return UserError(
+            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}: "
+            f"nothing was published; free space and {again}, or choose another --output-prefix",
+            IO,
+        )
+
+
+def publish(prefix: str, dtype: np.dtype[Any]) -> None:
+    """The whole `.tmp` parts become the pair of files."""
+    write_index(f"{prefix}.idx.tmp", dtype, f"{prefix}.sizes.tmp", f"{prefix}.docs.tmp")
+    sync(f"{prefix}.bin.tmp")
+    Path(f"{prefix}.idx").unlink(missing_ok=True)
+    os.replace(f"{prefix}.bin.tmp", f"{prefix}.bin")
+    os.replace(f"{prefix}.idx.tmp", f"{prefix}.idx")
+    sync(Path(prefix).parent)
+    clear(prefix)
+
+
+Counts = Sequence[tuple[int, int, int]]  # of several parts: tokens, sequences, documents
+
+
+def make_room(prefix: str, dtype: np.dtype[Any], counts: Counts) -> None:
+    """The whole's `.tmp` files, for several to write their parts into."""
+    for part, each, size in zip(PARTS, zip(*counts, strict=True), (dtype.itemsize, 4, 8), strict=True):
+        length = sum(each) * size
+        try:
+            with open(f"{prefix}{part}.tmp", "wb") as file:
+                file.truncate(length)
+                if length and hasattr(os, "posix_fallocate"):  # a full disk is seen now
+                    os.posix_fallocate(file.fileno(), 0, length)
+        except OSError as error:
+            clear(prefix)
+            raise UserError(
+                f"{prefix}{part}.tmp, {length:,} bytes, cannot be made: {error.strerror}; all ranks' parts are kept, so free "
+                "space and start the same command again",
+                IO,
+            ) from None
+
+
+def copy_part(prefix: str, writer: Writer, number: int, counts: Counts) -> None:
+    """What a writer has, the part of this number, to its place in the whole."""
+    tokens, sequences, documents = (sum(values) for values in zip((0, 0, 0), *counts[:number], strict=True))
+    try:
+        for part, offset, add in (
+            (".bin", tokens * writer.dtype.itemsize, 0), (".sizes", 4 * sequences, 0), (".docs", 8 * documents, sequences)
+        ):  # fmt: skip
+            with open(f"{prefix}{part}.tmp", "r+b", buffering=0) as whole:
+                for block in blocks(f"{writer.prefix}{part}.tmp", "<i8" if add else "u1"):
+                    offset = put(whole.fileno(), (block + add) if add else block, offset)
+    except FileNotFoundError:
+        raise UserError(
+            f"{prefix}{part}.tmp, made by rank 0, is not there: all ranks need one shared folder", IO
+        ) from None
+    except OSError as error:
+        raise UserError(f"{prefix}{part}.tmp cannot be written: {error.strerror}", IO) from None
+
+
+def clear(prefix: str) -> None:
+    for part in (*PARTS, ".idx"):
+        Path(f"{prefix}{part}.tmp").unlink(missing_ok=True)
+
+
+def write_index(path: str | Path, dtype: np.dtype[Any], sizes: str | Path, docs: str | Path) -> None:
+    """The .idx of the lengths and document ends that lie in two files, read block by block."""
+    n, m = os.path.getsize(sizes) // 4, os.path.getsize(docs) // 8
+    code = next(code for code, known in CODES.items() if known == dtype)
+    with open(path, "wb", buffering=1 << 20) as idx:
+        idx.write(HEADER.pack(MAGIC, 1, code, n, m + 1))
+        for block in blocks(sizes, "<i4"):
+            idx.write(block.data)
+        position = 0
+        for block in blocks(sizes, "<i4"):
+            ends = position + np.cumsum(block, dtype=np.int64) * dtype.itemsize
+            idx.write((ends - block.astype(np.int64) * dtype.itemsize).astype("<i8", copy=False).data)
+            position = int(ends[-1])
+        idx.write(np.zeros(1, "<i8").data)
+        for block in blocks(docs, "<i8"):
+            idx.write(block.data)
+        idx.flush()
+        os.fsync(idx.fileno())
+
+
+def put(file: int, values: npt.NDArray[Any], offset: int) -> int:
+    """All of them at this byte; returns the one behind them."""
+    data = memoryview(values.view(np.uint8).data)
+    while len(data):
+        count = os.pwrite(file, data, offset)
+        offset, data = offset + count, data[count:]
+    return offset
+
+
+def blocks(path: str | Path, dtype: str) -> Iterator[npt.NDArray[Any]]:
+    with open(path, "rb") as file:
+        while len(values := np.fromfile(file, dtype, BLOCK)):
+            yield values
+
+
+def sync(path: str | Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

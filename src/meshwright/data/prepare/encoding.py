@@ -1,0 +1,120 @@
+"""What a worker makes of one piece of the input: token ids, lengths, document borders, and what was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.prepare.text import BadLine, Piece, expected, units
+from meshwright.errors import UserError
+
+Array = npt.NDArray[Any]
+Encode = Callable[[str], "Sequence[int] | Array"]
+
+
+@dataclass
+class Made:
+    """Of a piece, without the tokens. Lists have one entry for each key."""
+
+    units: int = 0  # lines, rows or texts
+    documents: int = 0
+    bytes: int = 0  # of text and what surrounds it
+    tokens: list[int] = field(default_factory=list)
+    sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
+    ends: list[Array] = field(
+        default_factory=list
+    )  # int64: how many of the piece's sequences there are after each document
+    bad: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # kind: how many, and the first one's number in the piece
+    first_bad: str = ""  # in words
+
+
+class Encoder:
+    """Texts under the keys to ids in one order. `sentences` cuts a document into sequences."""
+
+    def __init__(
+        self, encode: Encode, eod: int | None, keys: list[str], dtype: npt.DTypeLike,
+        sentences: Callable[[str], list[str]] | None = None,
+    ) -> None:  # fmt: skip
+        self.encode, self.keys, self.dtype, self.sentences = encode, keys, np.dtype(dtype), sentences
+        self.end = None if eod is None else np.array([eod], np.uint32)
+
+    def __call__(self, piece: Piece, stop: bool = False) -> tuple[Made, list[Array]]:
+        """`stop`: at the first bad line."""
+        made, out = Made(), [_Column() for _ in self.keys]
+        for number, texts in enumerate(units(piece, self.keys)):
+            made.units += 1
+            if texts is None:
+                continue
+            bad = texts if isinstance(texts, BadLine) else None
+            if not isinstance(texts, BadLine):
+                try:
+                    documents = [self._document(text) for text in texts]
+                except BadLine as error:
+                    bad = error
+            if bad is not None:
+                count, first = made.bad.get(bad.kind, (0, number))
+                made.bad[bad.kind] = (count + 1, first)
+                made.first_bad = made.first_bad or f"{bad}{expected(bad, not made.documents and not piece.begin)}"
+                if stop:
+                    break
+                continue
+            for column, document in zip(out, documents, strict=True):
+                column.add(document, self.end)
+            made.documents += 1
+            if piece.kind in ("parquet", "arrow"):
+                made.bytes += sum(len(text) for text in cast(list[str], texts))
+        made.bytes = made.bytes or _bytes_of(piece)
+        arrays = [column.tokens(self.dtype) for column in out]
+        made.tokens = [len(array) for array in arrays]
+        made.sizes = [np.array(column.sizes, np.int32) for column in out]
+        made.ends = [np.array(column.ends, np.int64) for column in out]
+        return made, arrays
+
+    def _document(self, text: str) -> list[Sequence[int] | Array]:
+        try:
+            if self.sentences is None:
+                return [self.encode(text)]
+            return [self.encode(sentence) for sentence in self.sentences(text)]
+        except UserError as error:
+            raise BadLine("refused by the tokenizer", str(error)) from None
+
+
+class _Column:
+    """The sequences under one key."""
+
+    def __init__(self) -> None:
+        self.parts: list[Sequence[int] | Array] = []
+        self.sizes: list[int] = []
+        self.ends: list[int] = []
+
+    def add(self, sequences: list[Sequence[int] | Array], end: Array | None) -> None:
+        """As in Megatron-LM, a document without tokens has no sequence, only an entry in the document index, so that the files
+        of several keys stay aligned (bigscience's tool drops it there)."""
+        before = len(self.sizes)
+        for ids in sequences:
+            if len(ids):
+                self.parts.append(ids)
+                self.sizes.append(len(ids))
+        if end is not None and len(self.sizes) > before:
+            self.parts.append(end)
+            self.sizes[-1] += 1
+        self.ends.append(len(self.sizes))
+
+    def tokens(self, dtype: np.dtype[Any]) -> Array:
+        if not self.parts:
+            return np.zeros(0, dtype)
+        return np.concatenate(self.parts, dtype=dtype, casting="unsafe")
+
+
+def _bytes_of(piece: Piece) -> int:
+    if piece.kind == "lines":
+        return len(piece.content)
+    if piece.kind == "texts":
+        return sum(len(content) for _, content in piece.content)
+    return piece.end - piece.begin if piece.kind == "place" else 0

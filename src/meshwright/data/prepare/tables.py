@@ -1,0 +1,267 @@
+"""Parquet and Arrow tables: cut by rows into pieces of about one size, whatever the size of row groups and batches.
+
+Whoever has a piece reads it. A table can be entered at a row group or batch only, so each process keeps the reader it has open
+and goes forward in it: the pieces of one process come in increasing order. pyarrow comes with the `data` extra.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.prepare.containers import Damaged, missing
+from meshwright.errors import BAD_DATA, UserError
+
+ROWS = 1 << 13  # of a piece at most: where texts repeat, a table is far smaller in its file than what it holds
+BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
+BUFFER = 1 << 18  # of a Parquet file
+
+Start = tuple[int, int]  # the row group or batch to enter at, and its first row
+Part = tuple[int | None, int, int, int]  # number, if one can enter there; its rows, its bytes, and the file's after it
+
+
+# What a folder holds.
+
+
+def tables_in(folder: str) -> list[str]:
+    """A data set saved by Hugging Face's `datasets`, in its order, or the .parquet files below a folder, sorted."""
+    splits: Any = _json(Path(folder) / "dataset_dict.json").get("splits")
+    if _are_texts(splits):
+        one = Path(folder) / splits[0]
+        raise UserError(f"--input {folder} holds several data sets: name one of them, such as {one}", BAD_DATA)
+    files = _json(Path(folder) / "state.json").get("_data_files")
+    names = [isinstance(one, dict) and one.get("filename") for one in files] if isinstance(files, list) else []
+    if _are_texts(names):
+        paths = [str(Path(folder) / str(name)) for name in names]
+        gone = [path for path in paths if not os.path.isfile(path)]
+        if gone:
+            raise UserError(f"{folder}/state.json names {len(paths):,} files, of which {len(gone):,} are not there, such as "
+                            f"{gone[0]}: copy the whole folder again", BAD_DATA)  # fmt: skip
+        return paths
+    escaped = glob.escape(folder)
+    return sorted(glob.glob(f"{escaped}/**/*.parquet", recursive=True)) or sorted(glob.glob(f"{escaped}/*.arrow"))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Many programs have a file of such a name: what is of another form is none of ours."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) and value for value in values)
+
+
+# Cutting.
+
+
+def spans(path: str, kind: str, size: int, piece: int) -> Iterator[tuple[int, int, int, Start]]:
+    """First row, end, bytes of the file that are done after it, and where to enter: small parts together, large ones divided.
+
+    What is damaged at its beginning or end is an error; Damaged comes after the parts before the damage."""
+    begin = end = have = behind = 0
+    start = (0, 0)
+    for number, rows, weight, after in _parts(path, kind, size):
+        if not rows:
+            continue
+        if end > begin and (have + weight > piece or end + rows - begin > ROWS):
+            yield begin, end, behind, start
+            begin = end
+        first, end = end, end + rows
+        if begin == first:
+            start, have = (0, 0) if number is None else (number, first), 0
+            step = min(ROWS, max(1, rows * piece // max(weight, 1)))
+            while end - begin > step:
+                begin += step
+                yield begin - step, begin, behind + (after - behind) * (begin - first) // rows, start
+        have += weight * (end - max(begin, first)) // rows
+        behind = after
+    if end > begin:
+        yield begin, end, behind, start
+
+
+def _parts(path: str, kind: str, size: int) -> Iterator[Part]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing("pyarrow", path) from None
+    opened = False
+    try:
+        if kind == "parquet":
+            about = pyarrow.parquet.read_metadata(path)
+            groups = [about.row_group(number) for number in range(about.num_row_groups)]
+            if sum(group.num_rows for group in groups) != about.num_rows or any(group.num_rows < 0 for group in groups):
+                raise ValueError("its row groups have other numbers of rows than the whole")
+            opened, done = True, 0
+            for number, group in enumerate(groups):
+                done += group.num_rows
+                yield number, group.num_rows, group.total_byte_size, size * done // max(about.num_rows, 1)
+            return
+        with pyarrow.memory_map(path) as source:
+            reader, count = _arrow(source)
+            opened = True
+            for number, batch in enumerate(_batches(reader, count, 0)):
+                after = size * (number + 1) // count if count is not None else min(source.tell(), size)
+                yield None if count is None else number, batch.num_rows, batch.get_total_buffer_size(), after
+    except _errors() as error:
+        if opened:
+            raise Damaged(_first_line(error)) from None
+        raise UserError(f"{path} cannot be read: {_first_line(error)}", BAD_DATA) from None
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    import pyarrow
+
+    return (OSError, ValueError, pyarrow.ArrowException)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _arrow(source: Any) -> tuple[Any, int | None]:
+    """Batches of the file format have numbers; of a stream, which can be read from its beginning only, they are not counted."""
+    import pyarrow
+
+    if bytes(source.read(6)) == b"ARROW1":
+        reader = pyarrow.ipc.open_file(source)
+        return reader, int(reader.num_record_batches)
+    source.seek(0)
+    return pyarrow.ipc.open_stream(source), None
+
+
+def _batches(reader: Any, count: int | None, first: int) -> Iterator[Any]:
+    for batch in iter(reader) if count is None else map(reader.get_batch, range(first, count)):
+        batch.validate()  # as many rows as it says
+        yield batch
+
+
+# Reading.
+
+
+def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[str]) -> Iterator[list[Any]]:
+    """The values under the keys in these rows, of a text not UTF-8, the error. Damaged comes after the last whole row."""
+    try:
+        about = os.stat(path)
+        reader = _reader(path, kind, tuple(keys), os.getpid(), about.st_ino, about.st_size, about.st_mtime_ns)
+    except ImportError:
+        raise missing("pyarrow", path) from None
+    except _errors() as error:
+        raise Damaged(f"it cannot be opened: {_first_line(error)}") from None
+    for batch in reader.take(start, begin, end):
+        yield from map(list, zip(*batch, strict=True))
+
+
+@functools.lru_cache(maxsize=1)
+def _reader(path: str, kind: str, keys: tuple[str, ...], *same: int) -> _Reader:
+    """`same`: the process and what tells that the file is still the same."""
+    return _Reader(path, kind, keys)
+
+
+class _Reader:
+    """At a row of a table. It goes forward from there, enters where the table can be entered, and knows what cannot be read."""
+
+    def __init__(self, path: str, kind: str, keys: tuple[str, ...]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path, self.kind, self.keys = path, kind, list(keys)
+        if kind == "parquet":
+            self.file = pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER, page_checksum_verification=True)
+            names = self.file.schema_arrow.names
+        else:
+            self.source = pyarrow.memory_map(path)
+            names = _arrow(self.source)[0].schema.names
+        for key in keys:
+            if names.count(key) != 1:
+                what = f"{names.count(key)} columns" if key in names else "no column"
+                have = ", ".join(names[:10])
+                raise UserError(f"{path} has {what} {key!r}: --json-keys names one of {have}", BAD_DATA)
+        self.failed: tuple[Start, int, str] | None = None
+        self.batches: Iterator[Any] = iter(())
+        self.batch: Any = None  # the one that begins at row `at`, if it has been read
+        self.at = -1  # nowhere
+
+    def take(self, start: Start, begin: int, end: int) -> Iterator[list[list[Any]]]:
+        """Of some rows after the other, the values in each column."""
+        if self.failed and self.failed[0] == start and self.failed[1] <= begin:
+            raise self._damaged(*self.failed[1:])
+        if not start[1] <= self.at <= begin:
+            self._enter(start)
+        ends: tuple[type[Exception], ...] = (StopIteration, *_errors())
+        while self.at < end:
+            if self.batch is None:
+                try:
+                    self.batch = next(self.batches)
+                except ends as error:
+                    why = "the file ends here" if isinstance(error, StopIteration) else _first_line(error)
+                    self.failed = (start, self.at, why)
+                    self.at = -1
+                    raise self._damaged(*self.failed[1:]) from None
+            after = self.at + self.batch.num_rows
+            first = max(begin, self.at)
+            if after > first:
+                part = self.batch.slice(first - self.at, min(end, after) - first)
+                try:
+                    columns = [_values(part.column(key)) for key in self.keys]
+                except _errors() as error:
+                    raise self._damaged(first, _first_line(error)) from None
+                yield columns
+            if after > end:
+                break
+            self.at, self.batch = after, None
+
+    def _damaged(self, row: int, why: str) -> Damaged:
+        return Damaged(f"unreadable from row {row + 1:,} on: {why}")
+
+    def _enter(self, start: Start) -> None:
+        number, self.at = start
+        self.batch = None
+        if self.kind == "parquet":
+            self.batches = self._of_groups(number)
+            return
+        self.source.seek(0)
+        self.batches = _batches(*_arrow(self.source), number)
+
+    def _of_groups(self, first: int) -> Iterator[Any]:
+        for number in range(first, self.file.num_row_groups):
+            group = self.file.metadata.row_group(number)
+            size = max(1, min(BATCH_ROWS, group.num_rows * BATCH_BYTES // max(group.total_byte_size, 1)))
+            left = group.num_rows
+            for batch in self.file.iter_batches(size, row_groups=[number], columns=self.keys, use_threads=False):
+                left -= batch.num_rows
+                yield batch
+            if left:
+                raise OSError(f"row group {number} should have {left:,} rows more")
+
+
+def _values(column: Any) -> list[Any]:
+    """Checked first: of a damaged column, pyarrow would read what lies elsewhere in memory."""
+    import pyarrow
+
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+            raise
+        as_bytes = column.view(pyarrow.binary() if pyarrow.types.is_string(column.type) else pyarrow.large_binary())
+        as_bytes.validate(full=True)
+        return [_decoded(value) for value in as_bytes.to_pylist()]
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _decoded(value: bytes | None) -> Any:
+    try:
+        return None if value is None else value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error

@@ -1,0 +1,413 @@
+"""Documents out of what people have them in: JSON lines, plain or compressed, tables, archives of text files.
+
+An input is cut into pieces of about a megabyte, which worker processes turn into tokens. A piece of a plain file or of a table
+is a place, which the worker reads; of a stream, which can be read in one order only, it holds the bytes. Where pieces begin
+depends on the input alone, so that an interrupted run goes on at a piece, and several machines share them out.
+
+Lines are cut as bytes, so that one that is not UTF-8 costs that line and no other (data/records.py).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, cast
+
+from meshwright.data import records
+from meshwright.data.prepare import containers, tables
+from meshwright.data.prepare.inputs import Input as Input
+from meshwright.data.prepare.inputs import find_inputs as find_inputs
+from meshwright.data.prepare.inputs import look as look
+from meshwright.data.records import BadLine as BadLine
+from meshwright.data.records import Texts, no_text
+from meshwright.errors import BAD_DATA, IO, UserError
+
+BOM = b"\xef\xbb\xbf"
+PIECE = 1 << 20  # bytes
+REST = 1 << 16  # read with a piece, for its last line mostly ends within it
+LONGEST = 1 << 28  # bytes of a line: what is longer counts as a bad one
+TOO_LONG = b"\xff too long"  # stands for such a line
+JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)  # of members of archives
+ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
+
+
+Text = tuple[str, bytes | str]  # a name, and what is in it or why that is damaged
+
+
+@dataclass(frozen=True)
+class Piece:
+    number: int  # of its input
+    path: str
+    kind: Literal["place", "lines", "texts", "parquet", "arrow", "broken"]
+    begin: int = 0  # of a file in bytes, of a table in rows; of a stream or the first of texts, lines ahead of it
+    end: int = 0
+    content: Any = b""  # lines as bytes; Text of texts; of a table, where to enter; of what is broken, why
+    behind: int = 0  # bytes of the input that are done with it
+
+
+# Cutting.
+
+
+def pieces(inputs: list[Input]) -> Iterator[Piece]:
+    """All of them, in the order of the documents."""
+    return shared(inputs, 0, 1)
+
+
+def _of_input(number: int, one: Input) -> Iterator[Piece]:
+    if one.kind == "lines":
+        for begin in range(0, one.bytes, PIECE):
+            end = min(begin + PIECE, one.bytes)
+            yield Piece(number, one.path, "place", begin, end, behind=end)
+    elif one.kind == "stream":
+        yield from _of_stream(number, one.path)
+    else:
+        yield from _of_table(number, one)
+
+
+def _of_table(number: int, one: Input) -> Iterator[Piece]:
+    try:
+        for begin, end, behind, start in tables.spans(one.path, one.kind, one.bytes, PIECE):
+            yield Piece(number, one.path, cast(Any, one.kind), begin, end, start, behind)
+    except containers.Damaged as error:
+        yield Piece(number, one.path, "broken", content=str(error), behind=one.bytes)
+
+
+def shared(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
+    """One rank's pieces: a range of the bytes, so that all ranks' pieces one after the other are those of the whole."""
+    total, base = sum(max(one.bytes, 1) for one in inputs), 0
+    for number, one in enumerate(inputs):
+        if one.is_cut:
+            at = 0
+            for piece in _of_input(number, one):
+                if (base + at) * size // total == rank:
+                    yield piece
+                at = piece.behind
+        elif base * size // total == rank:
+            yield from _of_input(number, one)
+        base += max(one.bytes, 1)
+
+
+def _of_stream(number: int, path: str) -> Iterator[Piece]:
+    """Cut short, it gives all that was whole, and then why it ended."""
+    file = open_input(path)
+    try:
+        stream = containers.unpacked(containers.steady(file))
+        if containers.is_archive(stream):
+            for begin, texts in _members(stream):
+                yield Piece(number, path, "texts", begin, content=texts, behind=containers.position(file))
+        else:
+            begin = 0
+            _check(path, containers.peek(stream))
+            for lines in cut(_without_mark(stream), PIECE):
+                yield Piece(number, path, "lines", begin, content=lines, behind=containers.position(file))
+                begin += lines.count(b"\n")
+    except containers.DAMAGES as error:
+        yield Piece(number, path, "broken", content=str(error) or type(error).__name__)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read to its end: {error.strerror or error}", IO) from None
+    finally:
+        if path != "-":
+            file.close()
+
+
+def _check(path: str, start: bytes) -> None:
+    """Of what is no file of lines after all."""
+    if other := containers.foreign(start):
+        raise UserError(f"--input {path} {other}", BAD_DATA)
+    if (kind := containers.kind_of(start)) in ("parquet", "arrow"):
+        raise UserError(f"--input {path} is a table ({kind}) in a stream: give it as a plain file", BAD_DATA)
+
+
+def _members(archive: BinaryIO) -> Iterator[tuple[int, list[Text]]]:
+    """Texts and JSON lines, about a piece of them; and how many lines of the first one were in the piece before."""
+    kept: list[Text] = []
+    have = begin = 0
+    damage: Exception | None = None
+    try:
+        for name, lines, part in _parts_of_members(archive):
+            if kept and lines:
+                kept[-1] = (name, kept[-1][1] + part)
+            else:
+                begin = begin if kept else lines
+                kept.append((name, part))
+            have += len(part)
+            if have >= PIECE:
+                yield begin, kept
+                kept, have = [], 0
+    except containers.DAMAGES as error:
+        damage = error
+    if kept:
+        yield begin, kept
+    if damage:
+        raise damage
+
+
+def _parts_of_members(archive: BinaryIO) -> Iterator[tuple[str, int, Any]]:
+    """With the lines ahead in the same member. Why one is damaged is told when the archive goes on behind it: else the archive
+    is what is cut short."""
+    damage: list[tuple[str, int, str]] = []
+    for name, stream in containers.members(archive):
+        lines = 0
+        try:
+            if isinstance(stream, Exception):
+                raise stream
+            yield from damage
+            damage = []
+            for part in _parts(name, stream):
+                yield name, lines, part
+                lines += part.count(b"\n")
+        except containers.DAMAGES as error:
+            damage = [(name, 0, str(error))]
+    yield from damage
+
+
+def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
+    """Of JSON lines pieces, of another text all of it."""
+    start = containers.peek(stream)
+    if containers.foreign(start):
+        yield start  # enough to tell why
+    elif is_json(name):
+        yield from cut(_without_mark(stream), PIECE)
+    else:
+        parts, have = [], 0
+        for chunk in _without_mark(stream):
+            parts.append(chunk)
+            have += len(chunk)
+            if have > LONGEST:
+                parts = [TOO_LONG]
+                break
+        yield b"".join(parts)
+
+
+def _without_mark(stream: BinaryIO) -> Iterator[bytes]:
+    if containers.peek(stream).startswith(BOM):
+        stream.read(len(BOM))
+    return containers.chunks(stream)
+
+
+def is_json(name: str) -> bool:
+    """Whether a member of an archive holds JSON lines."""
+    return JSON_NAME.search(name) is not None
+
+
+def _has_lines(name: str, content: bytes | str) -> bool:
+    return isinstance(content, bytes) and is_json(name) and not containers.foreign(content)
+
+
+def open_input(path: str) -> BinaryIO:
+    if path == "-":
+        if sys.stdin is None:
+            raise UserError("--input - cannot be read: the standard input is closed; give it a file or a pipe", IO)
+        return sys.stdin.buffer
+    try:
+        return open(path, "rb", buffering=PIECE)
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
+
+
+def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """Whole lines, of about this many bytes together; a stream that breaks off gives its whole lines before the error."""
+    kept: list[bytes] = []
+    have, ends, too_long = 0, False, False  # ends: a line feed is among them
+
+    def lines() -> bytes:
+        nonlocal kept, have, ends
+        data = b"".join(kept)
+        end = data.rfind(b"\n") + 1
+        kept, have, ends = [data[end:]], len(data) - end, False
+        return data[:end]
+
+    try:
+        for chunk in chunks:
+            if too_long:
+                _, feed, chunk = chunk.partition(b"\n")
+                if not feed:
+                    continue
+                kept, have, ends, too_long = [TOO_LONG, b"\n"], len(TOO_LONG) + 1, True, False
+            kept.append(chunk)
+            have += len(chunk)
+            ends = ends or b"\n" in chunk
+            if have >= size and ends:
+                yield lines()
+            if have > LONGEST:
+                kept, have, ends, too_long = [], 0, False, True
+    except containers.DAMAGES:
+        if ends:
+            yield lines()
+        raise
+    if rest := TOO_LONG if too_long else b"".join(kept):
+        yield rest
+
+
+# Reading.
+
+
+def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
+    """One for each line, row or text of the piece: the text under each key, what is wrong with it, or None for a blank line."""
+    if piece.kind == "place":
+        yield from _of_lines(read_place(piece.path, piece.begin, piece.end), keys, not piece.begin)
+    elif piece.kind == "lines":
+        yield from _of_lines((piece.content, 0, len(piece.content)), keys, not piece.begin)
+    elif piece.kind == "texts":
+        for number, (name, content) in enumerate(piece.content):
+            if isinstance(content, str):
+                yield BadLine("damaged member", content)
+            elif _has_lines(name, content):
+                yield from _of_lines((content, 0, len(content)), keys, bool(number) or not piece.begin)
+            else:
+                yield _of_text(content, keys)
+    elif piece.kind in ("parquet", "arrow"):
+        try:
+            for row in tables.rows(piece.path, piece.kind, piece.content, piece.begin, piece.end, keys):
+                yield row if all(type(text) is str for text in row) else no_text(row, keys)
+        except containers.Damaged as error:
+            yield BadLine("damaged table", str(error))
+
+
+def _of_lines(lines: Lines, keys: list[str], is_first: bool) -> Iterator[Texts | BadLine | None]:
+    """`is_first`: they are the first of their file."""
+    is_array = is_first and ARRAY.match(lines[0], lines[1], lines[2]) is not None
+    for line in lines_of(*lines):
+        unit = _tried(line, keys)
+        if is_array and isinstance(unit, BadLine):
+            unit = BadLine("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")
+            is_array = False
+        yield unit
+
+
+def _tried(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
+    try:
+        return records.parse(line, keys)
+    except BadLine as bad:
+        return _too_long() if line == TOO_LONG else bad
+
+
+def parse(line: memoryview, keys: list[str]) -> Texts | None:
+    """The text under each key; None for a blank line."""
+    unit = _tried(line, keys)
+    if isinstance(unit, BadLine):
+        raise unit
+    return unit
+
+
+def _too_long() -> BadLine:
+    return BadLine(f"longer than {LONGEST:,} bytes")
+
+
+def _of_text(content: bytes, keys: list[str]) -> Texts | BadLine:
+    if content == TOO_LONG:
+        return _too_long()
+    try:
+        return [content.decode("utf-8")] * len(keys)
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{content[error.start]:02x} at {error.start}"
+        return BadLine("not UTF-8", containers.foreign(content) or byte)
+
+
+def place_of(piece: Piece, unit: int, first_line: int) -> str:
+    """Of a unit, for people; `first_line` is the number of the piece's first line in its file."""
+    if piece.kind in ("parquet", "arrow"):
+        return f"{piece.path}: row {piece.begin + unit + 1}"
+    if piece.kind != "texts":
+        return f"{piece.path}:{first_line + unit}"
+    before = piece.begin
+    for name, content in piece.content:
+        count, line = 1, ""
+        if _has_lines(name, content):
+            count, line = sum(1 for _ in lines_of(content, 0, len(content))), f":{before + unit + 1}"
+        if unit < count:
+            break
+        unit, before = unit - count, 0
+    return f"{piece.path}:{name}{line}"
+
+
+Lines = tuple[bytes, int, int]  # whole lines between two places of a buffer: nothing is copied to cut it
+
+
+def lines_of(buffer: bytes, first: int, stop: int) -> Iterator[memoryview]:
+    view = memoryview(buffer)
+    while first < stop:
+        end = buffer.find(b"\n", first, stop)
+        end = stop if end < 0 else end
+        yield view[first:end]
+        first = end + 1
+
+
+def read_place(path: str, begin: int, end: int) -> Lines:
+    """The lines that begin within these bytes of a file."""
+    start = max(begin - 1, 0)
+    size = end - start
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            data = read_fully(file, size + REST)
+            if len(data) < size:
+                raise UserError(f"{path} has become shorter while it was read: it ends at byte {start + len(data):,}, and had "
+                                f"{end:,} at least; start again when it is complete", BAD_DATA)  # fmt: skip
+            first = data.find(b"\n", 0, size) + 1 if begin else len(BOM) * data.startswith(BOM)
+            if first >= size or (begin and not first):
+                return b"", 0, 0  # in the middle of one line, or it ends here
+            stop = data.find(b"\n", size - 1) + 1
+            if stop or len(data) < size + REST:
+                return data, first, stop or len(data)
+            parts, have = [data], len(data)
+            while more := file.read(PIECE):
+                stop = more.find(b"\n") + 1
+                parts.append(more[: stop or len(more)])
+                have += len(parts[-1])
+                if stop:
+                    break
+                if have > LONGEST:  # only the last line can be so long
+                    data = data[: data.rfind(b"\n") + 1] + TOO_LONG
+                    return data, first, len(data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
+    return b"".join(parts), first, have
+
+
+def read_fully(file: Any, size: int) -> bytes:
+    parts = []
+    while size > 0 and (part := file.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def lines_before(path: str, end: int) -> int:
+    """How many lines end before this byte."""
+    if not end:
+        return 0
+    with open(path, "rb", buffering=0) as file:
+        return sum(file.read(min(PIECE, end - at)).count(b"\n") for at in range(0, end, PIECE))
+
+
+def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
+    """Every text of the inputs; the first bad line is an error."""
+    none_yet = True
+    lines: dict[int, int] = {}
+    for piece in pieces(look(inputs)):
+        if piece.kind == "broken":
+            raise UserError(broken(piece), BAD_DATA)
+        first, count = lines.get(piece.number, 1), 0
+        for unit in units(piece, keys):
+            if isinstance(unit, BadLine):
+                place = place_of(piece, count, first)
+                raise UserError(f"{place}: {unit}{expected(unit, none_yet)}", BAD_DATA)
+            count += 1
+            if unit:
+                none_yet = False
+                yield from unit
+        lines[piece.number] = first + count
+
+
+def broken(piece: Piece) -> str:
+    return f"{piece.path} is cut short or damaged ({piece.content})"
+
+
+def expected(bad: BadLine, is_first: bool) -> str:
+    """What is said to those whose file is plain text."""
+    if not is_first or bad.kind != "not JSON":
+        return ""
+    return '; one {"text": "..."} a line is expected, and docs/data.md shows how plain text becomes that'

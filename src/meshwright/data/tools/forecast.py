@@ -1,0 +1,233 @@
+"""What a training will read, before it runs: `meshwright data index`, `data plan` and `data inspect --sample`.
+
+`index` and `inspect` build the very data sets that the training builds, so what they find or leave in the cache is its own.
+Only `plan` reckons from lengths alone and without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright import console
+from meshwright.data.blend import order
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.plan import Part, Wanted, parts, wanted
+from meshwright.data.tools.statistics import text_of
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.files import make_folder
+from meshwright.settings import data_paths as datapaths
+from meshwright.settings.schema import TrainConfig
+from meshwright.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from meshwright.data.loader import Dataset
+
+ANY_ID = 2**31  # without a tokenizer ids are not compared with one
+EXACT = 100_000_000  # samples of a blend that are counted in their real order: some seconds
+OFTEN = 4  # epochs beyond which a source's repetition is worth a word: what is gained from it is then known to fade
+
+
+# index
+
+
+def index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
+    if config.data.mock_data:
+        print("--mock-data: random tokens have no index; nothing to build")
+        return
+    from meshwright.data.datasets import build_datasets, cache_folder
+
+    folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in datapaths.prefixes(config.data)))
+    there = ", ".join(map(str, folders))
+    if dry:
+        print(f"would build the indices of {len(wanted(config))} sets in {there}")
+        return
+    for folder in folders:  # a training keeps in memory what it cannot write; built ahead it would be lost
+        make_folder(folder, "--data-cache-path, here and in the training")
+    start, before = perf_counter(), entries(folders)
+    if vocab is None:
+        console.notice("note: no tokenizer is named, so ids are not compared with its vocabulary")
+    needed = arrays(build_datasets(config, vocab or ANY_ID).values())
+    lost = sum(not is_mapped(array) for array in needed)
+    if lost:
+        raise UserError(
+            f"{lost} of {len(needed)} index arrays are in memory alone, not in {there}: what stands above says why, and "
+            "the training would build them again",
+            IO,
+        )
+    after = entries(folders)
+    new = [record for record in after if after[record] != before.get(record)]
+    seconds = perf_counter() - start
+    if not new:
+        print(f"nothing to build: all {len(needed)} index arrays are in {there} ({seconds:.1f} s)")
+        return
+    size = sum(p.stat().st_size for record in new for p in record.parent.glob(f"{record.stem}*") if p.is_file())
+    print(
+        f"built {len(new)} indices, {size:,} bytes, in {', '.join(sorted({str(r.parent) for r in new}))} ({seconds:.1f} s): "
+        "the training finds them there"
+    )
+
+
+def arrays(datasets: Iterable[Any]) -> list[Any]:
+    """The indices of data sets and of all that they are made of."""
+    out, left = list[Any](), [one for one in datasets if one is not None]
+    while left:
+        one = left.pop()
+        held = vars(one)
+        out += [held[n] for n in ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx") if n in held]
+        left += [*held.get("parts", ()), *([held["dataset"]] if "dataset" in held else [])]
+    return out
+
+
+def is_mapped(array: Any) -> bool:
+    """Whether it lies in a file."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
+def entries(folders: Sequence[Path]) -> dict[Path, int]:
+    """The valid entries of caches, and when each was written."""
+    return {record: record.stat().st_mtime_ns for folder in folders for record in folder.glob("*.json")}
+
+
+# plan
+
+
+def plan(config: TrainConfig, as_json: bool) -> None:
+    if config.data.mock_data:
+        raise UserError("--mock-data: random tokens come from no source, there is nothing to plan")
+    opened: dict[str, Indexed] = {}
+
+    def indexed(prefix: str) -> Indexed:
+        return opened.setdefault(prefix, opened.get(prefix) or Indexed(prefix))
+
+    sets = [one_set(config, want, parts(config, want, indexed)) for want in wanted(config)]
+    warnings = [line for one in sets for line in one.pop("warnings")]
+    if config.data.blend_change_at is not None:
+        warnings.append("--blend-change-at: counted as if this blend held from the first sample")
+    if as_json:
+        print(json.dumps({"sets": sets, "warnings": warnings}))
+        return
+    print("\n".join(line for one in sets for line in table(one)))
+    for line in warnings:
+        console.notice(f"warning: {line}")
+
+
+def one_set(config: TrainConfig, want: Wanted, found: list[Part]) -> dict[str, Any]:
+    """The samples that are read from each source of a set."""
+    length = config.data.seq_length or 1
+    counts, how = sample_counts(want, found)
+    sources = list[dict[str, Any]]()
+    for part, count in zip(found, counts, strict=True):
+        sources.append(
+            {
+                "prefix": part.prefix,
+                "share": part.share,
+                "first_document": part.documents.start,
+                "documents": len(part.documents),
+                "tokens": part.tokens,
+                "samples": count,
+                "tokens_read": count * length,
+                "epochs": count * length / part.tokens,
+            }
+        )
+    name = {"train": "training"}.get(want.key, want.key)
+    warnings = [
+        f"{s['prefix']} is read {s['epochs']:.1f} times over in {name}: a smaller weight, more data or a shorter run avoids it"
+        for s in sources
+        if want.key == "train" and s["epochs"] > OFTEN
+    ]
+    if not sources:
+        warnings.append(f"{name} has no document: {want.paths.flag} leaves none, so there is no such set")
+    samples = sum(counts)
+    return {"set": want.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
+
+
+def sample_counts(want: Wanted, found: list[Part]) -> tuple[list[int], str]:
+    """How many of a set's samples each part gives, and how that is known."""
+    if want.whole:
+        return [part.samples for part in found], "every sample once"
+    if len(found) == 1:
+        return [want.samples], "one source"
+    shares = np.array([part.share for part in found])
+    if not found or want.samples > EXACT:
+        return [round(share * want.samples) for share in shares.tolist()], "from the shares: one sample more or less"
+    which, _ = order(shares / shares.sum(), want.samples)
+    return np.bincount(which, minlength=len(found)).tolist(), "in the real order"
+
+
+def table(one: dict[str, Any]) -> list[str]:
+    read = sum(source["tokens_read"] for source in one["sources"])
+    out = [f"{one['set']}: {one['samples']:,} samples, {read:,} tokens, counted: {one['counted']}"]
+    if one["sources"]:
+        names = ("share", "documents", "tokens", "samples", "tokens read", "epochs")
+        out.append(
+            "".join(f"{name:>{width}}" for name, width in zip(names, (10, 14, 20, 16, 20, 10), strict=True))
+            + "  source"
+        )
+    for s in one["sources"]:
+        out.append(
+            f"{s['share']:>10.4%}{s['documents']:>14,}{s['tokens']:>20,}{s['samples']:>16,}{s['tokens_read']:>20,}"
+            f"{s['epochs']:>10.3f}  {s['prefix']}"
+        )
+    return [*out, ""]
+
+
+# inspect --sample
+
+
+def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, name: str, as_json: bool) -> None:
+    """One sample as the training reads it, with the document that each stretch of it comes from."""
+    from meshwright.data.datasets import build_datasets
+
+    vocab = tokenizer.size if tokenizer else config.tokenizer.vocab_size or ANY_ID
+    console.speak(None)  # Megatron's lines about building belong to a training's log
+    try:
+        sets = build_datasets(config, vocab)
+    finally:
+        console.speak("stdout")
+    there = [key for key, dataset in sets.items() if dataset is not None]
+    dataset = sets.get(name)
+    if dataset is None:
+        raise UserError(f"--sample-set {name}: there is no such set; there are {', '.join(there) or 'none'}", BAD_DATA)
+    if number >= len(dataset):
+        raise UserError(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA)
+    ids, found = [int(i) for i in dataset[number]], stretches(dataset, number)
+    if as_json:
+        facts = {"set": name, "sample": number, "ids": ids, "pieces": [
+            {"position": first, "tokens": stop - first, "from": told} for first, stop, told in found]}  # fmt: skip
+        print(json.dumps({**facts, "text": text_of(tokenizer, ids)} if tokenizer else facts))
+        return
+    print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")
+    for first, stop, told in found:
+        some = ids[first:stop]
+        print(f"--- {len(some):,} tokens from {told}")
+        print(text_of(tokenizer, some) if tokenizer else " ".join(map(str, some)))
+
+
+def stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
+    """(first position, end, place of the first token) of each stretch of a sample that lies in one document."""
+    from meshwright.data.blend import Blend
+    from meshwright.data.changing import Chain, From
+    from meshwright.data.loader import Cyclic, Samples
+
+    held, k = dataset, number
+    while not isinstance(held, Samples):
+        if isinstance(held, Blend | Chain):
+            held, k = held._at(k)
+        elif isinstance(held, From):
+            k, held = held.first + k, held.dataset
+        elif isinstance(held, Cyclic):
+            k, held = held._number(k), held.dataset
+        else:  # random tokens
+            return [(0, len(dataset[number]), dataset.locate(number, 0))]
+    ends = accumulate((length for *_, length in held._pieces(k)), initial=0)
+    return [(first, stop, dataset.locate(number, first)) for first, stop in pairwise(ends) if first < stop]

@@ -1,0 +1,180 @@
+"""`meshwright data merge`: several pairs of token files become one, in constant memory.
+
+The tokens never pass through Python: the kernel copies them, on some file systems by sharing the blocks. Only lengths and
+document borders do, block by block.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.console import notice
+from meshwright.data.format.blocks import Header, blocks
+from meshwright.data.format.indexed import BLOCK, Column, Indexed
+from meshwright.data.format.writer import Writer
+from meshwright.data.index_cache import alone
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.files import make_folder
+from meshwright.progress import metered
+
+TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
+PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end
+STEP = 1 << 27  # bytes asked of the kernel at a time, so that the bar moves
+# What the kernel says where it cannot copy between these two files: other ways do.
+CANNOT = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+
+
+@dataclass(frozen=True)
+class Shard:
+    prefix: str
+    dtype: np.dtype[Any]
+    tokens: int
+    sequences: int
+    documents: int
+
+
+def find(folder: str, output_prefix: str) -> list[str]:
+    """Every pair of files in a folder, sorted by name, but for the output of an earlier merge."""
+    place = Path(folder)
+    if not place.is_dir():
+        raise UserError(f"--input {folder} is not a folder: it names the one that holds the .bin/.idx files", BAD_DATA)
+    indices, tokens = ({path.stem for path in place.glob(f"*{end}")} for end in (".idx", ".bin"))
+    lone = sorted(indices ^ tokens)
+    if lone:
+        what = ".idx without a .bin" if lone[0] in indices else ".bin without an .idx"
+        more = f" ({len(lone)} such files)" if len(lone) > 1 else ""
+        raise UserError(
+            f"{place / lone[0]} is a {what}{more}: complete it, or move it away",
+            BAD_DATA,
+        )
+    found = [str(place / name) for name in sorted(indices)]
+    own = [prefix for prefix in found if same(prefix, output_prefix)]
+    if own:
+        notice(f"{own[0]} is what is written, so it is not read")
+    if not set(found) - set(own):
+        raise UserError(f"--input {folder} holds no pair of .bin and .idx files", BAD_DATA)
+    return [prefix for prefix in found if prefix not in own]
+
+
+def same(a: str, b: str) -> bool:
+    return Path(f"{a}.bin").resolve() == Path(f"{b}.bin").resolve()
+
+
+def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
+    """One pair of files out of many, in their order; what was written is read again and compared."""
+    if any(same(prefix, output_prefix) for prefix in prefixes):
+        raise UserError(f"--output-prefix {output_prefix} is one of the files that are read: choose another")
+    shards = [look(prefix) for prefix in prefixes]
+    check_alike(shards)
+    dtype = np.dtype(shards[0].dtype)
+    size = sum(shard.tokens for shard in shards) * dtype.itemsize
+    folder = Path(output_prefix).resolve().parent
+    make_folder(folder, "--output-prefix")
+    with alone(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
+        index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
+        make_folder(folder, "--output-prefix", size + 2 * index)  # now that what a killed merge has left is gone
+        places = [append_index(writer, shard) for shard in shards]
+        try:
+            copy_all(shards, places, writer.files[".bin"].fileno(), together)
+        except OSError as error:
+            raise writer.failed(error) from None
+    check_result(shards, output_prefix)
+    return Shard(output_prefix, dtype, writer.tokens, writer.sequences, writer.documents)
+
+
+def look(prefix: str) -> Shard:
+    """Opening a pair checks that it is whole; what is mapped is given back at once."""
+    indexed = Indexed(prefix, check="full")
+    return Shard(prefix, indexed.dtype, len(indexed.tokens), len(indexed), len(indexed.doc_idx) - 1)
+
+
+def check_alike(shards: list[Shard]) -> None:
+    for shard in shards:
+        if shard.dtype != shards[0].dtype:
+            raise UserError(
+                f"{shards[0].prefix} has {shards[0].dtype.name} tokens and {shard.prefix} {shard.dtype.name}: two vocabularies "
+                "made them, on either side of 65,500 ids; preprocess one of the two with the other's tokenizer",
+                BAD_DATA,
+            )
+
+
+def append_index(writer: Writer, shard: Shard) -> int:
+    """Lengths, and document borders moved by the sequences before; returns the byte where the shard's tokens are to be."""
+    before, nothing = writer.sequences, np.zeros(0, np.int64)
+    place = writer.reserve(shard.tokens, nothing, nothing)
+    with open(f"{shard.prefix}.idx", "rb") as idx:
+        header = Header(shard.prefix, idx)
+        for _, sizes in blocks(header.lengths):
+            writer.reserve(0, sizes, nothing)
+        for start, borders in blocks(header.borders):  # the first 0 is where the shard before ends
+            writer.reserve(0, nothing, (borders if start else borders[1:]) + before)
+    return place
+
+
+def copy_all(shards: list[Shard], places: list[int], target: int, together: bool) -> None:
+    """Each shard's bytes to its place, which is known beforehand: so several can be on their way at once."""
+    sizes = [shard.tokens * shard.dtype.itemsize for shard in shards]
+    with metered("merging", sum(sizes)) as advance, ThreadPoolExecutor(TOGETHER if together else 1) as pool:
+        jobs = [pool.submit(copy, shard.prefix, target, place, size, advance)
+                for shard, place, size in zip(shards, places, sizes, strict=True)]  # fmt: skip
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int], None]) -> None:
+    with open(f"{prefix}.bin", "rb") as source:
+        done, by_kernel = 0, hasattr(os, "copy_file_range")
+        while done < size:
+            count = min(STEP if by_kernel else BLOCK, size - done)
+            try:
+                if by_kernel:
+                    copied = os.copy_file_range(source.fileno(), target, count, done, place + done)
+                else:
+                    copied = os.pwrite(target, os.pread(source.fileno(), count, done), place + done)
+            except OSError as error:
+                if by_kernel and error.errno in CANNOT:
+                    by_kernel = False
+                    continue
+                raise
+            if not copied and by_kernel:  # some network disks answer so; reading tells whether the file is cut
+                by_kernel = False
+                continue
+            if not copied:
+                raise UserError(f"{prefix}.bin has become shorter: {done:,} of {size:,} bytes", BAD_DATA)
+            done += copied
+            advance(copied)
+
+
+def check_result(shards: list[Shard], output_prefix: str) -> None:
+    """The merged pair opens, and begins and ends each shard's stretch with that shard's own tokens."""
+    made, place = look(output_prefix), 0
+    if (made.sequences, made.documents) != (sum(s.sequences for s in shards), sum(s.documents for s in shards)):
+        raise UserError(
+            f"{output_prefix}.idx holds {made.sequences:,} sequences, not those of its parts: merge again", IO
+        )
+    with open(f"{output_prefix}.bin", "rb") as target:
+        result = Column(target, made.dtype, made.tokens)
+        for shard in shards:
+            with open(f"{shard.prefix}.bin", "rb") as source:
+                tokens = Column(source, shard.dtype, shard.tokens)
+                for start in {0, max(shard.tokens - PROBE, 0)}:
+                    stop = min(start + PROBE, shard.tokens)
+                    if not np.array_equal(tokens.read(start, stop), result.read(place + start, place + stop)):
+                        raise UserError(
+                            f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: the disk or a "
+                            "program that writes there too is at fault; merge again",
+                            IO,
+                        )
+            place += shard.tokens

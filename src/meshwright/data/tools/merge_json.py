@@ -1,0 +1,109 @@
+"""Many files of text or JSON lines to one of JSON lines: Megatron's tools/openwebtext/merge_jsons.py, and merge_data.py.
+
+Neither a bad line nor a file without a final newline spoils what stands beside it: the former is left out and counted,
+the latter is given one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from meshwright.data.prepare.text import BOM, LONGEST, PIECE, TOO_LONG, BadLine, parse
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.files import replacing
+from meshwright.progress import LeftOut
+
+ENDINGS = (".json", ".jsonl", ".txt")
+
+
+@dataclass
+class Merged:
+    files: int = 0
+    documents: int = 0
+    blank: int = 0
+    bad: LeftOut = field(default_factory=LeftOut)
+
+    @property
+    def told(self) -> str:
+        return f"; left out {self.bad}" if self.bad else ""
+
+
+def merge(folder: str, output: str, each_line: bool) -> Merged:
+    """Files in the order of their names; the output appears when it is whole."""
+    place, target = Path(folder), Path(output)
+    if not place.is_dir():
+        raise UserError(f"{folder} is not a folder: --json-path names the one that holds the files", BAD_DATA)
+    paths = sorted(
+        p for p in place.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != target.resolve()
+    )
+    if not paths:
+        raise UserError(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file", BAD_DATA)
+    out = Merged()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as file:
+            for path in paths:
+                out.files += 1
+                for line in documents(path, each_line, out):
+                    file.write(line)
+                    file.write(b"\n")
+                    out.documents += 1
+                if out.files % 1024 == 0:
+                    print("Merging at ", out.files, flush=True)
+            if not out.documents:
+                raise UserError(
+                    f"{folder}: none of {out.files:,} files has a document{out.told}; nothing was written", BAD_DATA
+                )
+    except OSError as error:
+        raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
+    return out
+
+
+def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
+    """Each as a line of JSON: of a text the whole file or each line of it, else the lines that are objects, byte for byte."""
+    is_text = path.suffix == ".txt"
+    whole, made = is_text and not each_line, record if is_text else kept
+    with path.open("rb", buffering=PIECE) as file:
+        for number, line in enumerate([read(file, path)] if whole else lines(file), start=1):
+            try:
+                document = made(line.removeprefix(BOM) if number == 1 else line)
+            except BadLine as bad:
+                out.bad.count(bad.kind, 1, str(path) if whole else f"{path}:{number}")
+                continue
+            if document:
+                yield document
+            else:
+                out.blank += 1
+
+
+def read(file: BinaryIO, path: Path) -> bytes:
+    return TOO_LONG if path.stat().st_size > LONGEST else file.read()
+
+
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """With their line feeds, which alone end a line; of one that is too long nothing is kept."""
+    while line := file.readline(LONGEST + 1):
+        too_long = len(line) > LONGEST
+        while too_long and line and not line.endswith(b"\n"):
+            line = file.readline(PIECE)
+        yield TOO_LONG if too_long else line
+
+
+def kept(line: bytes) -> bytes:
+    parse(memoryview(line), [])
+    return line.strip()
+
+
+def record(text: bytes) -> bytes:
+    if text == TOO_LONG:
+        raise BadLine(f"longer than {LONGEST:,} bytes")
+    try:
+        said = text.decode("utf-8")
+    except UnicodeDecodeError:
+        raise BadLine("not UTF-8") from None
+    return orjson.dumps({"text": said.replace("\r\n", "\n")}) if said and not said.isspace() else b""

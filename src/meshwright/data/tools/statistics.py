@@ -1,0 +1,191 @@
+"""`meshwright data inspect`: what token files hold, counted in memory that does not grow with them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.format.blocks import Header, Ints, blocks, document_ends
+from meshwright.data.format.indexed import Column, Indexed
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.progress import metered
+from meshwright.tokenizers import Tokenizer
+
+SHORT = 1 << 22  # lengths below this are counted one by one; longer documents are few in any corpus, for they fill it
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+
+
+@dataclass
+class Lengths:
+    """How many documents have which length, exactly."""
+
+    values: Ints
+    counts: Ints
+
+    @property
+    def documents(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        return float((self.values.astype(np.float64) * self.counts).sum()) / max(self.documents, 1)
+
+    def quantile(self, share: float) -> int:
+        """The smallest length that at least this share of the documents does not exceed."""
+        if not len(self.values):
+            return 0
+        ranks = np.cumsum(self.counts)
+        return int(self.values[np.searchsorted(ranks, max(1, math.ceil(share * int(ranks[-1]))))])
+
+    def doubling(self) -> list[tuple[int, int, int]]:
+        """(first, last, documents): 0, 1, 2-3, 4-7 and so on, from the shortest there is to the longest."""
+        if not len(self.values):
+            return []
+        places = np.array([int(value).bit_length() for value in self.values])
+        table = np.bincount(places, weights=self.counts).astype(np.int64)
+        return [(1 << n - 1 if n else 0, (1 << n) - 1, int(table[n])) for n in range(int(places[0]), len(table))]
+
+
+def document_lengths(indexed: Indexed) -> Lengths:
+    documents = len(indexed.doc_idx) - 1
+    table, long, previous = np.zeros(SHORT, np.int64), list[Ints](), 0
+    with open(f"{indexed.prefix}.idx", "rb") as idx:
+        for ends in document_ends(Header(indexed.prefix, idx)):
+            lengths = np.diff(ends, prepend=previous)
+            table += np.bincount(lengths[lengths < SHORT], minlength=SHORT)
+            long.append(lengths[lengths >= SHORT])
+            previous = int(ends[-1]) if len(ends) else previous
+    table[0] = documents - table.sum() - sum(map(len, long))
+    values = np.flatnonzero(table)
+    beyond, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *long]), return_counts=True)
+    return Lengths(np.concatenate([values, beyond]), np.concatenate([table[values], counts]))
+
+
+def token_counts(indexed: Indexed) -> Ints:
+    """How often each id occurs."""
+    counts = np.zeros(0, np.int64)
+    with open(f"{indexed.prefix}.bin", "rb") as file, metered("counting tokens", indexed.tokens.nbytes) as advance:
+        for _, ids in blocks(Column(file, indexed.dtype, len(indexed.tokens))):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= 1 << 26:
+                raise UserError(
+                    f"{indexed.prefix}.bin has id {low if low < 0 else high}, which no vocabulary has: `meshwright data verify "
+                    f"{indexed.prefix}` says where",
+                    BAD_DATA,
+                )
+            here = np.bincount(ids, minlength=len(counts))
+            here[: len(counts)] += counts
+            counts = here
+            advance(ids.nbytes)
+    return counts
+
+
+def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Everything that `inspect` tells of a pair of files, as JSON can hold it."""
+    lengths = document_lengths(indexed)
+    out: dict[str, Any] = {
+        "prefix": indexed.prefix,
+        "dtype": indexed.dtype.name,
+        "documents": len(indexed.doc_idx) - 1,
+        "sequences": len(indexed),
+        "tokens": len(indexed.tokens),
+        "bytes": len(indexed.tokens) * indexed.dtype.itemsize,
+        "mean_length": lengths.mean,
+        "quantiles": {f"{share:g}": lengths.quantile(share) for share in QUANTILES},
+        "histogram": lengths.doubling(),
+    }
+    if top:
+        counts = token_counts(indexed)
+        order = np.argsort(-counts, kind="stable")[:top]
+        out["distinct_tokens"] = int(np.count_nonzero(counts))
+        out["most_frequent"] = [
+            {"id": int(i), "count": int(counts[i]), **({"text": text_of(tokenizer, [int(i)])} if tokenizer else {})}
+            for i in order
+            if counts[i]
+        ]
+    return out
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of ids; one that the tokenizer does not have stands as its number."""
+    if all(0 <= i < tokenizer.size for i in ids):
+        return tokenizer.decode(ids)
+    wrong = [i for i in ids if not 0 <= i < tokenizer.size]
+    raise UserError(
+        f"id {wrong[0]} is none of the tokenizer's 0 ... {tokenizer.size - 1}: the data was made with another one",
+        BAD_DATA,
+    )
+
+
+def table(facts: dict[str, Any]) -> list[str]:
+    """The summary for people."""
+    out = [
+        f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} tokens "
+        f"({facts['dtype']}, {facts['bytes']:,} bytes)",
+        "",
+        f"tokens of a document: {facts['mean_length']:,.1f} on average; not more than",
+        "  " + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),
+        "",
+    ]
+    most = max((count for *_, count in facts["histogram"]), default=1)
+    for first, last, count in facts["histogram"]:
+        what = f"{first:,}" if first == last else f"{first:,}-{last:,}"
+        out.append(
+            f"  {what:>21} {count:>14,} {count / max(facts['documents'], 1):>7.2%} {'#' * round(40 * count / most)}"
+        )
+    if "most_frequent" in facts:
+        out += ["", f"most frequent of {facts['distinct_tokens']:,} distinct tokens"]
+        for one in facts["most_frequent"]:
+            text = f"  {one['text']!r}" if "text" in one else ""
+            out.append(f"  {one['id']:>8} {one['count']:>16,} {one['count'] / max(facts['tokens'], 1):>7.2%}{text}")
+    return out
+
+
+def draw(facts: dict[str, Any], path: Path) -> None:
+    """The histogram as a picture; its kind is the name's ending."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--picture {path}: a name that ends with .png, .svg or .pdf is needed")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    bars = facts["histogram"]
+    axes.bar(range(len(bars)), [count for *_, count in bars], width=0.9)
+    names = [f"{first:,}" if first == last else f"{first:,}-\n{last:,}" for first, last, _ in bars]
+    axes.set_xticks(range(len(bars)), names, fontsize=7)
+    axes.set(xlabel="tokens of a document", ylabel="documents", title=Path(facts["prefix"]).name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise UserError(f"--picture {path} cannot be written: {error.strerror or error}", IO) from None
+
+
+def document(indexed: Indexed, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """One document: where it lies, its ids, and its text if there is a tokenizer."""
+    documents = len(indexed.doc_idx) - 1
+    if number >= documents:
+        raise UserError(
+            f"--document {number}: {indexed.prefix} has {documents:,} documents, 0 to {documents - 1}", BAD_DATA
+        )
+    first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
+    start = indexed.tokens_of(0, first)
+    ids = indexed.tokens[start : start + indexed.tokens_of(first, end)].tolist()
+    out = {
+        "document": number,
+        "first_sequence": first,
+        "sequences": end - first,
+        "first_token": start,
+        "tokens": len(ids),
+    }
+    return {**out, "text": text_of(tokenizer, ids)} if tokenizer else {**out, "ids": ids}
+
+
+def one_line(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, ensure_ascii=False)

@@ -1,0 +1,273 @@
+"""`meshwright data verify`: whether token files are whole, told with everything that is wrong with them.
+
+Opening a pair for training refuses it at the first thing wrong; here nothing is taken for granted and everything is
+told. Both files are read once from front to back in blocks, so memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.format.blocks import Header, blocks, document_ends
+from meshwright.data.format.indexed import Column, Indexed
+from meshwright.data.index_cache import checksum
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.files import checksums, replacing
+
+Advance = Callable[[int], None]
+Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # shows each block of a file to a function
+
+
+@dataclass
+class Findings:
+    """What is wrong with one pair of files, what is merely to be known, and what it holds."""
+
+    prefix: str
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sequences: int = 0
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    dtype: str = ""
+    with_eod: str = ""
+    crc32: dict[str, str] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)  # path: digest
+
+    def line(self, speed: str) -> str:
+        sums = ", ".join(f"crc32 of {part} {crc}" for part, crc in self.crc32.items())
+        return (
+            f"{self.prefix}: whole: {self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens "
+            f"({self.dtype}), {self.with_eod}{sums}, {speed}"
+        )
+
+
+def check(prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Advance) -> Findings:
+    """Everything that can be told of one pair of files. `hashes`: SHA-256 of both too."""
+    found = Findings(prefix)
+
+    def digest(file: BinaryIO, look: Callable[[int, bytes], None] = lambda start, block: None) -> None:
+        def shown(start: int, block: bytes) -> None:
+            look(start, block)
+            advance(len(block))
+
+        crc, sha = checksums(file, hashes, shown)
+        found.crc32[Path(file.name).suffix] = crc
+        if hashes:
+            found.sha256[file.name] = sha
+
+    try:
+        with open(f"{prefix}.idx", "rb") as idx:
+            digest(idx)
+            header = Header(prefix, idx)
+            whole = check_arrays(header, found)
+            with open(f"{prefix}.bin", "rb") as file:
+                check_tokens(file, header, whole, vocab_size, eod, found, digest)
+    except FileNotFoundError as error:
+        found.problems.append(f"{error.filename} does not exist")
+    except OSError as error:
+        found.problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
+    except UserError as error:
+        found.problems.append(str(error))
+    return found
+
+
+def check_arrays(header: Header, found: Findings) -> bool:
+    """Lengths, pointers and document borders; whether all three are right."""
+    name, itemsize = f"{found.prefix}.idx", header.dtype.itemsize
+    found.dtype = header.dtype.name
+    found.sequences, found.documents = len(header.lengths), max(len(header.borders) - 1, 0)
+    negative, astray, backwards = Tally(), Tally(), Tally()
+    for (start, sizes), (_, begins) in zip(blocks(header.lengths), blocks(header.begins), strict=True):
+        lengths = sizes.astype(np.int64)
+        negative.add(start, lengths < 0)
+        ends = found.tokens + np.cumsum(lengths)
+        astray.add(start, begins != (ends - lengths) * itemsize)
+        found.tokens = int(ends[-1])
+    first, last = -1, 0
+    for start, borders in blocks(header.borders):
+        backwards.add(start, np.diff(borders, prepend=last) < 0)
+        first, last = first if start else int(borders[0]), int(borders[-1])
+    said = [
+        negative.told("sequence", "has a length below 0", "have"),
+        astray.told("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
+        backwards.told("document border", "lies before the one before it", "do"),
+    ]
+    if first != 0 or last != found.sequences:
+        said.append(
+            f"the document borders run from {first:,} to {last:,}, not from 0 to the {found.sequences:,} sequences"
+        )
+    found.problems += [f"{name}: {line}" for line in said if line]
+    return not any(said)
+
+
+class Tally:
+    """How many places are wrong, and where the first is."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, -1
+
+    def add(self, start: int, wrong: npt.NDArray[np.bool_]) -> None:
+        places = np.flatnonzero(wrong)
+        if len(places):
+            self.first = self.first if self.count else start + int(places[0])
+            self.count += len(places)
+
+    def told(self, what: str, does: str, plural: str) -> str:
+        more = f" (and {self.count - 1:,} more {plural} so)" if self.count > 1 else ""
+        return f"{what} {self.first:,} {does}{more}" if self.count else ""
+
+
+def check_tokens(
+    file: BinaryIO, header: Header, whole: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
+) -> None:
+    """The .bin's length, ids and ends of documents. `whole`: the index can be believed."""
+    name, itemsize = f"{found.prefix}.bin", header.dtype.itemsize
+    found.bytes = os.fstat(file.fileno()).st_size
+    tokens = Column(file, header.dtype, found.bytes // itemsize)
+    if whole and found.bytes != found.tokens * itemsize:
+        lost = uncounted_ends(header, tokens, found, eod)
+        found.problems.append(
+            lost
+            or f"{name} has {found.bytes:,} bytes, but its .idx describes {found.tokens:,} tokens of {itemsize} bytes, "
+            f"{found.tokens * itemsize:,}: one of the two is cut short or belongs to other data"
+        )
+        whole = False
+    strange, last = Tally(), Counter[int]()
+    least, most = 0, 0
+    ends = document_ends(header) if whole else iter(())
+    pending = np.zeros(0, np.int64)
+
+    def look(begin: int, block: bytes) -> None:
+        nonlocal least, most, pending
+        start, ids = begin // itemsize, np.frombuffer(block, header.dtype, len(block) // itemsize)
+        if not len(ids):
+            return
+        least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+        strange.add(start, (ids < 0) | (ids >= (vocab or most + 1)))
+        while (not len(pending) or pending[-1] <= start + len(ids)) and (more := next(ends, None)) is not None:
+            pending = np.concatenate([pending, more])
+        here = int(np.searchsorted(pending, start + len(ids), side="right"))
+        values, counts = np.unique(ids[pending[:here] - 1 - start], return_counts=True)
+        last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        pending = pending[here:]
+
+    digest(file, look)
+    if strange.count:
+        where = f", in sequence {Indexed(found.prefix).sequence_at(strange.first):,}" if whole else ""
+        held = int(tokens.read(strange.first, strange.first + 1)[0])
+        allowed = f"0 ... {vocab - 1}, the tokenizer's" if vocab else "0 and above"
+        found.problems.append(
+            f"{name}: {strange.count:,} ids are not in {allowed}; the first is {held} at token {strange.first:,}{where}"
+        )
+    found.with_eod = ends_told(last, eod, found)
+
+
+def uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | None) -> str:
+    """The damage of Megatron-LM from 26 June to 5 August 2023: an end of document in .bin, but in no length.
+
+    There the k-th document with text, counted from 1, ends k tokens later than its index says, and the token there is the
+    end of document. The first documents show it as well as all.
+    """
+    surplus = len(tokens) - found.tokens
+    documents = sum(len(ends) for ends in document_ends(header))
+    if surplus != documents or not documents or found.bytes % header.dtype.itemsize:
+        return ""
+    ends = next(document_ends(header))[:1000]
+    held = {int(tokens.read(place, place + 1)[0]) for place in (ends + np.arange(len(ends))).tolist()}
+    if len(held) != 1 or (eod is not None and held != {eod}):
+        return ""
+    return (
+        f"{found.prefix}: made with --append-eod by a Megatron-LM of 26 June to 5 August 2023: the {documents:,} "
+        f"end-of-document ids ({held.pop()}) are in .bin, but in no length of .idx, so every document after the first begins "
+        "too early; preprocess the text again"
+    )
+
+
+def ends_told(last: Counter[int], eod: int | None, found: Findings) -> str:
+    """The share of documents that end with the end of document; without a tokenizer, with the most frequent last id."""
+    total = sum(last.values())
+    if not total:
+        return ""
+    token = last.most_common(1)[0][0] if eod is None else eod
+    count = last[token]
+    if eod is None and count <= total // 2:
+        return "no common end of documents, "
+    if 0 < count < total:
+        what = "end-of-document id" if eod is not None else "most frequent last id"
+        found.notes.append(
+            f"{found.prefix}: {total - count:,} of {total:,} documents do not end with {token}, the {what}: were files with "
+            "and without --append-eod merged?"
+        )
+    share = "all" if count == total else f"{count / total:.2%}" if count else "none"
+    return f"{share} of the documents end with {token}, "
+
+
+# Checksum files, as sha256sum writes and reads them
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """Absolute path -> digest; the names in the file are relative to its folder."""
+    out = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--checksums {path} cannot be read: {getattr(error, 'strerror', error)}", BAD_DATA) from None
+    for number, line in enumerate(lines, start=1):
+        digest, _, name = line.strip().partition(" ")
+        name = name.lstrip(" *")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if len(digest) != 64 or not set(digest.lower()) <= set("0123456789abcdef") or not name:
+            raise UserError(
+                f"{path}:{number}: {line[:80]!r} is not a line of sha256sum: 64 hexadecimal digits, a name", BAD_DATA
+            )
+        out[str((path.parent / name).resolve())] = digest.lower()
+    return out
+
+
+def compare_checksums(path: Path, found: list[Findings]) -> None:
+    expected = read_checksums(path)
+    for one in found:
+        for name, digest in one.sha256.items():
+            known = expected.get(str(Path(name).resolve()))
+            if known is None:
+                one.problems.append(f"{name} is not in {path}, the file of checksums")
+            elif known != digest:
+                one.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {known}: the file is another")
+
+
+def write_checksums(path: Path, found: list[Findings]) -> None:
+    folder = path.parent.resolve()
+    lines = []
+    for name, digest in (pair for one in found for pair in one.sha256.items()):
+        place = Path(name).resolve()
+        lines.append(f"{digest}  {place.relative_to(folder) if place.is_relative_to(folder) else place}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write("".join(lines).encode())
+
+
+def damaged_caches(folder: Path) -> tuple[int, list[str]]:
+    """Entries of an index cache beside the data, and what is wrong with them: a training would build these again."""
+    problems, count = [], 0
+    for record in sorted((folder / "index-cache").glob("*.json")):
+        count += 1
+        try:
+            parts = json.loads(record.read_bytes())["crc32"]
+            for part, crc in parts.items():
+                path = record.with_name(f"{record.stem}_{part}_idx.npy")
+                if checksum(path) != crc:
+                    raise ValueError(f"the checksum of {path.name} differs")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problems.append(f"{record} is damaged ({error}): remove it, or a training builds it again")
+    return count, problems

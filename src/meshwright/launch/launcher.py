@@ -1,0 +1,263 @@
+"""meshwright launch: start a command or a script as several ranks, on this machine or on several.
+
+    meshwright launch --nproc-per-node 8 train --num-layers 24 ...
+    meshwright launch --nproc-per-node 8 --node-ips 10.0.0.1,10.0.0.2 pretrain_gpt.py ...    on each machine
+
+torch's elastic agent starts, watches and stops the processes. Ours beside torchrun: the exit status of the rank that
+failed (torchrun makes every one 1), retries by that status, ranks that end with their launcher even when it is killed,
+and words for a port in use, a node that does not come and a rank that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from meshwright import device as devices
+from meshwright.errors import (
+    DONE,
+    UNAVAILABLE,
+    UserError,
+)
+from meshwright.launch import rendezvous as start
+from meshwright.launch import world as launchers
+from meshwright.launch.outcome import Plan, ending, first, say, status
+from meshwright.settings.schema import Parallel
+
+if TYPE_CHECKING:
+    pass
+
+PORT = 29500  # torchrun's
+TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that several ranks can run
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def main(argv: list[str]) -> int:
+    parser = _parser()
+    said, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is no flag of launch; a command's stand behind it: meshwright launch --nproc-per-node N train "
+            f"{unknown[0]} ..."
+        )
+    words = said.command[1:] if said.command[:1] == ["--"] else said.command
+    if not words:
+        raise UserError(f"what is to be started? {' or '.join(TOGETHER)} with its flags, or a Python script")
+    program = command(words)
+    return run(plan(said), program)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "meshwright launch",
+        usage="meshwright launch [-h] [flags] COMMAND [its flags]",
+        allow_abbrev=False,
+        description="Start COMMAND, one of ours or a Python script, as several ranks. Flags of launch stand before it.",
+    )
+
+    def add(name: str, metavar: str, text: str, **more: Any) -> None:
+        parser.add_argument(name, metavar=metavar, help=text, **more)
+        other = name[:2] + name[2:].replace("-", "_")
+        if other != name:  # torch.distributed.launch's spelling
+            parser.add_argument(other, help=argparse.SUPPRESS, **(more | {"default": argparse.SUPPRESS}))
+
+    add("--nproc-per-node", "N", "ranks on each machine: a number, gpu, cpu or auto (default: one for each accelerator)",
+        default="auto")  # fmt: skip
+    add("--nnodes", "M", "machines; each is given the same command (default: 1)", type=int)
+    add("--node-rank", "R", "number of this machine, from 0", type=int)
+    add("--master-addr", "A", "address of machine 0")
+    add("--master-port", "P", f"port there (default: {PORT}; on one machine any free one)", type=int)
+    add("--node-ips", "A,B,...", "addresses of all machines instead of these: each finds its own number")
+    add("--max-restarts", "N", "start again after a crash, a time-out or a signal, at most so often (default: 0)", type=int,
+        default=0)  # fmt: skip
+    add("--wait", "SECONDS", f"longest wait for the other machines at the start (default: {start.START_SECONDS:g})",
+        type=float, default=start.START_SECONDS)  # fmt: skip
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def command(words: list[str]) -> list[str]:
+    """Arguments of Python for one rank."""
+    name = words[0]
+    if name in TOGETHER:
+        return ["-u", "-m", "meshwright", *words]
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise UserError(f"there is no script {name} in {Path.cwd()}")
+        return ["-u", *words]
+    if name.startswith("-"):
+        raise UserError(
+            f"launch has no flag {name} (`meshwright launch --help` lists them); COMMAND's flags stand after it"
+        )
+    raise UserError(f"{name} is none of {', '.join(TOGETHER)}, and no Python script (its name ends with .py)")
+
+
+def plan(said: argparse.Namespace) -> Plan:
+    ips = [ip.strip() for ip in (said.node_ips or "").split(",") if ip.strip()]
+    nodes = said.nnodes if said.nnodes is not None else len(ips) or 1
+    if nodes < 1:
+        raise UserError(f"--nnodes {nodes}: 1 or more")
+    if ips and len(ips) != nodes:
+        raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}: give one for each machine")
+    if ips and said.master_addr not in (None, ips[0]):
+        raise UserError(
+            f"--master-addr {said.master_addr} is not the first of --node-ips, {ips[0]}: give one of the two"
+        )
+    address, node = said.master_addr or (ips[0] if ips else None), said.node_rank
+    if nodes > 1 and address is None:
+        raise UserError(
+            f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips: where do the machines meet?"
+        )
+    if nodes > 1 and node is None:
+        if not ips:
+            raise UserError(f"--nnodes {nodes} needs --node-rank: which of 0 to {nodes - 1} is this machine?")
+        node = own_place(ips)
+    if not 0 <= (node or 0) < nodes:
+        raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}: machines count from 0 to {nodes - 1}")
+    if said.master_port is not None and not 0 < said.master_port < 65536:
+        raise UserError(f"--master-port {said.master_port} is no port: 1 to 65535")
+    if said.node_ips is not None and not ips:
+        raise UserError("--node-ips is empty: is a shell variable unset?")
+    if not 0 < said.wait <= 10**6:
+        raise UserError(f"--wait {said.wait:g}: above 0 seconds, and at most {10**6}")
+    if said.max_restarts < 0:
+        raise UserError(f"--max-restarts {said.max_restarts}: 0 or more")
+    port = said.master_port or (PORT if nodes > 1 else 0)
+    count = processes(said.nproc_per_node)
+    return Plan(count, nodes, node or 0, address or "127.0.0.1", port, said.max_restarts, said.wait)
+
+
+def processes(text: str) -> int:
+    if re.fullmatch("[1-9][0-9]{0,3}", text):
+        return int(text)
+    if text == "cpu":
+        return _cores()
+    if text not in ("auto", "gpu"):
+        raise UserError(f"--nproc-per-node {text[:50]} is neither a number from 1 to 9999 nor one of auto, gpu, cpu")
+    count = devices.count()
+    if text == "gpu" and not count:
+        raise UserError("--nproc-per-node gpu: torch sees no accelerator on this machine; give a number, or cpu")
+    return count or 1
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def own_place(addresses: list[str]) -> int:
+    """Which of these this machine has."""
+    mine = [n for n, address in enumerate(addresses) if _is_own(address)]
+    if len(mine) != 1:
+        found = f"{len(mine)} of --node-ips are" if mine else f"none of --node-ips {','.join(addresses)} is"
+        raise UserError(f"{found} an address of this machine ({socket.gethostname()}): say which one with --node-rank")
+    return mine[0]
+
+
+def _is_own(address: str) -> bool:
+    try:
+        known = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(
+            f"no address is known by the name {address} in --node-ips ({error.strerror})", UNAVAILABLE
+        ) from None
+    for family, _, _, _, place in known:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
+            s.connect((place[0], 1, *place[2:]))  # sends nothing: it looks up the route
+            if s.getsockname()[0] == place[0]:  # to itself a machine speaks from the same address
+                return True
+    return False
+
+
+# OneFlow's way: `train` itself is told how many processes are wanted.
+
+
+def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
+    """Start the command `argv` anew as the ranks that --num-gpus-per-node and --num-nodes ask for; its exit status.
+
+    None: nothing is to be started, this process is the run or one of its ranks.
+    """
+    flags = wanted(parallel)
+    return None if flags is None else main([*flags, *argv])
+
+
+def wanted(parallel: Parallel) -> list[str] | None:
+    """Flags of launch for what OneFlow's flags ask for, or None when this process is to work itself."""
+    here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
+    world = launchers.find(os.environ, parallel.local_rank)
+    if world.launcher != "none":
+        if here * nodes not in (1, world.size):
+            raise UserError(
+                f"--num-gpus-per-node {here} x --num-nodes {nodes} are {here * nodes} ranks, but {world.launcher} started "
+                f"{world.size}: leave these flags out under a launcher, or start {here * nodes}"
+            )
+        return None
+    ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
+    if len(ips) != nodes and (nodes > 1 or ips):
+        raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}: give one for each machine")
+    if here * nodes == 1:
+        return None
+    flags = ["--nproc-per-node", str(here), "--nnodes", str(nodes)]
+    return [*flags, "--node-ips", ",".join(ips)] if nodes > 1 else flags
+
+
+# Running.
+
+
+def run(plan: Plan, program: list[str]) -> int:
+    """Start the ranks, watch them, and return the status of the one that failed first."""
+    until = start.deadline(plan.wait)
+    store = start.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
+    environ = dict(os.environ)
+    _prepare(plan)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from meshwright.launch.agent import agent
+
+    watching = agent(plan, program, store, until)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    logging.disable(logging.CRITICAL)  # what torch logs of each step, and its table of failures; ours are in words
+    try:
+        failed = watching.run().is_failed()
+    except SignalException as error:
+        return 128 + signal.SIGTERM if error.sigval == signal.SIGHUP else 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(environ)
+        if plan.node > 0:
+            with contextlib.suppress(RuntimeError), start.no_stderr():
+                store.set(f"done/{plan.node}", "")
+    if not failed:
+        return DONE
+    rank, code = first(watching.failed)
+    others = "; the others were stopped" if plan.processes * plan.nodes > 1 else ""
+    say(f"rank {rank} {ending(code)}{others}")
+    return status(code)
+
+
+def _prepare(plan: Plan) -> None:
+    """The environment that ranks inherit."""
+    os.environ[start.LAUNCHER_PID] = str(os.getpid())
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(_cores() // plan.processes, 1)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if plan.processes > 1:
+            say(
+                f"OMP_NUM_THREADS={threads} for each of {plan.processes} ranks here, of {_cores()} cores; set it to choose"
+            )
+    root = str(Path(__file__).parents[1])
+    if "site-packages" not in root:  # a clone that is not installed
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,142 @@
+"""Learning rate and weight decay as pure functions of samples, counted over successful steps only.
+
+Samples, not iterations, so that a changing batch size moves along the same curve (Megatron's convention). Step k is
+made at the samples of the steps before it: with a warm-up the very first learning rate is 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.settings.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything the curves depend on; saved with a checkpoint and compared on resume."""
+
+    max_lr: float
+    min_lr: float
+    warmup: float  # samples
+    decay: int  # samples
+    style: str
+    start_wd: float
+    end_wd: float
+    wd_samples: int
+    wd_style: str
+    init_lr: float = 0.0
+    wsd_samples: int = 0  # of the last part
+    wsd_style: str = "exponential"
+
+    def lr(self, samples: int) -> float:
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
+        if self.style == "constant":
+            return self.max_lr
+        if samples > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
+
+    def _left(self, samples: int) -> float:
+        """Which share of the way from the least to the highest rate is left."""
+        if self.style == "WSD":
+            ratio = max(samples - (self.decay - self.wsd_samples), 0) / self.wsd_samples
+            if self.wsd_style == "exponential":
+                return 2.0 * math.pow(0.5, ratio) - 1.0
+            if self.wsd_style == "minus_sqrt":
+                return 1 - math.sqrt(ratio)
+        else:
+            ratio = (samples - self.warmup) / (self.decay - self.warmup)
+        linear = "linear" in (self.style, self.wsd_style if self.style == "WSD" else "")
+        return 1 - ratio if linear else 0.5 * (math.cos(math.pi * ratio) + 1)
+
+    def wd(self, samples: int) -> float:
+        if self.wd_style == "constant" or samples > self.wd_samples:
+            return self.end_wd
+        ratio = samples / self.wd_samples
+        grown = ratio if self.wd_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        return self.start_wd + (self.end_wd - self.start_wd) * grown
+
+
+def from_config(c: TrainConfig) -> Schedule:
+    o = c.optimizer
+    ramp = o.weight_decay_incr_style != "constant"
+    return Schedule(
+        max_lr=o.lr or 0.0, min_lr=o.min_lr, warmup=c.warmup_samples, decay=c.decay_samples, style=o.lr_decay_style,
+        start_wd=(o.start_weight_decay or 0.0) if ramp else o.weight_decay,
+        end_wd=(o.end_weight_decay or 0.0) if ramp else o.weight_decay,
+        wd_samples=c.samples or c.steps * c.global_batch, wd_style=o.weight_decay_incr_style,
+        init_lr=o.lr_warmup_init, wsd_samples=c.wsd_samples, wsd_style=o.lr_wsd_decay_style,
+    )  # fmt: skip
+
+
+# What Megatron calls each value in its log, and the flag that sets it.
+_CALLED = {
+    "max_lr": ("learning rate", "--lr"),
+    "min_lr": ("minimum learning rate", "--min-lr"),
+    "warmup": ("warmup iterations", "--lr-warmup-fraction, -iters or -samples"),
+    "decay": ("total number of iterations", "--lr-decay-iters or -samples, or --global-batch-size"),
+    "style": ("learning rate decay style", "--lr-decay-style"),
+    "start_wd": ("start weight decay", "--weight-decay or --start-weight-decay"),
+    "end_wd": ("end weight decay", "--weight-decay or --end-weight-decay"),
+    "wd_samples": (
+        "total number of weight decay iterations",
+        "--train-iters or --train-samples or --global-batch-size",
+    ),
+    "wd_style": ("weight decay incr style", "--weight-decay-incr-style"),
+}
+# Beyond Megatron's nine: told only where they differ.
+_OTHERS = {
+    "init_lr": ("initial learning rate", "--lr-warmup-init"),
+    "wsd_samples": ("WSD decay", "--lr-wsd-decay-iters or -samples"),
+    "wsd_style": ("WSD decay style", "--lr-wsd-decay-style"),
+}
+
+# Beyond Megatron's names: what is counted in samples.
+_LENGTHS = {"warmup": "length of the warm-up", "decay": "length of the learning rate's decay",
+            "wd_samples": "length of the weight decay's ramp", "wsd_samples": "length of WSD's decay"}  # fmt: skip
+
+
+def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
+    """The schedule to go on with, and Megatron's nine lines; a difference nobody decided about is an error."""
+    lines, different, values = [], [], {}
+    before = Schedule(**saved)
+    ramp = (before if c.optimizer.use_checkpoint_opt_param_scheduler else ours).wd_style != "constant"
+    others = {
+        n: told
+        for n, told in _OTHERS.items()
+        if getattr(ours, n) != getattr(before, n) and (n == "init_lr" or "WSD" in (ours.style, before.style))
+    }
+    for name, (called, by) in {**_CALLED, **others}.items():
+        mine, theirs = getattr(ours, name), getattr(before, name)
+        if c.optimizer.override_opt_param_scheduler:
+            values[name] = mine
+            lines.append(f" > overriding {called} value to {mine}")
+            continue
+        matters = name != "wd_samples" or ramp  # a constant has no length
+        if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
+            size = c.global_batch
+            told = [
+                f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" if name in _LENGTHS else x
+                for x in (theirs, mine)
+            ]
+            if name == "decay" and c.samples is not None:
+                by = f"--lr-decay-samples {theirs} keeps the checkpoint's"
+            elif name == "decay" and theirs % size == 0:
+                by = f"--lr-decay-iters {theirs // size} keeps the checkpoint's"
+            what = _LENGTHS.get(name, called)
+            different.append(f"{what}: the checkpoint has {told[0]}, the flags say {told[1]} ({by})")
+        values[name] = theirs if matters else mine
+        lines.append(f" > using checkpoint value {theirs} for {called}")
+    if different:
+        raise UserError(
+            "the schedule differs from the checkpoint's:\n  " + "\n  ".join(different) + "\n  to go on with the flags "
+            "add --override-opt_param-scheduler, with the checkpoint's add --use-checkpoint-opt_param-scheduler"
+        )
+    return dataclasses.replace(ours, **values), lines

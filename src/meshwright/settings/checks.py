@@ -1,0 +1,623 @@
+"""What contradicts what: every objection to a configuration, in words, with both numbers and the flag to change.
+
+`problems` checks a whole configuration at once and `notices` lists what has no effect; nothing here changes a value.
+No torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Collection
+from typing import Any
+
+from meshwright.settings import data_paths as datapaths
+from meshwright.settings.grammar import allowed_in_a_row, skipped, split_layers, split_shares
+from meshwright.settings.schema import (
+    ARCHITECTURE,
+    OUTCOME,
+    Data,
+    EvaluateConfig,
+    FetchConfig,
+    GenerateConfig,
+    IndexConfig,
+    InspectConfig,
+    Logging,
+    LooseTextConfig,
+    MergeConfig,
+    Model,
+    Parallel,
+    PlanConfig,
+    Precision,
+    PreprocessConfig,
+    TrainConfig,
+    Training,
+    VerifyConfig,
+    spelling,
+)
+
+
+def problems(config: Any, data: bool = True) -> list[str]:
+    """Every objection; `data`: a training needs token files."""
+    out = not_yet(config) + unusable(config)
+    if isinstance(config, InspectConfig | IndexConfig | PlanConfig):
+        return out + ahead_problems(config)
+    if isinstance(config, TrainConfig):
+        return out + training_problems(config, data)
+    if isinstance(config, VerifyConfig | MergeConfig | FetchConfig | LooseTextConfig):
+        return out + files_problems(config)
+    if isinstance(config, PreprocessConfig):
+        p = config.preprocess
+        needs = {"--input is needed: a JSON-lines file": p.input, "--json-keys names no key": p.json_keys,
+                 "--output-prefix is needed: where to write": p.output_prefix,
+                 "--keep-newlines belongs to --split-sentences": p.split_sentences or not p.keep_newlines,
+                 "--lang belongs to --split-sentences": p.split_sentences or p.lang == type(p).lang}  # fmt: skip
+        return out + [line for line, there in needs.items() if not there]
+    if isinstance(config, GenerateConfig):
+        return out + reading_problems(config, "generate") + sampling_problems(config)
+    assert isinstance(config, EvaluateConfig)
+    out += reading_problems(config, "evaluate")
+    return out if config.evaluate.input else [*out, "--input is needed: text or JSON-lines files"]
+
+
+def training_problems(c: TrainConfig, data: bool) -> list[str]:
+    t, o, k, p = c.training, c.optimizer, c.checkpoint, c.parallel
+    layout, sizes = parallel_problems(c), batch_problems(c)
+    known = not sizes and not out_of_bounds(t)
+    out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
+    out += schedule_problems(c, known) + recompute_problems(t, c.model) + data_problems(c.data, data)
+    out += logging_problems(c.logging)
+    if t.seed >= 2**32 - 2:
+        out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and two are added")
+    if allowed_in_a_row(t.on_nonfinite) is None:
+        out.append(f"--on-nonfinite {t.on_nonfinite!r} is neither stop nor skip:K with a whole number K above 0")
+    if k.ckpt_format == "torch" and o.optimizer not in ("adam", "adamw"):
+        out.append(f"--ckpt-format torch: Megatron-LM's tree has Adam's state, not that of --optimizer {o.optimizer}")
+    if k.ckpt_format == "torch" and c.model.qk_layernorm:
+        out.append("--ckpt-format torch: Megatron-LM's tree has no place for --qk-layernorm; --ckpt-format native has")
+    if k.ckpt_format == "torch" and (c.model.num_layers or 0) % p.pipeline_model_parallel_size:
+        out.append(
+            f"--ckpt-format torch: Megatron-LM's stages have equally many layers, and {p.pipeline_model_parallel_size} stages "
+            f"cannot share {c.model.num_layers}; --ckpt-format native can"
+        )
+    if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
+        out.append(f"--save-hf and --save are the same folder, {k.save}: a Hugging Face folder is a thing of its own")
+    if k.save_hf and t.skip_train:
+        out.append("--save-hf is written at the end of a training, and --skip-train has none: use meshwright convert")
+    if k.save_hf and not k.save:
+        out.append("--save-hf without --save: the folder is made from the last checkpoint")
+    if k.use_checkpoint_args and not k.load:
+        out.append("--use-checkpoint-args without --load: there is no checkpoint to take them from")
+    if t.skip_train and not k.load and not t.eval_iters:
+        out.append("--skip-train with --eval-iters 0: nothing would be done")
+    if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
+        out.append("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other")
+    if p.offloads and o.optimizer == "muon":
+        said = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
+        out.append(f"{said} with --optimizer muon: its matrix products belong on the device")
+    return out
+
+
+def ahead_problems(c: InspectConfig | IndexConfig | PlanConfig) -> list[str]:
+    """Of the commands that count a training's samples ahead of it: only what decides these is needed."""
+    out, prefix = [], None
+    if isinstance(c, InspectConfig):
+        i, prefix = c.inspection, c.inspection.prefix
+        if not prefix and i.sample is None:
+            out.append("a prefix of .bin/.idx is needed: meshwright data inspect PREFIX")
+        if i.document is not None and i.sample is not None:
+            out.append(f"--document {i.document} and --sample {i.sample} show two things: give one")
+        if i.sample is None and i.sample_set is not None:
+            out.append(f"--sample-set {i.sample_set} without --sample: which sample of it?")
+        for one in ("document", "sample"):
+            beside = [spelling(name) for name in ("top", "picture") if getattr(i, name) is not None]
+            if beside and getattr(i, one) is not None:
+                out.append(f"--{one} shows nothing else, but {' and '.join(beside)} is of all documents: leave one out")
+        if i.sample is None:
+            return out
+    t, p = c.training, c.parallel
+    out += data_problems(c.data, not prefix)
+    if c.data.seq_length is None:
+        out.append("--seq-length is needed: tokens of one sample")
+    lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
+    if len(lengths) != 1:
+        few = f"{' and '.join(map(spelling, lengths))} are given" if lengths else "none is given"
+        out.append(
+            f"--train-iters, --train-samples or --train-tokens is needed, one of them ({few}): how long the run is"
+        )
+    if t.global_batch_size is None and p.world_size is None and p.model_ranks > 1:
+        out.append(
+            f"--global-batch-size is needed, or --world-size: a model on {p.model_ranks} ranks will not run on this one"
+        )
+    if t.micro_batch_size in (None, "auto") and t.global_batch_size is None:
+        out.append("--global-batch-size is needed, or a --micro-batch-size: samples of one step")
+    return out
+
+
+def files_problems(c: VerifyConfig | MergeConfig | FetchConfig | LooseTextConfig) -> list[str]:
+    """Of the commands that work on files as such."""
+    if isinstance(c, VerifyConfig) and not c.verification.prefixes:
+        return ["a prefix of .bin/.idx is needed, or several: meshwright data verify PREFIX ..."]
+    if isinstance(c, FetchConfig) and c.fetching.sha256 and len(c.fetching.names) != 1:
+        return [f"--sha256 is for one file, but {len(c.fetching.names)} are named"]
+    if not isinstance(c, MergeConfig):
+        return []
+    m = c.merging
+    out = [] if m.output_prefix else ["--output-prefix is needed: where to write"]
+    if bool(m.datasets) == bool(m.input):
+        out.append("prefixes of .bin/.idx are needed (meshwright data merge A B ...), or --input FOLDER: give either")
+    return out
+
+
+def reading_problems(c: GenerateConfig | EvaluateConfig, command: str) -> list[str]:
+    """Of the commands that read a trained model, on one device."""
+    p, out = c.parallel, precision_problems(c.precision)
+    if c.training.micro_batch_size == "auto":
+        out.append("--micro-batch-size auto is for training")
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size")
+    out += naming_problems(p) + [
+        f"{spelling(n)} {getattr(p, n)}: {command} runs on one device: it loads a checkpoint of any layout; give 1"
+        for n in sizes
+        if (getattr(p, n) or 1) > 1
+    ]
+    return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
+
+
+def sampling_problems(c: GenerateConfig) -> list[str]:
+    s, out = c.sampling, []
+    if s.top_p > 1:
+        out.append(f"--top_p {s.top_p} is above 1")
+    if s.num_samples and not s.genfile:
+        out.append(f"--num-samples {s.num_samples} writes to a file: name it with --genfile")
+    if s.sample_output_file and not s.sample_input_file:
+        out.append("--sample-output-file holds continuations: name the prompts with --sample-input-file")
+    modes = [bool(s.num_samples), bool(s.sample_input_file), s.interactive, s.prompt is not None]
+    if sum(modes) > 1:
+        out.append("--num-samples, --sample-input-file, --prompt and --interactive are four modes: give one")
+    return out
+
+
+def notices(config: Any) -> list[str]:
+    """Flags that are right and do nothing with the others as they are."""
+    if not isinstance(config, TrainConfig):
+        return []
+    m, p, t, d, c, o = config.model, config.precision, config.training, config.data, config.checkpoint, config.optimizer
+    q, g = config.parallel, config.logging
+    warm_up = o.lr_warmup_fraction or o.lr_warmup_iters or o.lr_warmup_samples or o.lr_warmup_tokens
+    learned_or_rope, plain = m.position in ("learned", "rope"), not m.gated and not m.squared_relu
+    needs: list[tuple[str, str, Any]] = [  # settings, what they have no effect without, and whether it is there
+        ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "--fp16", p.fp16),
+        ("fp32_residual_connection", "--fp16 or --bf16", p.fp16 or p.bf16),
+        ("recompute_method recompute_num_layers", "--recompute-granularity full", t.recompute == "full"),
+        ("exit_on_missing_checkpoint finetune no_load_optim", "--load", c.load),
+        ("blend_change_at", "--load: a run that begins has one blend from its first sample on", c.load),
+        ("full_validation multiple_validation_sets", "validations: --eval-iters is 0", t.eval_iters),
+        ("save_interval save_overwrite save_at_start no_save_optim keep_last keep_every keep_best", "--save", c.save),
+        ("keep_every", "--keep-last: all are kept", c.keep_last or not c.save),
+        ("keep_best", "validations: --eval-iters is 0", t.eval_iters),
+        ("reset_position_ids", "learned or rotating positions", learned_or_rope),
+        ("rotary_percent rotary_base", "--position-embedding-type rope", m.position == "rope"),
+        ("bias_gelu_fusion openai_gelu", "a GELU: the activation is another", plain),
+        ("sgd_momentum", "--optimizer sgd", o.optimizer == "sgd"),
+        ("muon_momentum muon_num_ns_steps", "--optimizer muon", o.optimizer == "muon"),
+        ("adam_beta1 adam_beta2 adam_eps", "Adam: --optimizer is sgd", o.optimizer != "sgd"),
+        ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD", o.lr_decay_style == "WSD"),
+        ("lr_warmup_init", "a warm-up", warm_up),
+        ("distributed_backend", "several processes", config.world > 1),
+        ("sequence_parallel", "--tensor-model-parallel-size above 1", q.tensor_model_parallel_size > 1),
+        ("zero_stage use_distributed_optimizer", "several data-parallel ranks", config.dp * q.context_parallel_size > 1),
+        ("pipeline_schedule", "--pipeline-model-parallel-size above 1", q.pipeline_model_parallel_size > 1),
+        ("num_layers_per_virtual_pipeline_stage", "several pieces on a pipeline rank", config.chunks > 1),
+        ("deepspeed", "--deepspeed_config: the flags alone decide", q.deepspeed_config),
+        ("partition_activations", "DeepSpeed: --sequence-parallel splits activations over the tensor ranks", False),
+        ("profile_step_start profile_step_end", "--profile", g.profile),
+        ("ckpt_format async_save", "--save", c.save),
+        ("trust_pickle", "--load", c.load),
+    ]  # fmt: skip
+    out = []
+    for names, what, there in needs:
+        for name in names.split() if not there else ():
+            group = next(x for x in vars(config).values() if hasattr(x, name))
+            if getattr(group, name) != getattr(type(group)(), name):
+                out.append(f"{spelling(name)} has no effect without {what}")
+    others = {
+        f"--use-distributed-optimizer is ZeRO 1: --zero-stage {q.zero_stage:g} goes further":
+        q.use_distributed_optimizer and q.zero_stage > 1,
+        "--deepspeed-activation-checkpointing: whole layers are recomputed; Megatron-DeepSpeed does it only with "
+        "--checkpoint-activations": t.deepspeed_activation_checkpointing and not t.checkpoint_activations,
+        "--swiglu and --glu-activation are both given: the gate is --glu-activation's":
+        m.swiglu and m.glu_activation is not None,
+        "--mock-data: the files of --data-path and its sisters are not read":
+        d.mock_data and bool(datapaths.given(d)),
+        "--profile without --run-dir or --save: the table is printed, no trace is kept":
+        g.profile and not (c.run_dir or c.save),
+        f"--profile begins at step {g.profile_step_start}, after the end of the run":
+        g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters,
+        "--universal-checkpoint has no effect: --load sees by itself what a folder holds": c.universal_checkpoint,
+        "--log-timers-to-tensorboard has only the iteration's time with --timing-log-level 0":
+        g.log_timers_to_tensorboard and g.timing_log_level == "0",
+    }  # fmt: skip
+    with contextlib.suppress(ValueError):  # told as a problem
+        out += datapaths.overlaps(d)
+    return out + [line for line, applies in others.items() if applies]
+
+
+def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE) -> list[str]:
+    """Every one of these settings that is not what the checkpoint has."""
+    out, defaults = [], Model()
+    for name in names:
+        outcome = OUTCOME.get(name, name)
+        ours, theirs = (getattr(m, outcome) for m in (asked, saved))
+        if ours == theirs or getattr(asked, name) is None:  # what was left open only follows another flag
+            continue
+        group = [n for n in names if OUTCOME.get(n, n) == outcome]
+        said = [n for n in group if getattr(asked, n) != getattr(defaults, n)]
+        if name in (said or group):  # where several flags make one outcome: those that were said
+            out.append(f"{spelling(name)} {getattr(asked, name)}, the checkpoint has {theirs}")
+    return out
+
+
+def not_yet(config: Any) -> list[str]:
+    """Values that exist in the vocabulary and not in this release."""
+    out = []
+    for group in (getattr(config, f.name) for f in dataclasses.fields(config)):
+        for f in dataclasses.fields(group):
+            value, only = getattr(group, f.name), f.metadata["only"]
+            if only is not None and value not in only:
+                said = spelling(f.name) if value is True else f"{spelling(f.name)} {value}"
+                works = ", or ".join(f"give {v}" for v in only if v not in (None, False)) or "leave it out"
+                out.append(f"{said} is not yet in this version; {works}")
+    return out
+
+
+def unusable(config: Any) -> list[str]:
+    """Values that no setting can have: an empty text, often an unset shell variable, and numbers out of bounds."""
+    out = []
+    for group in (getattr(config, f.name) for f in dataclasses.fields(config)):
+        out += out_of_bounds(group)
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name)
+            if f.name != "prompt" and (value == "" or (isinstance(value, list) and "" in value)):
+                out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
+            most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
+            if type(value) is int and abs(value) >= most and f.name != "seed":
+                out.append(f"{spelling(f.name)} {str(value)[:20]} must be below {most}")
+    return out
+
+
+def out_of_bounds(group: Any) -> list[str]:
+    """Numbers that are not where their flag says they must be."""
+    out = []
+    for f in dataclasses.fields(group):
+        bound, value = f.metadata["bound"], getattr(group, f.name)
+        if bound is None or not isinstance(value, int | float):
+            continue
+        right = {"above 0": value > 0, "from 0": value >= 0, "in [0, 1)": 0 <= value < 1}[bound]
+        words = {"above 0": "must be above 0", "from 0": "must not be below 0", "in [0, 1)": "is not in [0, 1)"}[bound]
+        if not right:
+            out.append(f"{spelling(f.name)} {value} {words}")
+    return out
+
+
+def architecture_problems(m: Model, d: Data) -> list[str]:
+    out = []
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(m, name) is None:
+            out.append(f"{spelling(name)} is needed (or --preset, which gives a whole architecture)")
+    if d.seq_length is None:
+        out.append("--seq-length is needed: tokens of one sample")
+    elif m.position == "learned" and m.max_position_embeddings and m.max_position_embeddings < d.seq_length:
+        out.append(
+            f"--max-position-embeddings {m.max_position_embeddings} is below --seq-length {d.seq_length}: "
+            "positions past the table would have no embedding"
+        )
+    h, n = m.hidden_size, m.num_attention_heads
+    if h and n and n > 0 and not m.kv_channels and h % n:
+        out.append(
+            f"--hidden-size {h} is not a multiple of --num-attention-heads {n}: change one, or set --kv-channels"
+        )
+    if n and m.num_query_groups and m.num_query_groups > 0 and n % m.num_query_groups:
+        out.append(f"--num-attention-heads {n} is not a multiple of --num-query-groups {m.num_query_groups}")
+    if m.position == "rope" and (m.rotary_percent > 1 or m.rotating % 2 or m.rotating < 2):
+        out.append(
+            f"--rotary-percent {m.rotary_percent} of heads of {m.head_dim} lets {m.rotating} numbers rotate: "
+            "an even number up to the whole head is needed"
+        )
+    if m.position == "learned" and m.use_rotary_position_embeddings:
+        out.append("--use-rotary-position-embeddings contradicts --position-embedding-type")
+    if m.squared_relu and (m.swiglu or m.glu_activation):
+        out.append("--squared-relu contradicts --swiglu and --glu-activation: an MLP has one activation")
+    return out
+
+
+def batch_problems(c: TrainConfig) -> list[str]:
+    """Micro-batch, accumulation, global batch, ramp-up, and how long the run is."""
+    t = c.training
+    micro, whole, number = t.micro_batch_size, t.global_batch_size, t.num_accumulation_steps
+    if out_of_bounds(t):
+        return []  # told already, and nothing can be reckoned
+    if micro == "auto" and (whole is None or number is not None):
+        return ["--micro-batch-size auto needs --global-batch-size, and no --num-accumulation-steps"]
+    p = c.parallel
+    if micro == "auto" and (p.model_ranks > 1 or p.zero > 1):
+        what = f"ZeRO {p.zero}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
+        return [f"--micro-batch-size auto with {what}: what fits is tried by each rank alone; give a number"]
+    out = []
+    ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
+    if micro is None and not (whole and number):
+        out.append("--micro-batch-size is needed: samples of one forward pass (or auto)")
+    elif isinstance(micro, int) and whole and number and micro * number * c.dp != whole:
+        out.append(
+            f"--micro-batch-size {micro} x --num-accumulation-steps {number}{ranks} is {micro * number * c.dp}, not the "
+            f"--global-batch-size {whole}: leave one of the three out"
+        )
+    elif whole and whole % (unit := (number or 1 if micro is None else c.micro_batch) * c.dp):
+        said = f"--num-accumulation-steps {number}" if micro is None else f"--micro-batch-size {micro}"
+        said += f"{ranks} = {unit}" if ranks else ""
+        nearest = max(1, round(whole / unit)) * unit
+        out.append(f"--global-batch-size {whole} is not a multiple of {said}; the nearest multiple is {nearest}")
+    lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
+    if not lengths:
+        out.append("--train-iters is needed: how many steps (or --train-samples, or --train-tokens)")
+    elif len(lengths) > 1:
+        out.append(f"{' and '.join(map(spelling, lengths))} all say how long the run is: give one")
+    if t.rampup_batch_size:
+        out += rampup_problems(c)
+    if not out and lengths[0] != "train_iters" and c.steps == 0:
+        what = f"{spelling(lengths[0])} {getattr(t, lengths[0])}"
+        out.append(f"{what} is less than one global batch of {c.batch(0)} samples")
+    return out
+
+
+def rampup_problems(c: TrainConfig) -> list[str]:
+    ramp, whole, micro = c.training.rampup_batch_size, c.global_batch, c.micro_batch
+    said = f"--rampup-batch-size {' '.join(map(str, ramp))}"
+    if len(ramp) != 3 or min(ramp) <= 0:
+        return [f"{said}: three numbers above 0 are needed: START INCREMENT SAMPLES"]
+    start, increment, samples = ramp
+    out = []
+    if c.samples is None:
+        out.append(f"{said} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
+    if samples / start > 10**6:
+        out.append(f"{said}: up to {samples / start:.0f} steps of ramp-up; at most a million")
+    elif start > whole or (whole - start) % increment:
+        out.append(f"{said}: from {start} in steps of {increment} the --global-batch-size {whole} is never reached")
+    elif start % (micro * c.dp) or increment % (micro * c.dp):  # auto counts as 1: a divisor of every size is chosen
+        ranks = f" x {c.dp} data-parallel ranks = {micro * c.dp}" if c.dp > 1 else ""
+        unit = f"--micro-batch-size {c.training.micro_batch_size or micro}{ranks}"
+        out.append(f"{said}: {start} and {increment} must be multiples of {unit}")
+    return out
+
+
+def parallel_problems(c: TrainConfig) -> list[str]:
+    """Whether the ranks, the model and the batches can be divided as asked."""
+    p, m = c.parallel, c.model
+    out = naming_problems(p)
+    if p.deepspeed_config:
+        try:
+            with open(p.deepspeed_config, "rb"):
+                pass
+        except (OSError, ValueError) as error:
+            out.append(f"--deepspeed_config {p.deepspeed_config}: {getattr(error, 'strerror', error)}")
+    for name, least, most in (("distributed_timeout_minutes", 0.01, 10**5), ("start_timeout_seconds", 1, 10**5)):
+        if not least <= getattr(p, name) <= most:
+            out.append(f"{spelling(name)} {getattr(p, name):g} is not between {least} and {most}")
+    if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
+        return out  # told already, and nothing can be reckoned
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    by_tp, by_cp = f"--tensor-model-parallel-size {tp}", f"--context-parallel-size {cp}"
+    if c.world % p.model_ranks:
+        sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp}
+        product = " x ".join(f"{spelling(n)} {size}" for n, size in sizes.items() if size > 1)
+        least = -(-c.world // p.model_ranks) * p.model_ranks
+        out.append(
+            f"{c.world} {'ranks are' if c.world > 1 else 'rank is'} not a multiple of {product} = {p.model_ranks}: "
+            f"start {least} (meshwright launch --nproc-per-node {least} on one machine), or change a size"
+        )
+    heads, groups, seq = m.num_attention_heads or 0, m.groups, c.data.seq_length or 0
+    by_both = f"{by_tp} x {by_cp}" if tp > 1 and cp > 1 else by_cp if cp > 1 else by_tp
+    divided = [
+        ("--num-attention-heads", heads, tp * cp, by_both),
+        ("--num-query-groups", 0 if heads % (tp * cp) else groups, tp * cp, by_both),
+        ("--ffn-hidden-size", m.ffn, tp, by_tp),
+        ("--pad-vocab-size-to", m.pad_vocab_size_to or 0, tp, by_tp),
+        ("--seq-length", seq, cp, by_cp),
+        ("--sequence-parallel: --seq-length", 0 if seq % cp or not p.sequence_parallel else seq, tp * cp, by_both),
+    ]
+    out += [f"{what} {n} is not a multiple of {by}" for what, n, size, by in divided if n % size]
+    if cp > 1 and m.attention_dropout > 0:
+        out.append(
+            f"{by_cp} with --attention-dropout {m.attention_dropout}: its mask would depend on the layout; "
+            "give --attention-dropout 0"
+        )
+    if c.optimizer.optimizer == "muon" and (tp > 1 or p.zero):
+        other = by_tp if tp > 1 else f"ZeRO {p.zero}"
+        out.append(f"--optimizer muon with {other}: it needs whole matrices; give --tensor-model-parallel-size 1 and "
+                   "--zero-stage 0, or --optimizer adam")  # fmt: skip
+    return out + pipeline_problems(c) + zero_problems(c)
+
+
+def naming_problems(p: Parallel) -> list[str]:
+    """Of the words that torch will read, their form; whether it knows them is found out where they are used."""
+    out = []
+    if not re.fullmatch(r"auto|(?!auto)[a-z]+(:[0-9]{1,4})?", p.device):
+        out.append(f"--device {p.device!r} is not auto, cpu, cuda, npu ... or one of several, as cuda:1")
+    if p.distributed_backend is not None and not re.fullmatch(r"[A-Za-z0-9_:,]+", p.distributed_backend):
+        out.append(f"--distributed-backend {p.distributed_backend!r} is no name such as nccl, gloo or hccl")
+    return out
+
+
+def pipeline_problems(c: TrainConfig) -> list[str]:
+    p, layers = c.parallel, c.model.num_layers
+    pp, virtual = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
+    by_pp = f"--pipeline-model-parallel-size {pp}"
+    if not layers:
+        return []
+    if pp > layers:
+        return [f"{by_pp} is above --num-layers {layers}: a stage would have no layer"]
+    kind = p.pipeline_schedule
+    if pp > 1 and kind in ("zero-bubble", "zbv"):
+        said = f"--pipeline-schedule {kind}"
+        if kind == "zbv" and (virtual or layers < 2 * pp):
+            return [f"{said} gives each rank two stages: --num-layers {layers} must be at least 2 x {by_pp}, without "
+                    "--num-layers-per-virtual-pipeline-stage"]  # fmt: skip
+        if p.zero == 3 or c.training.compile == "on":
+            other = "--zero-stage 3" if p.zero == 3 else "--compile on"
+            return [f"{said} with {other}: the weights' gradients are computed apart; give --pipeline-schedule 1f1b"]
+    if virtual:
+        said = f"--num-layers-per-virtual-pipeline-stage {virtual}"
+        if pp == 1:
+            return [f"{said} needs --pipeline-model-parallel-size above 1"]
+        if layers % (pp * virtual):
+            return [f"--num-layers {layers} is not a multiple of {by_pp} x {said} = {pp * virtual}"]
+        if c.chunks > 1 and p.pipeline_schedule == "gpipe":
+            return [f"--pipeline-schedule gpipe contradicts {said}, which interleaves 1f1b: leave one out"]
+    out = []
+    if p.pipeline_layout:
+        try:
+            split_layers(p.pipeline_layout, layers, pp * c.chunks)
+        except ValueError as error:
+            out.append(f"--pipeline-layout {p.pipeline_layout[:100]}: {error}")
+    t = c.training
+    if kind != "zbv" and (c.chunks > 1 or kind == "zero-bubble") and not batch_problems(c) and not out_of_bounds(t):
+        # With its start and its increment all sizes of a ramp-up are multiples.
+        for size in sorted({c.global_batch, *t.rampup_batch_size[:2]}):
+            number = c.micro_batches(size)
+            if number % pp:
+                what = "--rampup-batch-size" if size != c.global_batch else "--global-batch-size"
+                who = "--num-layers-per-virtual-pipeline-stage" if virtual else f"--pipeline-schedule {kind}"
+                out.append(
+                    f"{what} {size} makes {number} micro-batches for each rank, not a multiple of {by_pp}, as {who} needs"
+                )
+    return out
+
+
+def zero_problems(c: TrainConfig) -> list[str]:
+    p, out = c.parallel, []
+    copies = p.num_distributed_optimizer_instances
+    if p.zero_stage not in (0, 1, 2, 3):
+        return [f"--zero-stage {p.zero_stage:g} is none of 0, 1, 2, 3"]
+    if copies > 1 and not p.zero:
+        out.append(
+            f"--num-distributed-optimizer-instances {copies} needs --zero-stage 1, 2 or 3: nothing is shared out"
+        )
+    elif c.dp % copies:
+        out.append(f"--num-distributed-optimizer-instances {copies} does not divide the {c.dp} data-parallel ranks")
+    if p.remote_device == "cpu" and p.zero != 3:
+        out.append(f"--remote-device cpu is for --zero-stage 3, not {p.zero}; --cpu-optimizer is for all of them")
+    return out
+
+
+def schedule_problems(c: TrainConfig, known: bool) -> list[str]:
+    """Learning rate, weight decay and the rest of the update; `known`: how long the run is."""
+    o, t = c.optimizer, c.training
+    out = []
+    if o.lr is None and not t.skip_train:
+        out.append("--lr is needed: the peak learning rate")
+    for name in ("min_lr", "lr_warmup_init"):
+        if o.lr is not None and getattr(o, name) > o.lr:
+            out.append(f"{spelling(name)} {getattr(o, name)} is above --lr {o.lr}")
+    by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
+    by_samples = [n for n in ("lr_decay_samples", "lr_decay_tokens", "lr_warmup_samples", "lr_warmup_tokens",
+                              "lr_wsd_decay_samples") if getattr(o, n)]  # fmt: skip
+    wrong = by_samples if c.samples is None else by_steps
+    if wrong and (t.train_iters or c.samples):
+        length = "--train-iters" if c.samples is None else "--train-samples"
+        unit = "steps" if c.samples is None else "samples"
+        out.append(f"{' and '.join(map(spelling, wrong))} cannot be mixed with {length}: give all lengths in {unit}")
+    warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens") if getattr(o, n)]
+    warmups += ["lr_warmup_fraction"] * (o.lr_warmup_fraction is not None)
+    if len(warmups) > 1:
+        out.append(f"{' and '.join(map(spelling, sorted(warmups)))} both set the warm-up: give one")
+    if o.lr_decay_samples and o.lr_decay_tokens:
+        out.append("--lr-decay-samples and --lr-decay-tokens both set the decay: give one")
+    if o.muon_num_ns_steps >= 100:
+        out.append(f"--muon-num-ns-steps {o.muon_num_ns_steps}: below 100; 5 are enough")
+    if out or wrong or out_of_bounds(o) or not known or not c.steps:
+        return out
+    if c.decay_samples <= c.warmup_samples:
+        decay, warmup = (f"{x / c.global_batch:g} iterations" if c.samples is None else f"{x:g} samples"
+                         for x in (c.decay_samples, c.warmup_samples))  # fmt: skip
+        out.append(f"{spelling(warmups[0])}: a warm-up of {warmup} is not below the decay's {decay}")
+    if o.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
+        out.append(
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its last part, "
+            "which must lie between the warm-up and the end of the decay"
+        )
+    if o.weight_decay_incr_style == "constant":
+        for name in ("start_weight_decay", "end_weight_decay"):
+            if getattr(o, name) is not None:
+                out.append(f"{spelling(name)} needs --weight-decay-incr-style linear or cosine")
+    elif o.start_weight_decay is None or o.end_weight_decay is None:
+        out.append(
+            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
+        )
+    return out
+
+
+def recompute_problems(t: Training, m: Model) -> list[str]:
+    out = []
+    if t.recompute == "full" and (t.recompute_activations or t.recompute_granularity == "selective"):
+        out.append("--recompute-granularity selective contradicts full recomputation: give one")
+    if m.num_layers and t.recompute_num_layers > m.num_layers and t.recompute == "full":
+        out.append(f"--recompute-num-layers {t.recompute_num_layers} is above --num-layers {m.num_layers}")
+    return out
+
+
+def data_problems(d: Data, needed: bool) -> list[str]:
+    out = []
+    if d.num_workers > 1024:
+        out.append(f"--num-workers {d.num_workers} batches would be read ahead: at most 1024")
+    if not 0 <= d.last_epoch_cutoff <= 1:
+        out.append(f"--last-epoch-cutoff {d.last_epoch_cutoff} is not in [0, 1]")
+    try:
+        trains = any(one.split == "train" for one in datapaths.path_sets(d))
+        if needed and not trains and not d.mock_data:
+            out.append("--data-path is needed (a prefix written by `meshwright preprocess`), or --mock-data")
+    except ValueError as error:
+        out.append(str(error))
+    at = d.blend_change_at
+    if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
+        out.append(f"--blend-change-at {at!r} is neither a sample's number nor now")
+    if at is not None and d.dataloader_type == "cyclic":
+        out.append(
+            "--blend-change-at with --dataloader-type cyclic, whose every epoch mixes all samples anew: give single"
+        )
+    try:
+        skipped(d.skip_train_iteration_range)
+    except ValueError as error:
+        out.append(f"--skip-train-iteration-range: {error}")
+    return out + split_problems(d.split)
+
+
+def split_problems(split: str) -> list[str]:
+    try:
+        shares = split_shares(split)
+    except ValueError:
+        return [f"--split {split!r} is not three numbers such as 949,50,1"]
+    if len(shares) > 3 or not 0 < sum(shares) < math.inf or min(shares) < 0:
+        return [f"--split {split!r} must be at most three numbers, none below 0 and not all 0"]
+    return []
+
+
+def precision_problems(p: Precision) -> list[str]:
+    out = []
+    if p.fp16 and p.loss_scale is None and p.min_loss_scale > p.initial_loss_scale:
+        out.append(f"--min-loss-scale {p.min_loss_scale:g} is above --initial-loss-scale {p.initial_loss_scale:g}")
+    if p.fp16 and p.bf16:
+        out.append("--fp16 and --bf16 exclude each other")
+    if (p.fp16 or p.bf16) and p.params_dtype == "float64":
+        out.append(f"--params-dtype float64 contradicts --{'fp16' if p.fp16 else 'bf16'}")
+    return out
+
+
+def logging_problems(g: Logging) -> list[str]:
+    out = []
+    if g.profile and g.profile_step_end <= g.profile_step_start:
+        out.append(f"--profile-step-end {g.profile_step_end} is not above --profile-step-start {g.profile_step_start}")
+    if not g.wandb_project and (g.wandb_exp_name or g.wandb_save_dir):
+        out.append("--wandb-exp-name and --wandb-save-dir need --wandb-project")
+    return out

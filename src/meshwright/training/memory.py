@@ -1,0 +1,189 @@
+"""`--micro-batch-size auto`: the largest micro-batch that fits beside the weights and the optimizer, before the first step.
+
+Activations grow in proportion to the micro-batch. On an accelerator a forward and backward pass of one and of two samples
+give both numbers of that line; the largest divisor of the global batch below the memory is then tried for certain. On a CPU,
+where running out of memory ends the process, the bytes of the tensors alive at once are counted instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwright import device as devices
+from meshwright.data.loader import Batch
+from meshwright.errors import UserError
+from meshwright.launch.team import Team
+from meshwright.model.loss import loss_sum
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.network import Network, forward
+from meshwright.training.preflight import bytes_per_parameter
+
+SHARE = 0.92  # of the memory that may be filled: the allocator's gaps and other libraries want some
+
+
+def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
+    """What cannot fit by any means is refused before memory is asked for: the state, and one micro-batch's logits."""
+    have = total_memory() if device.type == "cpu" else devices.total_memory(device)
+    micro, seq = config.micro_batch, config.data.seq_length
+    assert seq
+    width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
+    here, host = bytes_per_parameter(config)
+    state, logits = parameters * (here + host if device.type == "cpu" else here), micro * seq * padded * width
+    if state + logits > have:
+        raise UserError(
+            f"this needs at least {(state + logits) / 2**30:,.1f} GiB: {state / 2**30:,.1f} for {parameters:,} parameters "
+            f"with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens; the device "
+            f"has {have / 2**30:,.1f} GiB: a smaller model, --micro-batch-size or --seq-length"
+        )
+
+
+def micro_batch(net: Network, config: TrainConfig, vocab: int, preferred: int | None, team: Team) -> tuple[int, str]:
+    """`--micro-batch-size auto`, found by running the network on samples of random ids; and how, in words."""
+    t, d, length = config.training, config.data, config.data.seq_length
+    assert length
+    sizes = [size // config.dp for size in (config.global_batch, *t.rampup_batch_size[:2])]
+
+    def attempt(size: int) -> None:
+        ids = torch.randint(vocab, (size, length + 1), generator=torch.Generator().manual_seed(0))
+        places = torch.arange(length).expand(size, length)
+        batch = Batch(
+            ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.arange(size),
+            torch.ones(size, length) if d.eod_mask_loss else None, places if d.reset_position_ids else None,
+            places.int() // 64 if d.reset_attention_mask else None,
+        )  # fmt: skip
+        net.store.last = False  # nothing is sent: another rank may just have run out of memory
+        b = batch.to(net.device)
+        loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
+
+    net.train()
+    size, told = largest(attempt, sizes, net.device, preferred)
+    return min(team.gather(size)), told
+
+
+def largest(
+    attempt: Callable[[int], None], batches: list[int], device: torch.device, preferred: int | None
+) -> tuple[int, str]:
+    """The micro-batch and how it was found. `attempt` runs forward and backward of so many samples; `batches` are the
+    global batch sizes of the run, which the micro-batch must divide; `preferred`: an earlier attempt's, to keep to."""
+    whole = math.gcd(*batches)
+    small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
+    divisors = sorted({*small, *(whole // n for n in small)})
+    if device.type == "cpu":
+        each, have = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2, free_memory()
+        fitting = [n for n in divisors if n * each <= SHARE * have]
+        size = preferred if preferred in fitting else max(fitting, default=1)
+        return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
+    have = devices.free_memory(device)
+    if preferred in divisors and fits(attempt, preferred, device) is not None:
+        return preferred, "as before"
+    one, two = fits(attempt, 1, device), fits(attempt, 2, device)
+    if one is None or two is None:
+        return 1, "two samples do not fit"
+    told = (
+        f"one sample takes {(two - one) / 2**30:,.2f} GiB beside {(2 * one - two) / 2**30:,.2f}, of {have / 2**30:,.1f}"
+    )
+    for n in reversed(divisors):
+        if one + (n - 1) * (two - one) <= SHARE * have and fits(attempt, n, device) is not None:
+            return n, told
+    return 1, told
+
+
+def fits(attempt: Callable[[int], None], size: int, device: torch.device) -> int | None:
+    """Peak bytes of an attempt, or None if it ran out of memory."""
+    devices.forget_memory(device)
+    try:
+        attempt(size)
+        devices.synchronize(device)
+        return devices.peak_memory(device) or 0
+    except RuntimeError as error:
+        if not devices.is_out_of_memory(error):
+            raise
+    finally:
+        gc.collect()  # the frames of the exception hold its tensors
+        devices.forget_memory(device)
+    return None
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that the tensors made under it held at once, each storage counted while it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._note, out)
+        return out
+
+    def _note(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage not in self.known:
+            size = storage.nbytes()
+            self.known[storage] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def peak_bytes(attempt: Callable[[int], None], size: int) -> int:
+    """Of a forward and backward pass; the weights, which are looked at too, are the same for every size."""
+    counter = Peak()
+    with counter:
+        attempt(size)
+    return counter.peak
+
+
+def free_memory() -> int:
+    """What Linux says could be had without swapping, elsewhere half of all memory; in a container no more than is left of
+    its limit."""
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = total_memory() // 2
+    limit, used = container()
+    return min(free, limit - used) if limit else free
+
+
+def total_memory() -> int:
+    """Of this machine, or of the container that it runs in."""
+    total = devices.total_memory(torch.device("cpu"))
+    return min(total, container()[0] or total)
+
+
+CGROUP = Path("/sys/fs/cgroup")
+# Limit, use, and what keeps the counts of cached files: version 2's names, and version 1's.
+CGROUP_FILES = [
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+]
+
+
+def container() -> tuple[int | None, int]:
+    """Bytes that the processes of this container may have, None if nobody says, and those they have. Cached files do not
+    count: they give way, and with data in memory-mapped files they fill whatever there is."""
+    for limit, used, stat in CGROUP_FILES:
+        try:
+            most = (CGROUP / limit).read_text().strip()
+            counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
+            cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
+            return (None if most == "max" else int(most)), max(int((CGROUP / used).read_text()) - cached, 0)
+        except (OSError, ValueError):
+            continue
+    return None, 0

@@ -1,0 +1,309 @@
+"""What a run tells: Megatron's console lines on stdout, metrics.jsonl as the source of truth, a bar on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import device as devices
+from meshwright.console import say
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.launch.team import Team
+from meshwright.settings import flags
+from meshwright.settings.schema import Logging, TrainConfig
+from meshwright.training.trackers import open_trackers, tags, validation_tags
+
+# Dense half-precision peaks in FLOP/s by what the device calls itself, from the vendors' datasheets.
+PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "H800": 989e12,
+         "L40S": 362e12, "V100": 125e12, "RTX 4090": 165e12, "B200": 2250e12}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak, or None when unknown (every CPU): then no MFU is claimed."""
+    name = devices.name(device)
+    return next((peak for key, peak in sorted(PEAKS.items(), key=lambda x: -len(x[0])) if key in name), None)
+
+
+class Metrics:
+    """Counts since the last log line, the JSON-lines file, the trackers and the progress bar of one attempt."""
+
+    def __init__(
+        self, folder: Path | None, config: TrainConfig, flops_per_token: float, device: torch.device, timers: Timers,
+        done: int, consumed: int, in_all: int, team: Team,
+    ) -> None:  # fmt: skip
+        """Of every rank; those that do not lead have no folder and tell nothing."""
+        assert config.data.seq_length
+        self.world = team.size
+        self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
+        self.flops, self.device, self.timers, self.steps_in_all = flops_per_token, device, timers, in_all
+        self.peak = peak_flops(device)
+        self.file, self.attempt = -1, 1
+        if folder is not None:
+            self.attempt = 1 + _count_starts(folder / "metrics.jsonl")
+            self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        name = folder.resolve().name if folder is not None else "meshwright"
+        told = flags.to_dict(config)
+        self.trackers = open_trackers(self.g, folder, told, name, done + 1, consumed) if team.leads else []
+        self.bar = _bar(self.steps_in_all) if self.g.progress and sys.stderr.isatty() and team.leads else None
+        self._reset()
+        self.memory_told = False
+
+    def _reset(self) -> None:
+        self.losses: list[float] = []
+        self.steps = self.samples = self.skipped = self.nan = 0
+        self.seconds = 0.0
+
+    def row(self, event: str, iteration: int, **values: Any) -> None:
+        """Append one row at once and whole: a reader, or a kill, sees complete lines or one cut at the very end."""
+        if self.file < 0:
+            return
+        plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        line = json.dumps({"event": event, "attempt": self.attempt, "iteration": iteration, **plain})
+        data = line.encode() + b"\n"
+        while data:  # a nearly full disk may take a part
+            data = data[os.write(self.file, data) :]
+
+    def sync(self) -> None:
+        """To the disk, so that no power cut leaves a checkpoint that knows more steps than the log."""
+        if self.file >= 0:
+            os.fsync(self.file)
+
+    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, **values: Any) -> None:
+        """Record one step; every --log-interval steps print the line. It shows the next step's rate, as Megatron's.
+
+        Values: batch, loss, grad_norm, lr, loss_scale, skipped; num_zeros and params_norm where asked for.
+        """
+        batch, loss = values["batch"], values["loss"]
+        self.steps += 1
+        self.samples += batch
+        self.seconds += seconds
+        self.skipped += values["skipped"]
+        self.nan += not math.isfinite(loss)
+        if not values["skipped"]:
+            self.losses.append(loss)
+        tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
+        row = values | {
+            "ms": round(seconds * 1e3, 3), "tokens_per_second": round(tokens, 1),
+            "tflops": round(tokens * self.flops / self.world / 1e12, 4),  # of one device, as the share of its peak
+            "mfu": round(tokens * self.flops / self.world / self.peak, 4) if self.peak else None,
+            "memory": memory,
+        }  # fmt: skip
+        self.row("step", iteration, consumed_samples=consumed, **row)
+        if self.trackers:
+            extra: dict[str, Any] = {
+                "iteration": iteration,
+                "world_size": self.world,
+                "timers": self.timers.of_this_step(),
+            }
+            if self.g.log_memory_to_tensorboard and memory is not None:
+                stats = devices.memory_stats(self.device)
+                extra |= {"reserved": stats["reserved_bytes.all.current"], "memory": stats["allocated_bytes.all.current"],
+                          "allocated_count": stats.get("allocation.all.current", 0)}  # fmt: skip
+            self._track(tags(self.g, row | extra), iteration, consumed)
+        if self.bar is not None:
+            self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
+        if iteration % self.g.log_interval == 0 or iteration == self.steps_in_all or not math.isfinite(loss):
+            self._line(iteration, consumed, next_lr, values)
+
+    def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
+        for tracker in self.trackers:
+            tracker.scalars(values, iteration, consumed)
+
+    def _line(self, iteration: int, consumed: int, lr: float, values: dict[str, Any]) -> None:
+        samples = self.samples / self.seconds
+        rate = samples * self.seq * self.flops / self.world
+        in_all = self.config.samples
+        left = (in_all - consumed if in_all else (self.steps_in_all - iteration) * values["batch"]) / samples
+        parts = [
+            f" iteration {iteration:8d}/{self.steps_in_all:8d}",
+            f"consumed samples: {consumed:12d}",
+            f"elapsed time per iteration (ms): {self.seconds / self.steps * 1e3:.1f}",
+            f"learning rate: {lr:.3E}",
+            f"global batch size: {values['batch']:5d}",
+        ]
+        if self.losses:
+            parts.append(f"lm loss: {sum(self.losses) / len(self.losses):.6E}")
+        parts += [f"loss scale: {values['loss_scale']:.1f}", f"grad norm: {values['grad_norm']:.3f}"]
+        if "num_zeros" in values:
+            parts.append(f"num zeros: {values['num_zeros']:.1f}")
+        if "params_norm" in values:
+            parts.append(f"params norm: {values['params_norm']:.3f}")
+        parts += [
+            f"number of skipped iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.nan:3d}",
+            f"samples per second: {samples:.3f}",
+            f"TFLOPs: {rate / 1e12:.2f}",
+            f"tokens per second: {samples * self.seq:.0f}",
+        ]
+        if self.peak:
+            parts.append(f"MFU: {100 * rate / self.peak:.1f}% of {self.peak / 1e12:.0f} TFLOP/s")
+        memory = devices.peak_memory(self.device)
+        if memory:
+            parts.append(f"memory (GiB): {memory / 2**30:.2f}")
+        say(" | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(max(left, 0)))}"]) + " |")
+        if memory is not None and not self.memory_told:
+            self.memory_told, stats = True, devices.memory_stats(self.device)
+            mb = {
+                f"{x} {n}": stats[f"{x}_bytes.all.{n}"] / 2**20
+                for x in ("allocated", "reserved")
+                for n in ("current", "peak")
+            }
+            say(
+                f"[Rank 0] (after {iteration} iterations) memory (MB) | allocated: {mb['allocated current']} | "
+                f"max allocated: {mb['allocated peak']} | reserved: {mb['reserved current']} | "
+                f"max reserved: {mb['reserved peak']}"
+            )
+        self.timers.tell_steps(self.steps)
+        self._reset()
+
+    def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float, of: str = "") -> None:
+        """Megatron's framed line; perplexity is exp(loss), capped as there. `of`: the name of one of several sets."""
+        ppl = math.exp(min(20, loss)) if math.isfinite(loss) else math.nan
+        where = f"{prefix} on {of}" if of else prefix
+        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
+        say("-" * (len(line) + 1))
+        say(line)
+        say("-" * (len(line) + 1))
+        end = {"end": True} if prefix.startswith("the end") else {}  # it may follow another one at the same iteration
+        row = {"name": name, "loss": loss, "ppl": ppl} | ({"set": of} if of else {})
+        self.row("validation", iteration, **row, **end)
+        self._track(validation_tags(self.g, row), iteration, consumed)
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+        if self.bar is not None:
+            self.bar[0].stop()
+            self.bar = None
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+def _count_starts(path: Path) -> int:
+    """Attempts so far; a line cut short by a kill is closed, so that the next row starts on a line of its own."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}", BAD_DATA) from None
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+    return data.count(b'{"event": "start"') + data.count(b'{"event": "evaluate"')
+
+
+def _bar(total: int) -> tuple[Any, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    # Lines printed meanwhile go above the bar when both are the same terminal; into a pipe they go untouched.
+    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
+    progress.start()
+    return progress, progress.add_task("train", total=total, loss="-", speed="-")
+
+
+class Timers:
+    """Wall time of named phases, printed as Megatron does. Within a step only those of --timing-log-level are taken."""
+
+    def __init__(
+        self, level: int = 0, option: str = "minmax", device: torch.device | None = None, team: Team | None = None
+    ) -> None:  # fmt: skip
+        self.level, self.option, self.team = level, option, team or Team()
+        self.device = device
+        self.took: dict[str, float] = {}
+        self.of_steps: dict[str, float] = {}  # since they were last told
+        self.before: dict[str, float] = {}  # of these, until the last step
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Of the setup, for `tell`."""
+        start = time.perf_counter()
+        yield
+        self.took[name] = 1e3 * (time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def time(self, name: str, level: int) -> Iterator[None]:
+        """A phase of a step, summed until the next log line."""
+        if level > self.level or not self.level:
+            yield
+            return
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self.of_steps[name] = self.of_steps.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        """For this rank's own work. Waiting for the whole device would wait for what others are yet to send, and they may
+        wait for what we have not launched."""
+        if self.device is not None and self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def of_this_step(self) -> dict[str, float]:
+        """Since it was last asked."""
+        new = {name: ms - self.before.get(name, 0.0) for name, ms in self.of_steps.items()}
+        self.before = dict(self.of_steps)
+        return new
+
+    def tell_steps(self, steps: int) -> None:
+        """Means of the steps since the last time."""
+        if self.of_steps:
+            self._tell({name: ms / steps for name, ms in self.of_steps.items()})
+        self.of_steps.clear()
+        self.before.clear()
+
+    def tell(self, *names: str) -> None:
+        self._tell({name: self.took[name] for name in names})
+
+    def _tell(self, times: dict[str, float]) -> None:
+        titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
+        say(f"{titles[self.option]} across ranks (ms):")
+        told = self.team.gather(times)
+        for name in times:
+            ms = [of_rank.get(name, 0.0) for of_rank in told]
+            ranks = "".join(f"\n     rank {rank:2d}: {one:.2f}" for rank, one in enumerate(ms))
+            value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
+            say(f"    {name} {'.' * (47 - len(name))}{value[self.option]}")
+
+
+@contextlib.contextmanager
+def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """To be called before each step with its number: from --profile-step-start to --profile-step-end torch's profiler runs,
+    and leaves a trace and a table of what took longest."""
+
+    @contextlib.contextmanager
+    def traced() -> Iterator[None]:
+        with torch.profiler.profile(activities=devices.profiled(device)) as profile:
+            yield
+        order = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
+        say(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
+        if folder is not None:
+            trace = folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
+            trace.parent.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(trace))
+            say(f" > wrote {trace} (open it at ui.perfetto.dev or chrome://tracing)")
+
+    with contextlib.ExitStack() as running:
+
+        def before(iteration: int) -> None:
+            if g.profile and iteration == g.profile_step_start:
+                running.enter_context(traced())
+            elif iteration == g.profile_step_end:
+                running.close()
+
+        yield before

@@ -1,0 +1,306 @@
+"""The network as one rank runs it, and what is done with a batch: one update, or a mean loss.
+
+`train_step` is the middle of the way of a batch: data/loader.py reads it from disk, train_step runs it through the model,
+parallel/zero.py turns its gradients into new weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.data.loader import Batch
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.model import pick
+from meshwright.model.attention import Stream, Where
+from meshwright.model.gpt import GPT, OURS, Options, name_of
+from meshwright.model.loss import loss_sum, token_losses
+from meshwright.optim import loss_scale as precision
+from meshwright.parallel import comm
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.pipeline import Pipeline, require_tried, stages
+from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
+from meshwright.parallel.tensor import joining, spread
+from meshwright.parallel.zero import ParameterStore
+from meshwright.parallel.zero3 import FullyShardedStore
+from meshwright.settings.schema import Parallel, TrainConfig
+
+Model = Callable[..., nn.Module]  # as GPT: (config.Model, vocab, padded, positions, options=...)
+Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
+Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
+
+
+@dataclass
+class Network:
+    """`parts`: the whole model, or a pipeline rank's stages of it; `store` holds all their numbers."""
+
+    parts: list[Any]
+    store: ParameterStore | FullyShardedStore
+    loss: Loss
+    device: torch.device
+    layout: Layout = Layout()
+    sequence: bool = False  # parallelism of the sequence
+    heads: range | None = None  # of the model's heads, those computed here
+    pipeline: Pipeline | None = None
+    name: str = OURS  # kept with a checkpoint: which network its tensors belong to
+    why: str = ""  # how it is run, in words
+
+    def train(self, training: bool = True) -> None:
+        for part in self.parts:
+            part.train(training)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank's loss is one of those whose sum is the batch's: the last stage has it, tensor ranks alike."""
+        return any(getattr(part, "last", True) for part in self.parts) and not self.layout.at("tp")
+
+    def where(self, b: Batch, seed: int | None) -> Where:
+        """Where this rank's part of a micro-batch stands in the run. Without a seed there is no dropout."""
+        t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
+        samples = None if seed is None else b.sample_ids
+        w = Where(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
+        first = layout.at("cp") * t
+        if layout.cp > 1:
+            w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
+        if self.sequence:
+            rows = b.tokens.numel() // layout.tp
+            n = torch.arange(layout.at("tp") * rows, (layout.at("tp") + 1) * rows, device=device)
+            ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
+            w.stream = Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
+        return w
+
+
+def build(
+    config: TrainConfig, layout: Layout, device: torch.device, vocab: int, padded: int, positions: int,
+    model: Model | None = None, loss: Loss | None = None, tell: Callable[[int], None] = lambda parameters: None,
+) -> Network:  # fmt: skip
+    """The plain model on the meta device, cut to this rank's part, given memory, compiled. `tell` is told its number of
+    parameters."""
+    m, p, o = config.model, config.parallel, config.optimizer
+    if layout.pp > 1:
+        require_tried(p.pipeline_schedule, device)
+    comm.open_all(layout, device)
+    options = pick.options(config.training, m, config.precision, device)
+    if layout.pp > 1 and p.pipeline_schedule not in OWN:  # the weights' gradients wait outside of any graph
+        options = replace(options, compiled=False)
+    sequence = p.sequence_parallel and layout.tp > 1
+    if model or loss:
+        refuse_to_cut(p, model is not None)
+    with torch.device("meta"):
+        if model is None:
+            parts, heads, why = ours(config, layout, device, vocab, padded, positions, options, sequence)
+            name = OURS  # whichever block was picked: they are twins
+        else:
+            parts, heads = [model(m, vocab, padded, positions, options=options)], None
+            name = name_of(parts[0])
+            why = f"{'compiled' if options.compiled else 'plain'} {name}, a model of its own"
+            refuse_what_is_not_kept(parts[0])
+    tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
+    if tied and parts[0].first and parts[-1].last:  # a V-shaped pipeline has both ends of the model on its first rank
+        parts[-1].wte = parts[0].wte
+    tied = tied and p.pipeline_schedule not in V_SHAPED
+    names = {n: x for part in parts for n, x in part.named_parameters()}
+    tell(sum(x.numel() for x in names.values()))
+    if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
+        raise UserError("--optimizer muon is for the matrices of layers named h.*, of which this model has none")
+    dtype = precision.dtype(config.precision)
+    store: ParameterStore | FullyShardedStore
+    if p.zero == 3 and layout.group("shard") is not None:
+        store = FullyShardedStore(parts, o, dtype, device, vocab, p.offloads, layout, sequence, tied)
+    else:
+        store = ParameterStore(parts, o, dtype, device, vocab, p.offloads, layout, p.zero, sequence, tied)
+    if options.compiled:
+        for part in parts:
+            pick.compile_blocks(part)
+    pipeline, combine = None, joining(layout)
+    if layout.pp > 1:
+        wide = torch.float32 if options.fp32_residual and dtype is not torch.float64 else dtype
+        pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, sequence, wide)
+        pipeline.open(device)
+
+    def losses(logits: Tensor, batch: Batch) -> Tensor:
+        if loss is not None:
+            return of_each_token(loss(logits[..., :vocab], batch), batch)
+        return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
+
+    return Network(parts, store, losses, device, layout, sequence, heads, pipeline, name, why)
+
+
+def ours(
+    config: TrainConfig, layout: Layout, device: torch.device, vocab: int, padded: int, positions: int, options: Options,
+    sequence: bool,
+) -> tuple[list[Any], range | None, str]:  # fmt: skip
+    """This rank's parts of a GPT, the heads that it computes, and how it is run."""
+    m, heads = config.model, None
+    assert config.data.seq_length
+    block, why = pick.pick(m, device, options.compiled)
+    parts = stages(
+        lambda: GPT(m, vocab, padded, positions, block, options),
+        config.stages,
+        layout,
+        config.parallel.pipeline_schedule,
+    )
+    for part in parts:
+        heads = spread(part, layout, sequence, config.data.seq_length // layout.cp)
+    return list(parts), heads, why
+
+
+def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def train_step(
+    net: Network, batches: list[Batch], seed: int, lr: float, weight_decay: float, scale: float, loss_mean: str,
+    stop: bool = False, timed: Timed = untimed,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One update from this rank's micro-batches of one global batch; returns the whole batch's loss, its unclipped gradient
+    norm, and on how many ranks `stop` was asked for.
+
+    The loss of every token weighs the same, wherever the masks lie: sums are divided by the unmasked tokens of the whole
+    batch, counted beforehand. `microbatch` weighs every micro-batch the same instead.
+    """
+    net.train()
+    store = net.store
+    store.clear_gradients()
+    unmasked = count_unmasked(net, batches)
+    told = torch.zeros(2, dtype=torch.float64, device=net.device)
+    told[1] = float(stop)
+
+    def share(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
+        b = batch.to(net.device)
+        with timed("forward-compute", 2):
+            out = forward(net, part, b, seed, stream)
+            if not getattr(part, "last", True):
+                return out
+            weight = unmasked if loss_mean == "global" else max(b.unmasked, 1) * len(batches) * net.layout.dp
+            return loss_sum(net.loss(out, b), b.loss_mask) / weight
+
+    losses = []
+    with timed("forward-backward", 1):
+        if net.pipeline is not None:
+            losses = net.pipeline.train(batches, share, scale, lambda last: setattr(store, "last", last))
+        else:
+            for i, batch in enumerate(batches):
+                loss = share(net.parts[0], batch)
+                store.last = i == len(batches) - 1
+                with timed("backward-compute", 2):
+                    (loss * scale).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+    if net.is_counted:
+        told[0] = sum_of(losses)
+    with timed("optimizer", 1):
+        norm = store.step(lr, weight_decay, scale, told)
+    return told[0], norm, told[1]
+
+
+def forward(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
+    """Logits [B, T, padded vocabulary], or what the next stage continues with. Without a seed there is no dropout."""
+    where = net.where(batch, seed)
+    return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
+
+
+def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
+    """Tokens that count in the whole batch, on all ranks."""
+    unmasked: float = sum(b.unmasked for b in batches)
+    if batches[0].loss_mask is None or net.layout.dp == 1:
+        whole: float | Tensor = unmasked * net.layout.dp
+    else:  # it stays on the device: nobody waits for it, unless here there is none
+        counted = torch.tensor(unmasked, dtype=torch.float64).to(net.device, non_blocking=True)
+        whole = comm.total(counted, net.layout.group("gradients")) / net.layout.cp  # context ranks count a sample each
+    if not unmasked and not whole:
+        first = batches[0].first_sample
+        raise UserError(f"no token counts in the global batch from sample {first} on: all are masked", BAD_DATA, True)
+    return whole
+
+
+def sum_of(losses: list[Tensor]) -> Tensor:
+    """One after the other, so that a batch's loss does not depend on how its micro-batches are held."""
+    total = torch.zeros_like(losses[0])
+    for loss in losses:
+        total += loss
+    return total
+
+
+@torch.no_grad()
+def evaluate(net: Network, batches: Iterator[list[Batch]], asked_to_stop: Callable[[], bool] = lambda: False) -> float:
+    """Mean loss of the unmasked tokens of these global batches, without dropout; given up when asked to stop."""
+    net.train(False)
+    told = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
+
+    def sums(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
+        b = batch.to(net.device)
+        out = forward(net, part, b, None, stream)
+        return loss_sum(net.loss(out, b), b.loss_mask) if getattr(part, "last", True) else out
+
+    stopped = False
+    for micro in batches:
+        if asked_to_stop():
+            stopped = True
+            break
+        if net.pipeline is not None:
+            losses = net.pipeline.evaluate([b.to(net.device) for b in micro], sums)
+        else:
+            losses = [sums(net.parts[0], batch) for batch in micro]
+        if net.is_counted:
+            for loss in losses:
+                told[0] += loss
+            told[1] += 0 if net.layout.at("cp") else sum(b.unmasked for b in micro)
+    if net.layout.world > 1:
+        dist.all_reduce(told)
+    total, tokens = told.tolist()
+    if not tokens and not stopped:
+        raise UserError("no token of the validation counts: all are masked", BAD_DATA, True)
+    return total / max(tokens, 1)  # type: ignore[no-any-return]
+
+
+def of_each_token(losses: Tensor, batch: Batch) -> Tensor:
+    """A user's losses, if they are what they must be."""
+    if losses.shape != batch.labels.shape:
+        raise UserError(
+            f"loss returned a tensor of shape {tuple(losses.shape)}: it must be [B, T] = {tuple(batch.labels.shape)}, one "
+            "loss for each token, neither summed nor averaged"
+        )
+    return losses
+
+
+def refuse_to_cut(p: Parallel, model: bool) -> None:
+    """A user's loss, or model."""
+    if p.model_ranks > 1:
+        raise UserError(
+            f"a model or a loss of one's own is trained by data parallelism alone: how it would be cut over {p.model_ranks} "
+            "ranks is not known; give tensor, pipeline and context sizes of 1"
+        )
+    if model and p.zero > 1:
+        raise UserError(
+            f"ZeRO {p.zero} with a model of one's own: only --zero-stage 0 and 1 wait for parameters that a loss "
+            "leaves out"
+        )
+
+
+def refuse_what_is_not_kept(model: nn.Module) -> None:
+    """A user's network: what its constructor made beside parameters has no memory and is in no checkpoint."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise UserError(
+            f"the model has parameters without requires_grad: {', '.join(frozen[:5])}; all that it has is trained"
+        )
+    drops = [name for name, m in model.named_modules() if "Dropout" in type(m).__name__ and getattr(m, "p", False)]
+    if drops:
+        raise UserError(
+            f"the model has {', '.join(drops[:5])}, whose dropout follows a generator's state and would not continue exactly: "
+            "use model.gpt.join, or kernels.dropout"
+        )
+    buffers = [name for name, _ in model.named_buffers()]
+    known = dict(model.named_parameters())
+    twice = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in known]
+    if buffers or twice:
+        raise UserError(
+            f"the model has {'buffers' if buffers else 'parameters of two names'}: {', '.join((buffers or twice)[:5])}; "
+            + ("compute constants in forward" if buffers else "refer to the one parameter in forward")
+        )

@@ -1,0 +1,260 @@
+"""What is looked at before a run begins: settings against files, devices, memory and the checkpoint. Nothing is written.
+
+`meshwright train --dry-run` ends here. Each check says in words what is wrong, with both numbers and the flag to change.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import console, tokenizers
+from meshwright.checkpoint import steps
+from meshwright.console import say
+from meshwright.data.format.indexed import Indexed, check_vocabulary
+from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
+from meshwright.launch import rendezvous as start
+from meshwright.launch import world as launchers
+from meshwright.launch.team import Team
+from meshwright.model import counts
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.pipeline_schedule import stages_of
+from meshwright.settings import checks, flags
+from meshwright.settings.command import our_version
+from meshwright.settings.data_paths import prefixes
+from meshwright.settings.schema import TrainConfig
+from meshwright.tokenizers import Tokenizer
+from meshwright.training.resume import check_loading, guard_existing, saved_settings
+from meshwright.training.saver import check_export
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_files(config: TrainConfig) -> None:
+    """The data must be there before anything long begins."""
+    for prefix in prefixes(config.data):
+        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
+        if missing:
+            raise UserError(
+                f"data {prefix}: there is no {' and no '.join(missing)}; `meshwright preprocess` writes both, and "
+                "the prefix is their name without the ending",
+                BAD_DATA,
+            )
+
+
+def pick_backend(config: TrainConfig, device: torch.device, tells: bool = False) -> str:
+    """How ranks talk: gloo between the hosts, and on an accelerator what its maker gives beside it."""
+    import torch.distributed as dist
+
+    wanted = config.parallel.distributed_backend
+    if device.type == "cpu":
+        if tells and wanted not in (None, "gloo"):  # the documents' commands say nccl
+            print(f"note: --distributed-backend {wanted} has no effect: on a CPU ranks talk by gloo", file=sys.stderr)
+        return "gloo"
+    return wanted or str(dist.get_default_backend_for_device(device))
+
+
+def layout_of(config: TrainConfig, rank: int) -> Layout:
+    p = config.parallel
+    replicas = p.num_distributed_optimizer_instances
+    return Layout(
+        p.pipeline_model_parallel_size, replicas, config.dp // replicas, p.context_parallel_size,
+        p.tensor_model_parallel_size, rank,
+    )  # fmt: skip
+
+
+def same_on_all(team: Team, config: TrainConfig) -> None:
+    """Ranks that were started with other settings, versions or data are refused before anything is computed."""
+    if team.size == 1:
+        return
+    import numpy
+    import torch
+
+    saved = saved_settings(config)
+    files = zip(prefixes(config.data), saved.pop("data_fingerprint"), strict=True)
+    ours = saved | {f"--data-path {prefix} (its files)": told for prefix, told in files} | {
+        "meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip
+    start.compare(team, {name: value for name, value in ours.items() if name != "local_rank"})
+
+
+def has_work(what: str) -> bool:
+    """Of several processes that a launcher started, the first works alone; it needs no address for that."""
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
+    if rank is None:
+        rank = str(launchers.find({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
+    if rank != "0":
+        print(f"{what} runs on rank 0; this rank has nothing to do", file=sys.stderr)
+    return rank == "0"
+
+
+def be_deterministic() -> None:
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
+    """The tokenizer if the flags name one, the true and the padded size."""
+    t, m = config.tokenizer, config.model
+    named = t.vocab_file or t.merge_file or t.tokenizer_model
+    bare = t.vocab_size is not None and not named
+    loaded, kept = kept_for(config, folder)
+    if (
+        bare
+        and t.tokenizer_type != "ByteTokenizer"
+        and (config.data.mock_data or t.tokenizer_type == "GPT2BPETokenizer")
+    ):
+        say(f"> no tokenizer: the vocabulary's size is given, {t.vocab_size}")
+        tokenizer, vocab = None, t.vocab_size
+    elif loaded and not (kept or named) and t.tokenizer_type == "GPT2BPETokenizer" and steps.find(loaded)[0]:
+        raise tokenizers.unnamed(loaded)
+    else:
+        say(f"> building {t.tokenizer_type} tokenizer ...")
+        tokenizer = tokenizers.build(t, kept)
+        vocab = tokenizer.size
+    assert vocab
+    tp = config.parallel.tensor_model_parallel_size
+    padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
+    say(tokenizers.padding_line(vocab, padded))
+    return tokenizer, vocab, padded
+
+
+def kept_for(config: TrainConfig, folder: Path | None) -> tuple[Path | None, Path | None]:
+    """What --load names, and where a vocabulary lies beside it or in the run's own folder."""
+    loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
+    return loaded, tokenizers.kept_by(folder, loaded)
+
+
+def same_vocabulary(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
+    """`vocabulary` on every rank. Files of one name may differ between nodes: the same ids would mean other text."""
+    made: list[tuple[Tokenizer | None, int, int]] = []
+
+    def build() -> dict[str, Any]:
+        made.append(vocabulary(config, folder))
+        tokenizer, vocab, padded = made[0]
+        files = tokenizers.hashes(tokenizer) if tokenizer else {}
+        named = {f"SHA-256 of the tokenizer's {name}": sha256 for name, sha256 in files.items()}
+        kind = tokenizer.name if tokenizer else None
+        return {"tokenizer": kind, "vocabulary size": vocab, "padded vocabulary size": padded, **named}
+
+    start.compare(team, team.all(build)[team.rank])
+    return made[0]
+
+
+def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
+    """On the device, and in host memory with --cpu-optimizer: weight, gradient, master where it is not the weight, moments."""
+    low, full = config.precision.dtype in ("float16", "bfloat16"), 8 if config.precision.dtype == "float64" else 4
+    update: float = full * (2 if config.optimizer.optimizer in ("adam", "adamw") else 1)  # Muon's embeddings: at least
+    p, weight = config.parallel, float(2 if low else full)
+    parts = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero else 1
+    gradient = full if p.zero < 2 else full / parts
+    weight = weight / parts if p.zero == 3 else weight
+    kept = (update + full * (low or parts > 1 or p.offloads)) / parts  # moments and master
+    share = full / parts if 0 < p.zero < 2 and parts > 1 else 0  # of the summed gradients
+    if p.offloads:
+        leaving = (2 if low else full) / parts if p.zero < 3 else 0  # new weights, on their way to the device
+        return weight + gradient + share, kept + full / parts + leaving
+    return weight + gradient + share + kept, 0
+
+
+def of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:
+    """Parameters of each pipeline rank: its layers, and where it has an end of the model, what lies there."""
+    m, p = config.model, config.parallel
+    assert m.num_layers and m.hidden_size
+    norm = m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
+    layer = (counts.parameters(m, 0, 0) - norm * (1 + m.embed_layernorm)) // m.num_layers
+    biased = {"attn.qkv": m.qkv_bias, "mlp.fc": m.add_bias_linear}  # the other biases are whole on each tensor rank
+    cut = sum(outputs * (inputs + biased.get(n, False)) for n, (outputs, inputs) in counts.layer_matrices(m).items())
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    layer -= cut - cut // tp
+    table = padded // tp * m.hidden_size
+    before = norm * m.embed_layernorm + (positions * m.hidden_size if m.position == "learned" else 0)
+    out = []
+    for rank in range(pp):
+        mine = stages_of(p.pipeline_schedule, rank, pp, config.chunks)
+        first, last = 0 in mine, len(config.stages) - 1 in mine
+        tables = first + (last and (m.untie_embeddings_and_output_weights or not first))
+        out.append(sum(config.stages[s] for s in mine) * layer + tables * table + first * before + last * norm)
+    return out
+
+
+def dry_run(config: TrainConfig) -> int:
+    """Check everything without torch and without writing: settings, files, sizes."""
+    problems = checks.problems(config, data=False)
+    if problems:
+        raise UserError(flags.listed(problems), USAGE)
+    later = checks.problems(config)
+    if config.checkpoint.save:
+        guard_existing(config)
+    check_export(config)
+    m, d = config.model, config.data
+    assert d.seq_length
+    require_files(config)
+    files = [Indexed(prefix) for prefix in prefixes(d)]
+    for indexed in files:
+        print(f"data {indexed.prefix}: {len(indexed):,} documents")
+    if d.mock_data:
+        print("data: random ids (--mock-data)")
+    v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
+    folder = Path(where) if where else None
+    kept = kept_for(config, folder)[1]
+    if v.tokenizer_type == "GPT2BPETokenizer" and not (v.vocab_file or v.merge_file or v.vocab_size or kept):
+        vocab = 50257
+        later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
+    else:
+        console.speak(None)
+        _, vocab, _ = vocabulary(config, folder)
+        for indexed in files:
+            check_vocabulary(indexed, vocab)
+    tp = config.parallel.tensor_model_parallel_size
+    padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
+    positions = m.max_position_embeddings or d.seq_length
+    n = counts.parameters(m, padded, positions)
+    tokens = config.global_batch * d.seq_length
+    flops = counts.flops_per_token(m, padded, d.seq_length, config.training.recompute) * tokens
+    here, host = bytes_per_parameter(config)
+    print(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
+    number = config.micro_batches(config.global_batch)
+    micro = f"{number} micro-batch{'es' * (number != 1)}"
+    if config.training.micro_batch_size == "auto":
+        micro = "the micro-batch is found at the start"
+    print(f"one step: {tokens:,} tokens, {_large(flops, 'FLOP')}, {micro}")
+    in_all = (config.samples or config.steps * config.global_batch) * d.seq_length
+    print(f"the run: {config.steps:,} steps, {in_all:,} tokens")
+    whose = ""
+    if config.world > 1:
+        each = of_ranks(config, padded, positions)
+        n = max(each)
+        whose = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
+        sizes = {"context": config.parallel.context_parallel_size, "tensor": tp, "pipeline": len(each)}
+        print(
+            f"{config.world} ranks = {config.dp} data{''.join(f' x {k} {name}' for name, k in sizes.items() if k > 1)}"
+            f"; layers of each stage: {' '.join(map(str, config.stages))}; {n:,} parameters{whose}"
+            f"{', the largest' * (len(each) > 1)}"
+        )
+    beside = f" and {_bytes(n * host)} in host memory" if host else ""
+    print(f"memory of weights, gradients and optimizer: {_bytes(n * here)}{whose}{beside}, activations apart")
+    if config.checkpoint.load:
+        print("\n".join(check_loading(config)))
+    for p in later:
+        print(f"before it can start: {p}")
+    print("nothing was built and nothing written")
+    return DONE
+
+
+def _bytes(x: float) -> str:
+    return f"{x / 2**30:,.2f} GiB" if x >= 2**30 else f"{x / 2**20:,.1f} MiB"
+
+
+def _large(x: float, unit: str) -> str:
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if x >= size:
+            return f"{x / size:,.1f} {prefix}{unit}"
+    return f"{x / 1e6:,.1f} M{unit}"

@@ -1,0 +1,372 @@
+"""What ties a run to a checkpoint: what it takes over, what it compares and refuses, what it saves.
+
+`State` is all that a checkpoint keeps and a run goes on from. The functions below it are asked before anything is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import tokenizers
+from meshwright.checkpoint import loading, native, steps
+from meshwright.checkpoint import publish as store
+from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.manifests import MANIFEST, Damaged
+from meshwright.checkpoint.sources import Named, Source
+from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
+from meshwright.console import say
+from meshwright.data.format.indexed import Indexed, fingerprint
+from meshwright.data.history import History, follow
+from meshwright.data.plan import parts, wanted
+from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.launch.team import Team
+from meshwright.optim import schedule as lr_schedule
+from meshwright.settings import flags
+from meshwright.settings.checks import contradictions
+from meshwright.settings.data_paths import given, path_sets, prefixes
+from meshwright.settings.schema import ARCHITECTURE, Checkpoint, Logging, Model, Parallel, TrainConfig, spelling
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.tokenizers import Tokenizer
+from meshwright.training.saver import Saver, is_continued
+
+if TYPE_CHECKING:
+    from meshwright.optim.loss_scale import LossScale
+    from meshwright.training.network import Network
+
+
+@dataclass
+class Progress:
+    """The counters of a run; with the weights and moments they are its whole state, for randomness needs none."""
+
+    iteration: int = 0  # every attempt, skipped ones too
+    consumed_train_samples: int = 0  # likewise
+    schedule_samples: int = 0  # of successful steps: what the schedule sees
+    nonfinite_in_a_row: int = 0
+    best_iteration: int | None = None  # of the least validation loss
+    best_loss: float | None = None
+
+
+class State:
+    """Counters, schedule, loss scale and the network's numbers, with their way from and to a checkpoint."""
+
+    def __init__(
+        self, config: TrainConfig, net: Network, scaler: LossScale, vocab: int, padded: int, positions: int, team: Team
+    ) -> None:
+        self.config, self.net, self.scaler, self.team = config, net, scaler, team
+        self.saver = Saver(config, net.layout, team, net.device)
+        self.sizes = {"true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions}
+        self.schedule = lr_schedule.from_config(config)
+        self.progress = Progress()
+        self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
+        self.blends: History | None = None  # of the training set, from which sample on
+        self.epochs: list[list[Any]] | None = None  # of the training set: what its order follows from
+        self.loaded: int | None = None  # the step this run continues from
+        self.micro_batch_before: int | None = None  # of the run it continues
+
+    def load(self) -> bool:
+        """Go on from --load; False if there is no checkpoint and none is needed."""
+        c = self.config.checkpoint
+        assert c.load
+        how = means(self.config)
+
+        def want(source: Source) -> Named:
+            return self.net.store.named_state(how.optimizer and bool(source.state))
+
+        try:
+            loaded = loading.load(c.load, want, means=how, accept=self.accept, team=self.team)
+        except Damaged as damage:
+            anew = "to start anew, give another folder or --save-overwrite"
+            raise Damaged(f"{damage}; {anew}", everywhere=damage.everywhere) from damage
+        needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune,
+                 "--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}  # fmt: skip
+        if loaded is None and any(needs.values()):
+            flag = next(name for name, given in needs.items() if given)
+            raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA, everywhere=True)
+        if loaded is None:
+            say(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}")
+            say("    will not load any checkpoints and will start from random")
+        if loaded is not None and loaded.state and not c.finetune:
+            self.loaded = loaded.step
+            self.saver.kept = loaded.step if self.team.lead(lambda: is_kept(c, loaded.step)) else None
+            self.forget_best()
+        return loaded is not None
+
+    def accept(self, source: Source) -> Source:
+        """Take over a checkpoint's counters before its tensors are read, or refuse it."""
+        from meshwright.model.gpt import OURS
+
+        c, state, saved = self.config.checkpoint, source.state, source.config
+        if state.get("network", OURS) != self.net.name:
+            raise UserError(
+                f"the checkpoint holds a {state.get('network', OURS)}, this run builds a {self.net.name}: the same "
+                "weights would mean another network",
+                BAD_DATA,
+            )
+        for line in differences(self.config, saved):
+            say(line)
+        cut = self.of_our_vocabulary(source)
+        if c.finetune or not state:
+            why = "--finetune" if c.finetune else f"{source.kind}, weights only"
+            say(f" > {why}: the weights alone are taken over; step, samples and schedule begin at 0")
+            return cut
+        if "schedule" not in state:
+            say(" > note: the checkpoint says nothing of its schedule; the flags' is followed from its samples on")
+        elif self.config.training.skip_train:  # nothing is compared that nothing will follow
+            self.schedule = lr_schedule.Schedule(**state["schedule"])
+        else:
+            self.schedule, lines = lr_schedule.resume(self.schedule, state["schedule"], self.config)
+            for line in lines:
+                say(line)
+        if c.no_load_optim:
+            say(" > --no-load-optim: the step and the schedule go on, the optimizer's moments begin at 0")
+        self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
+        self.scaler.load(state.get("loss_scale", {"dynamic": False}))
+        self.skips, self.epochs = state.get("skips", []), state.get("epochs")
+        self.blends = History.of(state.get("blends"))
+        self.net.store.steps = 0 if c.no_load_optim else state.get("optimizer_steps", self.progress.iteration)
+        before = saved.get("micro_batch_size")
+        self.micro_batch_before = before if isinstance(before, int) else None
+        return cut
+
+    def of_our_vocabulary(self, source: Source) -> Source:
+        """Another program's tables without their padding. Only Hugging Face's known size may be a padded one."""
+        size = self.sizes["true_vocab_size"]
+        if source.kind == NATIVE:  # told with all other shapes
+            return source
+        if source.vocab not in (None, size):
+            told = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
+            if source.kind != HUGGING_FACE or size > (source.vocab or 0):
+                raise UserError(told, BAD_DATA)
+            say(f" > note: {told}: the rows beyond are taken for padding")
+        return source.of_vocabulary(size)
+
+    def forget_best(self) -> None:
+        """A best step that is not in --save, being another folder's or not asked for then, must not keep later ones out."""
+        c, best = self.config.checkpoint, self.progress.best_iteration
+        if c.keep_best and c.save and best is not None:
+            save = c.save
+            if c.save_overwrite or not self.team.lead(lambda: best in steps.steps(save)):
+                self.progress.best_iteration = self.progress.best_loss = None
+
+    def read_in(self, epochs: list[list[Any]]) -> None:
+        """The training set's epochs. All are shuffled together, as in Megatron: more of them are another order."""
+        if self.epochs and epochs and epochs != self.epochs:
+            now, before = (
+                " and ".join(f"{n} epoch{'s' * (n != 1)}{', the last one shuffled apart' * apart}" for n, apart in each)
+                for each in (epochs, self.epochs)
+            )
+            say(
+                f" > note: the training set is now {now}, at the checkpoint it was {before}: all epochs are shuffled together "
+                "(as in Megatron), so its order is another one, and samples that were seen may come again"
+            )
+        self.epochs = epochs
+
+    def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
+        """Before anything is written: is the vocabulary the checkpoint's, and can one more be saved?"""
+        from meshwright.model.gpt import OURS
+
+        c = self.config.checkpoint
+        kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
+        if kept and tokenizer:
+            self.team.all(lambda: tokenizers.require_same(tokenizer, kept))
+        if c.save and will_train:
+            if c.ckpt_format == "torch" and self.net.name != OURS:
+                raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
+            copies = (
+                3 if c.ckpt_format == "torch" else 2
+            )  # the step before, the one that is written, and what that is made of
+            store.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
+
+    def tensors(self) -> Any:
+        return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
+
+    def save(self) -> float | None:
+        """Save this state, unless it is in --save; the seconds that the run waited for it."""
+        p = self.progress
+        state = dataclasses.asdict(p) | self.sizes | {
+            "schedule": dataclasses.asdict(self.schedule), "loss_scale": self.scaler.state(), "skips": self.skips,
+            "optimizer_steps": self.net.store.steps, "network": self.net.name, "epochs": self.epochs,
+            "blends": self.blends.state() if self.blends else None,
+        }  # fmt: skip
+        best = p.best_iteration if self.config.checkpoint.keep_best else None
+        return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), best)
+
+
+# Before anything is built
+
+
+def means(config: TrainConfig) -> Means:
+    c = config.checkpoint
+    return Means(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
+
+
+def require_moments(config: TrainConfig, source: Source) -> None:
+    """What loading would say of optimizer state that is not there, or of another kind."""
+    wanted = {"adam": "exp_avg", "adamw": "exp_avg"}.get(config.optimizer.optimizer, "momentum")
+    if not config.checkpoint.no_load_optim and not any(name.endswith(f"/{wanted}") for name in source.tensors):
+        raise UserError(
+            f"{source.folder} has no state of --optimizer {config.optimizer.optimizer}: saved with --no-save-optim, or by "
+            "another --optimizer? add --no-load-optim or --finetune",
+            BAD_DATA,
+        )
+
+
+def is_kept(c: Checkpoint, step: int) -> bool:
+    """Whether --save holds the step that was loaded, under the name that it would be saved with."""
+    folder = steps.step_folder(c.save or "", step)
+    return is_continued(c) and ((folder / MANIFEST).exists() or steps.is_foreign(folder))
+
+
+def guard_existing(config: TrainConfig) -> None:
+    """A folder that holds checkpoints of another run is refused before anything is built, unless they may be moved."""
+    c = config.checkpoint
+    assert c.save
+    existing, same = steps.held(c.save), is_continued(c)
+    if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
+        say(
+            f" > note: the Hugging Face model in {c.save} stays as it is; from the first save on that folder means the run"
+        )
+    if same and not c.finetune:
+        if c.save_overwrite:
+            raise UserError("--save-overwrite starts anew and --load continues the same folder: give one of them")
+        return
+    if not existing or c.save_overwrite:
+        return
+    if same:
+        raise UserError(
+            f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder",
+            LOCKED,
+        )
+    ours = steps.steps(c.save)
+    newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
+    raise UserError(
+        f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
+        "move it aside" + (f" and continue from {c.load}" if c.load else " and start anew"),
+        LOCKED,
+    )
+
+
+# Settings that a continued run may change without a word: they change nothing that is computed, or are told elsewhere.
+_FREE = {*ARCHITECTURE,
+         *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
+         *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_warmup_fraction",
+           "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
+           "lr_wsd_decay_iters", "lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay",
+           "weight_decay_incr_style", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
+           "data_cache_path", "data_impl", "mmap_warmup", "num_workers", "micro_batch_size", "exit_interval",
+           "exit_duration_in_mins", "exit_signal_handler", "kill_switch_path", "skip_train", "on_nonfinite", "compile",
+           "recompute_granularity", "recompute_method", "recompute_num_layers", "checkpoint_activations",
+           "recompute_activations", "deterministic_mode", "make_vocab_size_divisible_by", "pad_vocab_size_to",
+           "init_method_std", "init_method_xavier_uniform", "initial_loss_scale", "data_fingerprint", "data_sets",
+           "blend_change_at")}  # fmt: skip
+
+# A run of its own may begin from the same weights with another rotation or epsilon, as one of longer contexts does.
+_TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
+
+
+def of_model(saved: dict[str, Any], rest: Model | None = None) -> Model:
+    told = {f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved}
+    return dataclasses.replace(rest or Model(), **told)
+
+
+def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
+    """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
+    model = of_model(saved, config.model)  # what another program does not tell is as the flags say
+    tunable = _TUNABLE if config.checkpoint.finetune else set()
+    fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
+    contradicted = contradictions(config.model, model, fixed)
+    if contradicted:
+        raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
+    ours = saved_settings(config)
+    out = [
+        f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
+        for name in ours
+        if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
+    ]
+    same_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
+    if not same_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
+        out.append(" > note: what the files that name the data say has changed since the checkpoint")
+    if (
+        same_sets
+        and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
+        and saved.get("data_fingerprint") != ours["data_fingerprint"]
+    ):
+        out.append(
+            " > note: the files of --data-path have changed since the checkpoint; what follows reads the new ones"
+        )
+    return out
+
+
+def _shown(value: Any) -> Any:
+    told = "not set" if value in (None, []) else value
+    return f"{str(told)[:500]} ..." if len(str(told)) > 500 else told
+
+
+def saved_settings(config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint remembers of its making."""
+    return flags.to_dict(config) | {
+        "world_size": None,
+        "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
+        "data_sets": [] if config.data.mock_data else [
+            [one.key, [[s.prefix, s.weight, s.begin, s.end] for s in one.sources]] for one in path_sets(config.data)
+        ],  # which may stand in files of their own
+    }  # fmt: skip
+
+
+def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """What the checkpoint under --load says of the network, where no flag is given."""
+    c = config.checkpoint
+    if not c.load:
+        return config
+    only_looks = means(config)._replace(verify="none")
+    source = loading.open_any(c.load, only_looks, tell=lambda line: None)  # it is said when it is loaded
+    if source is None:
+        lacking = [
+            spelling(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(config.model, n)
+        ]
+        needs = {"--use-checkpoint-args needs one": c.use_checkpoint_args, "--finetune needs one": c.finetune,
+                 "--exit-on-missing-checkpoint needs one": c.exit_on_missing_checkpoint,
+                 f"without one {', '.join(lacking)} must be given": bool(lacking)}  # fmt: skip
+        if why := next((words for words, true in needs.items() if true), None):
+            there = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
+            raise UserError(f"--load {c.load}: {there}, and {why}", BAD_DATA)
+        return config
+    saved = dict(source.config)
+    if "positions" in source.state:
+        saved["max_position_embeddings"] = source.state["positions"]
+    if "seq_length" not in saved and of_model(saved).position == "learned":  # as GPT-2 is trained on
+        saved["seq_length"] = saved.get("max_position_embeddings")
+    wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
+    known = flags.from_saved(TrainConfig, wanted, str(source.folder))
+    groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
+    for name, group in groups.items():
+        mine = {f.name for f in dataclasses.fields(group)}
+        groups[name] = dataclasses.replace(group, **{n: v for n, v in known.items() if n in mine})
+    return dataclasses.replace(config, **groups)
+
+
+def check_loading(config: TrainConfig) -> list[str]:
+    """What a run would say of its checkpoint before it reads a tensor."""
+    assert config.checkpoint.load
+    source = loading.open_any(config.checkpoint.load, means(config))
+    if source is None:
+        return [f"no checkpoint in {config.checkpoint.load}: it starts anew"]
+    state = source.state
+    does = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
+    told = [*source.notes, f"it would {does} step {source.step} in {source.root}", *differences(config, source.config)]
+    if state and not config.checkpoint.finetune:
+        require_moments(config, source)
+        if "schedule" in state:
+            lr_schedule.resume(lr_schedule.from_config(config), state["schedule"], config)
+        past, sets = (
+            History.of(state.get("blends")),
+            {} if config.data.mock_data else {w.key: w for w in wanted(config)},
+        )
+        if past is not None and "train" in sets:
+            mine, consumed = parts(config, sets["train"], Indexed), state["consumed_train_samples"]
+            told += follow(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
+    return told

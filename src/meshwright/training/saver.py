@@ -1,0 +1,165 @@
+"""How a run's numbers get into --save: in which format, at once or while it goes on, and which older steps then go."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint import loading, native, steps
+from meshwright.checkpoint import publish as store
+from meshwright.console import say
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.checkpoint.background import Background
+    from meshwright.checkpoint.sources import Named
+    from meshwright.launch.team import Team
+    from meshwright.parallel.layout import Layout
+    from meshwright.settings.schema import Checkpoint, TrainConfig
+    from meshwright.tokenizers import Tokenizer
+
+
+def is_continued(c: Checkpoint) -> bool:
+    """Whether --load names the folder that --save does, however it is spelt."""
+    return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
+
+
+def check_export(config: TrainConfig) -> None:
+    """Before anything is built: can what --save-hf asks for be written at the end?"""
+    c = config.checkpoint
+    if c.save_hf:
+        from meshwright.checkpoint.formats import huggingface_writer
+
+        huggingface_writer.require_expressible(config.model, Path(c.save_hf))
+        huggingface_writer.refuse_full(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
+
+
+class Saver:
+    """`kept`: the step in --save that is equal to what the run has now."""
+
+    def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
+        c = config.checkpoint
+        self.config, self.layout, self.team = config, layout, team
+        self.kept: int | None = None
+        self.background: Background | None = None
+        if c.save and (device.type != "cpu" if c.async_save is None else c.async_save):
+            from meshwright.checkpoint.background import Background
+
+            self.background = Background(team, device)
+
+    def save(
+        self, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], best: int | None
+    ) -> float | None:
+        """Write a step, unless it is there; the seconds that the run waited for it."""
+        began, folder = time.perf_counter(), self.config.checkpoint.save
+        assert folder
+        self.wait()
+        if step == self.kept:
+            for line in native.lines_of_save(folder, step):
+                say(line)
+
+            def again() -> None:
+                store.write_tracker(folder, step)
+                self.tidy(step, best)
+
+            self.team.lead(again)
+            return None
+        # The state has lists that the run goes on to append to.
+        write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
+        if self.background is not None and self.background.fits(named):
+            self.background.begin(named, write)
+        else:
+            write(named, self.team)
+        self.kept = step
+        return time.perf_counter() - began
+
+    def write(
+        self, step: int, state: dict[str, Any], settings: dict[str, Any], best: int | None, named: Named, team: Team
+    ) -> None:
+        folder = self.config.checkpoint.save
+        assert folder
+        before, after = native.lines_of_save(folder, step)
+        say(before)
+        if self.config.checkpoint.ckpt_format == "torch":
+            self.write_for_megatron(Path(folder), step, named, state, settings, team)
+        else:
+            native.save(folder, step, named, state, settings, team=team)
+        say(after)
+        team.lead(lambda: self.tidy(step, best))
+
+    def write_for_megatron(
+        self, root: Path, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], team: Team
+    ) -> None:
+        """In our own format first, into a folder that then goes: from there each file's rank reads what it holds, whatever
+        ZeRO and the pipeline made of it."""
+        from meshwright.checkpoint.formats import megatron_writer
+
+        parts, at = root / store.PARTS, self.layout.at
+        team.lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # of a run that was killed
+        try:
+            native.save(parts, step, named, state, settings, team=team, run=root)
+            mine: dict[str, store.Produce] = {}
+
+            def lay_out() -> int:
+                folder = steps.step_folder(parts, step)
+                store.must_see(folder, team)
+                source = native.open_step(folder, step)
+                tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
+                files = list(megatron_writer.files(source, tp, pp, padded, with_optimizer=True).items())
+                mine.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
+                return sum(file.size for file in source.manifest.values())
+
+            size, *_ = team.all(lay_out)
+            store.publish(root, step, mine, bytes_needed=size, team=team)
+        finally:
+            if team.leads:
+                shutil.rmtree(parts, ignore_errors=True)
+
+    def tidy(self, step: int, best: int | None) -> None:
+        """Of a step that was there too: a kill may have come between."""
+        c = self.config.checkpoint
+        assert c.save
+        if best is not None and best in steps.steps(c.save):
+            store.write_tracker(c.save, best, steps.BEST)
+        if c.keep_last:
+            for old in store.prune(c.save, step, c.keep_last, c.keep_every, best):
+                say(f" > removed step {old}: --keep-last {c.keep_last}")
+
+    @property
+    def in_flight(self) -> bool:
+        return self.background is not None and self.background.flying is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed."""
+        return self.background is not None and self.background.failed
+
+    def wait(self) -> None:
+        """Until nothing is in flight; a failure is raised."""
+        if self.background is not None:
+            self.background.wait()
+
+    def export(self, tokenizer: Tokenizer | None) -> None:
+        """--save-hf, from what was saved last."""
+        c = self.config.checkpoint
+        if c.save_hf and self.kept is None:
+            say(" > --save-hf: nothing was trained or saved, so nothing is written")
+        elif c.save_hf and c.save and self.kept is not None and self.team.leads:
+            from meshwright.checkpoint.formats import huggingface_writer
+
+            source = loading.open_any(steps.step_folder(c.save, self.kept))
+            assert source is not None
+            for note in huggingface_writer.write(
+                source, Path(c.save_hf), tokenizer=tokenizer, run=Path(c.save), again=is_continued(c)
+            ):
+                say(f" > {note}")
+            say(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
+
+    def close(self) -> None:
+        if self.background is not None:
+            self.background.close()

@@ -1,0 +1,162 @@
+"""Curves while it runs: TensorBoard files and Weights & Biases, under Megatron's names, behind one small interface.
+
+They are copies for the eye. metrics.jsonl is the source of truth, so a tracker that fails says so once and is silent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UNAVAILABLE, UserError
+from meshwright.settings.schema import Logging
+
+
+class Tracker:
+    """A backend that cannot end a training: its first failure is told and switches it off."""
+
+    def __init__(self, name: str, backend: TensorBoard | Wandb) -> None:
+        self.name = name
+        self.backend: TensorBoard | Wandb | None = backend
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        """Points at an iteration, after so many consumed samples."""
+        if values:
+            self._try("scalars", values, iteration, samples)
+
+    def text(self, name: str, text: str) -> None:
+        self._try("text", name, text)
+
+    def close(self) -> None:
+        self._try("close")
+        self.backend = None
+
+    def _try(self, action: str, *values: Any) -> None:
+        if self.backend is None:
+            return
+        try:
+            getattr(self.backend, action)(*values)
+        except Exception as e:  # network, disk, or whatever a foreign package raises
+            self.backend = None
+            print(f"{self.name} failed and is off, the run goes on: {type(e).__name__}: {e}", file=sys.stderr)
+
+
+def open_trackers(
+    logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int = 1, samples: int = 0
+) -> list[Tracker]:
+    """All that the flags ask for. The attempt's first step is `first`, after `samples` consumed ones."""
+    out = []
+    place = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
+    if logging.tensorboard and place:
+        try:
+            out.append(Tracker("TensorBoard", TensorBoard(place, logging.tensorboard_queue_size, first, samples)))
+            lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in settings.items())
+            out[-1].text("arguments", "\n".join(lines))
+        except UnicodeEncodeError:
+            print(f"note: TensorBoard writes no files into {place!r}, whose name is not UTF-8", file=sys.stderr)
+        except ImportError as e:
+            if logging.tensorboard_dir:
+                hint = "install it with pip install 'meshwright[log]'"
+                raise UserError(f"--tensorboard-dir needs tensorboard ({e}): {hint}", UNAVAILABLE) from None
+    if logging.wandb_project:
+        out.append(Tracker("Weights & Biases", Wandb(logging, folder, settings, name, first)))
+    return out
+
+
+class TensorBoard:
+    """Points over iterations in `folder`, the same over samples in its `samples`.
+
+    A resumed attempt hides what earlier ones wrote from its first step on. TensorBoard hides by step whatever the tag,
+    so points at iteration 1000 and at sample 1000 cannot share a folder.
+    """
+
+    def __init__(self, folder: Path, queue: int, first: int, samples: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter
+        self.first = first
+        self.over_iterations = writer(str(folder), max_queue=queue, purge_step=first)
+        self.over_samples = writer(str(folder / "samples"), max_queue=queue, purge_step=samples + 1)
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        for tag, value in values.items():
+            self.over_iterations.add_scalar(tag, value, iteration)
+            self.over_samples.add_scalar(f"{tag} vs samples", value, samples)
+
+    def text(self, name: str, text: str) -> None:
+        self.over_iterations.add_text(name, text, self.first)
+
+    def close(self) -> None:
+        self.over_iterations.close()
+        self.over_samples.close()
+
+
+class Wandb:
+    """One run there for each run folder, whose file `wandb-id` holds its id; a run begun anew is a new one there."""
+
+    def __init__(self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int) -> None:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError:
+            raise UserError("--wandb-project needs wandb: install it with pip install wandb", UNAVAILABLE) from None
+
+        place, known = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
+        new = first == 1 or known is None or not known.exists()
+        name_there = uuid.uuid4().hex if new or known is None else known.read_text().strip()
+        try:
+            self.run: Any = wandb.init(
+                project=logging.wandb_project, name=logging.wandb_exp_name or name, dir=place and str(place),
+                config=settings, id=name_there, resume="allow",
+            )  # fmt: skip
+        except Exception as e:
+            hint = "wandb login, or WANDB_MODE=offline to upload later"
+            raise UserError(f"--wandb-project {logging.wandb_project}: {e} ({hint})", UNAVAILABLE) from None
+        if known:
+            known.write_text(name_there + "\n")
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        self.run.log({**values, "samples": samples}, step=iteration)
+
+    def text(self, name: str, text: str) -> None:
+        self.run.summary[name] = text
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+# Megatron's name: the column of a step's row, and the flag that asks for it.
+TAGS = {
+    "lm loss": ("loss", None), "grad-norm": ("grad_norm", None), "params-norm": ("params_norm", None),
+    "num-zeros": ("num_zeros", None), "learning-rate": ("lr", "log_learning_rate_to_tensorboard"),
+    "loss-scale": ("loss_scale", "log_loss_scale_to_tensorboard"),
+    "batch-size": ("batch", "log_batch_size_to_tensorboard"),
+    "world-size": ("world_size", "log_world_size_to_tensorboard"),
+    "mem-reserved-bytes": ("reserved", "log_memory_to_tensorboard"),
+    "mem-allocated-bytes": ("memory", "log_memory_to_tensorboard"),
+    "mem-allocated-count": ("allocated_count", "log_memory_to_tensorboard"),
+}  # fmt: skip
+
+
+def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
+    """A step's row under Megatron's names; nothing at steps between --tensorboard-log-interval."""
+    if row.get("iteration", 0) % logging.tensorboard_log_interval:
+        return {}
+    idle = {"loss", "grad_norm"} if row.get("skipped") else set()  # an overflow's say nothing
+    asked = {tag: key for tag, (key, flag) in TAGS.items() if key not in idle and (not flag or getattr(logging, flag))}
+    out = {tag: float(row[key]) for tag, key in asked.items() if row.get(key) is not None}
+    if logging.log_timers_to_tensorboard:  # in seconds, as Megatron's
+        times = {"iteration": row.get("ms"), **(row.get("timers") or {})}
+        out |= {f"{name}-time": ms / 1e3 for name, ms in times.items() if ms is not None}
+    return out
+
+
+def validation_tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
+    """The same for a validation's row (name, loss, ppl); of one of several sets under bigscience's name."""
+    tag = f"lm loss {row['name']}"
+    tag = f"lm-loss-validation/{row['set']}/{tag}" if row.get("set") else tag
+    out = {tag: float(row["loss"])}
+    return out | {f"{tag} ppl": float(row["ppl"])} if logging.log_validation_ppl_to_tensorboard else out
