@@ -146,8 +146,25 @@ def measure(command: list[str], log: Path, watch: bool = False, stdin: object = 
 
 
 def ours(corpus: str, prefix: Path, vocab: str, merges: str, workers: int) -> list[str]:
-    return [sys.executable, "-m", "meshwright", "preprocess", "--input", corpus, "--output-prefix", str(prefix), "--vocab-file",
-            vocab, "--merge-file", merges, "--append-eod", "--workers", str(workers), "--log-interval", "100000"]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "preprocess",
+        "--input",
+        corpus,
+        "--output-prefix",
+        str(prefix),
+        "--vocab-file",
+        vocab,
+        "--merge-file",
+        merges,
+        "--append-eod",
+        "--workers",
+        str(workers),
+        "--log-interval",
+        "100000",
+    ]
 
 
 def digest(prefix: Path) -> str:

@@ -95,9 +95,15 @@ def megatron(prefix: Path, cache: Path, samples: int) -> dict[str, Any]:
         vocab_size = 50257
 
     settings = gpt_dataset.GPTDatasetConfig(
-        random_seed=1234, sequence_length=SEQ, path_to_cache=str(cache), tokenizer=Words(), split="1",
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-    )  # fmt: skip
+        random_seed=1234,
+        sequence_length=SEQ,
+        path_to_cache=str(cache),
+        tokenizer=Words(),
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
     indexed = IndexedDataset(str(prefix), mmap=True)
     from megatron.core.datasets import helpers  # noqa: F401  compiled, loaded before the clock runs
 
@@ -105,9 +111,11 @@ def megatron(prefix: Path, cache: Path, samples: int) -> dict[str, Any]:
         documents = np.arange(len(indexed), dtype=np.int32)
         made = gpt_dataset.GPTDataset(indexed, str(prefix), documents, samples, Split.train, settings)
     return {
-        **spent, "load": 0.0, "samples": len(made),
+        **spent,
+        "load": 0.0,
+        "samples": len(made),
         "sum": digest(made.document_index, made.sample_index, made.shuffle_index),
-    }  # fmt: skip
+    }
 
 
 def blend(sources: int, samples: int, peer: str) -> dict[str, Any]:

@@ -258,10 +258,15 @@ def measure_all(given: argparse.Namespace) -> None:
                 continue
             errors = [f"rank {i}: {r['error']}" for i, r in enumerate(rows) if r["error"]]
             about = {
-                "model": model, "cell": cell.name, "command": f"torchrun --nproc-per-node {cell.ranks} meshwright train {line}",
-                "gpus": cell.ranks, "seconds": time.perf_counter() - begin, "left_bytes": max(x["bytes"] for x in left),
-                "still_held": sorted({n for x in left for n in x["held"]}), **versions(device),
-            }  # fmt: skip
+                "model": model,
+                "cell": cell.name,
+                "command": f"torchrun --nproc-per-node {cell.ranks} meshwright train {line}",
+                "gpus": cell.ranks,
+                "seconds": time.perf_counter() - begin,
+                "left_bytes": max(x["bytes"] for x in left),
+                "still_held": sorted({n for x in left for n in x["held"]}),
+                **versions(device),
+            }
             if errors:
                 row = {"event": "failed", **about, "error": "; ".join(errors)}
             else:
@@ -331,9 +336,15 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
         gc.unfreeze()
         batches.close()
     return {
-        "losses": losses[: sum(steps)], "norms": norms[: sum(steps)], "ms": ms, "peak": peak, "shares": shares,
-        "times": times, "block": net.why, "parameters": sum(p.numel() for part in net.parts for p in part.parameters()),
-    }  # fmt: skip
+        "losses": losses[: sum(steps)],
+        "norms": norms[: sum(steps)],
+        "ms": ms,
+        "peak": peak,
+        "shares": shares,
+        "times": times,
+        "block": net.why,
+        "parameters": sum(p.numel() for part in net.parts for p in part.parameters()),
+    }
 
 
 def vocabulary_of(config: Any) -> tuple[int, int]:
@@ -352,10 +363,23 @@ def loader(config: Any, layout: Any, data: Any, device: Any, vocab: int) -> Iter
     length, at = config.data.seq_length, layout.at("cp")
     columns = length // layout.cp
     mine = None if layout.cp == 1 else slice(at * columns, (at + 1) * columns)
-    return iter(Loader(
-        data, config.micro_batch, config.batch, 0, config.data.num_workers, vocab, None, layout.at("replicas", "shard"),
-        layout.dp, True, device, mine, length + 1,
-    ))  # fmt: skip
+    return iter(
+        Loader(
+            data,
+            config.micro_batch,
+            config.batch,
+            0,
+            config.data.num_workers,
+            vocab,
+            None,
+            layout.at("replicas", "shard"),
+            layout.dp,
+            True,
+            device,
+            mine,
+            length + 1,
+        )
+    )
 
 
 def drawing(config: Any, vocab: int) -> Callable[[Iterable[tuple[str, Any]]], None]:
@@ -525,9 +549,12 @@ def shares(events: list[dict[str, Any]]) -> dict[str, float] | None:
     either = length(union([*talking, *computing]))
     whole = max(b for _, b, _ in kernels) - min(a for a, _, _ in kernels)
     return {
-        "compute": 100 * length(computing) / whole, "exposed": 100 * (either - length(computing)) / whole,
-        "idle": 100 * (1 - either / whole), "communication": 100 * length(talking) / whole, "ms": whole / 1e3,
-    }  # fmt: skip
+        "compute": 100 * length(computing) / whole,
+        "exposed": 100 * (either - length(computing)) / whole,
+        "idle": 100 * (1 - either / whole),
+        "communication": 100 * length(talking) / whole,
+        "ms": whole / 1e3,
+    }
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -560,13 +587,23 @@ def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], given: argpars
     flops = flops_per_token(config.model, vocabulary_of(replace(config, parallel=type(config.parallel)()))[1], seq)
     peaks = [r["peak"] for r in ranks if r["peak"] is not None]
     return {
-        "micro": cell.micro, "batch": cell.batch, "steps": list(cell.steps or given.steps), "ms": kept,
-        "tokens_per_second": speed, "flops_per_token": flops, "mfu": speed * flops / (PEAK * cell.ranks),
-        "peak_bytes": max(peaks) if peaks else None, "shares": ranks[0]["shares"],
-        "shares_of_last": ranks[-1]["shares"], "block": ranks[0]["block"],
-        "times": ranks[0]["times"], "parameters_of_ranks": [r["parameters"] for r in ranks],
-        "losses": ranks[0]["losses"], "norms": ranks[0]["norms"], "all_ms": [round(x, 2) for x in ms],
-    }  # fmt: skip
+        "micro": cell.micro,
+        "batch": cell.batch,
+        "steps": list(cell.steps or given.steps),
+        "ms": kept,
+        "tokens_per_second": speed,
+        "flops_per_token": flops,
+        "mfu": speed * flops / (PEAK * cell.ranks),
+        "peak_bytes": max(peaks) if peaks else None,
+        "shares": ranks[0]["shares"],
+        "shares_of_last": ranks[-1]["shares"],
+        "block": ranks[0]["block"],
+        "times": ranks[0]["times"],
+        "parameters_of_ranks": [r["parameters"] for r in ranks],
+        "losses": ranks[0]["losses"],
+        "norms": ranks[0]["norms"],
+        "all_ms": [round(x, 2) for x in ms],
+    }
 
 
 def versions(device: Any) -> dict[str, Any]:
@@ -576,9 +613,12 @@ def versions(device: Any) -> dict[str, Any]:
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
     return {
-        "device": devices.name(device), "torch": torch.__version__, "nccl": nccl, "python": platform.python_version(),
+        "device": devices.name(device),
+        "torch": torch.__version__,
+        "nccl": nccl,
+        "python": platform.python_version(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }  # fmt: skip
+    }
 
 
 def in_words(row: dict[str, Any]) -> str:
@@ -612,8 +652,21 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-HEAD = ("cell", "GPUs", "micro-batch, batch", "ms a step", "tokens/s", "MFU %", "GiB a GPU", "efficiency %",
-        "exposed comm. %", "idle %", "first loss", "last loss", "furthest from others")  # fmt: skip
+HEAD = (
+    "cell",
+    "GPUs",
+    "micro-batch, batch",
+    "ms a step",
+    "tokens/s",
+    "MFU %",
+    "GiB a GPU",
+    "efficiency %",
+    "exposed comm. %",
+    "idle %",
+    "first loss",
+    "last loss",
+    "furthest from others",
+)
 
 
 def write_table(out: Path) -> None:
@@ -637,12 +690,20 @@ def write_table(out: Path) -> None:
             s = r["shares"] or {}
             away = same.get(r["batch"], {}).get(r["cell"])
             values = (
-                r["cell"], str(r["gpus"]), f"{r['micro']}, {r['batch']}", f"{r['ms']:.1f}", f"{r['tokens_per_second']:,.0f}",
-                f"{100 * r['mfu']:.1f}", f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else "",
+                r["cell"],
+                str(r["gpus"]),
+                f"{r['micro']}, {r['batch']}",
+                f"{r['ms']:.1f}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{100 * r['mfu']:.1f}",
+                f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else "",
                 f"{100 * r['tokens_per_second'] / (one * r['gpus']):.1f}" if one else "",
-                f"{s['exposed']:.1f}" if s else "", f"{s['idle']:.1f}" if s else "", f"{r['losses'][0]:.4f}",
-                f"{r['losses'][-1]:.4f}", f"{away:.4f}" if away is not None else "",
-            )  # fmt: skip
+                f"{s['exposed']:.1f}" if s else "",
+                f"{s['idle']:.1f}" if s else "",
+                f"{r['losses'][0]:.4f}",
+                f"{r['losses'][-1]:.4f}",
+                f"{away:.4f}" if away is not None else "",
+            )
             text.append("| " + " | ".join(values) + " |")
         text += [f"\n{r['cell']}: failed: {r['error'][:300]}" for r in rows if r["event"] == "failed"]
         text.append("")
@@ -754,11 +815,16 @@ def overhead(given: argparse.Namespace) -> None:
             reader.close()
         medians = {name: statistics.median(x) for name, x in ms.items()}
         row = {
-            "model": model, "flags": line, "plain": PlainLoop.__doc__, "ms": medians,
-            "ratio": medians["ours"] / medians["plain"], "pairs": [round(x, 4) for x in ratios],
+            "model": model,
+            "flags": line,
+            "plain": PlainLoop.__doc__,
+            "ms": medians,
+            "ratio": medians["ours"] / medians["plain"],
+            "pairs": [round(x, 4) for x in ratios],
             "median_of_pairs": statistics.median(ratios),
-            "losses": {name: [x[0] for x in rows] for name, rows in told.items()}, **versions(device),
-        }  # fmt: skip
+            "losses": {name: [x[0] for x in rows] for name, rows in told.items()},
+            **versions(device),
+        }
         note(given.out / "overhead.jsonl", row)
         apart = max(abs(a[0] - b[0]) for a, b in zip(told["ours"], told["plain"], strict=True))
         tell(
@@ -800,8 +866,11 @@ class PlainLoop:
         groups = [[p for name, p in self.masters.items() if decays(name, p) == on] for on in (True, False)]
         self.adamw = torch.optim.AdamW(
             [{"params": groups[0], "weight_decay": o.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
-            lr=1.5e-4, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True,
-        )  # fmt: skip
+            lr=1.5e-4,
+            betas=(o.adam_beta1, o.adam_beta2),
+            eps=o.adam_eps,
+            fused=True,
+        )
 
     def step(self, micro: list[Any]) -> list[float]:
         from meshwright.model.attention import Where

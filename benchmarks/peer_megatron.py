@@ -107,12 +107,18 @@ def main() -> None:
         if RANK:
             continue
         about = {
-            "model": given.model, "cell": cell.name, "ours": cell.ours, "seconds": time.perf_counter() - begin,
+            "model": given.model,
+            "cell": cell.name,
+            "ours": cell.ours,
+            "seconds": time.perf_counter() - begin,
             "command": " ".join([f"torchrun --nproc-per-node {dist.get_world_size()}", *sys.argv]),
             "megatron_core": version("megatron-core"),
-            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), "gpus": dist.get_world_size(),
-            "left_bytes": torch.cuda.memory_allocated(), "still_held": [], **versions(device),
-        }  # fmt: skip
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+            "gpus": dist.get_world_size(),
+            "left_bytes": torch.cuda.memory_allocated(),
+            "still_held": [],
+            **versions(device),
+        }
         row = {"event": "failed", **about, "error": error or "another rank failed"} if bad else {**about, **(row or {})}
         note(path, row)
         tell("megatron-core " + in_words(row))
@@ -177,11 +183,22 @@ def measure(cell: Cell, config: Any, batch: int, steps: tuple[int, int], device:
     flops = flops_per_token(m, padded(1), seq)
     settings = peer.settings
     return {
-        "event": "done", "micro": best, "batch": batch, "steps": list(steps), "ms": kept, "tokens_per_second": speed,
-        "flops_per_token": flops, "mfu": speed * flops / (PEAK * dist.get_world_size()), "peak_bytes": float(peak),
-        "shares": None, "times": {"build": built}, "tried_ms": tried, "losses": losses.tolist(), "settings": settings,
+        "event": "done",
+        "micro": best,
+        "batch": batch,
+        "steps": list(steps),
+        "ms": kept,
+        "tokens_per_second": speed,
+        "flops_per_token": flops,
+        "mfu": speed * flops / (PEAK * dist.get_world_size()),
+        "peak_bytes": float(peak),
+        "shares": None,
+        "times": {"build": built},
+        "tried_ms": tried,
+        "losses": losses.tolist(),
+        "settings": settings,
         "all_ms": [round(x, 2) for x in ms],
-    }  # fmt: skip
+    }
 
 
 def slowest(ms: list[float]) -> list[float]:
@@ -218,40 +235,76 @@ class Peer:
         first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
         self.last, self.dp = last, mpu.get_data_parallel_world_size()
         config = dict(
-            num_layers=m.num_layers, hidden_size=m.hidden_size, num_attention_heads=m.num_attention_heads,
-            ffn_hidden_size=m.ffn, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
-            pipeline_dtype=torch.bfloat16, tensor_model_parallel_size=cell.tp, pipeline_model_parallel_size=cell.pp,
-            bias_activation_fusion=True, bias_dropout_fusion=True, masked_softmax_fusion=False,
-            attention_softmax_in_fp32=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
-            cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native", deallocate_pipeline_outputs=True,
-            batch_p2p_comm=True, overlap_p2p_comm=False, sequence_parallel=False, use_cpu_initialization=False,
-        )  # fmt: skip
+            num_layers=m.num_layers,
+            hidden_size=m.hidden_size,
+            num_attention_heads=m.num_attention_heads,
+            ffn_hidden_size=m.ffn,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            tensor_model_parallel_size=cell.tp,
+            pipeline_model_parallel_size=cell.pp,
+            bias_activation_fusion=True,
+            bias_dropout_fusion=True,
+            masked_softmax_fusion=False,
+            attention_softmax_in_fp32=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            cross_entropy_loss_fusion=True,
+            cross_entropy_fusion_impl="native",
+            deallocate_pipeline_outputs=True,
+            batch_p2p_comm=True,
+            overlap_p2p_comm=False,
+            sequence_parallel=False,
+            use_cpu_initialization=False,
+        )
         if cell.stages:
             names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
             config |= dict(zip(names, cell.stages, strict=True))
         of_model = dict(
-            vocab_size=padded(cell.tp), max_sequence_length=seq, position_embedding_type="learned_absolute",
-            share_embeddings_and_output_weights=True, pre_process=first, post_process=last, parallel_output=True,
-        )  # fmt: skip
+            vocab_size=padded(cell.tp),
+            max_sequence_length=seq,
+            position_embedding_type="learned_absolute",
+            share_embeddings_and_output_weights=True,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+        )
         of_data = dict(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
-        )  # fmt: skip
+        )
         of_optimizer = dict(
-            optimizer="adam", lr=1e-4, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=1.0,
-            weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, overlap_param_gather=True,
-        )  # fmt: skip
+            optimizer="adam",
+            lr=1e-4,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            clip_grad=1.0,
+            weight_decay=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            overlap_param_gather=True,
+        )
         self.settings = {
             name: {k: str(v) for k, v in values.items()}
             for name, values in (
-                ("TransformerConfig", config), ("GPTModel", of_model),
-                ("DistributedDataParallelConfig", of_data), ("OptimizerConfig", of_optimizer),
+                ("TransformerConfig", config),
+                ("GPTModel", of_model),
+                ("DistributedDataParallelConfig", of_data),
+                ("OptimizerConfig", of_optimizer),
             )
-        }  # fmt: skip
+        }
         self.settings["beside"] = {
             "layers": "get_gpt_layer_local_spec, core_attention by scaled_dot_product_attention(is_causal=True)",
-            "AdamW": "torch's fused", "norm and scaling of gradients": "torch._foreach_norm, torch._foreach_mul_",
-        }  # fmt: skip
+            "AdamW": "torch's fused",
+            "norm and scaling of gradients": "torch._foreach_norm, torch._foreach_mul_",
+        }
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = foreach_norm, foreach_scale
         transformer = TransformerConfig(**config)
         spec = get_gpt_layer_local_spec()
@@ -288,9 +341,14 @@ class Peer:
         self.optimizer.zero_grad()
         count = self.batch // self.dp // micro
         told = self.run(
-            forward_step_func=self.forward, data_iterator=self.batches(micro), model=[self.model], num_microbatches=count,
-            seq_length=self.seq, micro_batch_size=micro, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=self.forward,
+            data_iterator=self.batches(micro),
+            model=[self.model],
+            num_microbatches=count,
+            seq_length=self.seq,
+            micro_batch_size=micro,
+            forward_only=False,
+        )
         self.optimizer.step()
         loss = float(torch.stack([x["loss"] for x in told]).mean()) if self.last else 0.0
         torch.cuda.synchronize()

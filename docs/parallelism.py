@@ -117,8 +117,11 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where
 def box(
     axes: Axes, x: float, y: float, w: float, h: float, colour: str = report.INK, alpha: float = 0.0, **more: Any
 ) -> None:
-    axes.add_patch(Rectangle((x, y), w, h, facecolor=colour, alpha=alpha, lw=0, **more) if alpha else
-                   Rectangle((x, y), w, h, fill=False, edgecolor=colour, lw=0.8, **more))  # fmt: skip
+    axes.add_patch(
+        Rectangle((x, y), w, h, facecolor=colour, alpha=alpha, lw=0, **more)
+        if alpha
+        else Rectangle((x, y), w, h, fill=False, edgecolor=colour, lw=0.8, **more)
+    )
 
 
 def write(axes: Axes, x: float, y: float, text: str, size: float = 8, **more: Any) -> None:
@@ -163,10 +166,25 @@ def tensor() -> Figure:
     """The model on two ranks, from left to right, without and with sequence parallelism; grey: what a rank lacks."""
     figure, axes = canvas(8.6, 4.6, rows=2, hspace=0.12, top=0.95, bottom=0.01)
     parts = (
-        ("tokens", "rows"), "leave", ("norm", "stream"), "enter", ("qkv", "rows"), ("attention", "rows"),
-        ("proj", "columns"), "leave", ("norm", "stream"), "enter", ("fc", "rows"), ("GELU", "rows"),
-        ("proj", "columns"), "leave", ("norm", "stream"), "enter", ("head", "rows"), ("loss", "rows"),
-    )  # fmt: skip
+        ("tokens", "rows"),
+        "leave",
+        ("norm", "stream"),
+        "enter",
+        ("qkv", "rows"),
+        ("attention", "rows"),
+        ("proj", "columns"),
+        "leave",
+        ("norm", "stream"),
+        "enter",
+        ("fc", "rows"),
+        ("GELU", "rows"),
+        ("proj", "columns"),
+        "leave",
+        ("norm", "stream"),
+        "enter",
+        ("head", "rows"),
+        ("loss", "rows"),
+    )
     signs = {"leave": ("sum", "rows of\nthe sum"), "enter": ("sum, in\nbackward", "all\nrows")}
     for sequence, one in enumerate(axes):
         one.set(xlim=(-1.6, 21.8), ylim=(-1.0, 5.2))
@@ -198,8 +216,10 @@ def tensor() -> Figure:
 
 def pipeline() -> Figure:
     cases: tuple[tuple[str, Kind, int], ...] = (
-        ("GPipe", "gpipe", 1), ("1F1B", "1f1b", 1), ("interleaved 1F1B, two pieces on each rank", "1f1b", 2),
-    )  # fmt: skip
+        ("GPipe", "gpipe", 1),
+        ("1F1B", "1f1b", 1),
+        ("interleaved 1F1B, two pieces on each rank", "1f1b", 2),
+    )
     figure, axes = canvas(8, 6.2, rows=3, left=0.07, hspace=0.35, top=0.95, bottom=0.02)
     for one, (title, kind, chunks) in zip(axes, cases, strict=True):
         run = simulate(kind, 4, 8, chunks)

@@ -25,10 +25,14 @@ def config(**optimizer: Any) -> TrainConfig:
     return TrainConfig(
         training=training,
         optimizer=Optimizer(
-            lr=1e-3, min_lr=1e-4, lr_warmup_samples=10_000, lr_decay_samples=90_000, lr_wsd_decay_samples=30_000,
+            lr=1e-3,
+            min_lr=1e-4,
+            lr_warmup_samples=10_000,
+            lr_decay_samples=90_000,
+            lr_wsd_decay_samples=30_000,
             **optimizer,
         ),
-    )  # fmt: skip
+    )
 
 
 def draw() -> str:
@@ -45,9 +49,11 @@ def draw() -> str:
 
     solid, dashed, dotted, mixed = "-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5))
     for style, colour, line in (
-        ("constant", report.INK, solid), ("inverse-square-root", report.INK, dashed),
-        ("linear", report.LINE, solid), ("cosine", report.LINE, dashed),
-    ):  # fmt: skip
+        ("constant", report.INK, solid),
+        ("inverse-square-root", report.INK, dashed),
+        ("linear", report.LINE, solid),
+        ("cosine", report.LINE, dashed),
+    ):
         add(rates, style, lr_schedule.from_config(config(lr_decay_style=style)).lr, colour, line)
     for style, line in (("exponential", solid), ("linear", dashed), ("cosine", mixed), ("minus_sqrt", dotted)):
         wsd = lr_schedule.from_config(config(lr_decay_style="WSD", lr_wsd_decay_style=style))
@@ -65,14 +71,29 @@ def draw() -> str:
         seen.append(scale.scale)
     scales.plot(consumed, seen, label="window 200,\nhysteresis 2", color=report.LINE, lw=1.6, drawstyle="steps-post")
     scales.set_yscale("log", base=2)
-    scales.plot([n * BATCH for n in sorted(OVERFLOWS)], [min(seen) / 2] * len(OVERFLOWS), "x", color=report.BAD,
-                label="overflow", ms=6)  # fmt: skip
+    scales.plot(
+        [n * BATCH for n in sorted(OVERFLOWS)],
+        [min(seen) / 2] * len(OVERFLOWS),
+        "x",
+        color=report.BAD,
+        label="overflow",
+        ms=6,
+    )
     for axes, title in (
-        (rates, "Learning rate"), (decays, "Weight decay"), (batches, "Global batch"), (scales, "fp16 loss scale")
-    ):  # fmt: skip
+        (rates, "Learning rate"),
+        (decays, "Weight decay"),
+        (batches, "Global batch"),
+        (scales, "fp16 loss scale"),
+    ):
         axes.set_title(title, loc="left", color=report.INK, fontsize=11)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, labelcolor=report.INK, fontsize=9,
-                    handlelength=2.6)  # fmt: skip
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(1.01, 1),
+            frameon=False,
+            labelcolor=report.INK,
+            fontsize=9,
+            handlelength=2.6,
+        )
     svg = report.svg_of(figure, "Schedules")
     style = f"<style>{report.THEME}svg {{ background: var(--paper); font-family: system-ui, sans-serif }}</style>"
     at = svg.index(">") + 1

@@ -90,19 +90,36 @@ def body(folder: str, tp: int, pp: int, options: dict[str, Any]) -> None:
     dist.barrier()
 
 
-SCHEDULER = {"max_lr": 1e-3, "lr_warmup_steps": 16, "num_steps": 80, "lr_decay_style": "cosine", "lr_decay_steps": 800,
-             "min_lr": 1e-5, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 800}  # fmt: skip
+SCHEDULER = {
+    "max_lr": 1e-3,
+    "lr_warmup_steps": 16,
+    "num_steps": 80,
+    "lr_decay_style": "cosine",
+    "lr_decay_steps": 800,
+    "min_lr": 1e-5,
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_style": "constant",
+    "wd_incr_steps": 800,
+}
 
 
 def arguments(options: dict[str, Any]) -> Namespace:
     cfg = options.get("cfg", {})
     return Namespace(
-        **SIZES, global_batch_size=8, consumed_train_samples=80, norm_epsilon=1e-5,
+        **SIZES,
+        global_batch_size=8,
+        consumed_train_samples=80,
+        norm_epsilon=1e-5,
         group_query_attention="num_query_groups" in cfg,
-        num_query_groups=cfg.get("num_query_groups", 1), swiglu=cfg.get("gated_linear_unit", False), padded_vocab_size=VOCAB,
-        position_embedding_type="rope" if options.get("rope") else "learned_absolute", seq_length=POSITIONS,
-        num_experts=None, bias_gelu_fusion=True,
-    )  # fmt: skip
+        num_query_groups=cfg.get("num_query_groups", 1),
+        swiglu=cfg.get("gated_linear_unit", False),
+        padded_vocab_size=VOCAB,
+        position_embedding_type="rope" if options.get("rope") else "learned_absolute",
+        seq_length=POSITIONS,
+        num_experts=None,
+        bias_gelu_fusion=True,
+    )
 
 
 def build(tp: int, pp: int, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -119,16 +136,29 @@ def build(tp: int, pp: int, options: dict[str, Any]) -> tuple[Any, Any]:
     else:
         cfg["activation_func"] = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
     config = TransformerConfig(
-        **SIZES, **cfg, use_cpu_initialization=True, bf16=half, params_dtype=dtype, pipeline_dtype=dtype,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, hidden_dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
+        **SIZES,
+        **cfg,
+        use_cpu_initialization=True,
+        bf16=half,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
     torch.manual_seed(5)
     model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization=config.normalization), VOCAB, POSITIONS,
-        parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage(), parallel_output=False,
+        config,
+        get_gpt_layer_local_spec(normalization=config.normalization),
+        VOCAB,
+        POSITIONS,
+        parallel_state.is_pipeline_first_stage(),
+        parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
         share_embeddings_and_output_weights=options.get("tied", True),
         position_embedding_type="rope" if options.get("rope") else "learned_absolute",
-    )  # fmt: skip
+    )
     with torch.no_grad():
         for n, (name, p) in enumerate(model.named_parameters()):
             if p.ndim == 1:  # norms and biases begin alike
@@ -156,11 +186,15 @@ def trained(model: Any, config: Any, options: dict[str, Any]) -> Any:
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=1e-3, weight_decay=0.1, bf16=config.bf16, params_dtype=config.params_dtype,
+            optimizer="adam",
+            lr=1e-3,
+            weight_decay=0.1,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=distributed,
         ),
         [wrapped],
-    )  # fmt: skip
+    )
     for step in range(2):
         noise = torch.Generator().manual_seed(step)
         for p in model.parameters():

@@ -28,22 +28,44 @@ import torch.distributed as dist
 from torch import nn
 
 H, F, V, P, L = 8, 14, 16, 5, 3
-SCHEDULER = {"max_lr": 1e-3, "warmup_steps": 16, "num_steps": 24, "decay_style": "cosine", "decay_steps": 800, "min_lr": 1e-5,
-             "warmup_tokens": 0, "num_tokens": 0, "decay_tokens": None}  # fmt: skip
+SCHEDULER = {
+    "max_lr": 1e-3,
+    "warmup_steps": 16,
+    "num_steps": 24,
+    "decay_style": "cosine",
+    "decay_steps": 800,
+    "min_lr": 1e-5,
+    "warmup_tokens": 0,
+    "num_tokens": 0,
+    "decay_tokens": None,
+}
 ARGS = Namespace(num_attention_heads=2, weight_decay=0.1, consumed_train_samples=24, global_batch_size=8)
 LAYER = {
-    "input_layernorm.weight": (H,), "input_layernorm.bias": (H,),
-    "self_attention.query_key_value.weight": (3 * H, H), "self_attention.query_key_value.bias": (3 * H,),
-    "self_attention.dense.weight": (H, H), "self_attention.dense.bias": (H,),
-    "post_attention_layernorm.weight": (H,), "post_attention_layernorm.bias": (H,),
-    "mlp.dense_h_to_4h.weight": (F, H), "mlp.dense_h_to_4h.bias": (F,),
-    "mlp.dense_4h_to_h.weight": (H, F), "mlp.dense_4h_to_h.bias": (H,),
-}  # fmt: skip
+    "input_layernorm.weight": (H,),
+    "input_layernorm.bias": (H,),
+    "self_attention.query_key_value.weight": (3 * H, H),
+    "self_attention.query_key_value.bias": (3 * H,),
+    "self_attention.dense.weight": (H, H),
+    "self_attention.dense.bias": (H,),
+    "post_attention_layernorm.weight": (H,),
+    "post_attention_layernorm.bias": (H,),
+    "mlp.dense_h_to_4h.weight": (F, H),
+    "mlp.dense_h_to_4h.bias": (F,),
+    "mlp.dense_4h_to_h.weight": (H, F),
+    "mlp.dense_4h_to_h.bias": (H,),
+}
 EMBEDDING = {"word_embeddings.weight": (V, H), "position_embeddings.weight": (P, H)}
 NORM = {"weight": (H,), "bias": (H,)}
 # Which dimension tensor parallelism cuts.
-CUT = {"word_embeddings.weight": 0, "query_key_value.weight": 0, "query_key_value.bias": 0, "dense.weight": 1,
-       "dense_h_to_4h.weight": 0, "dense_h_to_4h.bias": 0, "dense_4h_to_h.weight": 1}  # fmt: skip
+CUT = {
+    "word_embeddings.weight": 0,
+    "query_key_value.weight": 0,
+    "query_key_value.bias": 0,
+    "dense.weight": 1,
+    "dense_h_to_4h.weight": 0,
+    "dense_h_to_4h.bias": 0,
+    "dense_4h_to_h.weight": 1,
+}
 
 
 def cut_of(name: str) -> int | None:
@@ -148,10 +170,13 @@ def body(folder: str, stage: int, options: dict[str, Any]) -> None:
     deepspeed.comm.torch.build_shm_op = lambda: None  # would compile
     tp, pp = options.get("tp", 1), options.get("pp", 0)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": 10**6,
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**6,
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
-    }  # fmt: skip
+    }
     if options.get("bf16"):
         config["bf16"] = {"enabled": True}
     if options.get("fp16"):
@@ -161,12 +186,17 @@ def body(folder: str, stage: int, options: dict[str, Any]) -> None:
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = pipeline(tp, pp) if pp else whole(tp)
     sizes = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}
-    groups = [{"params": [p for p in sizes if sizes[p] > 1], "weight_decay": 0.1},
-              {"params": [p for p in sizes if sizes[p] == 1], "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {"params": [p for p in sizes if sizes[p] > 1], "weight_decay": 0.1},
+        {"params": [p for p in sizes if sizes[p] == 1], "weight_decay": 0.0},
+    ]
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, config=config, optimizer=torch.optim.Adam(groups, lr=1e-2), lr_scheduler=Scheduler(),
+        model=model,
+        config=config,
+        optimizer=torch.optim.Adam(groups, lr=1e-2),
+        lr_scheduler=Scheduler(),
         mpu=None if pp or tp == 1 else Mpu(tp),
-    )  # fmt: skip
+    )
     for _ in range(3):
         if pp:
             engine.train_batch(iter(lambda: (torch.ones(1), torch.ones(1)), None))
@@ -192,12 +222,15 @@ def told(tp: int) -> dict[str, Any]:
     ]
     return {
         "universal_checkpoint_info": {
-            "universal_checkpoint_version": 0.2, "original_vocab_size": V, "padded_vocab_size": V,
-            "vocabulary_parameter_patterns": [r".*word_embeddings\.weight"], "tp_replicated_parameter_patterns": whole_ones,
+            "universal_checkpoint_version": 0.2,
+            "original_vocab_size": V,
+            "padded_vocab_size": V,
+            "vocabulary_parameter_patterns": [r".*word_embeddings\.weight"],
+            "tp_replicated_parameter_patterns": whole_ones,
             "parameter_with_row_parallelism_patterns": cut,
             "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed\..*"],
         }
-    }  # fmt: skip
+    }
 
 
 def held(p: Any, optimizer: Any, stage: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -243,8 +276,9 @@ def pipeline(tp: int, pp: int) -> Any:
     return PipelineModule(
         [lambda x: x, embed, lambda x: x, *layers, lambda x: x, LayerSpec(Tree, NORM, tp, "n"), head],
         topology=PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dist.get_world_size() // tp // pp),
-        loss_fn=lambda x, _: x.mean(), partition_method="uniform",
-    )  # fmt: skip
+        loss_fn=lambda x, _: x.mean(),
+        partition_method="uniform",
+    )
 
 
 def universal(folder: str) -> None:
@@ -255,10 +289,15 @@ def universal(folder: str) -> None:
 
     ds_to_universal.main(
         Namespace(
-            input_folder=folder, output_folder=f"{folder}_universal", num_extract_workers=1, num_merge_workers=1,
-            keep_temp_folder=False, strict=False, inject_missing_state=False,
+            input_folder=folder,
+            output_folder=f"{folder}_universal",
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=False,
+            inject_missing_state=False,
         )
-    )  # fmt: skip
+    )
 
 
 def zero_to_fp32(folder: str) -> None:
@@ -289,8 +328,10 @@ class Scaler:
 @contextlib.contextmanager
 def as_deepspeeds() -> Iterator[None]:
     """Their classes' names, for the pickles."""
-    here = {"deepspeed.utils.tensor_fragment": ("fragment_address", Address),
-            "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", Scaler)}  # fmt: skip
+    here = {
+        "deepspeed.utils.tensor_fragment": ("fragment_address", Address),
+        "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", Scaler),
+    }
     parents = ["deepspeed", "deepspeed.utils", "deepspeed.runtime", "deepspeed.runtime.fp16"]
     before = {module: sys.modules.get(module) for module in (*parents, *here)}
     try:
@@ -353,9 +394,17 @@ def in_pipeline(name: str) -> tuple[int, str, str]:
 
 
 def write(
-    root: Path, values: dict[str, dict[str, torch.Tensor]], *, tp: int = 1, pp: int = 0, dp: int = 2, stage: int = 1,
-    mapping: bool = True, gated: bool = False, only_weights: bool = False,
-) -> Path:  # fmt: skip
+    root: Path,
+    values: dict[str, dict[str, torch.Tensor]],
+    *,
+    tp: int = 1,
+    pp: int = 0,
+    dp: int = 2,
+    stage: int = 1,
+    mapping: bool = True,
+    gated: bool = False,
+    only_weights: bool = False,
+) -> Path:
     """`pp` 0: no pipeline. Without `mapping`, as before DeepSpeed 0.7."""
     folder = root / "global_step30"
     folder.mkdir()
@@ -374,8 +423,15 @@ def write(
         shapes = [OrderedDict((called[n], mine[""][n].shape) for n in group) for group in by_dimension]
         weights = {n: t.bfloat16() for n, t in mine[""].items()}
         module = None if pp else {called[n]: torch.empty(0) if stage == 3 else t for n, t in weights.items()}
-        state = {"module": module, "param_shapes": shapes, "args": ARGS, "iteration": 30, "checkpoint_version": 3.0,
-                 "lr_scheduler": SCHEDULER, "checkpoint_info": {"original_vocab_size": V - 3}}  # fmt: skip
+        state = {
+            "module": module,
+            "param_shapes": shapes,
+            "args": ARGS,
+            "iteration": 30,
+            "checkpoint_version": 3.0,
+            "lr_scheduler": SCHEDULER,
+            "checkpoint_info": {"original_vocab_size": V - 3},
+        }
         if only_weights:
             state["param_shapes"] = None
         if pp:
@@ -412,9 +468,13 @@ def save_layers(folder: Path, weights: dict[str, torch.Tensor], tp: int) -> None
 
 
 def shared(
-    mine: dict[str, dict[str, torch.Tensor]], groups: list[list[str]], called: dict[str, str], rank: int, ranks: int,
+    mine: dict[str, dict[str, torch.Tensor]],
+    groups: list[list[str]],
+    called: dict[str, str],
+    rank: int,
+    ranks: int,
     mapping: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Data rank `rank` of ZeRO-1 and -2: an equal part of each group's row of numbers, which is filled up at its end."""
     masters, states, mappings = [], [], []
     for group in groups:
@@ -453,10 +513,14 @@ def third(mine: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int) -> di
         return torch.cat(parts)
 
     groups = [order[i : i + 5] for i in range(0, len(order), 5)]
-    states = {i: {kind: row(kind, group) for kind in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(30.0)}
-              for i, group in enumerate(groups)}  # fmt: skip
-    return {"fp32_flat_groups": [row("", group) for group in groups],
-            "optimizer_state_dict": {"state": states, "param_groups": [{"params": list(states)}]}}  # fmt: skip
+    states = {
+        i: {kind: row(kind, group) for kind in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(30.0)}
+        for i, group in enumerate(groups)
+    }
+    return {
+        "fp32_flat_groups": [row("", group) for group in groups],
+        "optimizer_state_dict": {"state": states, "param_groups": [{"params": list(states)}]},
+    }
 
 
 def joined_by_hand(root: Path, values: dict[str, dict[str, torch.Tensor]]) -> Path:

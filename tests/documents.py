@@ -14,9 +14,18 @@ ROOT = Path(__file__).parents[1]
 
 # Values that make a documented run small; everything else stays as the document has it.
 SMALLER = {
-    "num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 32, "max-position-embeddings": 32,
-    "train-iters": 6, "lr-decay-iters": 40, "log-interval": 2, "save-interval": 4, "eval-interval": 3, "eval-iters": 1,
-}  # fmt: skip
+    "num-layers": 2,
+    "hidden-size": 32,
+    "num-attention-heads": 4,
+    "seq-length": 32,
+    "max-position-embeddings": 32,
+    "train-iters": 6,
+    "lr-decay-iters": 40,
+    "log-interval": 2,
+    "save-interval": 4,
+    "eval-interval": 3,
+    "eval-iters": 1,
+}
 
 
 def smaller(command: str, **more: object) -> str:

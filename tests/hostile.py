@@ -153,18 +153,20 @@ in_zip(
     lambda m: call(call("builtins.getattr", named("os.path"), text("x")), touch(m)),
 )
 in_zip(
-    "getattr of a class that is allowed", "calls a Stub",
+    "getattr of a class that is allowed",
+    "calls a Stub",
     lambda m: call(call("builtins.getattr", named("torch.Tensor"), text("__subclasses__"))),
-)  # fmt: skip
+)
 in_zip("getattr of a dict", "getattr", lambda m: call("builtins.getattr", b"}", text("__class__")))
 in_zip("attrgetter", UNTRUSTED, lambda m: call(call("operator.attrgetter", text("system")), b"N"))
 in_zip("functools.partial", UNTRUSTED, lambda m: call(call("functools.partial", named("os.system"), touch(m))), True)
 in_zip("torch.load of a file", UNTRUSTED, lambda m: call("torch.serialization.load", text(str(m))))
 in_zip("torch.hub", UNTRUSTED, lambda m: call("torch.hub.load", text(str(m.parent)), text("x")))
 in_zip(
-    "a pickle in bytes, through torch's storages", UNTRUSTED,
+    "a pickle in bytes, through torch's storages",
+    UNTRUSTED,
     lambda m: call("torch.storage._load_from_bytes", quoted(program(call("os.system", touch(m))))),
-)  # fmt: skip
+)
 in_zip(
     "pickle.loads of bytes",
     UNTRUSTED,
@@ -174,25 +176,27 @@ in_zip(
 in_zip("a class of the main program", UNTRUSTED, lambda m: call("__main__.Model"))
 in_zip("NEWOBJ", UNTRUSTED, lambda m: named("subprocess.Popen") + many(many(text("touch"), text(str(m)))) + b"\x81")
 in_zip(
-    "NEWOBJ_EX", UNTRUSTED,
-    lambda m: named("subprocess.Popen") + b")}" + text("args") + text(f"touch {m}") + b"s\x92",
-)  # fmt: skip
+    "NEWOBJ_EX", UNTRUSTED, lambda m: named("subprocess.Popen") + b")}" + text("args") + text(f"touch {m}") + b"s\x92"
+)
 in_zip("NEWOBJ_EX with keywords", "keywords", lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92")
 in_zip("INST", "instruction", lambda m: b"(" + touch(m) + b"ios\nsystem\n", True)
 in_zip("OBJ", UNTRUSTED, lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
 in_zip("STACK_GLOBAL", UNTRUSTED, lambda m: text("os") + text("system") + b"\x93" + many(touch(m)) + b"R", True)
 in_zip(
-    "STACK_GLOBAL with dots", UNTRUSTED,
+    "STACK_GLOBAL with dots",
+    UNTRUSTED,
     lambda m: call(text("torch.serialization") + text("os.system") + b"\x93", touch(m)),
-)  # fmt: skip
+)
 in_zip(
-    "globals of a function that is allowed", UNTRUSTED,
+    "globals of a function that is allowed",
+    UNTRUSTED,
     lambda m: text("collections") + text("OrderedDict.__init__.__globals__") + b"\x93",
-)  # fmt: skip
+)
 in_zip(
-    "a module behind a package that is allowed", "calls a Stub",
+    "a module behind a package that is allowed",
+    "calls a Stub",
     lambda m: call(call(text("megatron.os") + text("system") + b"\x93", touch(m)), touch(m)),
-)  # fmt: skip
+)
 
 
 def registered(marker: Path) -> bytes:
@@ -269,9 +273,10 @@ in_zip(
 )
 in_zip("torch.Size of texts", "torch.Size", lambda m: call("torch.Size", many(text("x"))))
 in_zip(
-    "a tensor of a class of its own", "calls a|class of its own",
+    "a tensor of a class of its own",
+    "calls a|class of its own",
     lambda m: call("torch._tensor._rebuild_from_type_v2", named("megatron.x.f"), named("torch.Tensor"), b")", b"N"),
-)  # fmt: skip
+)
 
 # Memory and time
 
@@ -322,14 +327,24 @@ def collisions(count: int) -> bytes:
 EVIL = program(call("os.system", text("true")))
 in_file("an archive in the place of the pickle", "instruction", lambda m: nested(m))
 CASES.append(
-    Case("a pickle that is compressed a thousandfold", "pickle", "compressed",
-         lambda path, m: zipped(path, {"a/data.pkl": bytes(200 * MEGABYTE)}, zipfile.ZIP_DEFLATED)),
-)  # fmt: skip
+    Case(
+        "a pickle that is compressed a thousandfold",
+        "pickle",
+        "compressed",
+        lambda path, m: zipped(path, {"a/data.pkl": bytes(200 * MEGABYTE)}, zipfile.ZIP_DEFLATED),
+    )
+)
 for title, says, count in (("names of 65 kB", "a name of 65,0", 500), ("names of 98 MB", "its directory has", 1500)):
     CASES.append(  # the smiley makes each letter take four bytes in memory
-        Case(title, "pickle", says, lambda path, m, count=count: zipped(  # type: ignore[misc]
-            path, {f"a/{i:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for i in range(count)}))
-    )  # fmt: skip
+        Case(
+            title,
+            "pickle",
+            says,
+            lambda path, m, count=count: zipped(  # type: ignore[misc]
+                path, {f"a/{i:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for i in range(count)}
+            ),
+        )
+    )
 for title, says, other in (
     ("an entry outside of the archive", "leads out", "a/../../x"),
     ("an entry with an absolute name", "leads out", "/etc/passwd"),
@@ -409,8 +424,12 @@ for title, says, change in (
     ("a directory of 65,535 entries", "claims 65,535", lambda raw: put(raw, len(raw) - 12, "<H", 65535)),
     ("a directory of 2**40 entries", "claims 1,099,511,627,776", with_64_bits),
     ("a directory beyond the end", "directory is said to end", lambda raw: put(raw, len(raw) - 6, "<L", 1 << 31)),
-    ("a directory that ends before it begins", "directory is said to end", lambda raw: put(raw, len(raw) - 10, "<L", 9)),
-):  # fmt: skip
+    (
+        "a directory that ends before it begins",
+        "directory is said to end",
+        lambda raw: put(raw, len(raw) - 10, "<L", 9),
+    ),
+):
     CASES.append(Case(title, "pickle", says, bent(change)))
 
 
@@ -436,17 +455,31 @@ def old_storage(view: bytes = b"N") -> bytes:
 
 FOUR = struct.pack("<q", 4) + bytes(16)
 old("the old form: reduce", UNTRUSTED, lambda m: call("os.system", touch(m)), [], b"", True)
-old("the old form: a view beyond its storage", "a view of elements",
-    lambda m: tensor(old_storage(many(text("v"), number(3), number(99))), [1], [1]), ["0"], FOUR)  # fmt: skip
+old(
+    "the old form: a view beyond its storage",
+    "a view of elements",
+    lambda m: tensor(old_storage(many(text("v"), number(3), number(99))), [1], [1]),
+    ["0"],
+    FOUR,
+)
 old(
     "the old form: a storage that is cut short", "cut short", lambda m: tensor(old_storage(), [4], [1]), ["0"], FOUR[:9]
 )
-old("the old form: a storage of another size", "numbers", lambda m: tensor(old_storage(), [4], [1]), ["0"],
-    struct.pack("<q", -3) + bytes(16))  # fmt: skip
+old(
+    "the old form: a storage of another size",
+    "numbers",
+    lambda m: tensor(old_storage(), [4], [1]),
+    ["0"],
+    struct.pack("<q", -3) + bytes(16),
+)
 old("the old form: other storages", "not those", lambda m: tensor(old_storage(), [4], [1]), ["0", "1"], FOUR * 2)
-old("the old form: one storage of two sizes", "two sizes",
+old(
+    "the old form: one storage of two sizes",
+    "two sizes",
     lambda m: many(tensor(old_storage(), [1], [1]), tensor(old_storage().replace(number(4), number(9)), [1], [1])),
-    ["0"], FOUR)  # fmt: skip
+    ["0"],
+    FOUR,
+)
 in_file(
     "the old form: code in the place of its number", UNTRUSTED, lambda m: program(call("os.system", touch(m))), True
 )
@@ -551,9 +584,16 @@ in_folder("dcp: an offset that is a text", "dcp", "", lambda p, m: with_metadata
 # Folders of Hugging Face
 
 GPT2: dict[str, Any] = {
-    "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 32, "n_ctx": 16,
-    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "n_layer": 1,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_positions": 16,
+    "vocab_size": 32,
+    "n_ctx": 16,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+}
 
 
 def safetensors(header: bytes, data: bytes = bytes(64), size: int | None = None) -> bytes:
@@ -643,14 +683,22 @@ in_folder(
 in_folder(
     "huggingface: an index with an absolute name", "huggingface", "outside", with_files(**index_of("/etc/passwd"))
 )
-in_folder("huggingface: an index of lists in lists", "huggingface", "JSON",
-          with_files(**{"model.safetensors_index_json": DEEP}))  # fmt: skip
+in_folder(
+    "huggingface: an index of lists in lists",
+    "huggingface",
+    "JSON",
+    with_files(**{"model.safetensors_index_json": DEEP}),
+)
 in_folder("huggingface: a config of lists in lists", "huggingface", "JSON", with_files(config_json=DEEP))
 in_folder(
     "huggingface: a config of 100 MB", "huggingface", "bytes", with_files(config_json=b"[" + b"0," * (50 * MEGABYTE))
 )
-in_folder("huggingface: sizes that are not numbers", "huggingface", "",
-          with_files(config_json=GPT2 | {"n_embd": {}, "n_layer": 10**30}, model_safetensors=b""))  # fmt: skip
+in_folder(
+    "huggingface: sizes that are not numbers",
+    "huggingface",
+    "",
+    with_files(config_json=GPT2 | {"n_embd": {}, "n_layer": 10**30}, model_safetensors=b""),
+)
 
 # Our own
 
@@ -702,10 +750,18 @@ in_folder(
     "bytes",
     lambda p, m: (p / "manifest.json").write_bytes(bytes(100 * MEGABYTE)),
 )
-in_folder("native: a state of lists in lists", "native", "JSON",
-          lambda p, m: native(p, {"state.json": DEEP, "config.json": b"{}", "index.json": b"{}"}))  # fmt: skip
-in_folder("native: NaN", "native", "NaN",
-          lambda p, m: native(p, {"state.json": b'{"a":NaN}', "config.json": b"{}", "index.json": b"{}"}))  # fmt: skip
+in_folder(
+    "native: a state of lists in lists",
+    "native",
+    "JSON",
+    lambda p, m: native(p, {"state.json": DEEP, "config.json": b"{}", "index.json": b"{}"}),
+)
+in_folder(
+    "native: NaN",
+    "native",
+    "NaN",
+    lambda p, m: native(p, {"state.json": b'{"a":NaN}', "config.json": b"{}", "index.json": b"{}"}),
+)
 in_folder("native: a box of 10**18 numbers", "native", "outside", with_box(size=[10**18]))
 in_folder("native: a box below zero", "native", "index", with_box(offset=[-4]))
 in_folder("native: a box in no file", "native", "index", with_box(file="../secret"))

@@ -153,9 +153,12 @@ Rows = list[list[float]]
 
 
 def run_all(
-    configs: dict[str, TrainConfig], world: int, steps: int = 10, around: Around = untouched,
+    configs: dict[str, TrainConfig],
+    world: int,
+    steps: int = 10,
+    around: Around = untouched,
     look: Callable[[Any], Any] = rows_of,
-) -> dict[str, list[Any]]:  # fmt: skip
+) -> dict[str, list[Any]]:
     """Name -> what is seen on each rank after the steps and a validation of such a run: as a rule its rows."""
     jobs = sorted(configs.items(), key=lambda job: (sizes(job[1]), job[0]))
     with tempfile.TemporaryDirectory() as folder:
@@ -171,8 +174,13 @@ def run_all(
 
 def sizes(config: TrainConfig) -> tuple[int, ...]:
     p = config.parallel
-    return (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size, config.dp,
-            p.num_distributed_optimizer_instances)  # fmt: skip
+    return (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.context_parallel_size,
+        config.dp,
+        p.num_distributed_optimizer_instances,
+    )
 
 
 def compared(lines: list[str], steps: int = 10, around: Around = untouched) -> dict[str, tuple[list[Rows], Rows]]:
@@ -254,7 +262,7 @@ OTHERS = {
         "--disable-bias-linear --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm",
         "bloom": "--position-embedding-type alibi --embed-layernorm --no-bias-gelu-fusion",
     },
-}  # fmt: skip
+}
 DIMENSIONS = LAYOUT | OTHERS
 FIRST = {name: next(iter(values)) for name, values in OTHERS.items()}
 Case = dict[str, str]  # a value of each dimension

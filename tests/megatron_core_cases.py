@@ -106,9 +106,15 @@ def megatron_dataset(case: dict[str, Any], folder: Path) -> Any:
             pad, eod, eos, vocab_size = 1000, 1001, 1002, 1003
 
         settings = GPTDatasetConfig(
-            random_seed=case["seed"], sequence_length=case["length"], path_to_cache=str(folder / "cache"),
-            tokenizer=Words(), split="1", reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        )  # fmt: skip
+            random_seed=case["seed"],
+            sequence_length=case["length"],
+            path_to_cache=str(folder / "cache"),
+            tokenizer=Words(),
+            split="1",
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+        )
         write(folder / "x", case["sizes"])
         documents = np.arange(*case["documents"], dtype=np.int32)
         indexed = IndexedDataset(str(folder / "x"), mmap=True)

@@ -75,8 +75,15 @@ def plain(f: Form, seed: int = 0) -> Plain:
     shapes |= {"head": (f.vocab, h)} if f.untied else {}
     shapes |= {"embed_norm": (h,)} if f.embed_norm else {}
     for i in range(f.layers):
-        shapes |= {f"{i}.norm1": (h,), f"{i}.q": (f.heads * n, h), f"{i}.k": (f.groups * n, h), f"{i}.v": (f.groups * n, h),
-                   f"{i}.o": (h, f.heads * n), f"{i}.norm2": (h,), f"{i}.up": (f.ffn, h)}  # fmt: skip
+        shapes |= {
+            f"{i}.norm1": (h,),
+            f"{i}.q": (f.heads * n, h),
+            f"{i}.k": (f.groups * n, h),
+            f"{i}.v": (f.groups * n, h),
+            f"{i}.o": (h, f.heads * n),
+            f"{i}.norm2": (h,),
+            f"{i}.up": (f.ffn, h),
+        }
         shapes |= ({f"{i}.gate": (f.ffn, h)} if f.gated else {}) | {f"{i}.down": (h, f.ffn)}
     out: Plain = {}
     for name, shape in shapes.items():
@@ -278,8 +285,12 @@ def write_rank(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]
     tree |= {"model": models[0]} if f.chunks == 1 else {f"model{c}": model for c, model in enumerate(models)}
     if f.words == "core":
         tree["model"]["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3, dtype=torch.uint8)
-    rng = {"random_rng_state": (3, (1, 2), None), "np_rng_state": np.random.RandomState(1).get_state(),
-           "torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {"model-parallel-rng": torch.zeros(8)}}  # fmt: skip
+    rng = {
+        "random_rng_state": (3, (1, 2), None),
+        "np_rng_state": np.random.RandomState(1).get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.zeros(8)},
+    }
     tree |= rng if f.words == "2019" else {"rng_state": [rng]}
     with megatron_classes():
         if f.args:
@@ -300,10 +311,21 @@ def write_rank(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]
 
 def arguments(f: Form) -> argparse.Namespace:
     args = argparse.Namespace(
-        num_layers=f.layers, hidden_size=f.hidden, num_attention_heads=f.heads, max_position_embeddings=f.positions,
-        seq_length=f.positions, hidden_dropout=0.0, attention_dropout=0.0, layernorm_epsilon=1e-5, weight_decay=0.01,
-        fp16=f.dtype is torch.float16, params_dtype=f.dtype, padded_vocab_size=f.padded, rank=0, world_size=f.tp * f.pp * 2,
-    )  # fmt: skip
+        num_layers=f.layers,
+        hidden_size=f.hidden,
+        num_attention_heads=f.heads,
+        max_position_embeddings=f.positions,
+        seq_length=f.positions,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        layernorm_epsilon=1e-5,
+        weight_decay=0.01,
+        fp16=f.dtype is torch.float16,
+        params_dtype=f.dtype,
+        padded_vocab_size=f.padded,
+        rank=0,
+        world_size=f.tp * f.pp * 2,
+    )
     if f.words == "2019":
         args.model_parallel_size, args.batch_size = f.tp * f.pp, 4
         return args
@@ -351,8 +373,17 @@ def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]
     groups = [[x for x in params if x[0].ndim > 1], [x for x in params if x[0].ndim == 1]]
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 5, "hysteresis_tracker": 1}
-    curve = {"max_lr": 1e-3, "min_lr": 1e-5, "lr_warmup_steps": 16.0, "num_steps": 48, "lr_decay_style": "cosine",
-             "lr_decay_steps": 800, "start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "constant"}  # fmt: skip
+    curve = {
+        "max_lr": 1e-3,
+        "min_lr": 1e-5,
+        "lr_warmup_steps": 16.0,
+        "num_steps": 48,
+        "lr_decay_style": "cosine",
+        "lr_decay_steps": 800,
+        "start_wd": 0.01,
+        "end_wd": 0.01,
+        "wd_incr_style": "constant",
+    }
     if f.state == "2019":
         old = sys.modules["megatron.fp16.loss_scaler"].DynamicLossScaler()  # type: ignore[attr-defined]
         old.cur_scale, old.cur_iter, old.last_overflow_iter, old.scale_window, old.cur_hysteresis = (
@@ -374,9 +405,17 @@ def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]
             "decay_style": "cosine",
             "end_iter": 100,
         }
-        return {"lr_scheduler": curve, "optimizer": {
-            "loss_scaler": old, "dynamic_loss_scale": True, "overflow": False, "first_closure_call_this_step": True,
-            "optimizer_state_dict": inner, "fp32_from_fp16": [[x[0] for x in group] for group in groups]}}  # fmt: skip
+        return {
+            "lr_scheduler": curve,
+            "optimizer": {
+                "loss_scaler": old,
+                "dynamic_loss_scale": True,
+                "overflow": False,
+                "first_closure_call_this_step": True,
+                "optimizer_state_dict": inner,
+                "fp32_from_fp16": [[x[0] for x in group] for group in groups],
+            },
+        }
     if f.state in ("fp32", "masters"):
         flat = [x for group in groups for x in group]
         state = {i: {"exp_avg": x[1], "exp_avg_sq": x[2]} for i, x in enumerate(flat)}
@@ -445,8 +484,10 @@ def shard(f: Form, chunks: list[list[Any]], rank: int, settings: dict[str, Any])
     count = iter(range(len(flat)))
     groups = [settings | {"step": 6, "params": [next(count) for _ in group]} for group in full]
     state = {i: {"exp_avg": x[1], "exp_avg_sq": x[2]} for i, x in enumerate(flat)}
-    return {"optimizer": {"state": state, "param_groups": groups},
-            "shard_fp32_from_float16_groups": [[x[0] for x in group] for group in full]}  # fmt: skip
+    return {
+        "optimizer": {"state": state, "param_groups": groups},
+        "shard_fp32_from_float16_groups": [[x[0] for x in group] for group in full],
+    }
 
 
 __all__ = ["Form", "forward", "ours", "plain", "replace", "rounded", "write"]

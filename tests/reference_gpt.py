@@ -18,9 +18,13 @@ Weights = dict[str, np.ndarray]
 
 
 def logits(
-    w: Weights, m: Model, tokens: np.ndarray, position_ids: np.ndarray | None = None, doc_ids: np.ndarray | None = None,
+    w: Weights,
+    m: Model,
+    tokens: np.ndarray,
+    position_ids: np.ndarray | None = None,
+    doc_ids: np.ndarray | None = None,
     drop: dict[int, np.ndarray] | None = None,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """tokens [B, T] -> [B, T, V]. `drop`: what dropout multiplies by, at each of its sites; none: no dropout.
 
     Sites 0, 2i + 1, 2i + 2 are [B, T, H]: behind the embedding, the attention and the MLP of layer i. Site ~i is

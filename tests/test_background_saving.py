@@ -68,8 +68,10 @@ def test_a_save_holds_the_numbers_of_its_own_step(
 def test_a_copy_is_not_the_tensor() -> None:
     """What is written is what was there when the save began, though the tensors changed before the thread began."""
     background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
-    tensors = {name: native.whole(torch.full((3, 5), n, dtype=dtype)) for name, n, dtype in
-               (("a", 1.0, torch.float32), ("b", 2.0, torch.bfloat16), ("c", 3.0, torch.float64))}  # fmt: skip
+    tensors = {
+        name: native.whole(torch.full((3, 5), n, dtype=dtype))
+        for name, n, dtype in (("a", 1.0, torch.float32), ("b", 2.0, torch.bfloat16), ("c", 3.0, torch.float64))
+    }
 
     def write(named: native.Named, team: Team) -> None:
         assert go.wait(10)

@@ -63,9 +63,12 @@ def test_order_on_random_cases(monkeypatch):
         monkeypatch.setattr(blend, "PIECES", int(rng.choice([1, 3, 20])))
         n = int(rng.integers(1, 12))
         weights = [
-            rng.random(n), rng.integers(1, 5, n) / 10, np.ones(n), 10.0 ** rng.integers(-7, 1, n),
+            rng.random(n),
+            rng.integers(1, 5, n) / 10,
+            np.ones(n),
+            10.0 ** rng.integers(-7, 1, n),
             rng.integers(1, 10**9, n).astype(float),
-        ][case % 5]  # fmt: skip
+        ][case % 5]
         check(weights.tolist(), int(rng.integers(0, 700)))
     assert min(walks) == 1 and len(walks) > 1000  # corrections did happen
 
@@ -102,9 +105,10 @@ def build(vocab=3000, **settings):
     training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
     inner = {k: settings.pop(k) for k in list(settings) if k in {*training, "train_samples", "skip_train"}}
     config = TrainConfig(
-        data=Data(**{"seq_length": 8, "split": "700,200,100", **settings}), training=Training(**{**training, **inner}),
+        data=Data(**{"seq_length": 8, "split": "700,200,100", **settings}),
+        training=Training(**{**training, **inner}),
         tokenizer=Tokenizer(),
-    )  # fmt: skip
+    )
     assert not [p for p in checks.problems(config) if "data" in p]
     with heard() as (lines, notices):
         made = build_datasets(config, vocab)
@@ -119,9 +123,10 @@ def test_a_blend_is_its_parts_in_order(files):
     made, lines, notices = build(data_path=paths(files, 3, "p0", 1, "p1"))
     assert notices == []
     for name, size, documents in (
-        ("train", 40, (range(14), range(7))), ("valid", 12, (range(14, 18), range(7, 9))),
+        ("train", 40, (range(14), range(7))),
+        ("valid", 12, (range(14, 18), range(7, 9))),
         ("test", 4, (range(18, 20), range(9, 10))),
-    ):  # fmt: skip
+    ):
         shares = [0.75, 0.25]
         parts = [
             Samples(Indexed(files / f"p{n}"), documents[n], math.ceil(size * shares[n] * 1.005), 8, 1234)
@@ -137,8 +142,9 @@ def test_a_blend_is_its_parts_in_order(files):
     records = [json.loads(path.read_text()) for path in (files / "index-cache").glob("*.json")]
     assert {r["samples"] for r in records if r.get("name") == "train"} == {31, 11}  # 30.15 and 10.05, rounded up
     assert [line for line in lines if line.startswith(("Single", "data_prefix", "Separate"))] == [
-        "Single data path provided for train, valid & test", f"data_prefix: {paths(files, 3, 'p0', 1, 'p1')}",
-    ]  # fmt: skip
+        "Single data path provided for train, valid & test",
+        f"data_prefix: {paths(files, 3, 'p0', 1, 'p1')}",
+    ]
     assert lines.count("    number of documents: 20") == lines.count("    number of documents: 10") == 1
     at = lines.index(" > building indices for blendable datasets ...")
     assert lines[at + 1 : at + 4] == [

@@ -15,8 +15,19 @@ pytestmark = pytest.mark.pictures
 
 
 def step(i, loss, batch=4, **more):
-    return {"event": "step", "attempt": 1, "iteration": i, "consumed_samples": batch * i, "loss": loss, "grad_norm": 0.5,
-            "lr": 0.1 / i, "skipped": False, "ms": 10.0, "tokens_per_second": 6400.0, **more}  # fmt: skip
+    return {
+        "event": "step",
+        "attempt": 1,
+        "iteration": i,
+        "consumed_samples": batch * i,
+        "loss": loss,
+        "grad_norm": 0.5,
+        "lr": 0.1 / i,
+        "skipped": False,
+        "ms": 10.0,
+        "tokens_per_second": 6400.0,
+        **more,
+    }
 
 
 def check(i, loss, name="validation"):
@@ -118,11 +129,16 @@ def test_what_is_told(run, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == [a, b]  # the folders' names are the same, so their paths are told
     for line in (
-        "steps 10 12", "tokens 640 768", "common steps 10", "first difference in any bit iteration 4",
-        "largest difference +0.25 at 6", "largest relative difference 7.69% at 6", "last validation difference -0.5 at 5",
+        "steps 10 12",
+        "tokens 640 768",
+        "common steps 10",
+        "first difference in any bit iteration 4",
+        "largest difference +0.25 at 6",
+        "largest relative difference 7.69% at 6",
+        "last validation difference -0.5 at 5",
         "it reaches the first's final validation loss 3.5000 after 320 tokens",
         "the first reaches its final validation loss 3.0000 never",
-    ):  # fmt: skip
+    ):
         assert line in re.sub(" +", " ", out), line
     differ = out.split("settings that differ:\n")[1].splitlines()
     assert differ == ["  lr: 0.1 | 0.2", "  min_lr: none | 0.1", '  save: "a" | "b"', f"{a}/compare.html"]

@@ -45,8 +45,13 @@ class Made(Source):
             known |= {
                 f"{name}/{moment}": shape for name, shape in known.items() for moment in ("exp_avg", "exp_avg_sq")
             }
-        config = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads, "ffn_hidden_size": 4 * width,
-                  "max_position_embeddings": positions}  # fmt: skip
+        config = {
+            "num_layers": layers,
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "ffn_hidden_size": 4 * width,
+            "max_position_embeddings": positions,
+        }
         made = cls("made", Path("made"), 7, config=config, vocab=vocab, state=STATE if optimizer else {})
         made.known = {name: Known(shape, "float32") for name, shape in known.items()}
         return made
@@ -76,11 +81,34 @@ class Made(Source):
 
 
 SCALE = {"dynamic": False, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 2, "in_a_row": 0}
-STATE = {"iteration": 7, "consumed_train_samples": 28, "schedule_samples": 28, "optimizer_steps": 7, "skips": [],
-         "epochs": None, "nonfinite_in_a_row": 0, "best_iteration": None, "best_loss": None, "loss_scale": SCALE,
-         "true_vocab_size": 61, "padded_vocab_size": 128, "positions": 16, "network": "GPT of Block", "blends": None,
-         "schedule": {"max_lr": 0.01, "min_lr": 0.0, "warmup": 0.0, "decay": 40, "style": "linear", "start_wd": 0.01,
-                      "end_wd": 0.01, "wd_samples": 40, "wd_style": "constant"}}  # fmt: skip
+STATE = {
+    "iteration": 7,
+    "consumed_train_samples": 28,
+    "schedule_samples": 28,
+    "optimizer_steps": 7,
+    "skips": [],
+    "epochs": None,
+    "nonfinite_in_a_row": 0,
+    "best_iteration": None,
+    "best_loss": None,
+    "loss_scale": SCALE,
+    "true_vocab_size": 61,
+    "padded_vocab_size": 128,
+    "positions": 16,
+    "network": "GPT of Block",
+    "blends": None,
+    "schedule": {
+        "max_lr": 0.01,
+        "min_lr": 0.0,
+        "warmup": 0.0,
+        "decay": 40,
+        "style": "linear",
+        "start_wd": 0.01,
+        "end_wd": 0.01,
+        "wd_samples": 40,
+        "wd_style": "constant",
+    },
+}
 
 
 def values(path):
@@ -119,8 +147,14 @@ def test_in_a_circle(folder, tmp_path):
     assert re.fullmatch(
         r".*hf \(Hugging Face\) -> .*a \(native\): 28 tensors, 111,744 bytes in \d+\.\d s, [\d,]+ MB/s", line
     )
-    convert(tmp_path / "a", tmp_path / "b", "--to", "torch", "--target-tensor-parallel-size=2",
-            "--target-pipeline-parallel-size=2")  # fmt: skip
+    convert(
+        tmp_path / "a",
+        tmp_path / "b",
+        "--to",
+        "torch",
+        "--target-tensor-parallel-size=2",
+        "--target-pipeline-parallel-size=2",
+    )
     ranks = sorted(p.parent.name for p in (tmp_path / "b").rglob("*.pt"))
     assert ranks == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
     convert(tmp_path / "b", tmp_path / "c", "--to", "native")
@@ -166,8 +200,14 @@ def write_release(weights, root):
     folder = root / "release" / "mp_rank_00"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("release")
-    names = {"attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense", "mlp.fc": "mlp.dense_h_to_4h",
-             "mlp.proj": "mlp.dense_4h_to_h", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}  # fmt: skip
+    names = {
+        "attn.qkv": "attention.query_key_value",
+        "attn.proj": "attention.dense",
+        "mlp.fc": "mlp.dense_h_to_4h",
+        "mlp.proj": "mlp.dense_4h_to_h",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+    }
     inner = {f"final_layernorm.{kind}": weights[f"ln_f.{kind}"].half() for kind in ("weight", "bias")}
     for i in range(2):
         for ours, theirs in names.items():
@@ -216,7 +256,7 @@ def test_what_is_refused(folder, tmp_path):
         ([folder, tmp_path / "x", "--to=native", "--num-layers=3"], BAD_DATA, "--num-layers 3, the checkpoint has 2"),
         ([folder, tmp_path / "x", "--to=native", "--true-vocab-size=62"], BAD_DATA, "a vocabulary of 62 ids"),
         ([folder, tmp_path / "x", "--to=torch", "--target-tensor-parallel-size=0"], USAGE, "must be above 0"),
-    ]:  # fmt: skip
+    ]:
         assert text in told(convert(*words, status=status)), words
     two = told(convert(folder, tmp_path / "x", "--to=native", "--num-layers=3", "--hidden-size=8", status=BAD_DATA))
     assert "--hidden-size 8, the checkpoint has 32" in two

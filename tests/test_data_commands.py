@@ -124,8 +124,10 @@ def test_every_cut_and_swap_is_refused(tmp_path: Path) -> None:
     idx, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
     assert not verify.check(prefix, 257, EOD, True, lambda count: None).problems
     damage = [(idx[: len(idx) * k // 16], tokens) for k in range(16)]
-    damage += [(HEADER.pack(MAGIC, 1, code, n, m) + idx[HEADER.size :], tokens)
-               for code, n, m in ((99, 40, 41), (8, 10**15, 41), (8, 40, 10**12))]  # fmt: skip
+    damage += [
+        (HEADER.pack(MAGIC, 1, code, n, m) + idx[HEADER.size :], tokens)
+        for code, n, m in ((99, 40, 41), (8, 10**15, 41), (8, 40, 10**12))
+    ]
     damage += [
         (idx, tokens[:-1]),
         (idx, tokens[:-2]),
@@ -351,8 +353,27 @@ def test_a_files_name_stands_for_its_prefix(tmp_path: Path) -> None:
 def test_indices_built_ahead_are_the_trainings(tmp_path: Path) -> None:
     """With the whole command line of a training; this one finds everything, and a second run has nothing to build."""
     a, b = write(tmp_path / "a", some(60, 1)), write(tmp_path / "b", some(60, 2))
-    argv = ["--data-path", "3", a, "1", b, *TRAIN, "--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1",
-            "--lr", "1e-3", "--tokenizer-type", "ByteTokenizer", "--device", "cpu", "--no-tensorboard"]  # fmt: skip
+    argv = [
+        "--data-path",
+        "3",
+        a,
+        "1",
+        b,
+        *TRAIN,
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "8",
+        "--num-attention-heads",
+        "1",
+        "--lr",
+        "1e-3",
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--device",
+        "cpu",
+        "--no-tensorboard",
+    ]
     argv[argv.index("400")] = "16"
     status, out, _ = run("index", *argv, "--bf16", "--save", "nowhere", "--clip-grad", "1")
     assert status == 0 and re.search(r"built \d+ indices", out) and "building the indices on rank 0" in out

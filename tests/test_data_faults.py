@@ -119,17 +119,23 @@ def test_damaged_files_are_refused(tmp_path):
     magic, version, code, n, m = HEADER.unpack(whole[: HEADER.size])
     cases = {f".idx cut at {k}/16": (whole[: len(whole) * k // 16], tokens) for k in range(16)}
     for name, header in {
-        "sequences inflated": (magic, version, code, n + 1, m), "sequences 2^60": (magic, version, code, 2**60, m),
-        "documents inflated": (magic, version, code, n, m + 1), "type code 99": (magic, version, 99, n, m),
-        "version 9": (magic, 9, code, n, m), "wrong magic": (b"MMIDIDX\x01\x00", version, code, n, m),
+        "sequences inflated": (magic, version, code, n + 1, m),
+        "sequences 2^60": (magic, version, code, 2**60, m),
+        "documents inflated": (magic, version, code, n, m + 1),
+        "type code 99": (magic, version, 99, n, m),
+        "version 9": (magic, 9, code, n, m),
+        "wrong magic": (b"MMIDIDX\x01\x00", version, code, n, m),
         "another type": (magic, version, 4, n, m),
-    }.items():  # fmt: skip
+    }.items():
         cases[name] = (HEADER.pack(*header) + whole[HEADER.size :], tokens)
     for name, values in {"one byte short": tokens[:-1], "empty": b"", "two bytes more": tokens + b"xx"}.items():
         cases[f".bin {name}"] = (whole, values)
     for at in (0, 1, n // 2, n - 1):  # a size, a pointer, a border
-        for what, offset, width in (("size", HEADER.size + 4 * at, 4), ("pointer", HEADER.size + 4 * n + 8 * at, 8),
-                                    ("border", HEADER.size + 12 * n + 8 * (at + 1), 8)):  # fmt: skip
+        for what, offset, width in (
+            ("size", HEADER.size + 4 * at, 4),
+            ("pointer", HEADER.size + 4 * n + 8 * at, 8),
+            ("border", HEADER.size + 12 * n + 8 * (at + 1), 8),
+        ):
             value = int.from_bytes(whole[offset : offset + width], "little") + 7
             changed = whole[:offset] + value.to_bytes(width, "little") + whole[offset + width :]
             cases[f"{what} {at} changed"] = (changed, tokens)

@@ -71,10 +71,13 @@ def problems(**given):
 
 def test_bigscience_groups():
     """As its argument parser takes them apart: the name, then weight, range and path of each; or all of one path."""
-    [train, one, two, test] = path_sets(Data(
-        train_weighted_split_paths=["TRAIN: 0.6 0:0.6 A, 0.3 0:1 B, 0.1 0:1 C"],
-        valid_weighted_split_paths=["X: 0.6 0.6:0.8 A, 0.4 0:1 B", "Y : 1 0.8:1 C"], test_weighted_split_paths=["Z: D"],
-    ))  # fmt: skip
+    [train, one, two, test] = path_sets(
+        Data(
+            train_weighted_split_paths=["TRAIN: 0.6 0:0.6 A, 0.3 0:1 B, 0.1 0:1 C"],
+            valid_weighted_split_paths=["X: 0.6 0.6:0.8 A, 0.4 0:1 B", "Y : 1 0.8:1 C"],
+            test_weighted_split_paths=["Z: D"],
+        )
+    )
     assert train.sources == (Source("A", 0.6, 0.0, 0.6), Source("B", 0.3), Source("C", 0.1))
     assert (train.key, one.key, two.key, test.key) == ("train", "valid/X", "valid/Y", "test/Z")
     assert one.sources == (Source("A", 0.6, 0.6, 0.8), Source("B", 0.4))
@@ -124,9 +127,15 @@ def test_paths_from_files(files):
         ({"data_args_path": "empty"}, "--data-args-path names no data"),
         ({"data_args_path": "p0.bin"}, "--data-args-path p0.bin is no UTF-8 text"),
         ({"data_path": ["a"], "data_args_path": "empty"}, "--data-path and --data-args-path say the same thing twice"),
-        ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path, which --split divides, contradicts --train-data-path"),
+        (
+            {"data_path": ["a"], "train_data_path": ["b"]},
+            "--data-path, which --split divides, contradicts --train-data-path",
+        ),
         ({"train_data_path": ["a"], "per_split_data_args_path": "x"}, "say the same thing twice: give one"),
-        ({"train_data_path": ["a"], "valid_weighted_split_paths": ["x: b"]}, "contradicts --valid-weighted-split-paths"),
+        (
+            {"train_data_path": ["a"], "valid_weighted_split_paths": ["x: b"]},
+            "contradicts --valid-weighted-split-paths",
+        ),
         ({"per_split_data_args_path": "list.json"}, "list.json: it must be an object"),
         ({"per_split_data_args_path": "keys.json"}, "keys.json: unknown key validation; it must be an object"),
         ({"per_split_data_args_path": "value.json"}, "value.json: train must be a list of weights and prefixes"),
@@ -146,21 +155,34 @@ def test_paths_from_files(files):
         ({"train_weighted_split_paths": ["x: 1 0:1:2 a, 1 0:1 b"]}, "1 0:1:2 is no weight and range"),
         ({"train_weighted_split_paths": ["x: nan 0:1 a, 1 0:1 b"]}, "the weight nan must be a number not below 0"),
         ({"train_weighted_split_paths": ["x: -2 0:1 a"]}, "the weight -2 must be a number not below 0"),
-        ({"train_weighted_split_paths": ["x: 0 0:1 a, 0 0:1 b"]}, "the weights 0 0 must be numbers not below 0, and not all 0"),
+        (
+            {"train_weighted_split_paths": ["x: 0 0:1 a, 0 0:1 b"]},
+            "the weights 0 0 must be numbers not below 0, and not all 0",
+        ),
         ({"train_weighted_split_paths": ["x: 1 0:0.6 a, 1 0.5:1 a"]}, "a is there twice"),
-        ({"train_weighted_split_paths": ["x: a"], "valid_weighted_split_paths": ["v: b", "v: c"]}, "2 sets are named v"),
-        ({"train_weighted_split_paths": ["x: a"], "valid_weighted_split_paths": ["v/w: b"]}, "cannot be a part of tags"),
-        ({"train_data_path": ["a"], "valid_data_path": ["1", "b", "1", "c"], "multiple_validation_sets": True},
-         "--valid-data-path with weights and --multiple-validation-sets"),
+        (
+            {"train_weighted_split_paths": ["x: a"], "valid_weighted_split_paths": ["v: b", "v: c"]},
+            "2 sets are named v",
+        ),
+        (
+            {"train_weighted_split_paths": ["x: a"], "valid_weighted_split_paths": ["v/w: b"]},
+            "cannot be a part of tags",
+        ),
+        (
+            {"train_data_path": ["a"], "valid_data_path": ["1", "b", "1", "c"], "multiple_validation_sets": True},
+            "--valid-data-path with weights and --multiple-validation-sets",
+        ),
         ({"data_path": ["a"], "multiple_validation_sets": True}, "--multiple-validation-sets needs --valid-data-path"),
         ({"data_path": ["a"], "validation_set_names": ["x"]}, "--validation-set-names needs --valid-data-path"),
-        ({"train_data_path": ["a"], "valid_data_path": ["b", "c"], "validation_set_names": ["x"]},
-         "--validation-set-names has 1 names, but --valid-data-path has 2 paths"),
+        (
+            {"train_data_path": ["a"], "valid_data_path": ["b", "c"], "validation_set_names": ["x"]},
+            "--validation-set-names has 1 names, but --valid-data-path has 2 paths",
+        ),
         ({"data_path": ["1", "a", "1", "b"], "full_validation": True}, "--full-validation reads every sample once"),
         ({"data_path": ["a"], "blend_change_at": "soon"}, "--blend-change-at 'soon' is neither"),
         ({"data_path": ["a"], "blend_change_at": "now", "dataloader_type": "cyclic"}, "--blend-change-at with --data"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(files, given, words):
     (files / "empty").write_text("\n")
     (files / "p0.bin").write_bytes(b"\xff\xfe\xfd")
@@ -345,10 +367,17 @@ def test_a_run_with_two_changes_and_interruptions(files):
     earlier = state
     more, state, data, _ = run_of(100, 130, 200, state, data_path=["1", "p3", "1", "p1"])  # another order of the same
     got += more
-    needs = {"p0": samples_needed(200, 0.7), "p1": samples_needed(200, 0.3), "p2": samples_needed(150, 0.5),
-             "p3": samples_needed(150, 0.3)}  # fmt: skip
-    wanted, used = by_hand(files, [(50, {"p0": 0.7, "p1": 0.3}), (60, {"p0": 0.2, "p2": 0.5, "p3": 0.3}),
-                                   (90, {"p1": 0.5, "p3": 0.5})], needs)  # fmt: skip
+    needs = {
+        "p0": samples_needed(200, 0.7),
+        "p1": samples_needed(200, 0.3),
+        "p2": samples_needed(150, 0.5),
+        "p3": samples_needed(150, 0.3),
+    }
+    wanted, used = by_hand(
+        files,
+        [(50, {"p0": 0.7, "p1": 0.3}), (60, {"p0": 0.2, "p2": 0.5, "p3": 0.3}), (90, {"p1": 0.5, "p3": 0.5})],
+        needs,
+    )
     assert got == wanted
     assert used_of_each(data, 200) == used and sum(used.values()) == 200
     assert len(set(got)) == 200 and Counter(f"p{s[0] // 10_000}" for s in got) == used
@@ -411,15 +440,26 @@ def test_files_that_moved_are_the_same(files):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"data_path": ["0.6", "p0", "0.4", "p1"]}, "p0 has the share 0.6, it had 0.5; p1 has the share 0.4, it had 0.5. Read"),
+        (
+            {"data_path": ["0.6", "p0", "0.4", "p1"]},
+            "p0 has the share 0.6, it had 0.5; p1 has the share 0.4, it had 0.5. Read",
+        ),
         ({"data_path": ["p0"]}, "not blended as in the checkpoint: p1 is not in it; p0 has the share 1, it had 0.5"),
         ({"data_path": ["p0", "p1", "p2"]}, "p2 is new"),
-        ({"data_path": ["p0"], "blend_change_at": "9"}, "--blend-change-at 9: 10 samples are used already; give 10 (or now)"),
-        ({"data_path": ["1", "p0", "1", "p1"], "blend_change_at": "30"}, "the blend given holds from sample 0 on already"),
-        ({"data_path": ["1", "p0", "9", "p1"], "split": "9,1,0", "blend_change_at": "now"},
-         "p0: the training set has documents 0 to 18 of it, in the checkpoint 0 to 20: with another --split"),
+        (
+            {"data_path": ["p0"], "blend_change_at": "9"},
+            "--blend-change-at 9: 10 samples are used already; give 10 (or now)",
+        ),
+        (
+            {"data_path": ["1", "p0", "1", "p1"], "blend_change_at": "30"},
+            "the blend given holds from sample 0 on already",
+        ),
+        (
+            {"data_path": ["1", "p0", "9", "p1"], "split": "9,1,0", "blend_change_at": "now"},
+            "p0: the training set has documents 0 to 18 of it, in the checkpoint 0 to 20: with another --split",
+        ),
     ],
-)  # fmt: skip
+)
 def test_another_blend_needs_a_word(files, given, words):
     _, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
     with pytest.raises(UserError) as caught:
@@ -457,8 +497,13 @@ def rows(folder, event):
 
 
 def test_each_validation_set_has_its_line(files, capsys):
-    groups = ["--valid-weighted-split-paths", "ONE: 0.5 0.5:1 p0, 0.5 0:1 p2", "TWO: p3",
-              "--test-weighted-split-paths", "LAST: p2"]  # fmt: skip
+    groups = [
+        "--valid-weighted-split-paths",
+        "ONE: 0.5 0.5:1 p0, 0.5 0:1 p2",
+        "TWO: p3",
+        "--test-weighted-split-paths",
+        "LAST: p2",
+    ]
     run = ["train", *FLAGS, "--train-iters=6", "--train-weighted-split-paths", "T: 1 0:0.5 p0, 1 0:1 p1", *groups]
     assert main([*run, "--save", "run", "--load", "run", "--keep-best"]) == 0
     out = capsys.readouterr().out
@@ -468,8 +513,12 @@ def test_each_validation_set_has_its_line(files, capsys):
     assert out.count(" validation loss at the end of training for test data on LAST | lm loss value: ") == 1
     assert out.count("validation loss at") == 7
     told = [(r["iteration"], r["name"], r["set"]) for r in rows(files / "run", "validation")]
-    assert told == [(3, "validation", "ONE"), (3, "validation", "TWO"), (6, "validation", "ONE"), (6, "validation", "TWO")] + [
-        (6, "validation", "ONE"), (6, "validation", "TWO"), (6, "test", "LAST")]  # fmt: skip
+    assert told == [
+        (3, "validation", "ONE"),
+        (3, "validation", "TWO"),
+        (6, "validation", "ONE"),
+        (6, "validation", "TWO"),
+    ] + [(6, "validation", "ONE"), (6, "validation", "TWO"), (6, "test", "LAST")]
     losses = [r["loss"] for r in rows(files / "run", "validation")]
     assert losses[0] != losses[1] and losses[2] != losses[3]
     state = opened(files / "run", 6).state
@@ -546,8 +595,16 @@ def test_what_is_trained_on_and_validated_on_is_told():
 def test_several_sets_in_the_report(files):
     from meshwright.report import page as report
 
-    step = {"attempt": 1, "consumed_samples": 4, "loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "skipped": False, "ms": 1.0,
-            "tokens_per_second": 9.0}  # fmt: skip
+    step = {
+        "attempt": 1,
+        "consumed_samples": 4,
+        "loss": 5.0,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "skipped": False,
+        "ms": 1.0,
+        "tokens_per_second": 9.0,
+    }
     found = [{"event": "start", "attempt": 1, "iteration": 0}]
     found += [{"event": "step", "iteration": n, **step} for n in (1, 2)]
     check = {"event": "validation", "attempt": 1, "name": "validation", "ppl": 2.0}

@@ -101,10 +101,16 @@ def ours(name):
         name.removeprefix("language_model.").replace("encoder.layers.", "h.").replace("tied_modules.embed", "embedding")
     )
     for theirs, mine in {
-        "embedding.word_embeddings": "wte", "embedding.position_embeddings": "wpe", "encoder.final_layernorm": "ln_f",
-        "self_attention.query_key_value": "attn.qkv", "self_attention.dense": "attn.proj", "mlp.dense_h_to_4h": "mlp.fc",
-        "mlp.dense_4h_to_h": "mlp.proj", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
-    }.items():  # fmt: skip
+        "embedding.word_embeddings": "wte",
+        "embedding.position_embeddings": "wpe",
+        "encoder.final_layernorm": "ln_f",
+        "self_attention.query_key_value": "attn.qkv",
+        "self_attention.dense": "attn.proj",
+        "mlp.dense_h_to_4h": "mlp.fc",
+        "mlp.dense_4h_to_h": "mlp.proj",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+    }.items():
         name = name.replace(theirs, mine)
     number, _, rest = name.partition(".")
     if number.isdigit():
@@ -191,9 +197,13 @@ def test_fp16_of_fused_adam_without_zero(tmp_path):
     states = {i: {kind: rows[kind][i] for kind in ("exp_avg", "exp_avg_sq")} for i in (0, 1)}
     optimizer = {
         "optimizer_state_dict": {"state": states, "param_groups": [{"params": [i], "step": 30} for i in (0, 1)]},
-        "fp32_groups_flat": rows[""], "dynamic_loss_scale": True, "cur_scale": 64.0, "cur_iter": 30,
-        "last_overflow_iter": 9, "scale_window": 1000,
-    }  # fmt: skip
+        "fp32_groups_flat": rows[""],
+        "dynamic_loss_scale": True,
+        "cur_scale": 64.0,
+        "cur_iter": 30,
+        "last_overflow_iter": 9,
+        "scale_window": 1000,
+    }
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=optimizer))
     source = deepspeed.open(folder)
     same(source, wanted_of(values))
@@ -267,7 +277,8 @@ DAMAGES = {
     "the last data rank": (without("bf16_zero_pp_rank_11_mp_rank_03_optim_states.pt"), "elements of the master"),
     "a layer": (without("layer_04-model_01-model_states.pt"), "tensor rank|missing|layer"),
     "a layer on all ranks": (
-        lambda folder: [(folder / f"layer_04-model_0{t}-model_states.pt").unlink() for t in (0, 1)], "which the weights"
+        lambda folder: [(folder / f"layer_04-model_0{t}-model_states.pt").unlink() for t in (0, 1)],
+        "which the weights",
     ),
     "a rank's file": (without("mp_rank_01_model_states.pt"), "pipeline rank 1"),
     "a stage's file": (without("mp_rank_03_model_states.pt"), "no stages of 2"),
@@ -275,16 +286,16 @@ DAMAGES = {
     "rows": (changed(FILE, lambda t: t.update({"mlp.dense_4h_to_h.bias": torch.ones(5)})), "mlp.proj.bias"),
     "what no GPT has": (changed(FILE, lambda t: t.update({"mlp.gate.wg": torch.ones(5)})), "mlp.gate"),
     "another order": (
-        changed(SHARE, lambda t: state(t)["single_partition_of_fp32_groups"][0].neg_()), "not those of the model"
+        changed(SHARE, lambda t: state(t)["single_partition_of_fp32_groups"][0].neg_()),
+        "not those of the model",
     ),
     "a buffer cut short": (
-        changed(SHARE, lambda t: state(t)["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3))), "not laid out"
+        changed(SHARE, lambda t: state(t)["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3))),
+        "not laid out",
     ),
     "no state": (changed(SHARE, lambda t: t.pop("optimizer_state_dict")), "no state of an optimizer"),
-    "a copy that differs": (
-        changed(FILE, lambda t: t["input_layernorm.bias"].add_(1)), "not of one checkpoint"
-    ),
-}  # fmt: skip
+    "a copy that differs": (changed(FILE, lambda t: t["input_layernorm.bias"].add_(1)), "not of one checkpoint"),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -32,8 +32,16 @@ CONFIG_003 = """{
   "wall_clock_breakdown": false
 }
 """
-SMALL = ["--num-layers=4", "--hidden-size=32", "--num-attention-heads=4", "--seq-length=16", "--lr=1e-2",
-         "--train-iters=6", "--mock-data", "--vocab-size=64"]  # fmt: skip
+SMALL = [
+    "--num-layers=4",
+    "--hidden-size=32",
+    "--num-attention-heads=4",
+    "--seq-length=16",
+    "--lr=1e-2",
+    "--train-iters=6",
+    "--mock-data",
+    "--vocab-size=64",
+]
 BATCHES = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
 
 
@@ -72,8 +80,11 @@ def refusal(parse):
         ({"gradient_clipping": 0.5}, "clip_grad", 0.5),
         ({"zero_optimization": {"stage": 2}}, "zero_stage", 2),
         ({"zero_optimization": True}, "zero_stage", 1),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-         "cpu_optimizer", True),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+            "cpu_optimizer",
+            True,
+        ),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_optimizer", True),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "remote_device", "cpu"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}, "remote_device", "none"),
@@ -90,7 +101,7 @@ def refusal(parse):
         ({"bfloat16": {"enabled": True}}, "bf16", True),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}, "fp16", False),
     ],
-)  # fmt: skip
+)
 def test_taken(parse, file, name, want):
     got = parse(BATCHES | file, "--world-size 2" if "zero_optimization" in file else "")
     assert flags.to_dict(got.config)[name] == want
@@ -128,19 +139,29 @@ def test_the_file_alone_gives_the_batch(parse):
 def test_hugging_face_style(parse):
     """All "auto": the flags decide."""
     file = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
         "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16},
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": {"type": "WarmupLR"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR"},
         "zero_optimization": {
-            "stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto",
-            "allgather_partitions": True, "allgather_bucket_size": 5e8, "round_robin_gradients": True,
+            "stage": 2,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": "auto",
+            "allgather_partitions": True,
+            "allgather_bucket_size": 5e8,
+            "round_robin_gradients": True,
         },
         "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
         "flops_profiler": {"enabled": True, "profile_step": 1},
-        "curriculum_learning": {"enabled": False}, "amp": {"enabled": False},
-    }  # fmt: skip
+        "curriculum_learning": {"enabled": False},
+        "amp": {"enabled": False},
+    }
     got = parse(file, "--bf16 --micro-batch-size 2 --global-batch-size 4 --world-size 2")
     assert got.config.precision.bf16 and not got.config.precision.fp16 and got.config.parallel.zero == 2
     idle = [n for n in got.notices if "without effect here" in n]
@@ -183,27 +204,55 @@ def test_without_a_file_nothing_changes():
         ({}, "--global-batch-size 8", '"train_batch_size" is 4, but --global-batch-size is 8: change one'),
         ({}, "--micro-batch-size 1", '"train_micro_batch_size_per_gpu" is 2, but --micro-batch-size is 1'),
         ({"gradient_clipping": 0.5}, "--clip-grad 1", '"gradient_clipping" is 0.5, but --clip-grad is 1: change one'),
-        ({"zero_optimization": {"stage": 2}}, "--zero-stage 1", '"zero_optimization.stage" is 2, but --zero-stage is 1'),
-        ({"zero_optimization": {"stage": 0}}, "--use-distributed-optimizer", "but --use-distributed-optimizer is ZeRO 1"),
+        (
+            {"zero_optimization": {"stage": 2}},
+            "--zero-stage 1",
+            '"zero_optimization.stage" is 2, but --zero-stage is 1',
+        ),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "--use-distributed-optimizer",
+            "but --use-distributed-optimizer is ZeRO 1",
+        ),
         ({"fp16": {"enabled": False}}, "--fp16", '"fp16.enabled" is false, but --fp16 is true: change one'),
         ({"fp16": {"enabled": True}}, "--no-fp16", '"fp16.enabled" is true, but --fp16 is false: change one'),
         ({"fp16": {"enabled": True}}, "--bf16", '"fp16.enabled" is true, but --bf16 is given: change one'),
         ({"bf16": {"enabled": True}}, "--fp16", '"bf16.enabled" is true, but --fp16 is given: change one'),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "", '"fp16.enabled" and "bf16.enabled" are both true'),
-        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "", '"bfloat16.enabled" is false, but another key'),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "--loss-scale 128",
-         '"fp16.loss_scale" is dynamic, but --loss-scale is 128'),
-        ({"fp16": {"initial_scale_power": 12}}, "--fp16 --initial-loss-scale 65536",
-         '"fp16.initial_scale_power" is 4096, but --initial-loss-scale is 65536'),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "--remote-device none",
-         '"zero_optimization.offload_param.device" is cpu, but --remote-device is none'),
-        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, "--cpu-optimizer",
-         '"zero_optimization.offload_optimizer.device" is false, but --cpu-optimizer is true'),
-        ({"gradient_accumulation_steps": 1}, "", '"gradient_accumulation_steps" is 1, but a batch of 4 makes 2 steps of '
-         "2 x 1 data-parallel ranks: change one"),
+        (
+            {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
+            "",
+            '"bfloat16.enabled" is false, but another key',
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 0}},
+            "--loss-scale 128",
+            '"fp16.loss_scale" is dynamic, but --loss-scale is 128',
+        ),
+        (
+            {"fp16": {"initial_scale_power": 12}},
+            "--fp16 --initial-loss-scale 65536",
+            '"fp16.initial_scale_power" is 4096, but --initial-loss-scale is 65536',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "--remote-device none",
+            '"zero_optimization.offload_param.device" is cpu, but --remote-device is none',
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+            "--cpu-optimizer",
+            '"zero_optimization.offload_optimizer.device" is false, but --cpu-optimizer is true',
+        ),
+        (
+            {"gradient_accumulation_steps": 1},
+            "",
+            '"gradient_accumulation_steps" is 1, but a batch of 4 makes 2 steps of '
+            "2 x 1 data-parallel ranks: change one",
+        ),
         ({"gradient_accumulation_steps": 1}, "--num-accumulation-steps 2", "but --num-accumulation-steps is 2"),
     ],
-)  # fmt: skip
+)
 def test_contradictions(refusal, file, line, words):
     told = refusal(BATCHES | file, line)
     assert words in told and told.startswith("--deepspeed_config ds.json: ") and len(told.splitlines()) == 1
@@ -216,8 +265,10 @@ def test_contradictions(refusal, file, line, words):
     ("file", "words"),
     [
         ({"zero_optimisation": {"stage": 1}}, 'unknown key "zero_optimisation"; did you mean "zero_optimization"?'),
-        ({"zero_optimization": {"stages": 1}}, 'unknown key "zero_optimization.stages"; did you mean '
-         '"zero_optimization.stage"?'),
+        (
+            {"zero_optimization": {"stages": 1}},
+            'unknown key "zero_optimization.stages"; did you mean "zero_optimization.stage"?',
+        ),
         ({"fp16": {"enable": True}}, 'unknown key "fp16.enable"; did you mean "fp16.enabled"?'),
         ({"xyzzy": 1}, 'unknown key "xyzzy"'),
         ({"fp16": True}, '"fp16" is true, not a section'),
@@ -234,14 +285,16 @@ def test_contradictions(refusal, file, line, words):
         ({"sparse_attention": {"mode": "fixed"}}, '"sparse_attention" is not there: attention is dense here'),
         ([1], "not a table of settings"),
         ("{", "line 1, column 2: Expecting property name"),
-        ('{\n  "a": 1,\n  // ours\n  "b": 2\n}', "line 3, column 3: Expecting property name enclosed in double quotes; "
-         "JSON has no comments"),
+        (
+            '{\n  "a": 1,\n  // ours\n  "b": 2\n}',
+            "line 3, column 3: Expecting property name enclosed in double quotes; JSON has no comments",
+        ),
         ('{"a": 1, "a": 2}', '"a" is there twice'),
         ('{"gradient_clipping": NaN}', '"gradient_clipping" is NaN, not a number'),
         ('{"a": ' + "[" * 100000, "nested too deeply"),
         ("", "line 1, column 1: Expecting value"),
     ],
-)  # fmt: skip
+)
 def test_refusals(refusal, file, words):
     told = refusal(BATCHES | file if isinstance(file, dict) else file, "--world-size 2 --micro-batch-size 2")
     assert words in told, told

@@ -42,9 +42,19 @@ def test_one_file_names_the_kinds_of_accelerator():
 
 @pytest.mark.parametrize(
     "line",
-    ["torch.cuda.synchronize()", "x.cuda()", "from torch import cuda", "import torch.cuda", "y = f'cuda:{n}'", "x.is_cuda",
-     "ok = device.type == 'cuda'", "from torch.cuda import amp", "f(device='cuda')", "kinds = [Activity.CUDA]"],
-)  # fmt: skip
+    [
+        "torch.cuda.synchronize()",
+        "x.cuda()",
+        "from torch import cuda",
+        "import torch.cuda",
+        "y = f'cuda:{n}'",
+        "x.is_cuda",
+        "ok = device.type == 'cuda'",
+        "from torch.cuda import amp",
+        "f(device='cuda')",
+        "kinds = [Activity.CUDA]",
+    ],
+)
 def test_what_counts_as_naming_one(line, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "a.py").write_text(f'"""cuda"""\n{line}  # cuda\nraise E("no cuda here")\n')
@@ -236,8 +246,12 @@ def test_the_reading_thread_works_on_the_same_device(machine, monkeypatch):
 
 @pytest.mark.whole
 def test_the_log_tells_an_accelerators_memory(monkeypatch, capsys):
-    counts = {"allocated_bytes.all.current": 1, "allocated_bytes.all.peak": 3, "reserved_bytes.all.current": 4,
-              "reserved_bytes.all.peak": 5}  # fmt: skip
+    counts = {
+        "allocated_bytes.all.current": 1,
+        "allocated_bytes.all.peak": 3,
+        "reserved_bytes.all.current": 4,
+        "reserved_bytes.all.peak": 5,
+    }
     monkeypatch.setattr(devices, "peak_memory", lambda device: 3 << 30)
     monkeypatch.setattr(devices, "memory_stats", lambda device: {name: n << 20 for name, n in counts.items()})
     assert main(["train", *TINY_FLAGS, "--log-interval=1", "--train-iters=2", "--eval-iters=0"]) == 0

@@ -86,8 +86,17 @@ def started(place: Path, *scripts: str) -> Iterator[list[subprocess.Popen[str]]]
     with contextlib.ExitStack() as held:
         for n, script in enumerate(scripts):
             log = held.enter_context((place / f"log-{n}").open("w"))
-            processes.append(subprocess.Popen(["bash", "-c", script, "script.sh", str(n)], cwd=place, text=True,
-                                              stdout=log, stderr=log, env=environment(), start_new_session=True))  # fmt: skip
+            processes.append(
+                subprocess.Popen(
+                    ["bash", "-c", script, "script.sh", str(n)],
+                    cwd=place,
+                    text=True,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(),
+                    start_new_session=True,
+                )
+            )
         try:
             yield processes
         finally:
@@ -109,11 +118,18 @@ def by_deepspeed(place: Path, nodes: list[list[str]], each: int) -> tuple[list[i
     environ, argv = [], []
     for node, flags in enumerate(nodes):
         for local in range(each):
-            environ.append({
-                "RANK": str(node * each + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(len(nodes) * each),
-                "LOCAL_SIZE": str(each), "CROSS_RANK": str(node), "CROSS_SIZE": str(len(nodes)),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            })  # fmt: skip
+            environ.append(
+                {
+                    "RANK": str(node * each + local),
+                    "LOCAL_RANK": str(local),
+                    "WORLD_SIZE": str(len(nodes) * each),
+                    "LOCAL_SIZE": str(each),
+                    "CROSS_RANK": str(node),
+                    "CROSS_SIZE": str(len(nodes)),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+            )
             argv.append([f"--local_rank={local}", *flags])
     return run_programs(place / SCRIPT, argv, environ, place)
 
@@ -285,14 +301,34 @@ def test_seed_003_with_its_two_batch_sizes(place: Path) -> None:
     ],
 )
 def test_seed_001(
-    place: Path, monkeypatch: pytest.MonkeyPatch,
-    name: str, tp: int, pp: int, heads: int, micro: int, batch: int, scale: int,
-) -> None:  # fmt: skip
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    tp: int,
+    pp: int,
+    heads: int,
+    micro: int,
+    batch: int,
+    scale: int,
+) -> None:
     """Its five sizes on half its devices: their heads and parallel sizes, micro-batches a step, recomputing, loss scales."""
-    file = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "steps_per_print": 1,
-            "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0, "prescale_gradients": True,
-            "fp16": {"enabled": True, "loss_scale": scale, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
-                     "initial_scale_power": 12}, "wall_clock_breakdown": False}  # fmt: skip
+    file = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "steps_per_print": 1,
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": True,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": scale,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 12,
+        },
+        "wall_clock_breakdown": False,
+    }
     (place / "ds_config.json").write_text(json.dumps(file))
     text = SEED_001.format(tp=tp, pp=pp, layers=4, hidden=64, heads=heads, seq=32, micro=micro, batch=batch)
     text = smaller(text, num_attention_heads=heads, hidden_size=64, num_layers=4, log_interval=1)

@@ -31,13 +31,44 @@ def run(tmp_path_factory):
     prefix = str(folder / "a")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.training.run.write_report", lambda folder: None)
-        assert main(["preprocess", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--append-eod",
-                     "--tokenizer-type=ByteTokenizer"]) == 0  # fmt: skip
-        assert main(["train", "--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", "--eval-iters=0",
-                     f"--seq-length={LENGTH}", f"--max-position-embeddings={LENGTH}", "--micro-batch-size=8",
-                     "--lr=1e-2", "--train-iters=30", "--num-workers=0", "--device=cpu", "--data-path",
-                     f"{prefix}_text_document", "--save", str(folder / "run"),
-                     "--tokenizer-type=ByteTokenizer"]) == 0  # fmt: skip
+        assert (
+            main(
+                [
+                    "preprocess",
+                    "--input",
+                    f"{prefix}.jsonl",
+                    "--output-prefix",
+                    prefix,
+                    "--append-eod",
+                    "--tokenizer-type=ByteTokenizer",
+                ]
+            )
+            == 0
+        )
+        assert (
+            main(
+                [
+                    "train",
+                    "--num-layers=2",
+                    "--hidden-size=32",
+                    "--num-attention-heads=4",
+                    "--eval-iters=0",
+                    f"--seq-length={LENGTH}",
+                    f"--max-position-embeddings={LENGTH}",
+                    "--micro-batch-size=8",
+                    "--lr=1e-2",
+                    "--train-iters=30",
+                    "--num-workers=0",
+                    "--device=cpu",
+                    "--data-path",
+                    f"{prefix}_text_document",
+                    "--save",
+                    str(folder / "run"),
+                    "--tokenizer-type=ByteTokenizer",
+                ]
+            )
+            == 0
+        )
     return folder / "run"
 
 
@@ -123,8 +154,17 @@ def test_json(run, capsys, tmp_path):
     capsys.readouterr()
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert list(values) == ["step", "documents", "tokens", "bytes", "loss", "perplexity", "bits_per_byte",
-                            "sequence_length", "stride"]  # fmt: skip
+    assert list(values) == [
+        "step",
+        "documents",
+        "tokens",
+        "bytes",
+        "loss",
+        "perplexity",
+        "bits_per_byte",
+        "sequence_length",
+        "stride",
+    ]
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path)]) == 0
     table = capsys.readouterr().out
     assert "{" not in table
@@ -207,13 +247,19 @@ def test_bad_input(score, tmp_path, name, content, told):
     ("flags", "status", "told"),
     [
         ([], 2, ["--input is needed"]),
-        (["--overlapping-eval=0", "--micro-batch-size=0", "--seq-length=-1"], 2,
-         ["--overlapping-eval 0", "--micro-batch-size 0", "--seq-length -1"]),
-        (["--input=FILE", "--num-layers=5", "--seq-length=99"], 65,
-         ["--num-layers 5, the checkpoint has 2", "--seq-length 99, the checkpoint has 16"]),
+        (
+            ["--overlapping-eval=0", "--micro-batch-size=0", "--seq-length=-1"],
+            2,
+            ["--overlapping-eval 0", "--micro-batch-size 0", "--seq-length -1"],
+        ),
+        (
+            ["--input=FILE", "--num-layers=5", "--seq-length=99"],
+            65,
+            ["--num-layers 5, the checkpoint has 2", "--seq-length 99, the checkpoint has 16"],
+        ),
         (["--input=FILE", "--load=/nowhere"], 2, ["/nowhere", "two folders"]),
     ],
-)  # fmt: skip
+)
 def test_refused(score, tmp_path, flags, status, told):
     (tmp_path / "a.txt").write_text("a")
     got, _, err = score(*(f.replace("FILE", str(tmp_path / "a.txt")) for f in flags))
@@ -325,10 +371,15 @@ def test_flags_without_effect_are_told(score, tmp_path):
     assert status == 0 and "has no effect" not in err
 
 
-@pytest.mark.parametrize("environ", [
-    {"RANK": "1"}, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-    {"PMI_RANK": "3", "PMI_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "1"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {"PMI_RANK": "3", "PMI_SIZE": "4"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+    ],
+)
 def test_rank_0_alone_evaluates(monkeypatch, capsys, environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

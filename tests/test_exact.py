@@ -239,11 +239,16 @@ def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, capsys, kind):
         ["--cpu-optimizer", "--optimizer=sgd", *FORMATS["bf16"]],
         ["--dataloader-type=cyclic", *FORMATS["bf16"]],
         ["--loss-mean=microbatch", "--num-workers=2"],
-        ["--lr-decay-style=WSD", "--lr-wsd-decay-samples=100", "--weight-decay-incr-style=cosine",
-         "--start-weight-decay=0.01", "--end-weight-decay=0.9"],
+        [
+            "--lr-decay-style=WSD",
+            "--lr-wsd-decay-samples=100",
+            "--weight-decay-incr-style=cosine",
+            "--start-weight-decay=0.01",
+            "--end-weight-decay=0.9",
+        ],
     ],
     ids=lambda more: " ".join(more),
-)  # fmt: skip
+)
 def test_stopped_with_other_rules(blend, whole, tmp_path, capsys, more):
     more = [*more, *OVERFLOWING, *NO_VALIDATION]
     stop_and_go(tmp_path, [2, 18, 28], *blend, *RUN, *more)
@@ -337,7 +342,7 @@ OPTIONS = [
     ("--glu-activation=reglu --kv-channels=4 --num-query-groups=2 --params-dtype=float64", "--num-layers=3"),
     ("--attention-impl=sdpa --position-embedding-type=alibi --recompute-activations", "--hidden-size=64"),
     ("--hidden-dropout=0 --attention-dropout=0 --reset-attention-mask --eod-mask-loss", "--squared-relu"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "contradiction"), OPTIONS, ids=[options for options, _ in OPTIONS])

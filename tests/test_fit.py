@@ -78,8 +78,11 @@ def test_divides_every_size_of_a_ramp(run, memory, ramp, want):  # noqa: F811
     assert chosen(got) == want and len(set(sizes)) > 1 and all(n % want == 0 for n in sizes)
 
 
-@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--fp16", "--initial-loss-scale", "256"], ["--optimizer", "muon"]],
-                         ids=lambda f: "".join(f) or "fp32")  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--bf16"], ["--fp16", "--initial-loss-scale", "256"], ["--optimizer", "muon"]],
+    ids=lambda f: "".join(f) or "fp32",
+)
 def test_attempts_leave_no_trace(run, memory, tmp_path, flags):  # noqa: F811
     """The losses are those of the same size given by hand, bit for bit, and so is what is saved."""
     counted = memory(0)

@@ -51,9 +51,19 @@ def base(tmp_path_factory):
 
 
 def parameters(
-    layers=2, h=32, ffn=128, inner=32, kv=None, positions=16, vocab=64, untied=False, gate=1, biases=(1, 1, 1, 1), norm=2,
+    layers=2,
+    h=32,
+    ffn=128,
+    inner=32,
+    kv=None,
+    positions=16,
+    vocab=64,
+    untied=False,
+    gate=1,
+    biases=(1, 1, 1, 1),
+    norm=2,
     more=0,
-):  # fmt: skip
+):
     rows = inner + 2 * (kv or inner)
     weights = h * rows + inner * h + (gate + 1) * h * ffn
     biased = sum(b * n for b, n in zip(biases, (rows, h, gate * ffn, h), strict=True))
@@ -425,9 +435,11 @@ def test_data_path_and_split(run, files):
         assert f"     document indices in {line}" in a.out
     half = run(*flags, "--data-path", str(files / "a_text_document"), "--split", "50,25,25")
     assert "[0, 20) total of 20 documents" in half.out
-    train, valid, test = (["--train-data-path", str(files / "a_text_document")],
-                          ["--valid-data-path", str(files / "b_text_document")],
-                          ["--test-data-path", str(files / "a_text_document")])  # fmt: skip
+    train, valid, test = (
+        ["--train-data-path", str(files / "a_text_document")],
+        ["--valid-data-path", str(files / "b_text_document")],
+        ["--test-data-path", str(files / "a_text_document")],
+    )
     apart = run(*flags, *train, *valid, *test)
     assert apart.column("name", "validation") == ["validation"] * 3 + ["test"] and apart.losses != a.losses
     assert run(*flags, *train).column("name", "validation") == []

@@ -287,9 +287,7 @@ TABLE = {
         "picture": "test_data_commands.py::test_picture",
         "json": "test_data_commands.py::test_counts_lengths_and_frequent_tokens",
     },
-    "planning": {
-        "json": "test_data_commands.py::test_plan_counts_what_the_training_reads",
-    },
+    "planning": {"json": "test_data_commands.py::test_plan_counts_what_the_training_reads"},
     "merging": {
         "datasets": "test_data_commands.py::test_merged_files_are_megatrons",
         "input": "test_data_commands.py::test_merge_of_a_folder_and_its_script",
@@ -306,7 +304,7 @@ TABLE = {
         "output_file": "test_data_commands.py::test_loose_files_become_one",
         "each_line": "test_data_commands.py::test_loose_files_become_one",
     },
-}  # fmt: skip
+}
 
 
 def entries():

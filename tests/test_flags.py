@@ -44,8 +44,13 @@ def test_precedence(tmp_path, monkeypatch):
     m, d = got.config.model, got.config.data
     assert (d.seq_length, m.num_layers, m.hidden_size, m.num_attention_heads) == (1024, 3, 64, 2)
     assert m.hidden_dropout == 0.2 and m.attention_dropout == 0.1
-    wanted = {"seq_length": "preset gpt2-117m", "num_layers": str(file), "hidden_size": "environment",
-              "num_attention_heads": "command line", "attention_dropout": "default"}  # fmt: skip
+    wanted = {
+        "seq_length": "preset gpt2-117m",
+        "num_layers": str(file),
+        "hidden_size": "environment",
+        "num_attention_heads": "command line",
+        "attention_dropout": "default",
+    }
     assert {k: got.sources[k] for k in wanted} == wanted
 
 
@@ -68,7 +73,12 @@ def test_yaml(tmp_path, text):
     file.write_text(text)
     c = parse("--config", str(file)).config
     assert (c.optimizer.lr, c.precision.fp16, c.data.data_path, c.data.split, c.training.train_iters) == (
-        1e-4, True, ["a", "b"], "949,50,1", 2000)  # fmt: skip
+        1e-4,
+        True,
+        ["a", "b"],
+        "949,50,1",
+        2000,
+    )
     assert type(c.training.train_iters) is int
 
 
@@ -162,7 +172,12 @@ def test_both_x_and_no_x():
 def test_equals_sign_and_blanks():
     c = parse("--lr=1e-3", "--save=a b=c", "--data-path", "one two", "three", "--split=949, 50, 1", "--seed=1e3").config
     assert (c.optimizer.lr, c.checkpoint.save, c.data.data_path, c.data.split, c.training.seed) == (
-        1e-3, "a b=c", ["one two", "three"], "949, 50, 1", 1000)  # fmt: skip
+        1e-3,
+        "a b=c",
+        ["one two", "three"],
+        "949, 50, 1",
+        1000,
+    )
 
 
 def test_positional():
@@ -202,7 +217,7 @@ def test_no_abbreviations():
         (["--lr"], "--lr/--learning-rate: expected one argument"),
         (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
     ],
-)  # fmt: skip
+)
 def test_words(argv, words):
     assert words in refusal(*argv)
 
@@ -268,8 +283,25 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
     file = tmp_path / "c.toml"
     file.write_text("seed = 'x'\nunheard_of = 1\n")
     monkeypatch.setenv("MESHWRIGHT_CLIP_GRAD", "much")
-    argv = ["--config", str(file), "--num-layer", "2", "--lr", "fast", "--batch-size", "4", "--bert-load", "x",
-            "--hidden-size", "30", "--num-attention-heads", "4", "--num-experts", "4", "--mock-data"]  # fmt: skip
+    argv = [
+        "--config",
+        str(file),
+        "--num-layer",
+        "2",
+        "--lr",
+        "fast",
+        "--batch-size",
+        "4",
+        "--bert-load",
+        "x",
+        "--hidden-size",
+        "30",
+        "--num-attention-heads",
+        "4",
+        "--num-experts",
+        "4",
+        "--mock-data",
+    ]
     assert main(["train", *argv]) == USAGE
     err = capsys.readouterr().err
     for words in (
@@ -387,15 +419,29 @@ def test_padding_is_real_in_training_and_idle_in_preprocessing():
 @pytest.mark.parametrize(
     ("preset", "published", "within"),
     [
-        ("gpt2-117m", 124.4e6, 0.001), ("gpt2-345m", 354.87e6, 0.0001), ("gpt2-762m", 774.0e6, 0.001),
-        ("gpt2-1.5b", 1557.6e6, 0.001), ("gpt3-1.3b", 1.3e9, 0.02), ("gpt3-2.7b", 2.7e9, 0.02),
-        ("gpt3-6.7b", 6.7e9, 0.01), ("gpt3-13b", 13.0e9, 0.02), ("gpt3-175b", 174.6e9, 0.001),
-        ("gpt3-125m", 125e6, 0.01), ("gpt3-350m", 356e6, 0.01), ("gpt3-760m", 760e6, 0.01),
-        ("ascend-345m", 354.87e6, 0.0001), ("ascend-1.3b", 1.31e9, 0.01), ("ascend-2.7b", 2.65e9, 0.01),
-        ("ascend-3.7b", 3.79e9, 0.01), ("ascend-345m-without-mp", 354.87e6, 0.0001), ("oneflow-117m", 124.4e6, 0.001),
-        ("oneflow-345m", 354.87e6, 0.0001), ("oneflow-16x1536", 533.7e6, 0.01), ("oneflow-24x2304", 1.65e9, 0.01),
+        ("gpt2-117m", 124.4e6, 0.001),
+        ("gpt2-345m", 354.87e6, 0.0001),
+        ("gpt2-762m", 774.0e6, 0.001),
+        ("gpt2-1.5b", 1557.6e6, 0.001),
+        ("gpt3-1.3b", 1.3e9, 0.02),
+        ("gpt3-2.7b", 2.7e9, 0.02),
+        ("gpt3-6.7b", 6.7e9, 0.01),
+        ("gpt3-13b", 13.0e9, 0.02),
+        ("gpt3-175b", 174.6e9, 0.001),
+        ("gpt3-125m", 125e6, 0.01),
+        ("gpt3-350m", 356e6, 0.01),
+        ("gpt3-760m", 760e6, 0.01),
+        ("ascend-345m", 354.87e6, 0.0001),
+        ("ascend-1.3b", 1.31e9, 0.01),
+        ("ascend-2.7b", 2.65e9, 0.01),
+        ("ascend-3.7b", 3.79e9, 0.01),
+        ("ascend-345m-without-mp", 354.87e6, 0.0001),
+        ("oneflow-117m", 124.4e6, 0.001),
+        ("oneflow-345m", 354.87e6, 0.0001),
+        ("oneflow-16x1536", 533.7e6, 0.01),
+        ("oneflow-24x2304", 1.65e9, 0.01),
     ],
-)  # fmt: skip
+)
 def test_preset_sizes_are_the_published_ones(preset, published, within):
     c = parse("--preset", preset).config
     n = counts.parameters(c.model, 50304, c.model.max_position_embeddings)
@@ -449,50 +495,67 @@ def test_help_shows_defaults_and_what_is_not_yet(capsys):
 # Every name that the documents and the programs they use pass
 
 MODEL = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024"
-SCHEDULE = ("--train-iters 5000 --lr 0.00015 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 "
-            "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16")  # fmt: skip
+SCHEDULE = (
+    "--train-iters 5000 --lr 0.00015 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 "
+    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16"
+)
 FILES = "--data-path my-gpt2_text_document --vocab-file v.json --merge-file m.txt --data-impl mmap"
-PREPROCESS = ("--input oscar-1GB.jsonl --output-prefix meg-gpt2 --vocab gpt2-vocab.json --dataset-impl mmap "
-              "--tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt")  # fmt: skip
-GENERATE = ("--tensor-model-parallel-size 1 --load ckpt --tokenizer-type GPT2BPETokenizer --fp16 --micro-batch-size 2 "
-            "--out-seq-length 1024 --temperature 1.0 --vocab-file v.json --merge-file m.txt "
-            "--genfile unconditional_samples.json --top_p 0.9 --recompute")  # fmt: skip
-ONEFLOW = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 "
-           "--num-gpus-per-node 1 --train-iters 500000 --learning-rate 0.00015 --dataset gpt_sample_dataset_text_document "
-           "--seq-length 1024 --split 949,50,1 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 "
-           "--lr-warmup-fraction 0.01 --weight-decay 1e-2 --optimizer adamw --clip-grad 1.0 --vocab-size 50257 "
-           "--load checkpoint --save checkpoint --save-interval 10000 --log-interval 100 --checkpoint-activations "
-           "--multihead-attention-fusion --fp16")  # fmt: skip
+PREPROCESS = (
+    "--input oscar-1GB.jsonl --output-prefix meg-gpt2 --vocab gpt2-vocab.json --dataset-impl mmap "
+    "--tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt"
+)
+GENERATE = (
+    "--tensor-model-parallel-size 1 --load ckpt --tokenizer-type GPT2BPETokenizer --fp16 --micro-batch-size 2 "
+    "--out-seq-length 1024 --temperature 1.0 --vocab-file v.json --merge-file m.txt "
+    "--genfile unconditional_samples.json --top_p 0.9 --recompute"
+)
+ONEFLOW = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 "
+    "--num-gpus-per-node 1 --train-iters 500000 --learning-rate 0.00015 --dataset gpt_sample_dataset_text_document "
+    "--seq-length 1024 --split 949,50,1 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 "
+    "--lr-warmup-fraction 0.01 --weight-decay 1e-2 --optimizer adamw --clip-grad 1.0 --vocab-size 50257 "
+    "--load checkpoint --save checkpoint --save-interval 10000 --log-interval 100 --checkpoint-activations "
+    "--multihead-attention-fusion --fp16"
+)
 
 
 @pytest.mark.parametrize(
     ("cls", "line", "told"),
     [
-        (TrainConfig, f"{MODEL} {SCHEDULE} {FILES} --micro-batch-size 1 --global-batch-size 2 --split 700,200,100 "
-         "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save c --load c", 0),
-        (TrainConfig, f"{MODEL} {SCHEDULE} {FILES} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
-         "--micro-batch-size 8 --global-batch-size 16 --save c --load c --split 949,50,1 --distributed-backend nccl "
-         "--checkpoint-activations --log-interval 10 --save-interval 500 --eval-interval 100 --eval-iters 10 "
-         "--local_rank 0 --local-rank=0", 0),
+        (
+            TrainConfig,
+            f"{MODEL} {SCHEDULE} {FILES} --micro-batch-size 1 --global-batch-size 2 --split 700,200,100 "
+            "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save c --load c",
+            0,
+        ),
+        (
+            TrainConfig,
+            f"{MODEL} {SCHEDULE} {FILES} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+            "--micro-batch-size 8 --global-batch-size 16 --save c --load c --split 949,50,1 --distributed-backend nccl "
+            "--checkpoint-activations --log-interval 10 --save-interval 500 --eval-interval 100 --eval-iters 10 "
+            "--local_rank 0 --local-rank=0",
+            0,
+        ),
         (TrainConfig, ONEFLOW, 1),
-        (TrainConfig, f"{ONEFLOW} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --initial-loss-scale "
-         "4294967296 --num-nodes 1 --use-rdma", 2),
+        (
+            TrainConfig,
+            f"{ONEFLOW} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --initial-loss-scale "
+            "4294967296 --num-nodes 1 --use-rdma",
+            2,
+        ),
         (PreprocessConfig, f"{PREPROCESS} --append-eod --workers 8", 0),
         (PreprocessConfig, f"{PREPROCESS} --append-eod", 0),
         (GenerateConfig, f"{MODEL} {GENERATE} --num-samples 2", 0),
         (GenerateConfig, f"{MODEL} {GENERATE} --num-samples 0", 0),
     ],
-)  # fmt: skip
+)
 def test_commands_of_the_documents(cls, line, told):
     got = flags.parse(cls, line.split(), "meshwright test")
     assert sum("is accepted" in n for n in got.notices) == told
 
 
 @pytest.mark.parametrize(
-    ("cls", "line", "words"),
-    [
-        (TrainConfig, "--num-experts 4 --data-impl lazy", "in this version"),
-    ],
+    ("cls", "line", "words"), [(TrainConfig, "--num-experts 4 --data-impl lazy", "in this version")]
 )
 def test_not_yet_names_the_flag(cls, line, words):
     flagged = [w for w in line.split() if w.startswith("--")]
@@ -504,8 +567,12 @@ def test_not_yet_names_the_flag(cls, line, words):
 
 def spellings(cls, name):
     """The main spelling of a flag given by any of its spellings."""
-    return {s for _, f, _ in flags.fields(cls).values() for s in [settings.spelling(f.name)]
-            if name in (s, "--no-" + s[2:], *f.metadata["aliases"])}  # fmt: skip
+    return {
+        s
+        for _, f, _ in flags.fields(cls).values()
+        for s in [settings.spelling(f.name)]
+        if name in (s, "--no-" + s[2:], *f.metadata["aliases"])
+    }
 
 
 # All arguments that Megatron-LM of June 2023 prints at its start, so all the flags it has.
@@ -555,9 +622,16 @@ DUMP = """
 """.split()  # noqa: SIM905
 
 # Printed there, computed from other flags: no flag in Megatron either, except where one of ours has that name.
-DERIVED = {"consumed_train_samples", "consumed_valid_samples", "data_parallel_size", "rank", "world_size",
-           "transformer_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-           "variable_seq_lengths"}  # fmt: skip
+DERIVED = {
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "data_parallel_size",
+    "rank",
+    "world_size",
+    "transformer_pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "variable_seq_lengths",
+}
 
 # Printed under a name that is not the flag's.
 PRINTED_AS = {
@@ -599,9 +673,13 @@ def test_every_name_of_the_argument_dump_is_known():
     parser = flags._parser(TrainConfig, "meshwright train", None, "")
     for name in [n for n in DUMP if n not in DERIVED]:
         flag = PRINTED_AS.get(name) or next(
-            (s for s in (settings.spelling(name), "--" + name.replace("_", "-"), "--DDP-impl")
-             if s in parser._option_string_actions and s.lower()[2:].replace("-", "_") == name.lower()),
-            "--" + name.replace("_", "-"))  # fmt: skip
+            (
+                s
+                for s in (settings.spelling(name), "--" + name.replace("_", "-"), "--DDP-impl")
+                if s in parser._option_string_actions and s.lower()[2:].replace("-", "_") == name.lower()
+            ),
+            "--" + name.replace("_", "-"),
+        )
         known = flag in parser._option_string_actions
         assert known or not flags._unknown(flag, parser).startswith("unknown"), name
 

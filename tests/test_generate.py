@@ -24,8 +24,13 @@ from meshwright.settings.schema import Model, Sampling
 ROOT = Path(__file__).resolve().parents[1]
 CAT, DOG, BEAR = SENTENCES = ["the cat sat.", "a dog ran.", "ein Bär."]
 LENGTH = 24
-SHAPE = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", f"--seq-length={LENGTH}",
-         f"--max-position-embeddings={LENGTH}"]  # fmt: skip
+SHAPE = [
+    "--num-layers=2",
+    "--hidden-size=32",
+    "--num-attention-heads=4",
+    f"--seq-length={LENGTH}",
+    f"--max-position-embeddings={LENGTH}",
+]
 
 
 def corpus(path):
@@ -42,10 +47,29 @@ def learn(folder, steps, *tokenizer):
         patch.setattr("meshwright.training.run.write_report", lambda folder: None)
         files = ["--input", f"{prefix}.jsonl", "--output-prefix", prefix]
         assert main(["preprocess", *files, "--append-eod", *tokenizer]) == 0
-        assert main(["train", *SHAPE, "--micro-batch-size=16", "--lr=1e-2", f"--train-iters={steps}",
-                     "--lr-warmup-iters=5", "--eval-iters=0", "--num-workers=0", "--device=cpu", "--hidden-dropout=0",
-                     "--attention-dropout=0", "--data-path", f"{prefix}_text_document", "--save", str(folder / "run"),
-                     *tokenizer]) == 0  # fmt: skip
+        assert (
+            main(
+                [
+                    "train",
+                    *SHAPE,
+                    "--micro-batch-size=16",
+                    "--lr=1e-2",
+                    f"--train-iters={steps}",
+                    "--lr-warmup-iters=5",
+                    "--eval-iters=0",
+                    "--num-workers=0",
+                    "--device=cpu",
+                    "--hidden-dropout=0",
+                    "--attention-dropout=0",
+                    "--data-path",
+                    f"{prefix}_text_document",
+                    "--save",
+                    str(folder / "run"),
+                    *tokenizer,
+                ]
+            )
+            == 0
+        )
     return folder / "run"
 
 
@@ -210,9 +234,12 @@ def test_sample_output_file(generate, tmp_path):
         (None, "no such file"),
         (b"", "is empty"),
         (b"good\n\xff\n", "byte 5 is not UTF-8"),
-        (b"a\n" + b"x" * LENGTH + b"\nb\n" + b"y" * 99, f"line 2 has {LENGTH}, line 4 has 99 tokens; the model reads {LENGTH}"),
+        (
+            b"a\n" + b"x" * LENGTH + b"\nb\n" + b"y" * 99,
+            f"line 2 has {LENGTH}, line 4 has 99 tokens; the model reads {LENGTH}",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_files(generate, tmp_path, content, told):
     path = tmp_path / "p"
     if content is not None:
@@ -272,8 +299,24 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     """A model of mock data talks in numbers; a slip of the fingers does not end the dialogue."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.training.run.write_report", lambda folder: None)
-        assert main(["train", *SHAPE, "--mock-data", "--vocab-size=20", "--micro-batch-size=1", "--lr=1e-3",
-                     "--train-iters=1", "--eval-iters=0", "--device=cpu", "--save", str(tmp_path / "r")]) == 0  # fmt: skip
+        assert (
+            main(
+                [
+                    "train",
+                    *SHAPE,
+                    "--mock-data",
+                    "--vocab-size=20",
+                    "--micro-batch-size=1",
+                    "--lr=1e-3",
+                    "--train-iters=1",
+                    "--eval-iters=0",
+                    "--device=cpu",
+                    "--save",
+                    str(tmp_path / "r"),
+                ]
+            )
+            == 0
+        )
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n99\n1 2\n"))
     assert main(["generate", str(tmp_path / "r"), "--device=cpu"]) == 2
@@ -294,8 +337,12 @@ def test_interactive_on_several_ranks(generate, run, monkeypatch):
         environment = dict(os.environ, **{name: values[1]})
         other = subprocess.run(
             [sys.executable, str(ROOT / "tools/generate_samples_gpt.py"), "--load", str(run)],
-            input="a dog\n", env=environment, capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
+            input="a dog\n",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         assert other.returncode == 0 and other.stdout == "" and "nothing to do" in other.stderr
         monkeypatch.delenv(name)
 

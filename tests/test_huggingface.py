@@ -24,10 +24,27 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.whole, pytest.mark.filterwarnings("ignore")]
 
 VOCAB, LENGTH = 61, 16
-GPT2 = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0,
-        "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
-LLAMA = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 40,
-         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_positions": LENGTH,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "resid_pdrop": 0,
+    "embd_pdrop": 0,
+    "attn_pdrop": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 THEIRS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied-erf": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
@@ -41,7 +58,7 @@ THEIRS = {
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}),
-}  # fmt: skip
+}
 
 
 def theirs(name, **changes):
@@ -271,15 +288,21 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
 
     name = "transformer.wte.weight"
     for how, said in [
-        (b"", "not a safetensors file"), (whole[:100], "not a whole safetensors"), (whole[:-1], "not a whole safetensors"),
-        (b"\xff" * 6 + b"\0\0{" + whole[9:], "bytes, more than"), ({}, "weight_map"), ({"weight_map": {name: 3}}, "weight_map"),
+        (b"", "not a safetensors file"),
+        (whole[:100], "not a whole safetensors"),
+        (whole[:-1], "not a whole safetensors"),
+        (b"\xff" * 6 + b"\0\0{" + whole[9:], "bytes, more than"),
+        ({}, "weight_map"),
+        ({"weight_map": {name: 3}}, "weight_map"),
         ({"weight_map": {name: "../outside.safetensors"}}, "not a plain name"),
-        ({"weight_map": {name: str(outside)}}, "not a plain name"), ({"weight_map": {name: "none.bin"}}, "no such file"),
-        (link, "nothing outside the folder is read"), (lambda f: (f / "config.json").unlink(), "no such file"),
+        ({"weight_map": {name: str(outside)}}, "not a plain name"),
+        ({"weight_map": {name: "none.bin"}}, "no such file"),
+        (link, "nothing outside the folder is read"),
+        (lambda f: (f / "config.json").unlink(), "no such file"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), "JSON"),
         (lambda f: (f / "config.json").write_text("[]"), "JSON"),
         (lambda f: (f / tensors).unlink(), "has neither"),
-    ]:  # fmt: skip
+    ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
         break_it(tmp_path / "x", how)
         with pytest.raises(UserError, match=said) as told:

@@ -269,8 +269,11 @@ def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("mine.py").touch()
     assert launch.command(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
     assert launch.command(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
-    for words, told in ((["their.py"], "there is no script their.py"), (["inspect"], "inspect is none of train"),
-                        (["--nprocs"], "launch has no flag --nprocs")):  # fmt: skip
+    for words, told in (
+        (["their.py"], "there is no script their.py"),
+        (["inspect"], "inspect is none of train"),
+        (["--nprocs"], "launch has no flag --nprocs"),
+    ):
         with pytest.raises(UserError, match=told):
             launch.command(words)
     with pytest.raises(UserError, match="what is to be started"):

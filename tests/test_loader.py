@@ -43,8 +43,10 @@ def test_tokens_labels_and_order(workers):
     loader = Loader(Counting(), 2, sixes, consumed=12, workers=workers, vocab_size=1000)
     steps = list(islice(loader, 3))
     assert numbers(steps) == [
-        [[12, 13], [14, 15], [16, 17]], [[18, 19], [20, 21], [22, 23]], [[24, 25], [26, 27], [28, 29]],
-    ]  # fmt: skip
+        [[12, 13], [14, 15], [16, 17]],
+        [[18, 19], [20, 21], [22, 23]],
+        [[24, 25], [26, 27], [28, 29]],
+    ]
     batch = steps[0][1]
     assert batch.tokens.tolist() == [[140, 141, 142, 143], [150, 151, 152, 153]]
     assert batch.labels.tolist() == [[141, 142, 143, 144], [151, 152, 153, 154]]

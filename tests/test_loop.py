@@ -271,8 +271,19 @@ def test_another_optimizer_is_refused_in_words(run, tmp_path):
 def test_use_checkpoint_args(run, tmp_path, capsys):
     save = tmp_path / "a"
     run("--save", save, "--train-iters", 3, "--swiglu", "--position-embedding-type", "rope", "--num-query-groups", 2)
-    rest = ["--micro-batch-size=2", "--global-batch-size=4", "--lr=1e-2", "--train-iters=4", "--mock-data", "--eval-iters=0",
-            "--device=cpu", "--use-checkpoint-args", "--load", str(save), "--override-opt_param-scheduler"]  # fmt: skip
+    rest = [
+        "--micro-batch-size=2",
+        "--global-batch-size=4",
+        "--lr=1e-2",
+        "--train-iters=4",
+        "--mock-data",
+        "--eval-iters=0",
+        "--device=cpu",
+        "--use-checkpoint-args",
+        "--load",
+        str(save),
+        "--override-opt_param-scheduler",
+    ]
     assert main(["train", *rest, "--run-dir", str(tmp_path / "b")]) == 0
     text = (tmp_path / "b" / "config.toml").read_text()
     assert "swiglu = true" in text and "num_query_groups = 2" in text and 'position_embedding_type = "rope"' in text
@@ -311,7 +322,7 @@ def test_num_zeros_and_params_norm(run):
             ":\n     rank  0: [0-9.]+",
         ),
     ],
-)  # fmt: skip
+)
 def test_timers(run, flags, names, form):
     got = run(*flags, "--eval-iters", 0)
     after = got.out.split("training ...")[1]
@@ -324,15 +335,35 @@ def test_timers(run, flags, names, form):
 def test_tensorboard(run, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    flags = ("--log-batch-size-to-tensorboard", "--log-world-size-to-tensorboard", "--log-validation-ppl-to-tensorboard",
-             "--log-timers-to-tensorboard", "--timing-log-level", 1, "--no-log-loss-scale-to-tensorboard",
-             "--tensorboard-log-interval", 2, "--tensorboard-queue-size", 3)  # fmt: skip
+    flags = (
+        "--log-batch-size-to-tensorboard",
+        "--log-world-size-to-tensorboard",
+        "--log-validation-ppl-to-tensorboard",
+        "--log-timers-to-tensorboard",
+        "--timing-log-level",
+        1,
+        "--no-log-loss-scale-to-tensorboard",
+        "--tensorboard-log-interval",
+        2,
+        "--tensorboard-queue-size",
+        3,
+    )
     got = run("--tensorboard", "--tensorboard-dir", tmp_path / "tb", *flags, "--log-memory-to-tensorboard")
     found = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert set(found.Tags()["scalars"]) == {
-        "lm loss", "grad-norm", "learning-rate", "batch-size", "world-size", "iteration-time", "forward-backward-time",
-        "optimizer-time", "lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl",
-    }  # fmt: skip
+        "lm loss",
+        "grad-norm",
+        "learning-rate",
+        "batch-size",
+        "world-size",
+        "iteration-time",
+        "forward-backward-time",
+        "optimizer-time",
+        "lm loss validation",
+        "lm loss validation ppl",
+        "lm loss test",
+        "lm loss test ppl",
+    }
     points = {e.step: e.value for e in found.Scalars("lm loss")}
     assert points == pytest.approx({i: x for i, x in enumerate(got.column("loss"), 1) if i % 2 == 0})
     run("--tensorboard")  # without a folder of its own: beside the run
@@ -386,8 +417,10 @@ def test_the_kept_settings_go_on_with_the_run(tmp_path, capsys):
     for _ in range(2):
         assert main(["train", "--config", str(a / "config.toml"), "--exit-interval", "none"]) == 0
     assert steps_in(a) == [2, 4, 6] and len(list(a.glob("replaced-*"))) == 1
-    assert main([*train, "--finetune", "--load", str(a), "--save", str(b), "--exit-interval", "3",
-                 "--local-rank", "0"]) == 0  # fmt: skip
+    assert (
+        main([*train, "--finetune", "--load", str(a), "--save", str(b), "--exit-interval", "3", "--local-rank", "0"])
+        == 0
+    )
     capsys.readouterr()
     assert "local_rank" not in config_of(b)["parallel"]
     assert main(["train", "--config", str(b / "config.toml"), "--exit-interval", "none"]) == 0

@@ -115,9 +115,17 @@ def test_optimizer_of_every_form(name: str, tmp_path: Path) -> None:
     state = source.state
     assert (state["iteration"], state["optimizer_steps"], source.step) == (7, 6, 7)
     assert (state["consumed_train_samples"], state["schedule_samples"]) == (56, 48)
-    assert {k: state["schedule"][k] for k in ("max_lr", "min_lr", "warmup", "decay", "style", "start_wd", "wd_style")} == {
-        "max_lr": 1e-3, "min_lr": 1e-5, "warmup": 16, "decay": 800, "style": "cosine", "start_wd": 0.01, "wd_style": "constant"
-    }  # fmt: skip
+    assert {
+        k: state["schedule"][k] for k in ("max_lr", "min_lr", "warmup", "decay", "style", "start_wd", "wd_style")
+    } == {
+        "max_lr": 1e-3,
+        "min_lr": 1e-5,
+        "warmup": 16,
+        "decay": 800,
+        "style": "cosine",
+        "start_wd": 0.01,
+        "wd_style": "constant",
+    }
     scale = state["loss_scale"]
     dynamic = (True, 4096.0, 5, 1) if f.state != "2019" else (True, 4096.0, 5, 1)
     assert (scale["dynamic"], scale["scale"], scale["growth_tracker"], scale["hysteresis_tracker"]) == (
@@ -165,9 +173,14 @@ def test_the_generator_is_gpt2(tmp_path: Path) -> None:
     f = Form(dtype=torch.float32)
     p = plain(f)
     config = transformers.GPT2Config(
-        vocab_size=f.vocab, n_positions=f.positions, n_embd=f.hidden, n_layer=f.layers, n_head=f.heads, n_inner=f.ffn,
+        vocab_size=f.vocab,
+        n_positions=f.positions,
+        n_embd=f.hidden,
+        n_layer=f.layers,
+        n_head=f.heads,
+        n_inner=f.ffn,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     theirs = transformers.GPT2LMHeadModel(config).eval()
     state = {
         "transformer.wte.weight": p["tokens"],
@@ -226,8 +239,16 @@ def test_what_the_arguments_tell(tmp_path: Path) -> None:
     f = Form(bigscience=True, embed_norm=True, gated=True)
     folder = write(tmp_path / "iter_0000007", f, plain(f))
     source = megatron.open(folder)
-    told = {"glu_activation": "geglu", "position_embedding_type": "learned_absolute", "embed_layernorm": True, "fp16": True,
-            "seq_length": 16, "layernorm_epsilon": 1e-5, "num_query_groups": None, "normalization": "LayerNorm"}  # fmt: skip
+    told = {
+        "glu_activation": "geglu",
+        "position_embedding_type": "learned_absolute",
+        "embed_layernorm": True,
+        "fp16": True,
+        "seq_length": 16,
+        "layernorm_epsilon": 1e-5,
+        "num_query_groups": None,
+        "normalization": "LayerNorm",
+    }
     assert {name: source.config[name] for name in told} == told and source.vocab == 61
 
     for place, ours_ in (("alibi", "alibi"), ("rotary", "rope")):
@@ -305,19 +326,37 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a part less": (change(lambda t: encoder(t).pop(WEIGHT)), "not on all tensor ranks"),
     "an unknown part": (change(lambda t: encoder(t).update({"layers.0.moe.gate.weight": torch.ones(2)})), "moe.gate"),
     "a decoder": (change(lambda t: t["model"]["language_model"].update(decoder={"x": torch.ones(2)})), "decoder.x"),
-    "another shape": (change(lambda t: encoder(t).update({WEIGHT: torch.ones(33, 32).half()})), r"\(33, 32\), but \(32, 32\)"),
-    "other heads": (change(lambda t: setattr(t["args"], "num_attention_heads", 5)), "a multiple of --num-attention-heads 5"),
+    "another shape": (
+        change(lambda t: encoder(t).update({WEIGHT: torch.ones(33, 32).half()})),
+        r"\(33, 32\), but \(32, 32\)",
+    ),
+    "other heads": (
+        change(lambda t: setattr(t["args"], "num_attention_heads", 5)),
+        "a multiple of --num-attention-heads 5",
+    ),
     "copies differ": (change(lambda t: encoder(t)[NORM].mul_(1.5), 1), r"must hold the same h.1.ln_1.weight"),
     "NaN in a copy": (change(lambda t: encoder(t)[NORM].fill_(float("nan")), 1), "must hold the same"),
     "layers of the optimizer exchanged": (change(swap_layers), "not those of the model; add --no-load-optim"),
-    "a moment less": (change(lambda t: t["optimizer"]["optimizer"]["state"][3].pop("exp_avg")), r"has nothing; add --no-load"),
-    "a parameter less": (change(lambda t: t["optimizer"]["optimizer"]["param_groups"][1]["params"].pop()), "is of 27 param"),
+    "a moment less": (
+        change(lambda t: t["optimizer"]["optimizer"]["state"][3].pop("exp_avg")),
+        r"has nothing; add --no-load",
+    ),
+    "a parameter less": (
+        change(lambda t: t["optimizer"]["optimizer"]["param_groups"][1]["params"].pop()),
+        "is of 27 param",
+    ),
     "a master too many": (change(lambda t: t["optimizer"]["fp32_from_fp16_params"][1].append(torch.ones(1))), "master"),
-    "keys that are lists": (change(lambda t: t["optimizer"]["optimizer"]["param_groups"][0].update(params=[[]])), "not laid"),
+    "keys that are lists": (
+        change(lambda t: t["optimizer"]["optimizer"]["param_groups"][0].update(params=[[]])),
+        "not laid",
+    ),
     "a name that is a number": (change(lambda t: t["model"].update({3: {4: torch.ones(2)}})), "3.4 is no parameter"),
     "weights in one row": (change(lambda t: encoder(t).update({WEIGHT: torch.ones(1024).half()})), "no|follows"),
-    "an optimizer of another kind": (change(lambda t: t.update(optimizer={"optimizer": {"param_groups": 3}})), "laid out"),
-}  # fmt: skip
+    "an optimizer of another kind": (
+        change(lambda t: t.update(optimizer={"optimizer": {"param_groups": 3}})),
+        "laid out",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -431,13 +470,40 @@ def test_copies_that_differ_by_rounding_are_told(tmp_path: Path) -> None:
 # Writing
 
 
-CONFIG = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "max_position_embeddings": 16,
-          "layernorm_epsilon": 1e-5, "adam_beta2": 0.95, "fp16": True}  # fmt: skip
-STATE = {"iteration": 7, "consumed_train_samples": 56, "schedule_samples": 48, "optimizer_steps": 6, "skips": [[3, "x"]],
-         "epochs": [[2, True]], "blends": None, "loss_scale": {"dynamic": True, "scale": 4096.0, "growth_tracker": 5,
-         "hysteresis_tracker": 1, "in_a_row": 0}, "schedule": {"max_lr": 1e-3, "min_lr": 1e-5, "warmup": 16.0, "decay": 800,
-         "style": "cosine", "start_wd": 0.01, "end_wd": 0.01, "wd_samples": 800, "wd_style": "constant", "init_lr": 0.0,
-         "wsd_samples": 0, "wsd_style": "exponential"}}  # fmt: skip
+CONFIG = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 64,
+    "max_position_embeddings": 16,
+    "layernorm_epsilon": 1e-5,
+    "adam_beta2": 0.95,
+    "fp16": True,
+}
+STATE = {
+    "iteration": 7,
+    "consumed_train_samples": 56,
+    "schedule_samples": 48,
+    "optimizer_steps": 6,
+    "skips": [[3, "x"]],
+    "epochs": [[2, True]],
+    "blends": None,
+    "loss_scale": {"dynamic": True, "scale": 4096.0, "growth_tracker": 5, "hysteresis_tracker": 1, "in_a_row": 0},
+    "schedule": {
+        "max_lr": 1e-3,
+        "min_lr": 1e-5,
+        "warmup": 16.0,
+        "decay": 800,
+        "style": "cosine",
+        "start_wd": 0.01,
+        "end_wd": 0.01,
+        "wd_samples": 800,
+        "wd_style": "constant",
+        "init_lr": 0.0,
+        "wsd_samples": 0,
+        "wsd_style": "exponential",
+    },
+}
 
 
 def native_source(root: Path, f: Form, config: dict[str, Any]) -> tuple[Source, Tensors]:
@@ -471,12 +537,25 @@ def test_from_native_and_back(t: int, p: int, tmp_path: Path) -> None:
     assert (back.config, back.state, back.vocab) == (source.config, source.state, source.vocab)
 
 
-@pytest.mark.parametrize("options", [
-    (Form(gated=True, bias=False, rms=True, untied=True), {"swiglu": True, "normalization": "RMSNorm", "bf16": True,
-     "fp16": False, "add_bias_linear": False, "untie_embeddings_and_output_weights": True}),
-    (Form(gated=True, bigscience=True, embed_norm=True), {"glu_activation": "geglu", "embed_layernorm": True}),
-    (Form(heads=8, groups=4), {"num_attention_heads": 8, "num_query_groups": 4, "fp16": False}),
-], ids=["llama", "bigscience", "float32 with groups"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        (
+            Form(gated=True, bias=False, rms=True, untied=True),
+            {
+                "swiglu": True,
+                "normalization": "RMSNorm",
+                "bf16": True,
+                "fp16": False,
+                "add_bias_linear": False,
+                "untie_embeddings_and_output_weights": True,
+            },
+        ),
+        (Form(gated=True, bigscience=True, embed_norm=True), {"glu_activation": "geglu", "embed_layernorm": True}),
+        (Form(heads=8, groups=4), {"num_attention_heads": 8, "num_query_groups": 4, "fp16": False}),
+    ],
+    ids=["llama", "bigscience", "float32 with groups"],
+)
 def test_other_networks_from_native_and_back(options: tuple[Form, dict[str, Any]], tmp_path: Path) -> None:
     f, more = options
     source, tensors = source_of(f, CONFIG | {"num_layers": 2} | more)
@@ -519,15 +598,24 @@ def test_the_tree_is_megatrons(tmp_path: Path) -> None:
     first, last = (load(folder / f"mp_rank_01_{p:03d}" / "model_optim_rng.pt") for p in (0, 1))
     embedding = first["model"]["language_model"]["embedding"]
     assert {k: {n: tuple(x.shape) for n, x in v.items()} for k, v in embedding.items()} == {
-        "word_embeddings": {"weight": (32, 32)}, "position_embeddings": {"weight": (16, 32)}
-    }  # fmt: skip
+        "word_embeddings": {"weight": (32, 32)},
+        "position_embeddings": {"weight": (16, 32)},
+    }
     assert not embedding["word_embeddings"]["weight"][-3:].any()  # rows 61 to 63 only fill up
-    shapes = {"input_layernorm.weight": (32,), "input_layernorm.bias": (32,),
-              "self_attention.query_key_value.weight": (48, 32), "self_attention.query_key_value.bias": (48,),
-              "self_attention.dense.weight": (32, 16), "self_attention.dense.bias": (32,),
-              "post_attention_layernorm.weight": (32,), "post_attention_layernorm.bias": (32,),
-              "mlp.dense_h_to_4h.weight": (32, 32), "mlp.dense_h_to_4h.bias": (32,),
-              "mlp.dense_4h_to_h.weight": (32, 32), "mlp.dense_4h_to_h.bias": (32,)}  # fmt: skip
+    shapes = {
+        "input_layernorm.weight": (32,),
+        "input_layernorm.bias": (32,),
+        "self_attention.query_key_value.weight": (48, 32),
+        "self_attention.query_key_value.bias": (48,),
+        "self_attention.dense.weight": (32, 16),
+        "self_attention.dense.bias": (32,),
+        "post_attention_layernorm.weight": (32,),
+        "post_attention_layernorm.bias": (32,),
+        "mlp.dense_h_to_4h.weight": (32, 32),
+        "mlp.dense_h_to_4h.bias": (32,),
+        "mlp.dense_4h_to_h.weight": (32, 32),
+        "mlp.dense_4h_to_h.bias": (32,),
+    }
     want = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in shapes.items()}
     want |= {"final_layernorm.weight": (32,), "final_layernorm.bias": (32,)}
     assert list(last["model"]) == ["language_model", "word_embeddings_for_head"]

@@ -55,8 +55,12 @@ def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
 
     run_all({"": parse(line)}, 4, 3, look=save)
     assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == [
-        "manifest.json", "mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"
-    ]  # fmt: skip
+        "manifest.json",
+        "mp_rank_00_000",
+        "mp_rank_00_001",
+        "mp_rank_01_000",
+        "mp_rank_01_001",
+    ]
     line = f"{more} --world-size 2 --zero-stage 3 --load {tmp_path / 'a'} --exit-on-missing-checkpoint"
     got = run_all({"": parse(line)}, 2, 3)[""]
     want = run_all({"": alone(parse(more))}, 1, 6)[""][0]
@@ -151,8 +155,10 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     newest, weights = steps.step_folder(tmp_path / "run", 7), 2 * 12 + 4
     assert capsys.readouterr().out.split("\n") == [
-        f"optimizer state: only in {newest}", f"{weights} of {weights} weights are equal", ""
-    ]  # fmt: skip
+        f"optimizer state: only in {newest}",
+        f"{weights} of {weights} weights are equal",
+        "",
+    ]
     assert main(["inspect", str(tmp_path / "run/iter_0000006"), str(tmp_path / "hf")]) == 0
     told = capsys.readouterr().out
     assert "wte.weight: " in told and "numbers differ, by at most" in told and f"of {weights} weights are equal" in told

@@ -71,23 +71,45 @@ def test_names_and_shapes_are_those_of_the_checkpoint():
     model = make()
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert [n for n in shapes if ".0." in n or not n.startswith("h.")] == [
-        "wte.weight", "wpe.weight",
-        *(f"h.0.{m}.{x}" for m in ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj") for x in ("weight", "bias")),
-        "ln_f.weight", "ln_f.bias",
-    ]  # fmt: skip
+        "wte.weight",
+        "wpe.weight",
+        *(
+            f"h.0.{m}.{x}"
+            for m in ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")
+            for x in ("weight", "bias")
+        ),
+        "ln_f.weight",
+        "ln_f.bias",
+    ]
     assert shapes["wte.weight"] == (64, 32) and shapes["h.1.attn.qkv.weight"] == (96, 32)
     everything = dataclasses.replace(
-        TINY, glu_activation="geglu", qk_layernorm=True, embed_layernorm=True, num_query_groups=2, kv_channels=6,
-        untie_embeddings_and_output_weights=True, position_embedding_type="rope", normalization="RMSNorm",
-        add_bias_linear=False, add_qkv_bias=True,
-    )  # fmt: skip
+        TINY,
+        glu_activation="geglu",
+        qk_layernorm=True,
+        embed_layernorm=True,
+        num_query_groups=2,
+        kv_channels=6,
+        untie_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        add_qkv_bias=True,
+    )
     assert {n: tuple(p.shape) for n, p in make(everything).named_parameters() if ".1." not in n} == {
-        "wte.weight": (64, 32), "ln_emb.weight": (32,), "h.0.ln_1.weight": (32,),
-        "h.0.attn.qkv.weight": (2 * (2 + 2) * 6, 32), "h.0.attn.qkv.bias": (2 * (2 + 2) * 6,),
-        "h.0.attn.ln_q.weight": (6,), "h.0.attn.ln_k.weight": (6,), "h.0.attn.proj.weight": (32, 24),
-        "h.0.ln_2.weight": (32,), "h.0.mlp.fc.weight": (2, 128, 32), "h.0.mlp.proj.weight": (32, 128),
-        "ln_f.weight": (32,), "lm_head.weight": (64, 32),
-    }  # fmt: skip
+        "wte.weight": (64, 32),
+        "ln_emb.weight": (32,),
+        "h.0.ln_1.weight": (32,),
+        "h.0.attn.qkv.weight": (2 * (2 + 2) * 6, 32),
+        "h.0.attn.qkv.bias": (2 * (2 + 2) * 6,),
+        "h.0.attn.ln_q.weight": (6,),
+        "h.0.attn.ln_k.weight": (6,),
+        "h.0.attn.proj.weight": (32, 24),
+        "h.0.ln_2.weight": (32,),
+        "h.0.mlp.fc.weight": (2, 128, 32),
+        "h.0.mlp.proj.weight": (32, 128),
+        "ln_f.weight": (32,),
+        "lm_head.weight": (64, 32),
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -99,10 +121,17 @@ def test_logits_and_gradients_equal_transformers_gpt2(gelu):
     ours = randomise(make(m, dtype=torch.float64))
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            vocab_size=61,
+            n_positions=16,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
             activation_function="gelu_new" if gelu == "tanh" else "gelu",
         )
-    ).double()  # fmt: skip
+    ).double()
     state = theirs.state_dict()
     with torch.no_grad():
         for name, p in ours.named_parameters():
@@ -128,18 +157,33 @@ def llama(base, untied, dtype):
     """Both models on the same random weights."""
     transformers = pytest.importorskip("transformers")
     m = dataclasses.replace(
-        STILL, position_embedding_type="rope", rotary_base=base, normalization="RMSNorm", layernorm_epsilon=1e-6,
-        swiglu=True, ffn_hidden_size=40, num_query_groups=2, add_bias_linear=False,
+        STILL,
+        position_embedding_type="rope",
+        rotary_base=base,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-6,
+        swiglu=True,
+        ffn_hidden_size=40,
+        num_query_groups=2,
+        add_bias_linear=False,
         untie_embeddings_and_output_weights=untied,
-    )  # fmt: skip
+    )
     ours = randomise(make(m, dtype=dtype))
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=16, rms_norm_eps=1e-6, tie_word_embeddings=not untied,
-            rope_parameters={"rope_type": "default", "rope_theta": base}, attn_implementation="eager",
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=not untied,
+            rope_parameters={"rope_type": "default", "rope_theta": base},
+            attn_implementation="eager",
         )
-    ).to(dtype)  # fmt: skip
+    ).to(dtype)
     state, names = theirs.state_dict(), set()
 
     def put(name, value):

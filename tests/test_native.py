@@ -324,10 +324,15 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))  # one damaged step is told, and by the status too
     shown = capsys.readouterr().out
     for part in (
-        "iter_0000002  sizes: ok, contents not checked (--full does)", "iter_0000001  verified: NO",
+        "iter_0000002  sizes: ok, contents not checked (--full does)",
+        "iter_0000001  verified: NO",
         "iteration 2 | consumed samples 16",
-        "parameters 600 |", "num_layers 1", "wte.weight/exp_avg", "50x8  F32", "1,600 bytes",
-    ):  # fmt: skip
+        "parameters 600 |",
+        "num_layers 1",
+        "wte.weight/exp_avg",
+        "50x8  F32",
+        "1,600 bytes",
+    ):
         assert part in shown, part
     assert inspect.main([str(tmp_path / "iter_0000002"), "--full"]) == 0
     assert "every byte" in capsys.readouterr().out

@@ -367,9 +367,12 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect.main([str(tmp_path), "--boxes", "--full"]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "written by 4 ranks", "1,024 bytes in 2 boxes, 2 files", "32 bytes in 1 boxes, 1 files",
-        "rank_00001.safetensors [0:48,4:8]", "rank_00003.safetensors [1:2,0:16,0:8]",
-    ):  # fmt: skip
+        "written by 4 ranks",
+        "1,024 bytes in 2 boxes, 2 files",
+        "32 bytes in 1 boxes, 1 files",
+        "rank_00001.safetensors [0:48,4:8]",
+        "rank_00003.safetensors [1:2,0:16,0:8]",
+    ):
         assert part in shown, (part, shown)
     (steps.step_folder(tmp_path, 1) / "rank_00003.safetensors").unlink()
     with pytest.raises(UserError, match="rank_00003"):

@@ -109,8 +109,14 @@ def libai_state(weights, turned):
         "GPT_model.transformer.layernorm_f.weight": weights["final"][0],
         "GPT_model.transformer.layernorm_f.bias": weights["final"][1],
     }
-    names = {"qkv": "self_attention.query_key_value", "out": "self_attention.dense", "up": "mlp.dense_h_to_4h",
-             "down": "mlp.dense_4h_to_h", "norm1": "input_layernorm", "norm2": "post_attention_layernorm"}  # fmt: skip
+    names = {
+        "qkv": "self_attention.query_key_value",
+        "out": "self_attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+    }
     for i, layer in enumerate(weights["layers"]):
         for name, theirs in names.items():
             weight, bias = layer[name]
@@ -254,13 +260,19 @@ def test_damage_is_told(weights, flow_tensor, tmp_path):
         (lambda f: write_variable(f / "model-h0-gate-weight", weights["wpe"]), "no place in a GPT"),
         (lambda f: (f / "model-h1-mlp-c_fc-bias").rename(f / "model-h7-mlp-c_fc-bias"), "h.1.mlp.fc.bias: missing"),
         (libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}), "ln_f.bias: .3., it should be .24."),
-        (libai(state | {f"{inner}layers.{10**12}.input_layernorm.bias": state[f"{inner}layernorm_f.bias"]}), "no place"),
-        (libai(state | {f"{inner}layers.{'9' * 5000}.input_layernorm.bias": np.ones(24)}, "pickle"), "no place|as a key"),
+        (
+            libai(state | {f"{inner}layers.{10**12}.input_layernorm.bias": state[f"{inner}layernorm_f.bias"]}),
+            "no place",
+        ),
+        (
+            libai(state | {f"{inner}layers.{'9' * 5000}.input_layernorm.bias": np.ones(24)}, "pickle"),
+            "no place|as a key",
+        ),
         (libai(state, pickled_data=pickle.dumps({"protocol_version": 2, "data": {}})), "not what flow.save wrote"),
         (libai(state, pickled_data=pickle.dumps({"protocol_version": 1, "data": {"x": 3}})), "not one of OneFlow's"),
         (libai(state, pickled_data=pickle.dumps(outside)), "not a plain folder"),
         (libai(state, pickled_data=b"cos\nsystem\n(S'true'\ntR."), "os.system|posix.system"),
-    ]:  # fmt: skip
+    ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
         how(tmp_path / "x")
         with pytest.raises(UserError, match=said) as told:

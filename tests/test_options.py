@@ -83,10 +83,19 @@ TABLE = [
 
 # Fields that shape nothing here: sizes that every model has, and what is tested on its own.
 ELSEWHERE = {
-    "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "make_vocab_size_divisible_by",
-    "pad_vocab_size_to", "init_method_std", "init_method_xavier_uniform", "hidden_dropout", "attention_dropout",
-    "attention_impl", "num_experts",
-}  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "pad_vocab_size_to",
+    "init_method_std",
+    "init_method_xavier_uniform",
+    "hidden_dropout",
+    "attention_dropout",
+    "attention_impl",
+    "num_experts",
+}
 
 every = pytest.mark.parametrize("words", TABLE)
 impls = pytest.mark.parametrize("impl", ["sdpa", "reference"])
@@ -183,8 +192,14 @@ def test_every_option_meets_others():
         company = [frozenset(words.split()) - {word} for words in TABLE if word in words.split()]
         assert len(set(company)) >= 2, f"{word} is in {len(company)} combinations"
     assert {config_of(words).activation for words in TABLE} == {
-        "gelu-tanh", "gelu", "squared-relu", "swiglu", "geglu", "reglu", "liglu",
-    }  # fmt: skip
+        "gelu-tanh",
+        "gelu",
+        "squared-relu",
+        "swiglu",
+        "geglu",
+        "reglu",
+        "liglu",
+    }
 
 
 def test_the_reference_differentiates_itself():

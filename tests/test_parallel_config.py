@@ -12,8 +12,18 @@ from meshwright.settings.grammar import split_layers
 from meshwright.settings.schema import EvaluateConfig, GenerateConfig, Model, Parallel, TrainConfig, Training
 from test_deepspeed_config import CONFIG_003
 
-SMALL = ["--num-layers=4", "--hidden-size=32", "--num-attention-heads=4", "--seq-length=16", "--micro-batch-size=2",
-         "--global-batch-size=16", "--lr=1e-2", "--train-iters=6", "--mock-data", "--vocab-size=64"]  # fmt: skip
+SMALL = [
+    "--num-layers=4",
+    "--hidden-size=32",
+    "--num-attention-heads=4",
+    "--seq-length=16",
+    "--micro-batch-size=2",
+    "--global-batch-size=16",
+    "--lr=1e-2",
+    "--train-iters=6",
+    "--mock-data",
+    "--vocab-size=64",
+]
 
 
 def parse(line="", cls=TrainConfig):
@@ -89,10 +99,19 @@ def test_remote_device():
 @pytest.mark.parametrize(
     ("layers", "stages", "want"),
     [
-        (4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (10, 4, [2, 3, 3, 2]), (11, 4, [3, 3, 3, 2]), (9, 4, [2, 2, 3, 2]),
-        (4, 3, [1, 2, 1]), (5, 3, [2, 2, 1]), (24, 5, [5, 5, 5, 5, 4]), (21, 5, [4, 4, 5, 4, 4]), (4, 4, [1, 1, 1, 1]),
+        (4, 1, [4]),
+        (4, 2, [2, 2]),
+        (5, 2, [3, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (9, 4, [2, 2, 3, 2]),
+        (4, 3, [1, 2, 1]),
+        (5, 3, [2, 2, 1]),
+        (24, 5, [5, 5, 5, 5, 4]),
+        (21, 5, [4, 4, 5, 4, 4]),
+        (4, 4, [1, 1, 1, 1]),
     ],
-)  # fmt: skip
+)
 def test_layers_that_are_over_go_to_the_middle(layers, stages, want):
     assert split_layers(None, layers, stages) == want == sized(layers, pipeline_model_parallel_size=stages).stages
     assert sum(want) == layers
@@ -100,9 +119,15 @@ def test_layers_that_are_over_go_to_the_middle(layers, stages, want):
 
 @pytest.mark.parametrize(
     "layout",
-    ["6,6,6,6", "[0]*6+[1]*6+[2]*6+[3]*6", "[0] * 6 + [1] * 6 + [2] * 6 + [3] * 6", " 6, 6 ,6,6",
-     f"[{','.join(str(n // 6) for n in range(24))}]", "[0]*6+[1,1,1]*2+[2]*6+[3,3]*3"],
-)  # fmt: skip
+    [
+        "6,6,6,6",
+        "[0]*6+[1]*6+[2]*6+[3]*6",
+        "[0] * 6 + [1] * 6 + [2] * 6 + [3] * 6",
+        " 6, 6 ,6,6",
+        f"[{','.join(str(n // 6) for n in range(24))}]",
+        "[0]*6+[1,1,1]*2+[2]*6+[3,3]*3",
+    ],
+)
 def test_pipeline_layout(layout):
     c = sized(24, pipeline_model_parallel_size=4, pipeline_layout=layout)
     assert c.stages == [6, 6, 6, 6] and c.chunks == 1
@@ -141,7 +166,10 @@ PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
         ("__import__('os').system('touch hacked')", "neither the layers"),
         ("[0]*2+[1]*3", "5 layers have a stage, but --num-layers is 4"),
         ("[0,0,0,0]", "stage 1 has no layer"),
-        ("[0,0,2,2]", "there is a stage 2, but --pipeline-model-parallel-size, times the pieces of each rank, gives 0 to 1"),
+        (
+            "[0,0,2,2]",
+            "there is a stage 2, but --pipeline-model-parallel-size, times the pieces of each rank, gives 0 to 1",
+        ),
         ("[0,1,0,1]", "layer 2 goes back from stage 1 to 0"),
         ("[0]*2+[1]*2+", "'' is not a list of stages"),
         ("[0]*2-[1]", "'[0]*2-[1]' is not a list of stages"),
@@ -153,7 +181,7 @@ PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
         ("[0]*99999", "is not a list of stages"),
         ("+".join(["[0,0,0,0,0,0,0,0,0,0,0,0]*9999"] * 50), "more than 100000 layers"),
     ],
-)  # fmt: skip
+)
 def test_wrong_layouts(layout, words):
     argv = [*SMALL, *PP2.split(), "--pipeline-layout", layout]
     with pytest.raises(UserError) as caught:
@@ -168,69 +196,118 @@ def test_wrong_layouts(layout, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--tensor-model-parallel-size 2",
-         "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2 (meshwright launch --nproc-per-node 2 on "
-         "one machine), or change a size"),
-        ("--world-size 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-         "6 ranks are not a multiple of --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4: start 8"),
+        (
+            "--tensor-model-parallel-size 2",
+            "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2 (meshwright launch --nproc-per-node 2 on "
+            "one machine), or change a size",
+        ),
+        (
+            "--world-size 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "6 ranks are not a multiple of --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4: start 8",
+        ),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be above 0"),
         ("--world-size 0", "--world-size 0 must be above 0"),
-        ("--world-size 3 --tensor-model-parallel-size 3 --global-batch-size 6 --hidden-size 48",
-         "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3"),
-        ("--world-size 4 --tensor-model-parallel-size 4 --num-query-groups 2",
-         "--num-query-groups 2 is not a multiple of --tensor-model-parallel-size 4"),
+        (
+            "--world-size 3 --tensor-model-parallel-size 3 --global-batch-size 6 --hidden-size 48",
+            "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+        ),
+        (
+            "--world-size 4 --tensor-model-parallel-size 4 --num-query-groups 2",
+            "--num-query-groups 2 is not a multiple of --tensor-model-parallel-size 4",
+        ),
         ("--world-size 2 --tensor-model-parallel-size 2 --group-query-attention", "--num-query-groups 1 is not"),
-        ("--world-size 4 --tensor-model-parallel-size 4 --ffn-hidden-size 42",
-         "--ffn-hidden-size 42 is not a multiple of --tensor-model-parallel-size 4"),
+        (
+            "--world-size 4 --tensor-model-parallel-size 4 --ffn-hidden-size 42",
+            "--ffn-hidden-size 42 is not a multiple of --tensor-model-parallel-size 4",
+        ),
         ("--world-size 4 --tensor-model-parallel-size 4 --pad-vocab-size-to 66", "--pad-vocab-size-to 66 is not"),
-        ("--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 4 --attention-dropout 0",
-         "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 2 x --context-parallel-size 4"),
-        ("--world-size 4 --context-parallel-size 4 --num-query-groups 2 --attention-dropout 0",
-         "--num-query-groups 2 is not a multiple of --context-parallel-size 4"),
-        ("--world-size 4 --context-parallel-size 4 --seq-length 18 --attention-dropout 0",
-         "--seq-length 18 is not a multiple of --context-parallel-size 4"),
-        ("--world-size 4 --tensor-model-parallel-size 4 --seq-length 18 --sequence-parallel",
-         "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-model-parallel-size 4"),
-        ("--world-size 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --seq-length 18 --sequence-parallel "
-         "--attention-dropout 0", "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-"),
-        ("--world-size 2 --context-parallel-size 2",
-         "--context-parallel-size 2 with --attention-dropout 0.1: its mask would depend on the layout; give "
-         "--attention-dropout 0"),
-        ("--world-size 8 --pipeline-model-parallel-size 8",
-         "--pipeline-model-parallel-size 8 is above --num-layers 4: a stage would have no layer"),
+        (
+            "--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 4 --attention-dropout 0",
+            "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 2 x --context-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --context-parallel-size 4 --num-query-groups 2 --attention-dropout 0",
+            "--num-query-groups 2 is not a multiple of --context-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --context-parallel-size 4 --seq-length 18 --attention-dropout 0",
+            "--seq-length 18 is not a multiple of --context-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --tensor-model-parallel-size 4 --seq-length 18 --sequence-parallel",
+            "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --seq-length 18 --sequence-parallel "
+            "--attention-dropout 0",
+            "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-",
+        ),
+        (
+            "--world-size 2 --context-parallel-size 2",
+            "--context-parallel-size 2 with --attention-dropout 0.1: its mask would depend on the layout; give "
+            "--attention-dropout 0",
+        ),
+        (
+            "--world-size 8 --pipeline-model-parallel-size 8",
+            "--pipeline-model-parallel-size 8 is above --num-layers 4: a stage would have no layer",
+        ),
         ("--num-layers-per-virtual-pipeline-stage 2", "2 needs --pipeline-model-parallel-size above 1"),
-        (f"{PP2} --num-layers-per-virtual-pipeline-stage 3", "--num-layers 4 is not a multiple of --pipeline-model-"
-         "parallel-size 2 x --num-layers-per-virtual-pipeline-stage 3 = 6"),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers 4 is not a multiple of --pipeline-model-"
+            "parallel-size 2 x --num-layers-per-virtual-pipeline-stage 3 = 6",
+        ),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule gpipe", "contradicts"),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --pipeline-layout 2,2", "2 stages, but"),
-        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
-         "--global-batch-size 6 makes 3 micro-batches for each rank, not a multiple of --pipeline-model-parallel-size 2"),
-        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --train-iters none --train-samples 99 --rampup-batch-size "
-         "4 2 20", "--rampup-batch-size 2 makes 1 micro-batches for each rank"),
-        ("--world-size 4 --num-distributed-optimizer-instances 3 --zero-stage 1",
-         "--num-distributed-optimizer-instances 3 does not divide the 4 data-parallel ranks"),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
+            "--global-batch-size 6 makes 3 micro-batches for each rank, not a multiple of --pipeline-model-parallel-size 2",
+        ),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --train-iters none --train-samples 99 --rampup-batch-size "
+            "4 2 20",
+            "--rampup-batch-size 2 makes 1 micro-batches for each rank",
+        ),
+        (
+            "--world-size 4 --num-distributed-optimizer-instances 3 --zero-stage 1",
+            "--num-distributed-optimizer-instances 3 does not divide the 4 data-parallel ranks",
+        ),
         ("--world-size 4 --num-distributed-optimizer-instances 2", "2 needs --zero-stage 1, 2 or 3"),
         ("--zero-stage 4", "--zero-stage 4 is none of 0, 1, 2, 3"),
         ("--zero-stage 1.5", "--zero-stage: '1.5' is not a whole number"),
         ("--zero-stage -1", "--zero-stage -1 is none of 0, 1, 2, 3"),
-        ("--world-size 2 --tensor-model-parallel-size 2 --optimizer muon",
-         "--optimizer muon with --tensor-model-parallel-size 2: it needs whole matrices"),
+        (
+            "--world-size 2 --tensor-model-parallel-size 2 --optimizer muon",
+            "--optimizer muon with --tensor-model-parallel-size 2: it needs whole matrices",
+        ),
         ("--world-size 2 --use-distributed-optimizer --optimizer muon", "--optimizer muon with ZeRO 1"),
         (f"{PP2} --micro-batch-size auto", "--micro-batch-size auto with a model on 2 ranks"),
         ("--world-size 2 --remote-device cpu --zero-stage 2", "--remote-device cpu is for --zero-stage 3, not 2"),
         ("--deepspeed --deepspeed_config nowhere.json", "--deepspeed_config nowhere.json: No such file"),
-        ("--world-size 4 --global-batch-size 10",
-         "--global-batch-size 10 is not a multiple of --micro-batch-size 2 x 4 data-parallel ranks = 8; the nearest "
-         "multiple is 8"),
-        ("--world-size 4 --micro-batch-size none --num-accumulation-steps 3",
-         "--global-batch-size 16 is not a multiple of --num-accumulation-steps 3 x 4 data-parallel ranks = 12; the "
-         "nearest multiple is 12"),
-        ("--world-size 4 --num-accumulation-steps 1", "--micro-batch-size 2 x --num-accumulation-steps 1 x 4 "
-         "data-parallel ranks is 8, not the --global-batch-size 16: leave one of the three out"),
-        ("--world-size 3 --micro-batch-size auto", "--global-batch-size 16 is not a multiple of --micro-batch-size auto "
-         "x 3 data-parallel ranks = 3; the nearest multiple is 15"),
-        ("--world-size 2 --train-iters none --train-samples 99 --rampup-batch-size 4 2 20",
-         "--rampup-batch-size 4 2 20: 4 and 2 must be multiples of --micro-batch-size 2 x 2 data-parallel ranks = 4"),
+        (
+            "--world-size 4 --global-batch-size 10",
+            "--global-batch-size 10 is not a multiple of --micro-batch-size 2 x 4 data-parallel ranks = 8; the nearest "
+            "multiple is 8",
+        ),
+        (
+            "--world-size 4 --micro-batch-size none --num-accumulation-steps 3",
+            "--global-batch-size 16 is not a multiple of --num-accumulation-steps 3 x 4 data-parallel ranks = 12; the "
+            "nearest multiple is 12",
+        ),
+        (
+            "--world-size 4 --num-accumulation-steps 1",
+            "--micro-batch-size 2 x --num-accumulation-steps 1 x 4 "
+            "data-parallel ranks is 8, not the --global-batch-size 16: leave one of the three out",
+        ),
+        (
+            "--world-size 3 --micro-batch-size auto",
+            "--global-batch-size 16 is not a multiple of --micro-batch-size auto "
+            "x 3 data-parallel ranks = 3; the nearest multiple is 15",
+        ),
+        (
+            "--world-size 2 --train-iters none --train-samples 99 --rampup-batch-size 4 2 20",
+            "--rampup-batch-size 4 2 20: 4 and 2 must be multiples of --micro-batch-size 2 x 2 data-parallel ranks = 4",
+        ),
         ("--device GPU!", "--device 'GPU!' is not auto, cpu, cuda"),
         ("--device auto:1", "--device 'auto:1' is not"),
         ("--distributed-backend n/ccl", "--distributed-backend 'n/ccl' is no name such as nccl"),
@@ -239,17 +316,27 @@ def test_wrong_layouts(layout, words):
         ("--distributed-timeout-minutes 1e-9", "--distributed-timeout-minutes 1e-09 is not between"),
         ("--start-timeout-seconds 0", "--start-timeout-seconds 0 is not between 1 and 100000"),
     ],
-)  # fmt: skip
+)
 def test_refusals(line, words):
     told = refusal(line)
     assert words in told and len(told.splitlines()) == 1, told
 
 
 def test_all_wrong_sizes_at_once():
-    told = refusal("--world-size 9 --tensor-model-parallel-size 3 --pipeline-model-parallel-size 5 --seq-length 17 "
-                   "--context-parallel-size 2 --zero-stage 7 --global-batch-size 7")  # fmt: skip
-    for words in ("9 ranks are", "--num-attention-heads 4 is", "--ffn-hidden-size 128 is", "--seq-length 17 is",
-                  "give --attention-dropout 0", "above --num-layers 4", "--zero-stage 7", "--global-batch-size 7"):  # fmt: skip
+    told = refusal(
+        "--world-size 9 --tensor-model-parallel-size 3 --pipeline-model-parallel-size 5 --seq-length 17 "
+        "--context-parallel-size 2 --zero-stage 7 --global-batch-size 7"
+    )
+    for words in (
+        "9 ranks are",
+        "--num-attention-heads 4 is",
+        "--ffn-hidden-size 128 is",
+        "--seq-length 17 is",
+        "give --attention-dropout 0",
+        "above --num-layers 4",
+        "--zero-stage 7",
+        "--global-batch-size 7",
+    ):
         assert told.count(words) == 1, words
 
 
@@ -282,17 +369,25 @@ def test_reading_commands_run_on_one_device(cls):
     [
         ("--sequence-parallel", "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
         ("--zero-stage 2", "--zero-stage has no effect without several data-parallel ranks"),
-        ("--use-distributed-optimizer", "--use-distributed-optimizer has no effect without several data-parallel ranks"),
-        ("--world-size 2 --use-distributed-optimizer --zero-stage 3",
-         "--use-distributed-optimizer is ZeRO 1: --zero-stage 3 goes further"),
+        (
+            "--use-distributed-optimizer",
+            "--use-distributed-optimizer has no effect without several data-parallel ranks",
+        ),
+        (
+            "--world-size 2 --use-distributed-optimizer --zero-stage 3",
+            "--use-distributed-optimizer is ZeRO 1: --zero-stage 3 goes further",
+        ),
         ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect without"),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 2", "has no effect without several pieces on a pipeline rank"),
-        ("--partition-activations", "--partition-activations has no effect without DeepSpeed: --sequence-parallel splits"),
+        (
+            "--partition-activations",
+            "--partition-activations has no effect without DeepSpeed: --sequence-parallel splits",
+        ),
         ("--deepspeed", "--deepspeed has no effect without --deepspeed_config: the flags alone decide"),
         ("--deepspeed-activation-checkpointing", "--deepspeed-activation-checkpointing: whole layers are recomputed"),
         ("--distributed-backend gloo", "--distributed-backend has no effect without several processes"),
     ],
-)  # fmt: skip
+)
 def test_notices(line, words):
     told = parse(line).notices
     assert len(told) == 1 and words in told[0]
@@ -322,8 +417,12 @@ def test_recompute_by_deepspeeds_name():
 
 def test_tiny_flags_fit_many_layouts():
     """Those that other tests train with."""
-    for more in ("--world-size 2 --tensor-model-parallel-size 2", PP2, "--world-size 2 --zero-stage 3",
-                 "--world-size 2 --context-parallel-size 2 --attention-dropout 0"):  # fmt: skip
+    for more in (
+        "--world-size 2 --tensor-model-parallel-size 2",
+        PP2,
+        "--world-size 2 --zero-stage 3",
+        "--world-size 2 --context-parallel-size 2 --attention-dropout 0",
+    ):
         got = flags.parse(TrainConfig, [*TINY_FLAGS, *more.split()], "meshwright test")
         assert got.config.world == 2 and dataclasses.replace(got.config) == got.config
 
@@ -396,10 +495,23 @@ def test_seed_000(more, ranks, dp, stages):
 )
 def test_seed_001(tmp_path, monkeypatch, name, tp, pp, hidden, layers, seq, heads, batch, micro, steps):
     monkeypatch.chdir(tmp_path)
-    file = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "steps_per_print": 1,
-            "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0, "prescale_gradients": True,
-            "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
-                     "initial_scale_power": 12}, "wall_clock_breakdown": False}  # fmt: skip
+    file = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "steps_per_print": 1,
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": True,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 12,
+        },
+        "wall_clock_breakdown": False,
+    }
     (tmp_path / "ds_config.json").write_text(json.dumps(file))
     text = SEED_001.format(tp=tp, pp=pp, hidden=hidden, layers=layers, seq=seq, heads=heads, batch=batch, micro=micro)
     c = command(text, "--world-size", "8", "--local_rank=0")
@@ -408,7 +520,12 @@ def test_seed_001(tmp_path, monkeypatch, name, tp, pp, hidden, layers, seq, head
     sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp), "--world-size", "8"]
     preset = command("", "--preset", f"ascend-{name}", *sizes, "--mock-data", "--vocab-size", "99")
     assert (preset.dp, preset.stages, preset.global_batch, preset.micro_batch, preset.model.hidden_size) == (
-        c.dp, c.stages, c.global_batch, c.micro_batch, c.model.hidden_size)  # fmt: skip
+        c.dp,
+        c.stages,
+        c.global_batch,
+        c.micro_batch,
+        c.model.hidden_size,
+    )
 
 
 @pytest.mark.parametrize(("micro", "batch", "steps"), [(32, 512, 8), (32, 1024, 16), (80, 1280, 8), (60, 1920, 16)])
@@ -426,20 +543,50 @@ def test_seed_003(tmp_path, monkeypatch, micro, batch, steps):
     ("more", "dp", "steps"),
     [
         ("", 1, 2),
-        ("--num-gpus-per-node 8 --num-nodes 4 --node-ips 10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4 "
-         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --global-batch-size 512", 2, 64),
-        ("--num-gpus-per-node 8 --tensor-model-parallel-size 4 --micro-batch-size none --num-accumulation-steps 2", 2, 2),
+        (
+            "--num-gpus-per-node 8 --num-nodes 4 --node-ips 10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4 "
+            "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --global-batch-size 512",
+            2,
+            64,
+        ),
+        (
+            "--num-gpus-per-node 8 --tensor-model-parallel-size 4 --micro-batch-size none --num-accumulation-steps 2",
+            2,
+            2,
+        ),
     ],
-)  # fmt: skip
+)
 def test_seed_004(more, dp, steps):
     c = command(SEED_004, "--initial-loss-scale", "4294967296", "--use-rdma", *more.split())
     assert (c.dp, c.micro_batches(c.global_batch)) == (dp, steps)
 
 
 def test_oneflow_presets():
-    c = command("", "--preset", "oneflow-24x2304", "--tensor-model-parallel-size", "4", "--mock-data", "--vocab-size",
-                "99", "--pipeline-model-parallel-size", "4", "--world-size", "32")  # fmt: skip
+    c = command(
+        "",
+        "--preset",
+        "oneflow-24x2304",
+        "--tensor-model-parallel-size",
+        "4",
+        "--mock-data",
+        "--vocab-size",
+        "99",
+        "--pipeline-model-parallel-size",
+        "4",
+        "--world-size",
+        "32",
+    )
     assert (c.dp, c.micro_batches(512)) == (2, 32)
-    c = command("", "--preset", "oneflow-16x1536", "--tensor-model-parallel-size", "4", "--world-size", "8",
-                "--mock-data", "--vocab-size", "99")  # fmt: skip
+    c = command(
+        "",
+        "--preset",
+        "oneflow-16x1536",
+        "--tensor-model-parallel-size",
+        "4",
+        "--world-size",
+        "8",
+        "--mock-data",
+        "--vocab-size",
+        "99",
+    )
     assert (c.dp, c.micro_batches(16)) == (2, 1)

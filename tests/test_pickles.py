@@ -34,15 +34,30 @@ def tree() -> dict[str, Any]:
     np.random.seed(1)
     w = torch.randn(4, 3)
     return {
-        "w": w, "tied": w, "transposed": w.t(), "row": w[2], "parameter": torch.nn.Parameter(torch.ones(3)),
-        "dtypes": [torch.arange(3).to(dtype) for dtype in (torch.bfloat16, torch.half, torch.double, torch.int, torch.bool)],
-        "empty": torch.empty(0, 3), "scalar": torch.tensor(3.0), "bytes": torch.get_rng_state()[:9],
+        "w": w,
+        "tied": w,
+        "transposed": w.t(),
+        "row": w[2],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "dtypes": [
+            torch.arange(3).to(dtype) for dtype in (torch.bfloat16, torch.half, torch.double, torch.int, torch.bool)
+        ],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3.0),
+        "bytes": torch.get_rng_state()[:9],
         "args": argparse.Namespace(lr=1.5e-4, layers=[1, 2], params_dtype=torch.bfloat16, name="größe", none=None),
-        "ordered": collections.OrderedDict(x=1), "default": collections.defaultdict(list, {0: [1]}), "set": {1, 2},
-        "numbers": [True, -5, 255, 65536, 2**40, -(2**70), 0.1, None, (), (1,), (1, 2, 3, 4)], "raw": b"abc",
-        "random": random.getstate(), "numpy": np.random.get_state(), "numpy_scalar": np.float64(2.5),
-        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "size": torch.Size([2, 3]), (torch.float32, 0): "key",
-    }  # fmt: skip
+        "ordered": collections.OrderedDict(x=1),
+        "default": collections.defaultdict(list, {0: [1]}),
+        "set": {1, 2},
+        "numbers": [True, -5, 255, 65536, 2**40, -(2**70), 0.1, None, (), (1,), (1, 2, 3, 4)],
+        "raw": b"abc",
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "numpy_scalar": np.float64(2.5),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "size": torch.Size([2, 3]),
+        (torch.float32, 0): "key",
+    }
 
 
 def same(a: Any, b: Any) -> bool:
@@ -80,8 +95,11 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
 
 @pytest.mark.parametrize("protocol", (2, 3, 4, 5))
 def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
-    saved = {key: value for key, value in tree().items() if "torch.Tensor" not in str(type(value)) and key not in
-             ("parameter", "dtypes")} | {"long": bytes(range(256)) * 300}  # fmt: skip
+    saved = {
+        key: value
+        for key, value in tree().items()
+        if "torch.Tensor" not in str(type(value)) and key not in ("parameter", "dtypes")
+    } | {"long": bytes(range(256)) * 300}
     (tmp_path / "plain").write_bytes(pickle.dumps(saved, protocol))
     read = pickles.load(tmp_path / "plain")
     assert read["long"] == saved["long"] and isinstance(read["long"], memoryview if protocol > 2 else bytes)
@@ -95,9 +113,10 @@ def test_numpy_arrays_that_are_large_stay_in_the_file(tmp_path: Path) -> None:
         read = pickles.load(tmp_path / f"{protocol}")
         assert same(read, {"w": array, "f": array})
         assert str(tmp_path / f"{protocol}") in next(
-            line for line in Path("/proc/self/maps").read_text().splitlines()
+            line
+            for line in Path("/proc/self/maps").read_text().splitlines()
             if int(line.split("-")[0], 16) <= read["w"].data_ptr() < int(line.split()[0].split("-")[1], 16)
-        )  # fmt: skip
+        )
 
 
 class Mode(enum.Enum):
@@ -196,9 +215,14 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}              ")
     (tmp_path / "big").write_bytes(archive_of({"archive/data.pkl": pickle.dumps({}, 2), "archive/byteorder": b"big"}))
     for name, says in {
-        ".": "not a file", "absent": "No such file", "empty": "empty", "text": "instruction b'n'", "tar": "tar archive",
-        "safetensors": "instruction", "big": "big-endian",
-    }.items():  # fmt: skip
+        ".": "not a file",
+        "absent": "No such file",
+        "empty": "empty",
+        "text": "instruction b'n'",
+        "tar": "tar archive",
+        "safetensors": "instruction",
+        "big": "big-endian",
+    }.items():
         with pytest.raises(UserError, match=says) as refusal:
             pickles.load(tmp_path / name)
         assert refusal.value.status == BAD_DATA

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from meshwright.parallel import pipeline_schedule
-from meshwright.parallel.pipeline_schedule import (
-    Action,
-    happening,
-    schedule,
-    simulate,
-    stages_of,
-)
+from meshwright.parallel.pipeline_schedule import Action, happening, schedule, simulate, stages_of
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
 CASES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("1f1b", 4)]

@@ -94,9 +94,15 @@ def test_good_lines_of_any_shape_are_kept(tmp_path):
     _, stderr = work(tmp_path, content)
     assert "left out" not in stderr
     assert texts(tmp_path / "out_text_document") == [
-        "bom", "crlf", "nan elsewhere", "half elsewhere", "pair \U0001f642", "line\u2028separator \u0085 \x00", big,
+        "bom",
+        "crlf",
+        "nan elsewhere",
+        "half elsewhere",
+        "pair \U0001f642",
+        "line\u2028separator \u0085 \x00",
+        big,
         "last, without a line feed",
-    ]  # fmt: skip
+    ]
 
 
 BAD = {
@@ -251,10 +257,23 @@ def test_megatrons_command_line(tmp_path):
     assert (trained.returncode, trained.stderr) == (0, "")
     assert trained.stdout == "wrote vocab.json and merges.txt: 270 ids\n"
     tool = [
-        str(ROOT / "tools" / "preprocess_data.py"), "--input", "in.jsonl", "--output-prefix", "meg-gpt2",
-        "--vocab", "vocab.json", "--dataset-impl", "mmap", "--tokenizer-type", "GPT2BPETokenizer",
-        "--merge-file", "merges.txt", "--append-eod", "--workers", "8",
-    ]  # fmt: skip
+        str(ROOT / "tools" / "preprocess_data.py"),
+        "--input",
+        "in.jsonl",
+        "--output-prefix",
+        "meg-gpt2",
+        "--vocab",
+        "vocab.json",
+        "--dataset-impl",
+        "mmap",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--merge-file",
+        "merges.txt",
+        "--append-eod",
+        "--workers",
+        "8",
+    ]
     files = [tmp_path / f"meg-gpt2_text_document.{ending}" for ending in ("bin", "idx")]
     written = []
     for _ in range(2):

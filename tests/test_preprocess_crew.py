@@ -366,11 +366,17 @@ def test_ranks_that_are_not_alike_are_refused(tmp_path):
     """Another flag, another input; and one whose input is missing ends the other in words too."""
     corpus(tmp_path / "a.jsonl", 300)
     corpus(tmp_path / "b.jsonl", 310)
-    for n, (own, words, status) in enumerate([
-        (["--input", "a.jsonl", "--json-keys", "text", "title"], '--json-keys: ["text"] on rank 0, ["text", "title"]', 2),
-        (["--input", "b.jsonl"], "--input 1: ", 2),
-        (["--input", "nowhere"], "--input nowhere does not exist", BAD_DATA),
-    ]):  # fmt: skip
+    for n, (own, words, status) in enumerate(
+        [
+            (
+                ["--input", "a.jsonl", "--json-keys", "text", "title"],
+                '--json-keys: ["text"] on rank 0, ["text", "title"]',
+                2,
+            ),
+            (["--input", "b.jsonl"], "--input 1: ", 2),
+            (["--input", "nowhere"], "--input nowhere does not exist", BAD_DATA),
+        ]
+    ):
         common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20000, 40000))}
         flags = [["--input", "a.jsonl"], own]
         ranks = [start(tmp_path, *flags[k], "--output-prefix", f"out{n}", RANK=str(k), **common) for k in range(2)]
@@ -402,8 +408,14 @@ def test_closed_streams(tmp_path):
     command = (
         f"{sys.executable} -m meshwright preprocess --tokenizer-type ByteTokenizer --output-prefix out --input a >&-"
     )
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False,
-                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")})  # fmt: skip
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out_text_document.idx").exists()
 

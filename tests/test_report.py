@@ -16,14 +16,38 @@ EVIL = "<script>alert('1')</script>"
 
 
 def start(attempt, iteration, **more):
-    return {"event": "start", "attempt": attempt, "iteration": iteration, "time": 1.8e9, "command": ["train", EVIL],
-            "parameters": 1234567, "device": "cpu" + EVIL, "dtype": "float32", "version": "0.1.0", **more}  # fmt: skip
+    return {
+        "event": "start",
+        "attempt": attempt,
+        "iteration": iteration,
+        "time": 1.8e9,
+        "command": ["train", EVIL],
+        "parameters": 1234567,
+        "device": "cpu" + EVIL,
+        "dtype": "float32",
+        "version": "0.1.0",
+        **more,
+    }
 
 
 def step(attempt, i, loss, **more):
-    return {"event": "step", "attempt": attempt, "iteration": i, "consumed_samples": 4 * i, "loss": loss, "grad_norm": 0.5,
-            "lr": 0.1 / i, "loss_scale": 1.0, "skipped": False, "ms": 10.0, "tokens_per_second": 6400.0, "tflops": 0.1,
-            "mfu": None, "memory": None, **more}  # fmt: skip
+    return {
+        "event": "step",
+        "attempt": attempt,
+        "iteration": i,
+        "consumed_samples": 4 * i,
+        "loss": loss,
+        "grad_norm": 0.5,
+        "lr": 0.1 / i,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "ms": 10.0,
+        "tokens_per_second": 6400.0,
+        "tflops": 0.1,
+        "mfu": None,
+        "memory": None,
+        **more,
+    }
 
 
 def check(attempt, i, loss, name="validation"):
@@ -32,10 +56,18 @@ def check(attempt, i, loss, name="validation"):
 
 
 # Killed after step 5 with a checkpoint of step 3; the second attempt repeats 4 and 5.
-ROWS = [start(1, 0), *(step(1, i, 5 - i / 3) for i in range(1, 6)), check(1, 3, 2.5), check(1, 5, 1.0), start(2, 3),
-        *(step(2, i, 4 - i / 7) for i in range(4, 7)), check(2, 6, 3.0), check(2, 6, 3.5, "test"),
-        {"event": "later", "iteration": 6},
-        {"event": "end", "attempt": 2, "iteration": 6, "reason": "all iterations done", "status": 0}]  # fmt: skip
+ROWS = [
+    start(1, 0),
+    *(step(1, i, 5 - i / 3) for i in range(1, 6)),
+    check(1, 3, 2.5),
+    check(1, 5, 1.0),
+    start(2, 3),
+    *(step(2, i, 4 - i / 7) for i in range(4, 7)),
+    check(2, 6, 3.0),
+    check(2, 6, 3.5, "test"),
+    {"event": "later", "iteration": 6},
+    {"event": "end", "attempt": 2, "iteration": 6, "reason": "all iterations done", "status": 0},
+]
 
 
 def run_folder(tmp_path, rows, tail=""):
@@ -134,9 +166,26 @@ def test_page(tmp_path, capsys):
     assert capsys.readouterr().out == f"{folder}/report.html\n"
     text = (folder / "report.html").read_text()
     parsed = Strict(text)
-    for said in ("1,234,567", "3.1429", "3.0000", "20.09", "2.5000 at 3", "6,400", "384", "2027-01-15 08:00:00 UTC",
-                 "0 to 5", "3 to 6", "killed: no end recorded", "all iterations done (exit status 0)", EVIL, "resumed",
-                 f"meshwright train --config '{folder}/config.toml'", "seq_length", "validation", "test"):  # fmt: skip
+    for said in (
+        "1,234,567",
+        "3.1429",
+        "3.0000",
+        "20.09",
+        "2.5000 at 3",
+        "6,400",
+        "384",
+        "2027-01-15 08:00:00 UTC",
+        "0 to 5",
+        "3 to 6",
+        "killed: no end recorded",
+        "all iterations done (exit status 0)",
+        EVIL,
+        "resumed",
+        f"meshwright train --config '{folder}/config.toml'",
+        "seq_length",
+        "validation",
+        "test",
+    ):
         assert said in parsed.said, said
     assert text.count("<svg") == 5 and "Peak memory" not in text
     assert len(set(parsed.ids)) == len(parsed.ids)
@@ -157,8 +206,16 @@ def test_output_elsewhere(tmp_path, capsys):
     assert main(["report", str(folder), "--output", str(tmp_path / "none" / "page.html")]) == 74
 
 
-@pytest.mark.parametrize("rows", [[], ROWS[:1], ROWS[:2], [start(1, 0), step(1, 1, "nan"), step(1, 2, "inf")],
-                                  [{"event": "start", "attempt": 1, "iteration": 0}]])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        ROWS[:1],
+        ROWS[:2],
+        [start(1, 0), step(1, 1, "nan"), step(1, 2, "inf")],
+        [{"event": "start", "attempt": 1, "iteration": 0}],
+    ],
+)
 def test_runs_that_hardly_began(tmp_path, rows):
     folder = run_folder(tmp_path, rows)
     (folder / "config.toml").unlink()

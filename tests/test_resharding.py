@@ -28,11 +28,27 @@ LAYOUTS = {
 }
 FEW = [("tp2pp2", "zero3"), ("one", "tp2zero1"), ("pp2", "cp2")]
 PAIRS = [
-    *FEW, ("zero3", "offload"), ("hybrid", "tp2"), ("dp2", "zero2x4"), ("dp2", "tp2"), ("pp4", "one"), ("one", "tp4"),
-    ("zero3", "tp2pp2"), ("tp4", "zero2x4"), ("zero2x4", "pp4"), ("zero1", "dp2"), ("tp2", "hybrid"),
-    ("interleaved", "uneven"), ("uneven", "interleaved"), ("cp2", "pp2"), ("tp2zero1", "one"), ("offload", "zero3"),
-    ("tp2pp2", "tp2"), ("zero2x4", "one"), ("one", "zero3"),
-]  # fmt: skip
+    *FEW,
+    ("zero3", "offload"),
+    ("hybrid", "tp2"),
+    ("dp2", "zero2x4"),
+    ("dp2", "tp2"),
+    ("pp4", "one"),
+    ("one", "tp4"),
+    ("zero3", "tp2pp2"),
+    ("tp4", "zero2x4"),
+    ("zero2x4", "pp4"),
+    ("zero1", "dp2"),
+    ("tp2", "hybrid"),
+    ("interleaved", "uneven"),
+    ("uneven", "interleaved"),
+    ("cp2", "pp2"),
+    ("tp2zero1", "one"),
+    ("offload", "zero3"),
+    ("tp2pp2", "tp2"),
+    ("zero2x4", "one"),
+    ("one", "zero3"),
+]
 STEPS = 5
 MORE = "--global-batch-size 8 --seed 11"
 

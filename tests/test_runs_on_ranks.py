@@ -20,8 +20,16 @@ from ranks import run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
-FLAGS = [*TINY_FLAGS, "--num-layers=4", "--params-dtype=float64", "--attention-dropout=0", "--global-batch-size=8",
-         "--lr-decay-iters=9", "--train-iters=9", "--eval-interval=3"]  # fmt: skip
+FLAGS = [
+    *TINY_FLAGS,
+    "--num-layers=4",
+    "--params-dtype=float64",
+    "--attention-dropout=0",
+    "--global-batch-size=8",
+    "--lr-decay-iters=9",
+    "--train-iters=9",
+    "--eval-interval=3",
+]
 
 
 def on_ranks(world, *flags, folder):
@@ -56,10 +64,17 @@ def uninterrupted(tmp_path_factory):
 
 CHAINS = [
     [(4, "--tensor-model-parallel-size=2 --pipeline-model-parallel-size=2"), (2, "--zero-stage=2"), (1, "")],
-    [(1, ""), (4, "--zero-stage=3 --tensor-model-parallel-size=2 --sequence-parallel"),
-     (2, "--pipeline-model-parallel-size=2")],
-    [(4, "--pipeline-model-parallel-size=2 --pipeline-schedule=zbv --zero-stage=1"), (2, "--context-parallel-size=2"), (4, "")],
-]  # fmt: skip
+    [
+        (1, ""),
+        (4, "--zero-stage=3 --tensor-model-parallel-size=2 --sequence-parallel"),
+        (2, "--pipeline-model-parallel-size=2"),
+    ],
+    [
+        (4, "--pipeline-model-parallel-size=2 --pipeline-schedule=zbv --zero-stage=1"),
+        (2, "--context-parallel-size=2"),
+        (4, ""),
+    ],
+]
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=["tp2pp2-zero2-one", "one-zero3tp2-pp2", "zbv-cp2-dp4"])
@@ -79,10 +94,14 @@ def test_a_run_goes_on_in_another_layout(tmp_path, uninterrupted, chain):
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(2, "--global-batch-size=16"), (2, "--pipeline-model-parallel-size=2"), (2, "--context-parallel-size=2"),
-     (4, "--tensor-model-parallel-size=2 --zero-stage=1")],
+    [
+        (2, "--global-batch-size=16"),
+        (2, "--pipeline-model-parallel-size=2"),
+        (2, "--context-parallel-size=2"),
+        (4, "--tensor-model-parallel-size=2 --zero-stage=1"),
+    ],
     ids=["dp2", "pp2", "cp2", "tp2dp2"],
-)  # fmt: skip
+)
 def test_whole_validation_sets_on_ranks(tmp_path, world, layout):
     """Sets whose samples are no multiple of any batch, with ends of documents masked: every sample counts once."""
     for n, tokens in enumerate((400, 333)):
@@ -90,9 +109,20 @@ def test_whole_validation_sets_on_ranks(tmp_path, world, layout):
             for k in range(0, tokens, 20):
                 writer.add([*((k + n + i) * 7 % 63 for i in range(19)), 63])
                 writer.end_document()
-    data = ["--no-mock-data", "--tokenizer-type=NullTokenizer", "--vocab-size=63", "--eod-mask-loss", "--full-validation",
-            "--train-iters=2", "--eval-interval=2", f"--train-data-path={tmp_path}/d0", "--valid-data-path",
-            f"{tmp_path}/d0", f"{tmp_path}/d1", "--multiple-validation-sets"]  # fmt: skip
+    data = [
+        "--no-mock-data",
+        "--tokenizer-type=NullTokenizer",
+        "--vocab-size=63",
+        "--eod-mask-loss",
+        "--full-validation",
+        "--train-iters=2",
+        "--eval-interval=2",
+        f"--train-data-path={tmp_path}/d0",
+        "--valid-data-path",
+        f"{tmp_path}/d0",
+        f"{tmp_path}/d1",
+        "--multiple-validation-sets",
+    ]
     one = [flag for flag in layout.split() if flag.startswith("--global")]
     assert main(["train", *FLAGS, *data, *one, "--run-dir", str(tmp_path / "one")]) == 0
     statuses, told = on_ranks(world, *data, *layout.split(), "--run-dir", "many", folder=tmp_path)
@@ -139,9 +169,16 @@ def test_one_ranks_signal_ends_all(tmp_path):
 def test_the_clock_ends_all(tmp_path):
     """The time is over on every rank at another moment: all save the same step and leave together."""
     statuses, told = on_ranks(
-        4, "--tensor-model-parallel-size=2", "--save", "run", "--train-iters=100000", "--lr-decay-iters=100000",
-        "--exit-duration-in-mins=0.05", "--eval-iters=0", folder=tmp_path,
-    )  # fmt: skip
+        4,
+        "--tensor-model-parallel-size=2",
+        "--save",
+        "run",
+        "--train-iters=100000",
+        "--lr-decay-iters=100000",
+        "--exit-duration-in-mins=0.05",
+        "--eval-iters=0",
+        folder=tmp_path,
+    )
     assert statuses == [0] * 4, told[0][-3000:]
     (step,) = (tmp_path / "run").glob("iter_*")
     assert 0 < opened(tmp_path / "run", int(step.name[5:])).state["iteration"] < 100000

@@ -128,10 +128,13 @@ WITH = {
 @pytest.mark.timeout(300)
 def test_one_micro_batch():
     """The backward pass of each stage waits for its only forward pass."""
-    check([
-        "--world-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4",
-        "--world-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 2 --pipeline-schedule gpipe",
-    ], steps=2)  # fmt: skip
+    check(
+        [
+            "--world-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4",
+            "--world-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 2 --pipeline-schedule gpipe",
+        ],
+        steps=2,
+    )
 
 
 @pytest.mark.whole
@@ -175,15 +178,18 @@ def traced(name, trainer, step):
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("line", [
-    "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu --ffn-hidden-size 48",
-    pytest.param("--world-size 4 --context-parallel-size 2 --zero-stage 3", marks=pytest.mark.long),
-    pytest.param("--world-size 2 --zero-stage 1", marks=pytest.mark.long),
-    pytest.param(
-        "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
-        marks=pytest.mark.long,
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu --ffn-hidden-size 48",
+        pytest.param("--world-size 4 --context-parallel-size 2 --zero-stage 3", marks=pytest.mark.long),
+        pytest.param("--world-size 2 --zero-stage 1", marks=pytest.mark.long),
+        pytest.param(
+            "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
 def test_compiled_layers_are_whole_graphs(line):
     check([line], steps=2, around=traced)
 

@@ -348,9 +348,14 @@ def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
     assert len(calls) == 1
     assert not isinstance(first.doc_idx, np.memmap)
     changes = [
-        {"documents": range(0, 3)}, {"documents": range(1, 4)}, {"wanted": 13}, {"length": 9}, {"seed": 2},
-        {"cutoff": 0.95}, {"name": "valid"},
-    ]  # fmt: skip
+        {"documents": range(0, 3)},
+        {"documents": range(1, 4)},
+        {"wanted": 13},
+        {"length": 9},
+        {"seed": 2},
+        {"cutoff": 0.95},
+        {"name": "valid"},
+    ]
     for n, change in enumerate(changes):
         made = make(indexed, **change)
         assert len(calls) == 2 + n, change
@@ -378,8 +383,10 @@ def test_damaged_caches_are_rebuilt(tmp_path):
     good, _ = make()
     files = cache_files(cache)
     assert [p.name.split("_", 1)[-1] for p in files if p.suffix == ".npy"] == [
-        "doc_idx.npy", "sample_idx.npy", "shuffle_idx.npy",
-    ]  # fmt: skip
+        "doc_idx.npy",
+        "sample_idx.npy",
+        "shuffle_idx.npy",
+    ]
     for path in files:
         whole = path.read_bytes()
         [foreign] = [p for p in cache_files(other) if p.name[32:] == path.name[32:]]

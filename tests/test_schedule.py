@@ -20,9 +20,13 @@ LR, LEAST = 1.5e-4, 1e-5
 def settings(batch=2, iters=5000, seq=None, ramp=(), samples=None, tokens=None, **optimizer):
     o = config.Optimizer(**{"lr": LR, "min_lr": LEAST, **optimizer})
     t = config.Training(
-        micro_batch_size=1, global_batch_size=batch, train_iters=None if samples or tokens else iters, train_samples=samples,
-        train_tokens=tokens, rampup_batch_size=list(ramp),
-    )  # fmt: skip
+        micro_batch_size=1,
+        global_batch_size=batch,
+        train_iters=None if samples or tokens else iters,
+        train_samples=samples,
+        train_tokens=tokens,
+        rampup_batch_size=list(ramp),
+    )
     return config.TrainConfig(optimizer=o, training=t, data=config.Data(seq_length=seq))
 
 
@@ -222,11 +226,35 @@ def test_a_run_that_ends_within_its_ramp():
 def test_a_run_follows_schedule_and_ramp(run):  # noqa: F811
     """By command: 2 2 4 4 and then 6, the rate of each step at the samples before it, the last batch only if whole."""
     got = run(
-        "--train-iters", "none", "--train-samples", "41", "--rampup-batch-size", "2", "2", "8", "--global-batch-size", "6",
-        "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "14", "--lr-wsd-decay-style", "minus_sqrt", "--lr", "0.01",
-        "--lr-warmup-samples", "5", "--lr-warmup-init", "0.001", "--min-lr", "0.002", "--lr-decay-samples", "37",
-        "--eval-iters", "0",
-    )  # fmt: skip
+        "--train-iters",
+        "none",
+        "--train-samples",
+        "41",
+        "--rampup-batch-size",
+        "2",
+        "2",
+        "8",
+        "--global-batch-size",
+        "6",
+        "--lr-decay-style",
+        "WSD",
+        "--lr-wsd-decay-samples",
+        "14",
+        "--lr-wsd-decay-style",
+        "minus_sqrt",
+        "--lr",
+        "0.01",
+        "--lr-warmup-samples",
+        "5",
+        "--lr-warmup-init",
+        "0.001",
+        "--min-lr",
+        "0.002",
+        "--lr-decay-samples",
+        "37",
+        "--eval-iters",
+        "0",
+    )
     sizes = megatron_batches(2, 2, 8, 6, 41)
     assert sizes == [2, 2, 4, 6, 6, 6, 6, 6]
     before = list(itertools.accumulate(sizes, initial=0))
@@ -257,9 +285,19 @@ def test_resume_prints_megatrons_nine_lines():
 
 
 FULL = Schedule(
-    max_lr=0.125, min_lr=0.0625, warmup=11, decay=222, style="WSD", start_wd=0.25, end_wd=0.75, wd_samples=333,
-    wd_style="linear", init_lr=0.03125, wsd_samples=44, wsd_style="cosine",
-)  # fmt: skip
+    max_lr=0.125,
+    min_lr=0.0625,
+    warmup=11,
+    decay=222,
+    style="WSD",
+    start_wd=0.25,
+    end_wd=0.75,
+    wd_samples=333,
+    wd_style="linear",
+    init_lr=0.03125,
+    wsd_samples=44,
+    wsd_style="cosine",
+)
 ONE_BY_ONE = [
     ("max_lr", 0.5, "--lr"),
     ("min_lr", 0.015625, "--min-lr"),
@@ -307,8 +345,15 @@ def test_a_changed_schedule_needs_a_decision():
     with pytest.raises(UserError) as e:
         resume(from_config(ours), saved, ours)
     text = str(e.value)
-    for part in ("0.00015", "0.0003", "(--lr)", "200 samples = 100 steps of 2, the flags say 400 samples = 200 steps",
-                 "--lr-decay-iters 100 keeps", "length of the learning rate's decay", "--override-opt_param"):  # fmt: skip
+    for part in (
+        "0.00015",
+        "0.0003",
+        "(--lr)",
+        "200 samples = 100 steps of 2, the flags say 400 samples = 200 steps",
+        "--lr-decay-iters 100 keeps",
+        "length of the learning rate's decay",
+        "--override-opt_param",
+    ):
         assert part in text and "iterations" not in text
     ours = settings(lr=3e-4, override_opt_param_scheduler=True)
     assert resume(from_config(ours), saved, ours)[0].max_lr == 3e-4

@@ -36,11 +36,27 @@ def started(environ: list[dict[str, str]], folder: Path, *argv: str) -> tuple[li
 
 # Variables, as each launcher sets them for rank 3 of 4: two machines of two, or one of four.
 TORCH = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="m", MASTER_PORT="29500")
-SLURM = dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_TASKS_PER_NODE="2(x2)",
-             SLURM_NODELIST="node[07-08]", SLURM_JOB_ID="77", SLURM_STEP_ID="0")  # fmt: skip
+SLURM = dict(
+    SLURM_PROCID="3",
+    SLURM_NTASKS="4",
+    SLURM_LOCALID="1",
+    SLURM_NODEID="1",
+    SLURM_TASKS_PER_NODE="2(x2)",
+    SLURM_NODELIST="node[07-08]",
+    SLURM_JOB_ID="77",
+    SLURM_STEP_ID="0",
+)
 OMPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))}
-DEEPSPEED = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", CROSS_RANK="1", CROSS_SIZE="2", MASTER_ADDR="m",
-                 MASTER_PORT="29500")  # fmt: skip
+DEEPSPEED = dict(
+    RANK="3",
+    WORLD_SIZE="4",
+    LOCAL_RANK="1",
+    LOCAL_SIZE="2",
+    CROSS_RANK="1",
+    CROSS_SIZE="2",
+    MASTER_ADDR="m",
+    MASTER_PORT="29500",
+)
 HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4")
 
 
@@ -87,9 +103,15 @@ def test_ports_of_jobs() -> None:
 
 @pytest.mark.parametrize(
     "nodes, first",
-    [("node07", "node07"), ("node[01-03,07]", "node01"), ("a,b", "a"), ("node[01,07],gpu5", "node01"),
-     ("rack[1-2]n[3,5].cluster", "rack1n3.cluster"), ("gpu5,node[01-02]", "gpu5")],
-)  # fmt: skip
+    [
+        ("node07", "node07"),
+        ("node[01-03,07]", "node01"),
+        ("a,b", "a"),
+        ("node[01,07],gpu5", "node01"),
+        ("rack[1-2]n[3,5].cluster", "rack1n3.cluster"),
+        ("gpu5,node[01-02]", "gpu5"),
+    ],
+)
 def test_first_host(nodes: str, first: str) -> None:
     assert launchers.first_host(nodes) == first
 
@@ -135,11 +157,27 @@ def test_world_size() -> None:
 
 def variables(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
     if launcher == "deepspeed":
-        return dict(RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_RANK=f"{rank}", LOCAL_SIZE=f"{size}", CROSS_RANK="0",
-                    CROSS_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")  # fmt: skip
+        return dict(
+            RANK=f"{rank}",
+            WORLD_SIZE=f"{size}",
+            LOCAL_RANK=f"{rank}",
+            LOCAL_SIZE=f"{size}",
+            CROSS_RANK="0",
+            CROSS_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=f"{port}",
+        )
     if launcher == "srun":  # the port follows from the job
-        return dict(SLURM_PROCID=f"{rank}", SLURM_NTASKS=f"{size}", SLURM_LOCALID=f"{rank}", SLURM_TASKS_PER_NODE=f"{size}",
-                    SLURM_NODELIST="localhost", SLURM_JOB_ID=f"{port}", SLURM_STEP_ID="0", SLURM_NODEID="0")  # fmt: skip
+        return dict(
+            SLURM_PROCID=f"{rank}",
+            SLURM_NTASKS=f"{size}",
+            SLURM_LOCALID=f"{rank}",
+            SLURM_TASKS_PER_NODE=f"{size}",
+            SLURM_NODELIST="localhost",
+            SLURM_JOB_ID=f"{port}",
+            SLURM_STEP_ID="0",
+            SLURM_NODEID="0",
+        )
     if launcher == "OpenMPI":
         names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
         return {f"OMPI_COMM_WORLD_{n}": f"{v}" for n, v in names.items()} | {"PMIX_NAMESPACE": f"job-{port}"}
@@ -172,8 +210,17 @@ def test_a_second_run_in_the_same_processes(launcher: str, tmp_path: Path) -> No
 
 
 def torch_variables(port: int, rank: int, size: int, **more: str) -> dict[str, str]:
-    return dict(RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_RANK=f"{rank}", LOCAL_WORLD_SIZE=f"{size}",
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}") | more  # fmt: skip
+    return (
+        dict(
+            RANK=f"{rank}",
+            WORLD_SIZE=f"{size}",
+            LOCAL_RANK=f"{rank}",
+            LOCAL_WORLD_SIZE=f"{size}",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=f"{port}",
+        )
+        | more
+    )
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:

@@ -21,9 +21,16 @@ from meshwright.checkpoint import publish as store
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
 
 POINTS = (
-    "begin", "after_mkdir", "written_unsynced", "shard_done", "manifest_unsynced", "before_rename", "after_rename",
-    "before_tracker", "after_tracker",
-)  # fmt: skip
+    "begin",
+    "after_mkdir",
+    "written_unsynced",
+    "shard_done",
+    "manifest_unsynced",
+    "before_rename",
+    "after_rename",
+    "before_tracker",
+    "after_tracker",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -198,15 +198,28 @@ def test_a_damaged_member_costs_itself(tmp_path):
     rng, path = random.Random(0), tmp_path / "a.tar"
     lines = b"".join(line(f"{n} {rng.randbytes(50).hex()}") + b"\n" for n in range(1000))
     packed, inner = gzip.compress(lines), archive({"x.txt": b"x", "y.txt": b"y"})
-    files = {"a.txt": b"a", "b.txt.gz": packed[:-4000], "c.jsonl.gz": packed[:-4000], "d.tar": inner[:1200], "e.txt": b"e",
-             "f.bz2": b"BZh91AY&SY" + bytes(100)}  # fmt: skip
+    files = {
+        "a.txt": b"a",
+        "b.txt.gz": packed[:-4000],
+        "c.jsonl.gz": packed[:-4000],
+        "d.tar": inner[:1200],
+        "e.txt": b"e",
+        "f.bz2": b"BZh91AY&SY" + bytes(100),
+    }
     path.write_bytes(archive(files))
     found = said_of(path)
     bad = "damaged member"
     count = sum(":" in place for _, place in found)
     assert count > 500 and found[2] == (json.loads(lines.splitlines()[0])["text"], "c.jsonl.gz:1")
-    rest = [("a", "a.txt"), (bad, "b.txt.gz"), (bad, "c.jsonl.gz"), ("x", "d.tar/x.txt"), (bad, "d.tar"), ("e", "e.txt"),
-            (bad, "f.bz2")]  # fmt: skip
+    rest = [
+        ("a", "a.txt"),
+        (bad, "b.txt.gz"),
+        (bad, "c.jsonl.gz"),
+        ("x", "d.tar/x.txt"),
+        (bad, "d.tar"),
+        ("e", "e.txt"),
+        (bad, "f.bz2"),
+    ]
     assert [one for one in found if ":" not in one[1]] == rest
     path.write_bytes(archive({"a.txt": b"a", "b.tar": archive({"b.txt.gz": packed})})[:9000])
     found = found_in(path)
@@ -496,13 +509,25 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
 def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "LONGEST", 5000)
     monkeypatch.setattr(containers, "CHUNK", 500)
-    files = {"a.txt": b"a", "b.txt": b"x" * 9000, "c.txt.xz": lzma.compress(b"x" * 9000), "d.txt": "d".encode("utf-16"),
-             "e.jsonl": "{}".encode("utf-16"), "f.txt": b"f"}  # fmt: skip
+    files = {
+        "a.txt": b"a",
+        "b.txt": b"x" * 9000,
+        "c.txt.xz": lzma.compress(b"x" * 9000),
+        "d.txt": "d".encode("utf-16"),
+        "e.jsonl": "{}".encode("utf-16"),
+        "f.txt": b"f",
+    }
     (tmp_path / "t.tar.gz").write_bytes(archive(files, "w:gz"))
     found = [(getattr(one, "kind", one), place.rpartition(":")[2]) for one, place in found_in(tmp_path / "t.tar.gz")]
     long = "longer than 5,000 bytes"
-    assert found == [("a", "a.txt"), (long, "b.txt"), (long, "c.txt.xz"), ("not UTF-8", "d.txt"), ("not UTF-8", "e.jsonl"),
-                     ("f", "f.txt")]  # fmt: skip
+    assert found == [
+        ("a", "a.txt"),
+        (long, "b.txt"),
+        (long, "c.txt.xz"),
+        ("not UTF-8", "d.txt"),
+        ("not UTF-8", "e.jsonl"),
+        ("f", "f.txt"),
+    ]
     assert "is UTF-16: convert it, for example iconv -f UTF-16 -t UTF-8" in str(found_in(tmp_path / "t.tar.gz")[3][0])
 
 
@@ -535,8 +560,11 @@ def test_little_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     """300 MB in one line of a few kilobytes: one bad line, in bounded memory."""
     import zstandard
 
-    packer = {"gz": lambda: zlib.compressobj(1, wbits=31), "xz": lambda: lzma.LZMACompressor(preset=0),
-              "zst": lambda: zstandard.ZstdCompressor(level=1).compressobj()}[kind]()  # fmt: skip
+    packer = {
+        "gz": lambda: zlib.compressobj(1, wbits=31),
+        "xz": lambda: lzma.LZMACompressor(preset=0),
+        "zst": lambda: zstandard.ZstdCompressor(level=1).compressobj(),
+    }[kind]()
     packed = packer.compress(line("a") + b"\n") + b"".join(packer.compress(bytes(1 << 20)) for _ in range(300))
     (tmp_path / "a").write_bytes(packed + packer.compress(b"\n" + line("b")) + packer.flush())
     monkeypatch.setattr(text, "LONGEST", 1 << 22)
@@ -625,8 +653,14 @@ def test_sentences(tmp_path, punkt):
     (tmp_path / "in.jsonl").write_bytes(line(content) + b"\n" + line("") + b"\n" + line("One."))
     tokenizer = Tokenizer(tokenizer_type="ByteTokenizer")
     for keep, first in ((False, b"Dr. Who is here."), (True, b"Dr. Who is here. ")):
-        p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), append_eod=True, lang=punkt,
-                       split_sentences=True, keep_newlines=keep)  # fmt: skip
+        p = Preprocess(
+            input=[str(tmp_path / "in.jsonl")],
+            output_prefix=str(tmp_path / "out"),
+            append_eod=True,
+            lang=punkt,
+            split_sentences=True,
+            keep_newlines=keep,
+        )
         preprocess.run(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
         data = Indexed(tmp_path / "out_text_sentence")
         assert data.doc_idx.tolist() == [0, 4, 4, 5]

@@ -65,7 +65,7 @@ CASES = {
     "tp2 Llama as in memory": (2, 1, 1, LLAMA | {"optimizer": "dp_reshardable", "bf16": True}),
     "dp2 in stretches": (1, 1, 2, {"optimizer": STRETCHES, "bf16": True}),
     "tp2 dp2 Llama in stretches": (2, 1, 2, LLAMA | {"optimizer": STRETCHES, "bf16": True}),
-}  # fmt: skip
+}
 
 FIRST = ("Llama", "tp2 Llama by parameter", "tp2 pp2 as in memory", "tp2 dp2 Llama in stretches")
 
@@ -123,11 +123,18 @@ def joined(truths, gated):
 
 def ours(name):
     for theirs, mine in {
-        "embedding.word_embeddings": "wte", "embedding.position_embeddings": "wpe", "decoder.final_layernorm": "ln_f",
-        "output_layer": "lm_head", "decoder.layers": "h", "self_attention.linear_qkv": "attn.qkv",
-        "self_attention.linear_proj": "attn.proj", "mlp.linear_fc1": "mlp.fc", "mlp.linear_fc2": "mlp.proj",
-        "input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2",
-    }.items():  # fmt: skip
+        "embedding.word_embeddings": "wte",
+        "embedding.position_embeddings": "wpe",
+        "decoder.final_layernorm": "ln_f",
+        "output_layer": "lm_head",
+        "decoder.layers": "h",
+        "self_attention.linear_qkv": "attn.qkv",
+        "self_attention.linear_proj": "attn.proj",
+        "mlp.linear_fc1": "mlp.fc",
+        "mlp.linear_fc2": "mlp.proj",
+        "input_layernorm": "ln_1",
+        "pre_mlp_layernorm": "ln_2",
+    }.items():
         name = name.replace(theirs, mine)
     return name
 
@@ -166,18 +173,26 @@ def small(gated=False):
     """Names of megatron-core -> weights of all layers."""
     rows = 2 * F if gated else F
     layer = {
-        "self_attention.linear_qkv.layer_norm_weight": (H,), "self_attention.linear_qkv.layer_norm_bias": (H,),
-        "self_attention.linear_qkv.weight": (3 * H, H), "self_attention.linear_qkv.bias": (3 * H,),
-        "self_attention.linear_proj.weight": (H, H), "self_attention.linear_proj.bias": (H,),
-        "mlp.linear_fc1.layer_norm_weight": (H,), "mlp.linear_fc1.layer_norm_bias": (H,),
-        "mlp.linear_fc1.weight": (rows, H), "mlp.linear_fc1.bias": (rows,),
-        "mlp.linear_fc2.weight": (H, F), "mlp.linear_fc2.bias": (H,),
-    }  # fmt: skip
+        "self_attention.linear_qkv.layer_norm_weight": (H,),
+        "self_attention.linear_qkv.layer_norm_bias": (H,),
+        "self_attention.linear_qkv.weight": (3 * H, H),
+        "self_attention.linear_qkv.bias": (3 * H,),
+        "self_attention.linear_proj.weight": (H, H),
+        "self_attention.linear_proj.bias": (H,),
+        "mlp.linear_fc1.layer_norm_weight": (H,),
+        "mlp.linear_fc1.layer_norm_bias": (H,),
+        "mlp.linear_fc1.weight": (rows, H),
+        "mlp.linear_fc1.bias": (rows,),
+        "mlp.linear_fc2.weight": (H, F),
+        "mlp.linear_fc2.bias": (H,),
+    }
     out = {f"decoder.layers.{name}": noise(L, *shape) for name, shape in layer.items()}
     return out | {
-        "embedding.word_embeddings.weight": noise(V, H), "embedding.position_embeddings.weight": noise(P, H),
-        "decoder.final_layernorm.weight": noise(H), "decoder.final_layernorm.bias": noise(H),
-    }  # fmt: skip
+        "embedding.word_embeddings.weight": noise(V, H),
+        "embedding.position_embeddings.weight": noise(P, H),
+        "decoder.final_layernorm.weight": noise(H),
+        "decoder.final_layernorm.bias": noise(H),
+    }
 
 
 def expected(weights):

@@ -13,12 +13,26 @@ from meshwright.settings import schema as config
 from meshwright.training.metrics import Timers
 from meshwright.training.trackers import TAGS, open_trackers, tags, validation_tags
 
-ROW = {"iteration": 6, "loss": 2.5, "grad_norm": 0.5, "lr": 0.25, "loss_scale": 8.0, "ms": 500.0, "memory": 4096,
-       "batch": 16, "params_norm": 3.0, "num_zeros": 7, "reserved": 8192, "allocated_count": 9, "world_size": 2,
-       "timers": {"optimizer": 125.0}}  # fmt: skip
+ROW = {
+    "iteration": 6,
+    "loss": 2.5,
+    "grad_norm": 0.5,
+    "lr": 0.25,
+    "loss_scale": 8.0,
+    "ms": 500.0,
+    "memory": 4096,
+    "batch": 16,
+    "params_norm": 3.0,
+    "num_zeros": 7,
+    "reserved": 8192,
+    "allocated_count": 9,
+    "world_size": 2,
+    "timers": {"optimizer": 125.0},
+}
 CHECK = {"name": "validation", "loss": 2.0, "ppl": 7.5}
-EVERYTHING = {f"log_{what}_to_tensorboard": True
-              for what in ("timers", "batch_size", "memory", "world_size", "validation_ppl")}  # fmt: skip
+EVERYTHING = {
+    f"log_{what}_to_tensorboard": True for what in ("timers", "batch_size", "memory", "world_size", "validation_ppl")
+}
 
 
 def logging(**values):
@@ -36,10 +50,20 @@ def read(folder):
 
 def test_names_are_megatrons():
     assert tags(logging(**EVERYTHING), ROW) == {
-        "lm loss": 2.5, "grad-norm": 0.5, "learning-rate": 0.25, "loss-scale": 8.0, "batch-size": 16.0,
-        "num-zeros": 7.0, "params-norm": 3.0, "world-size": 2.0, "mem-reserved-bytes": 8192.0,
-        "mem-allocated-bytes": 4096.0, "mem-allocated-count": 9.0, "iteration-time": 0.5, "optimizer-time": 0.125,
-    }  # fmt: skip
+        "lm loss": 2.5,
+        "grad-norm": 0.5,
+        "learning-rate": 0.25,
+        "loss-scale": 8.0,
+        "batch-size": 16.0,
+        "num-zeros": 7.0,
+        "params-norm": 3.0,
+        "world-size": 2.0,
+        "mem-reserved-bytes": 8192.0,
+        "mem-allocated-bytes": 4096.0,
+        "mem-allocated-count": 9.0,
+        "iteration-time": 0.5,
+        "optimizer-time": 0.125,
+    }
     assert validation_tags(logging(**EVERYTHING), CHECK) == {"lm loss validation": 2.0, "lm loss validation ppl": 7.5}
 
 

@@ -36,8 +36,23 @@ def train(tmp_path, *more, save="run"):
 
 @pytest.mark.pictures
 def test_loss_falls_and_everything_is_written(tmp_path, capsys):
-    status, steps = train(tmp_path, "--save-interval", "3", "--train-iters", "30", "--lr", "1e-2", "--log-interval", "10",
-                          "--vocab-size", "8", "--hidden-dropout", "0", "--attention-dropout", "0")  # fmt: skip
+    status, steps = train(
+        tmp_path,
+        "--save-interval",
+        "3",
+        "--train-iters",
+        "30",
+        "--lr",
+        "1e-2",
+        "--log-interval",
+        "10",
+        "--vocab-size",
+        "8",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    )
     assert status == 0 and len(steps) == 30
     assert sum(s["loss"] for s in steps[-5:]) < sum(s["loss"] for s in steps[:5])
     run = tmp_path / "run"
@@ -261,8 +276,19 @@ def test_contradicting_architecture_is_refused(tmp_path, capsys):
 
 def test_changed_settings_are_told(tmp_path, capsys):
     train(tmp_path)
-    main(["train", *TINY_FLAGS, "--load", str(tmp_path / "run"), "--clip-grad", "0.5", "--train-iters", "8",
-          "--override-opt_param-scheduler"])  # fmt: skip
+    main(
+        [
+            "train",
+            *TINY_FLAGS,
+            "--load",
+            str(tmp_path / "run"),
+            "--clip-grad",
+            "0.5",
+            "--train-iters",
+            "8",
+            "--override-opt_param-scheduler",
+        ]
+    )
     out = capsys.readouterr().out
     assert "clip_grad is 0.5, the checkpoint was trained with 1.0" in out
     assert " > overriding learning rate value to 0.01" in out
@@ -322,8 +348,9 @@ def test_dry_run_writes_nothing_and_needs_no_torch(tmp_path):
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, "train", "--dry-run", "--preset", "gpt3-175b", "--save", str(tmp_path / "x")],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     print(f"dry run: {time.perf_counter() - start:.2f} s")
     assert done.returncode == 0, done.stderr
     assert "174,6" in done.stdout and "--data-path is needed" in done.stdout and not (tmp_path / "x").exists()
@@ -408,8 +435,17 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path, capsys):
 
     for name, text in (("a", "some words to learn from"), ("b", "quite other letters, zz")):
         train_bpe([text * 50], 262, tmp_path / name)
-    files = [["--vocab-file", f"{tmp_path}/{n}/vocab.json", "--merge-file", f"{tmp_path}/{n}/merges.txt",
-              "--vocab-size", "262"] for n in "ab"]  # fmt: skip
+    files = [
+        [
+            "--vocab-file",
+            f"{tmp_path}/{n}/vocab.json",
+            "--merge-file",
+            f"{tmp_path}/{n}/merges.txt",
+            "--vocab-size",
+            "262",
+        ]
+        for n in "ab"
+    ]
     assert train(tmp_path, *files[0])[0] == 0
     kept = (tmp_path / "run/tokenizer/merges.txt").read_bytes()
     more = ["--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6"]
@@ -623,12 +659,16 @@ CPU_SAYS = (
     ("error", "told"),
     [
         (RuntimeError(CPU_SAYS), "out of memory: tried to allocate 4398046511104 bytes: "),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of "
-                                "which 1.00 GiB is free. Including non-PyTorch memory, this process has more"),
-         "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free: "),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of "
+                "which 1.00 GiB is free. Including non-PyTorch memory, this process has more"
+            ),
+            "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free: ",
+        ),
         (MemoryError(), "out of memory: a smaller "),
     ],
-)  # fmt: skip
+)
 def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, error, told):
     def fail(*args):
         raise error

@@ -72,7 +72,7 @@ def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Ite
                         stderr=log,
                         env=environment(),
                         start_new_session=True,
-                    )  # fmt: skip
+                    )
                 )
         yield processes
     finally:

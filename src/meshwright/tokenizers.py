@@ -328,8 +328,9 @@ def is_gpt2(folder: Path) -> bool:
         split = told["pre_tokenizer"]
         return bool(
             (split["type"], split["add_prefix_space"], split.get("use_regex", True)) == ("ByteLevel", False, True)
-            and told.get("normalizer") is None and words <= {END_OF_TEXT}
-        )  # fmt: skip
+            and told.get("normalizer") is None
+            and words <= {END_OF_TEXT}
+        )
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return False
 
@@ -416,9 +417,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: b
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=show_progress,
+        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=show_progress
     )
     library.train_from_iterator(texts, trainer)
     out.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,15 @@ from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch.team import ALONE, Team
 
 # Who opens what. Each is imported when it is needed: `open(folder, trust, heads, optimizer)`.
-READERS = {MEGATRON: "megatron", TORCH_DIST: "torch_dist", DEEPSPEED: "deepspeed", UNIVERSAL: "deepspeed",
-           HUGGING_FACE: "huggingface", LIBAI: "oneflow", ONEFLOW: "oneflow"}  # fmt: skip
+READERS = {
+    MEGATRON: "megatron",
+    TORCH_DIST: "torch_dist",
+    DEEPSPEED: "deepspeed",
+    UNIVERSAL: "deepspeed",
+    HUGGING_FACE: "huggingface",
+    LIBAI: "oneflow",
+    ONEFLOW: "oneflow",
+}
 
 
 class Loaded(NamedTuple):

@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
         valid = all(
             isinstance(file.size, int) and len(file.sha256) == 64 * (-(-file.size // CHUNK))
             for file in manifest.values()
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, AttributeError):
         valid = False
     if not valid or raw != encode_manifest(manifest):

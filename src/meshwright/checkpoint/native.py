@@ -38,8 +38,18 @@ if TYPE_CHECKING:
     import torch
 
 # safetensors' names, torch's, and bytes of an element
-DTYPES = [("F64", "float64", 8), ("I64", "int64", 8), ("F32", "float32", 4), ("I32", "int32", 4), ("F16", "float16", 2),
-          ("BF16", "bfloat16", 2), ("I16", "int16", 2), ("I8", "int8", 1), ("U8", "uint8", 1), ("BOOL", "bool", 1)]  # fmt: skip
+DTYPES = [
+    ("F64", "float64", 8),
+    ("I64", "int64", 8),
+    ("F32", "float32", 4),
+    ("I32", "int32", 4),
+    ("F16", "float16", 2),
+    ("BF16", "bfloat16", 2),
+    ("I16", "int16", 2),
+    ("I8", "int8", 1),
+    ("U8", "uint8", 1),
+    ("BOOL", "bool", 1),
+]
 TORCH = {name: theirs for name, theirs, _ in DTYPES}
 NAMES = {theirs: name for name, theirs, _ in DTYPES}
 SIZES = {name: size for name, _, size in DTYPES}

@@ -20,8 +20,15 @@ DEEPSPEED_TRACKER = "latest"
 LIBAI_TRACKER = "last_checkpoint"
 
 NATIVE, MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL, HUGGING_FACE, LIBAI, ONEFLOW = (
-    "native", "Megatron", "Megatron-Core", "DeepSpeed", "universal", "Hugging Face", "LiBai", "OneFlow-GPT",
-)  # fmt: skip
+    "native",
+    "Megatron",
+    "Megatron-Core",
+    "DeepSpeed",
+    "universal",
+    "Hugging Face",
+    "LiBai",
+    "OneFlow-GPT",
+)
 
 # The first whose patterns all fit some name in the folder.
 LOOKS = {
@@ -213,8 +220,11 @@ def is_foreign(folder: Path) -> bool:
 
 def heed_trackers(root: Path, names: list[str], notes: list[str]) -> None:
     """Other programs' checkpoints count through their trackers: one newer than ours must not be passed over."""
-    ours = [int(m[1]) for m in (re.fullmatch(r"iter_(\d+)(\.damaged)?", name) for name in names)
-            if m and not is_foreign(root / m[0])]  # fmt: skip
+    ours = [
+        int(m[1])
+        for m in (re.fullmatch(r"iter_(\d+)(\.damaged)?", name) for name in names)
+        if m and not is_foreign(root / m[0])
+    ]
     newest = max(ours, default=None)
     for name, pattern in ((TRACKER, r"(\d{1,15})"), (DEEPSPEED_TRACKER, r"global_step(\d{1,15})")):
         if newest is None or name not in names or not (root / name).is_file():

@@ -26,8 +26,16 @@ from pathlib import Path
 from meshwright.errors import BAD_DATA, DONE, LOCKED, SIGINT, SIGTERM, UNEXPECTED, UserError
 
 MARK = ".meshwright-demo"  # says that the folder is a demo's; only these names in it are ours to remove:
-OURS = ("train.jsonl", "held_out.jsonl", "tokenizer", "train_text_document.bin", "train_text_document.idx",
-        "index-cache", "run", "demo.log")  # fmt: skip
+OURS = (
+    "train.jsonl",
+    "held_out.jsonl",
+    "tokenizer",
+    "train_text_document.bin",
+    "train_text_document.idx",
+    "index-cache",
+    "run",
+    "demo.log",
+)
 # Tests, tables of character codes, help texts and other people's packages: not the library's own code.
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
@@ -177,10 +185,15 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
     with (
         open(log, "a", encoding="utf-8", buffering=1) as everything,
         subprocess.Popen(
-            [sys.executable, "-m", "meshwright", *argv], stdout=subprocess.PIPE, stderr=everything, encoding="utf-8",
-            errors="replace", env=environment(), process_group=0,
+            [sys.executable, "-m", "meshwright", *argv],
+            stdout=subprocess.PIPE,
+            stderr=everything,
+            encoding="utf-8",
+            errors="replace",
+            env=environment(),
+            process_group=0,
         ) as child,
-    ):  # fmt: skip
+    ):
         assert child.stdout
         try:
             for line in child.stdout:

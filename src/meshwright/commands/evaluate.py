@@ -90,9 +90,16 @@ def main(argv: list[str]) -> int:
         stride = min(e.overlapping_eval or max(1, length // 2), length)
         s = score(run.model, run.tokenizer, texts, length, stride, batch)
     values = {
-        "step": run.step, "documents": s.documents, "tokens": s.tokens, "bytes": s.bytes, "loss": s.mean,
-        "perplexity": s.perplexity, "bits_per_byte": s.bits_per_byte, "sequence_length": length, "stride": stride,
-    }  # fmt: skip
+        "step": run.step,
+        "documents": s.documents,
+        "tokens": s.tokens,
+        "bytes": s.bytes,
+        "loss": s.mean,
+        "perplexity": s.perplexity,
+        "bits_per_byte": s.bits_per_byte,
+        "sequence_length": length,
+        "stride": stride,
+    }
     if e.json:
         print(json.dumps(values))
     else:

@@ -47,11 +47,7 @@ class Blend(Several):
     """`size` samples out of `parts`; `weights` add up to 1 but for rounding."""
 
     def __init__(
-        self,
-        parts: Sequence[Dataset],
-        weights: Sequence[float],
-        size: int,
-        cache_dir: str | Path | None = None,
+        self, parts: Sequence[Dataset], weights: Sequence[float], size: int, cache_dir: str | Path | None = None
     ) -> None:
         self.parts = parts
         shares = np.array(weights, dtype=np.float64)

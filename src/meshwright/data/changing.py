@@ -61,8 +61,14 @@ class Changing(Chain):
         self.blends, self.names = list(blends), names
 
 
-def build(history: History, size: int, consumed: int, samples: Callable[[str, int, int], Samples],
-          one_epoch: Callable[[str], int], folder: Path | None) -> Changing:  # fmt: skip
+def build(
+    history: History,
+    size: int,
+    consumed: int,
+    samples: Callable[[str, int, int], Samples],
+    one_epoch: Callable[[str], int],
+    folder: Path | None,
+) -> Changing:
     """The run's `size` samples. `samples(name, n, more)` builds a data set's order for n samples, `more` added to the seed;
     `one_epoch(name)`: the samples of one of its epochs.
 

@@ -174,8 +174,11 @@ def refusal(past: History, now: History, consumed: int) -> str:
     before, after = dict(past.blends[-1].shares), dict(now.blends[0].shares)
     told = [f"{past.sources[n].prefix} is not in it" for n in before if n not in after]
     told += [f"{now.sources[n].prefix} is new" for n in after if n not in before]
-    told += [f"{now.sources[n].prefix} has the share {after[n]:.4g}, it had {before[n]:.4g}" for n in after
-             if n in before and not math.isclose(before[n], after[n], rel_tol=1e-12)]  # fmt: skip
+    told += [
+        f"{now.sources[n].prefix} has the share {after[n]:.4g}, it had {before[n]:.4g}"
+        for n in after
+        if n in before and not math.isclose(before[n], after[n], rel_tol=1e-12)
+    ]
     more = [f"and {len(told) - 8} more"] if len(told) > 8 else []
     return (
         f"the training data are not blended as in the checkpoint: {'; '.join([*told[:8], *more])}. Read from its beginning, "

@@ -66,9 +66,16 @@ class Samples:
             return build_indices(indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, room)
 
         key = {
-            "version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "first": documents.start,
-            "end": documents.stop, "samples": num_samples, "seq_length": seq_length, "seed": seed, "cutoff": cutoff,
-        }  # fmt: skip
+            "version": VERSION,
+            "data": fingerprint(indexed.prefix),
+            "name": name,
+            "first": documents.start,
+            "end": documents.stop,
+            "samples": num_samples,
+            "seq_length": seq_length,
+            "seed": seed,
+            "cutoff": cutoff,
+        }
         names = ("doc", "sample", "shuffle")
         self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(cache_dir, key, names, build)
         self.epochs, self.apart = epochs_needed(tokens, num_samples, seq_length, cutoff)

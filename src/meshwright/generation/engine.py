@@ -164,9 +164,14 @@ def load(
 
 
 def decode(
-    model: GPT, prompts: list[list[int]], max_new: int, seq_length: int, eod: int,
-    choose: Callable[[int, Tensor], int], use_cache: bool = True,
-) -> Iterator[list[int | None]]:  # fmt: skip
+    model: GPT,
+    prompts: list[list[int]],
+    max_new: int,
+    seq_length: int,
+    eod: int,
+    choose: Callable[[int, Tensor], int],
+    use_cache: bool = True,
+) -> Iterator[list[int | None]]:
     """Continue a batch of prompts; yield each row's new token, or None where it has none.
 
     All rows move one column at a time from the end of the shortest prompt, longer prompts keeping their own tokens, so
@@ -200,9 +205,14 @@ def decode(
 
 
 def complete(
-    model: GPT, prompts: list[list[int]], max_new: int, seq_length: int, eod: int,
-    choose: Callable[[int, Tensor], int], use_cache: bool = True,
-) -> list[tuple[list[int], bool]]:  # fmt: skip
+    model: GPT,
+    prompts: list[list[int]],
+    max_new: int,
+    seq_length: int,
+    eod: int,
+    choose: Callable[[int, Tensor], int],
+    use_cache: bool = True,
+) -> list[tuple[list[int], bool]]:
     """`decode` to its end: each row's new tokens without the last `eod`, and whether that came."""
     rows: list[list[int]] = [[] for _ in prompts]
     for new in decode(model, prompts, max_new, seq_length, eod, choose, use_cache):

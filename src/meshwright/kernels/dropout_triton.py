@@ -41,7 +41,13 @@ def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     block = triton.next_power_of_2(columns)
     with torch.accelerator.device_index(x.device.index):
         _kernel[(x.numel() // columns,)](
-            x, rows.contiguous(), out, columns, round(p * 2**32) - 2**31, 1.0 / (1.0 - p), block,
+            x,
+            rows.contiguous(),
+            out,
+            columns,
+            round(p * 2**32) - 2**31,
+            1.0 / (1.0 - p),
+            block,
             num_warps=min(8, max(1, block // 256)),
-        )  # fmt: skip
+        )
     return out

@@ -21,11 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright import device as devices
-from meshwright.errors import (
-    DONE,
-    UNAVAILABLE,
-    UserError,
-)
+from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.launch import rendezvous as start
 from meshwright.launch import world as launchers
 from meshwright.launch.outcome import Plan, ending, first, say, status
@@ -72,17 +68,31 @@ def _parser() -> argparse.ArgumentParser:
         if other != name:  # torch.distributed.launch's spelling
             parser.add_argument(other, help=argparse.SUPPRESS, **(more | {"default": argparse.SUPPRESS}))
 
-    add("--nproc-per-node", "N", "ranks on each machine: a number, gpu, cpu or auto (default: one for each accelerator)",
-        default="auto")  # fmt: skip
+    add(
+        "--nproc-per-node",
+        "N",
+        "ranks on each machine: a number, gpu, cpu or auto (default: one for each accelerator)",
+        default="auto",
+    )
     add("--nnodes", "M", "machines; each is given the same command (default: 1)", type=int)
     add("--node-rank", "R", "number of this machine, from 0", type=int)
     add("--master-addr", "A", "address of machine 0")
     add("--master-port", "P", f"port there (default: {PORT}; on one machine any free one)", type=int)
     add("--node-ips", "A,B,...", "addresses of all machines instead of these: each finds its own number")
-    add("--max-restarts", "N", "start again after a crash, a time-out or a signal, at most so often (default: 0)", type=int,
-        default=0)  # fmt: skip
-    add("--wait", "SECONDS", f"longest wait for the other machines at the start (default: {start.START_SECONDS:g})",
-        type=float, default=start.START_SECONDS)  # fmt: skip
+    add(
+        "--max-restarts",
+        "N",
+        "start again after a crash, a time-out or a signal, at most so often (default: 0)",
+        type=int,
+        default=0,
+    )
+    add(
+        "--wait",
+        "SECONDS",
+        f"longest wait for the other machines at the start (default: {start.START_SECONDS:g})",
+        type=float,
+        default=start.START_SECONDS,
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
 

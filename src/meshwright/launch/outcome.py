@@ -7,18 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.errors import (
-    BAD_DATA,
-    HANG,
-    IO,
-    LOCKED,
-    NON_FINITE,
-    SIGINT,
-    SIGTERM,
-    UNAVAILABLE,
-    UNEXPECTED,
-    USAGE,
-)
+from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, NON_FINITE, SIGINT, SIGTERM, UNAVAILABLE, UNEXPECTED, USAGE
 from meshwright.launch import rendezvous as start
 
 GRACE = 300  # seconds that ranks have to save after a signal
@@ -82,8 +71,10 @@ def status(exitcode: int) -> int:
 
 def ending(exitcode: int) -> str:
     if exitcode < 0:
-        hints = {signal.SIGKILL: "as the system does when memory runs out",
-                 signal.SIGABRT: "as NCCL does when another rank does not answer"}  # fmt: skip
+        hints = {
+            signal.SIGKILL: "as the system does when memory runs out",
+            signal.SIGABRT: "as NCCL does when another rank does not answer",
+        }
         hint = f" ({hints[-exitcode]})" if -exitcode in hints else ""  # type: ignore[index]
         known = {int(s): s.name for s in signal.Signals}
         return f"was killed by {known.get(-exitcode, f'signal {-exitcode}')}{hint}"

@@ -97,11 +97,7 @@ def join(
         if bound is not None:
             torch.accelerator.set_device_index(bound)
         dist.init_process_group(
-            backend,
-            store=PrefixStore("run", mine),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timeout(),
+            backend, store=PrefixStore("run", mine), rank=world.rank, world_size=world.size, timeout=timeout()
         )  # without a device_id, with which messages between two ranks would wait for those of their whole group
     except RuntimeError as error:
         if lost(error) is None:

@@ -75,8 +75,14 @@ class GPT(nn.Module):
     """The model. `padded` rows beyond `vocab` exist for the speed of the matrix products: zero, never a prediction."""
 
     def __init__(
-        self, m: Model, vocab: int, padded: int, positions: int, block: type[Block] = Block, options: Options | None = None
-    ) -> None:  # fmt: skip
+        self,
+        m: Model,
+        vocab: int,
+        padded: int,
+        positions: int,
+        block: type[Block] = Block,
+        options: Options | None = None,
+    ) -> None:
         super().__init__()
         assert m.hidden_size and m.num_layers
         self.m, self.options = m, options or Options()

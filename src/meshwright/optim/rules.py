@@ -40,9 +40,13 @@ def make(o: Optimizer, kind: Rule, parameters: list[nn.Parameter]) -> torch.opti
     group: list[dict[str, Any]] = [{"params": parameters}]
     if kind == "muon":  # updates of AdamW's size, so that one learning rate serves both
         return torch.optim.Muon(
-            group, lr=0.0, weight_decay=0.0, momentum=o.muon_momentum, ns_steps=o.muon_num_ns_steps,
+            group,
+            lr=0.0,
+            weight_decay=0.0,
+            momentum=o.muon_momentum,
+            ns_steps=o.muon_num_ns_steps,
             adjust_lr_fn="match_rms_adamw",
-        )  # fmt: skip
+        )
     if kind == "sgd":
         return torch.optim.SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
     return torch.optim.AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)

@@ -68,12 +68,19 @@ def from_config(c: TrainConfig) -> Schedule:
     o = c.optimizer
     ramp = o.weight_decay_incr_style != "constant"
     return Schedule(
-        max_lr=o.lr or 0.0, min_lr=o.min_lr, warmup=c.warmup_samples, decay=c.decay_samples, style=o.lr_decay_style,
+        max_lr=o.lr or 0.0,
+        min_lr=o.min_lr,
+        warmup=c.warmup_samples,
+        decay=c.decay_samples,
+        style=o.lr_decay_style,
         start_wd=(o.start_weight_decay or 0.0) if ramp else o.weight_decay,
         end_wd=(o.end_weight_decay or 0.0) if ramp else o.weight_decay,
-        wd_samples=c.samples or c.steps * c.global_batch, wd_style=o.weight_decay_incr_style,
-        init_lr=o.lr_warmup_init, wsd_samples=c.wsd_samples, wsd_style=o.lr_wsd_decay_style,
-    )  # fmt: skip
+        wd_samples=c.samples or c.steps * c.global_batch,
+        wd_style=o.weight_decay_incr_style,
+        init_lr=o.lr_warmup_init,
+        wsd_samples=c.wsd_samples,
+        wsd_style=o.lr_wsd_decay_style,
+    )
 
 
 # What Megatron calls each value in its log, and the flag that sets it.
@@ -99,8 +106,12 @@ _OTHERS = {
 }
 
 # Beyond Megatron's names: what is counted in samples.
-_LENGTHS = {"warmup": "length of the warm-up", "decay": "length of the learning rate's decay",
-            "wd_samples": "length of the weight decay's ramp", "wsd_samples": "length of WSD's decay"}  # fmt: skip
+_LENGTHS = {
+    "warmup": "length of the warm-up",
+    "decay": "length of the learning rate's decay",
+    "wd_samples": "length of the weight decay's ramp",
+    "wsd_samples": "length of WSD's decay",
+}
 
 
 def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:

@@ -22,14 +22,7 @@ from meshwright import device as devices
 from meshwright.errors import UserError
 from meshwright.kernels.linear import Waiting, compute, later
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline_schedule import (
-    OWN,
-    V_SHAPED,
-    Action,
-    Kind,
-    schedule,
-    stages_of,
-)
+from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED, Action, Kind, schedule, stages_of
 
 if TYPE_CHECKING:
     from meshwright.data.loader import Batch
@@ -57,7 +50,7 @@ class Pipeline:
 
     def __init__(
         self, layout: Layout, kind: Kind, parts: list[GPT], hidden: int, sequence: bool, dtype: torch.dtype
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`hidden`, `sequence`, `dtype`: of the residual stream that is sent."""
         self.layout, self.kind, self.parts = layout, kind, parts
         self.hidden, self.sequence, self.dtype = hidden, sequence, dtype

@@ -91,9 +91,17 @@ class Store(Parts):
     updates: dict[tuple[optimizer.Rule, bool], torch.optim.Optimizer]  # by rule, and whether weights decay
 
     def __init__(
-        self, o: Optimizer, dtype: torch.dtype, device: torch.device, vocab: int, offload: bool, layout: Layout | None,
-        sequence: bool, tied: bool, same: tuple[str, ...],
-    ) -> None:  # fmt: skip
+        self,
+        o: Optimizer,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab: int,
+        offload: bool,
+        layout: Layout | None,
+        sequence: bool,
+        tied: bool,
+        same: tuple[str, ...],
+    ) -> None:
         super().__init__(layout or Layout(), vocab, sequence, tied, same)
         self.clip_grad = o.clip_grad
         self.full = torch.float64 if dtype is torch.float64 else torch.float32
@@ -173,9 +181,15 @@ class Store(Parts):
         return norm
 
     def _update(
-        self, rule: optimizer.Rule, update: torch.optim.Optimizer, lr: float, wd: float, shrink: Tensor, scale: float,
+        self,
+        rule: optimizer.Rule,
+        update: torch.optim.Optimizer,
+        lr: float,
+        wd: float,
+        shrink: Tensor,
+        scale: float,
         finite: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         settings = update.param_groups[0]
         settings["lr"], settings["weight_decay"] = lr, wd
         # Muon is not fused; and the fused kernels' divisor is float32, too coarse for float64's tests.
@@ -240,9 +254,18 @@ class ParameterStore(Store):
     """Owns the memory of `model` (built on the meta device) from here on."""
 
     def __init__(
-        self, model: nn.Module | list[nn.Module], o: Optimizer, dtype: torch.dtype, device: torch.device, vocab: int,
-        offload: bool = False, layout: Layout | None = None, stage: int = 0, sequence: bool = False, tied: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module | list[nn.Module],
+        o: Optimizer,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab: int,
+        offload: bool = False,
+        layout: Layout | None = None,
+        stage: int = 0,
+        sequence: bool = False,
+        tied: bool = False,
+    ) -> None:
         """`model`: or the parts of it that one pipeline rank runs; `stage`: ZeRO's; `sequence`: parallelism of the sequence."""
         models = model if isinstance(model, list) else [model]
         self.divided = stage > 0 and layout is not None and layout.group("shard") is not None

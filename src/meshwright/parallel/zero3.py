@@ -28,9 +28,17 @@ class FullyShardedStore(Store):
     """Owns the memory of the `models` (built on the meta device), the parts that one pipeline rank runs."""
 
     def __init__(
-        self, models: list[Any], o: Optimizer, dtype: torch.dtype, device: torch.device, vocab: int, offload: bool,
-        layout: Layout, sequence: bool, tied: bool,
-    ) -> None:  # fmt: skip
+        self,
+        models: list[Any],
+        o: Optimizer,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab: int,
+        offload: bool,
+        layout: Layout,
+        sequence: bool,
+        tied: bool,
+    ) -> None:
         super().__init__(o, dtype, device, vocab, offload, layout, sequence, tied, ("replicas",))
         # A layer's output is a view; nothing writes into it (model.gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

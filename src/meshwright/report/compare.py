@@ -79,22 +79,30 @@ def main(argv: list[str]) -> int:
         prog="meshwright report", description="One page with pictures of a run, or of some."
     )
     parser.add_argument(
-        "folders", metavar="DIR", type=Path, nargs="+",
+        "folders",
+        metavar="DIR",
+        type=Path,
+        nargs="+",
         help="run folder: --run-dir, or --save, of the training; several are compared, each with the first",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--output", metavar="FILE", type=Path,
+        "--output",
+        metavar="FILE",
+        type=Path,
         help="where to write the page (default: DIR/report.html, of several runs compare.html in the first folder)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--losses", action="store_true",
+        "--losses",
+        action="store_true",
         help="print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text is equal bits",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON; no page without --output")
     parser.add_argument(
-        "--tolerance", metavar="X", type=float,
+        "--tolerance",
+        metavar="X",
+        type=float,
         help="exit with 1 if the losses of two runs at a common iteration are further apart than this",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     if args.losses and (args.output or len(args.folders) > 1):
         parser.error("--losses prints one run's numbers: give one folder and no --output")
@@ -163,12 +171,15 @@ def figures(r: Run) -> dict[str, Any]:
     """What is told of each run."""
     steps, checks = r.rows.steps, r.validations()
     return {
-        "name": r.name, "steps": steps[-1].iteration, "amount": r.amount(steps[-1].iteration),
-        "final_loss": r.final("training"), "final_validation": r.final("validation") if checks else None,
+        "name": r.name,
+        "steps": steps[-1].iteration,
+        "amount": r.amount(steps[-1].iteration),
+        "final_loss": r.final("training"),
+        "final_validation": r.final("validation") if checks else None,
         "best_validation": min((x for x in checks.values() if not math.isnan(x)), default=None),
         "tokens_per_second": statistics.median(s.tokens_per_second for s in steps),
         "seconds": report.wall_time(r.rows.attempts)[1],
-    }  # fmt: skip
+    }
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -179,11 +190,27 @@ def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 # What decides which tokens a validation reads.
-_VALIDATED_ON = ("data_path", "data_args_path", "valid_data_path", "per_split_data_args_path",
-                 "valid_weighted_split_paths", "valid_weighted_split_paths_path", "multiple_validation_sets",
-                 "full_validation", "split", "split_arithmetic", "seq_length", "seed",
-                 "mock_data", "eval_iters", "eval_interval", "global_batch_size", "vocab_file", "tokenizer_model",
-                 "tokenizer_type")  # fmt: skip
+_VALIDATED_ON = (
+    "data_path",
+    "data_args_path",
+    "valid_data_path",
+    "per_split_data_args_path",
+    "valid_weighted_split_paths",
+    "valid_weighted_split_paths_path",
+    "multiple_validation_sets",
+    "full_validation",
+    "split",
+    "split_arithmetic",
+    "seq_length",
+    "seed",
+    "mock_data",
+    "eval_iters",
+    "eval_interval",
+    "global_batch_size",
+    "vocab_file",
+    "tokenizer_model",
+    "tokenizer_type",
+)
 
 
 def cautions(a: Run, b: Run) -> list[str]:
@@ -262,10 +289,13 @@ def plain(value: Any) -> Any:
 def summary(found: dict[str, Any]) -> list[list[str]]:
     """Lines of a table: a column for each run."""
     form = {
-        "steps": ("steps", ","), "amount": (found["unit"], ","), "final_loss": ("final training loss", ".4f"),
-        "final_validation": ("final validation loss", ".4f"), "best_validation": ("best validation loss", ".4f"),
+        "steps": ("steps", ","),
+        "amount": (found["unit"], ","),
+        "final_loss": ("final training loss", ".4f"),
+        "final_validation": ("final validation loss", ".4f"),
+        "best_validation": ("best validation loss", ".4f"),
         "tokens_per_second": ("tokens per second, median", ",.0f"),
-    }  # fmt: skip
+    }
     body = [
         [label, *("-" if r[key] is None else format(r[key], how) for r in found["runs"])]
         for key, (label, how) in form.items()

@@ -177,11 +177,14 @@ def page(run_dir: Path, rows: Rows, settings: dict[str, dict[str, Any]]) -> str:
     state = "no attempt recorded" if last is None else f"last attempt: {_ended(last, True)}"
     attempts = [
         [
-            str(a.number), _date(a.start.get("time")), f"{a.began:,} to {a.last:,}",
-            _command(a.start.get("command")), _ended(a, a is last),
+            str(a.number),
+            _date(a.start.get("time")),
+            f"{a.began:,} to {a.last:,}",
+            _command(a.start.get("command")),
+            _ended(a, a is last),
         ]
         for a in rows.attempts
-    ]  # fmt: skip
+    ]
     parts = [
         f'<h1>{escaped(name)}</h1><p class="quiet">{escaped(state)}</p>',
         '<dl class="cards">',

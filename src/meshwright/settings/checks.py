@@ -51,10 +51,13 @@ def problems(config: Any, data: bool = True) -> list[str]:
         return out + files_problems(config)
     if isinstance(config, PreprocessConfig):
         p = config.preprocess
-        needs = {"--input is needed: a JSON-lines file": p.input, "--json-keys names no key": p.json_keys,
-                 "--output-prefix is needed: where to write": p.output_prefix,
-                 "--keep-newlines belongs to --split-sentences": p.split_sentences or not p.keep_newlines,
-                 "--lang belongs to --split-sentences": p.split_sentences or p.lang == type(p).lang}  # fmt: skip
+        needs = {
+            "--input is needed: a JSON-lines file": p.input,
+            "--json-keys names no key": p.json_keys,
+            "--output-prefix is needed: where to write": p.output_prefix,
+            "--keep-newlines belongs to --split-sentences": p.split_sentences or not p.keep_newlines,
+            "--lang belongs to --split-sentences": p.split_sentences or p.lang == type(p).lang,
+        }
         return out + [line for line, there in needs.items() if not there]
     if isinstance(config, GenerateConfig):
         return out + reading_problems(config, "generate") + sampling_problems(config)
@@ -204,11 +207,19 @@ def notices(config: Any) -> list[str]:
         ("sgd_momentum", "--optimizer sgd", o.optimizer == "sgd"),
         ("muon_momentum muon_num_ns_steps", "--optimizer muon", o.optimizer == "muon"),
         ("adam_beta1 adam_beta2 adam_eps", "Adam: --optimizer is sgd", o.optimizer != "sgd"),
-        ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD", o.lr_decay_style == "WSD"),
+        (
+            "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+            "--lr-decay-style WSD",
+            o.lr_decay_style == "WSD",
+        ),
         ("lr_warmup_init", "a warm-up", warm_up),
         ("distributed_backend", "several processes", config.world > 1),
         ("sequence_parallel", "--tensor-model-parallel-size above 1", q.tensor_model_parallel_size > 1),
-        ("zero_stage use_distributed_optimizer", "several data-parallel ranks", config.dp * q.context_parallel_size > 1),
+        (
+            "zero_stage use_distributed_optimizer",
+            "several data-parallel ranks",
+            config.dp * q.context_parallel_size > 1,
+        ),
         ("pipeline_schedule", "--pipeline-model-parallel-size above 1", q.pipeline_model_parallel_size > 1),
         ("num_layers_per_virtual_pipeline_stage", "several pieces on a pipeline rank", config.chunks > 1),
         ("deepspeed", "--deepspeed_config: the flags alone decide", q.deepspeed_config),
@@ -216,7 +227,7 @@ def notices(config: Any) -> list[str]:
         ("profile_step_start profile_step_end", "--profile", g.profile),
         ("ckpt_format async_save", "--save", c.save),
         ("trust_pickle", "--load", c.load),
-    ]  # fmt: skip
+    ]
     out = []
     for names, what, there in needs:
         for name in names.split() if not there else ():
@@ -224,22 +235,22 @@ def notices(config: Any) -> list[str]:
             if getattr(group, name) != getattr(type(group)(), name):
                 out.append(f"{spelling(name)} has no effect without {what}")
     others = {
-        f"--use-distributed-optimizer is ZeRO 1: --zero-stage {q.zero_stage:g} goes further":
-        q.use_distributed_optimizer and q.zero_stage > 1,
+        f"--use-distributed-optimizer is ZeRO 1: --zero-stage {q.zero_stage:g} goes further": q.use_distributed_optimizer
+        and q.zero_stage > 1,
         "--deepspeed-activation-checkpointing: whole layers are recomputed; Megatron-DeepSpeed does it only with "
         "--checkpoint-activations": t.deepspeed_activation_checkpointing and not t.checkpoint_activations,
-        "--swiglu and --glu-activation are both given: the gate is --glu-activation's":
-        m.swiglu and m.glu_activation is not None,
-        "--mock-data: the files of --data-path and its sisters are not read":
-        d.mock_data and bool(datapaths.given(d)),
-        "--profile without --run-dir or --save: the table is printed, no trace is kept":
-        g.profile and not (c.run_dir or c.save),
-        f"--profile begins at step {g.profile_step_start}, after the end of the run":
-        g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters,
+        "--swiglu and --glu-activation are both given: the gate is --glu-activation's": m.swiglu
+        and m.glu_activation is not None,
+        "--mock-data: the files of --data-path and its sisters are not read": d.mock_data and bool(datapaths.given(d)),
+        "--profile without --run-dir or --save: the table is printed, no trace is kept": g.profile
+        and not (c.run_dir or c.save),
+        f"--profile begins at step {g.profile_step_start}, after the end of the run": g.profile
+        and t.train_iters is not None
+        and g.profile_step_start > t.train_iters,
         "--universal-checkpoint has no effect: --load sees by itself what a folder holds": c.universal_checkpoint,
-        "--log-timers-to-tensorboard has only the iteration's time with --timing-log-level 0":
-        g.log_timers_to_tensorboard and g.timing_log_level == "0",
-    }  # fmt: skip
+        "--log-timers-to-tensorboard has only the iteration's time with --timing-log-level 0": g.log_timers_to_tensorboard
+        and g.timing_log_level == "0",
+    }
     with contextlib.suppress(ValueError):  # told as a problem
         out += datapaths.overlaps(d)
     return out + [line for line, applies in others.items() if applies]
@@ -435,8 +446,10 @@ def parallel_problems(c: TrainConfig) -> list[str]:
         )
     if c.optimizer.optimizer == "muon" and (tp > 1 or p.zero):
         other = by_tp if tp > 1 else f"ZeRO {p.zero}"
-        out.append(f"--optimizer muon with {other}: it needs whole matrices; give --tensor-model-parallel-size 1 and "
-                   "--zero-stage 0, or --optimizer adam")  # fmt: skip
+        out.append(
+            f"--optimizer muon with {other}: it needs whole matrices; give --tensor-model-parallel-size 1 and "
+            "--zero-stage 0, or --optimizer adam"
+        )
     return out + pipeline_problems(c) + zero_problems(c)
 
 
@@ -462,8 +475,10 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
     if pp > 1 and kind in ("zero-bubble", "zbv"):
         said = f"--pipeline-schedule {kind}"
         if kind == "zbv" and (virtual or layers < 2 * pp):
-            return [f"{said} gives each rank two stages: --num-layers {layers} must be at least 2 x {by_pp}, without "
-                    "--num-layers-per-virtual-pipeline-stage"]  # fmt: skip
+            return [
+                f"{said} gives each rank two stages: --num-layers {layers} must be at least 2 x {by_pp}, without "
+                "--num-layers-per-virtual-pipeline-stage"
+            ]
         if p.zero == 3 or c.training.compile == "on":
             other = "--zero-stage 3" if p.zero == 3 else "--compile on"
             return [f"{said} with {other}: the weights' gradients are computed apart; give --pipeline-schedule 1f1b"]
@@ -521,8 +536,17 @@ def schedule_problems(c: TrainConfig, known: bool) -> list[str]:
         if o.lr is not None and getattr(o, name) > o.lr:
             out.append(f"{spelling(name)} {getattr(o, name)} is above --lr {o.lr}")
     by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
-    by_samples = [n for n in ("lr_decay_samples", "lr_decay_tokens", "lr_warmup_samples", "lr_warmup_tokens",
-                              "lr_wsd_decay_samples") if getattr(o, n)]  # fmt: skip
+    by_samples = [
+        n
+        for n in (
+            "lr_decay_samples",
+            "lr_decay_tokens",
+            "lr_warmup_samples",
+            "lr_warmup_tokens",
+            "lr_wsd_decay_samples",
+        )
+        if getattr(o, n)
+    ]
     wrong = by_samples if c.samples is None else by_steps
     if wrong and (t.train_iters or c.samples):
         length = "--train-iters" if c.samples is None else "--train-samples"
@@ -539,8 +563,10 @@ def schedule_problems(c: TrainConfig, known: bool) -> list[str]:
     if out or wrong or out_of_bounds(o) or not known or not c.steps:
         return out
     if c.decay_samples <= c.warmup_samples:
-        decay, warmup = (f"{x / c.global_batch:g} iterations" if c.samples is None else f"{x:g} samples"
-                         for x in (c.decay_samples, c.warmup_samples))  # fmt: skip
+        decay, warmup = (
+            f"{x / c.global_batch:g} iterations" if c.samples is None else f"{x:g} samples"
+            for x in (c.decay_samples, c.warmup_samples)
+        )
         out.append(f"{spelling(warmups[0])}: a warm-up of {warmup} is not below the decay's {decay}")
     if o.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
         out.append(

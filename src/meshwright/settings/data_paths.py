@@ -221,9 +221,11 @@ def overlaps(d: Data) -> list[str]:
     train = [s for one in sets if one.split == "train" for s in one.sources]
     return [
         f"{one.flag}: {s.prefix} is in the training set too, with the same documents: this {one.key} loss is not of unseen text"
-        for one in sets if one.split != "train" and not one.divided for s in one.sources
+        for one in sets
+        if one.split != "train" and not one.divided
+        for s in one.sources
         if any(t.prefix == s.prefix and t.begin < s.end and s.begin < t.end for t in train)
-    ]  # fmt: skip
+    ]
 
 
 def read(path: str | None, flag: str) -> str:

@@ -83,7 +83,12 @@ SECTIONS = {key.rsplit(".", 1)[0] for key in MAPPED if "." in key}
 
 IDLE = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "timers", "seed", "vocabulary_size"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor"),
+    *(
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+    ),
     *("communication_data_type", "seq_parallel_communication_data_type", "data_types", "disable_allgather"),
     *("allgather_size", "activation_checkpointing", "pipeline", "aio", "nebula", "compile"),
     *("flops_profiler", "comms_logger", "tensorboard", "csv_monitor", "wandb", "comet", "monitor_config", "autotuning"),
@@ -108,10 +113,23 @@ IDLE = {
             *("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"),
         )
     ),
-    *(f"zero_optimization.offload_{what}.{key}" for what in ("optimizer", "param") for key in
-      ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path", "fast_init", "pipeline", "pipeline_read",
-       "pipeline_write", "ratio")),
-}  # fmt: skip
+    *(
+        f"zero_optimization.offload_{what}.{key}"
+        for what in ("optimizer", "param")
+        for key in (
+            "pin_memory",
+            "buffer_count",
+            "buffer_size",
+            "max_in_cpu",
+            "nvme_path",
+            "fast_init",
+            "pipeline",
+            "pipeline_read",
+            "pipeline_write",
+            "ratio",
+        )
+    ),
+}
 
 REFUSED = {
     "amp": "apex is not used: fp16 or bf16 is",

@@ -160,9 +160,13 @@ def _parser(cls: type, prog: str, positional: str | None, about: str) -> _Parser
     usage = f"{prog} {bare}[flags]"  # all of them are listed below it
     more = "The other flags of a training are taken too, for documents pass them; one without effect is told."
     parser = _Parser(
-        prog, usage, allow_abbrev=False, description=about, argument_default=argparse.SUPPRESS,
+        prog,
+        usage,
+        allow_abbrev=False,
+        description=about,
+        argument_default=argparse.SUPPRESS,
         epilog=more if hasattr(cls, "USES") else None,
-    )  # fmt: skip
+    )
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # -1e-3 is a number too
     if positional:
         what = "folder of a run" if positional == "load" else known[positional][1].metadata["help"]

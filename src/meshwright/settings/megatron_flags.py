@@ -99,22 +99,64 @@ REFUSED = {
     "--fp8": "8-bit training is not yet there; --bf16 is",
     **{
         f"--{name}": "it belongs to the launcher: it stands before the script's name"
-        for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "nproc-per-node", "node-rank",
-                     "master-addr", "master-port", "hostfile", "include", "num_gpus")
+        for name in (
+            "nproc_per_node",
+            "nnodes",
+            "node_rank",
+            "master_addr",
+            "master_port",
+            "nproc-per-node",
+            "node-rank",
+            "master-addr",
+            "master-port",
+            "hostfile",
+            "include",
+            "num_gpus",
+        )
     },
-}  # fmt: skip
+}
 
 # Flags of the same programs that belong to other models than GPT: refused, by what they are for.
 OTHER_MODELS = {
-    "BERT": ("bert", "mask-prob", "short-seq-prob", "classes-fraction", "data-per-class-fraction", "onnx-safe",
-             "output-bert"),
-    "retrieval models": ("biencoder", "ict", "retriever", "indexer", "evidence-data", "titles-data", "block-data",
-                         "embedding-path", "query-in-block", "use-one-sent-docs", "retro", "head-lr-mult"),
-    "vision models": ("dino", "swin", "vision", "img-", "patch-dim", "num-channels", "num-classes", "mask-type",
-                      "mask-factor", "iter-per-epoch", "sample-rate"),
+    "BERT": (
+        "bert",
+        "mask-prob",
+        "short-seq-prob",
+        "classes-fraction",
+        "data-per-class-fraction",
+        "onnx-safe",
+        "output-bert",
+    ),
+    "retrieval models": (
+        "biencoder",
+        "ict",
+        "retriever",
+        "indexer",
+        "evidence-data",
+        "titles-data",
+        "block-data",
+        "embedding-path",
+        "query-in-block",
+        "use-one-sent-docs",
+        "retro",
+        "head-lr-mult",
+    ),
+    "vision models": (
+        "dino",
+        "swin",
+        "vision",
+        "img-",
+        "patch-dim",
+        "num-channels",
+        "num-classes",
+        "mask-type",
+        "mask-factor",
+        "iter-per-epoch",
+        "sample-rate",
+    ),
     "encoder-decoder models": ("decoder-", "encoder-num-layers", "vocab-extra-ids", "pipeline-model-parallel-split"),
     "FP8 through Transformer Engine": ("fp8-", "no-fp8-"),
-}  # fmt: skip
+}
 
 
 def known_elsewhere(name: str) -> str | None:

@@ -8,11 +8,22 @@ from typing import Any
 def _megatron(layers: int, hidden: int, heads: int, seq: int, micro: int, batch: int, **more: Any) -> dict[str, Any]:
     """With the recipe of Megatron-LM's examples/pretrain_gpt.sh, which the other systems' scripts share."""
     return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq,
-        "max_position_embeddings": seq, "micro_batch_size": micro, "global_batch_size": batch, "train_iters": 500_000,
-        "lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "lr_decay_iters": 320_000, "lr_warmup_fraction": 0.01,
-        "weight_decay": 0.01, "clip_grad": 1.0,
-    } | more  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "seq_length": seq,
+        "max_position_embeddings": seq,
+        "micro_batch_size": micro,
+        "global_batch_size": batch,
+        "train_iters": 500_000,
+        "lr": 1.5e-4,
+        "min_lr": 1e-5,
+        "lr_decay_style": "cosine",
+        "lr_decay_iters": 320_000,
+        "lr_warmup_fraction": 0.01,
+        "weight_decay": 0.01,
+        "clip_grad": 1.0,
+    } | more
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -27,34 +38,83 @@ def _gpt3(layers: int, hidden: int, heads: int, batch: int, lr: float) -> dict[s
     """
     steps = 300_000_000_000 // (batch * 2048)
     return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": 2048,
-        "max_position_embeddings": 2048, "lr": lr, "min_lr": lr / 10, "lr_decay_style": "cosine",
-        "lr_decay_iters": steps * 260 // 300, "lr_warmup_fraction": round(0.375 / 260, 6), "weight_decay": 0.1,
-        "clip_grad": 1.0, "adam_beta2": 0.95, "train_iters": steps, "micro_batch_size": 1,
-        "global_batch_size": batch, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    }  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "lr": lr,
+        "min_lr": lr / 10,
+        "lr_decay_style": "cosine",
+        "lr_decay_iters": steps * 260 // 300,
+        "lr_warmup_fraction": round(0.375 / 260, 6),
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+        "adam_beta2": 0.95,
+        "train_iters": steps,
+        "micro_batch_size": 1,
+        "global_batch_size": batch,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
 
 
-def _ascend(layers: int, hidden: int, heads: int, seq: int, batch: int, micro: int, lr: float, least: float,
-            recompute: bool = True, scale: float | None = None) -> dict[str, Any]:  # fmt: skip
+def _ascend(
+    layers: int,
+    hidden: int,
+    heads: int,
+    seq: int,
+    batch: int,
+    micro: int,
+    lr: float,
+    least: float,
+    recompute: bool = True,
+    scale: float | None = None,
+) -> dict[str, Any]:
     """Ascend's GPT-2_for_PyTorch, test/train_full_8p.sh: five sizes, no dropout, fp16 from a scale of 2^12.
 
     Its global batch is spread over 8 devices; here as everywhere micro-batches make it up.
     """
     return _megatron(
-        layers, hidden, heads, seq, micro, batch, lr=lr, min_lr=least, hidden_dropout=0.0, attention_dropout=0.0, fp16=True,
-        initial_loss_scale=2.0**12, loss_scale_window=500.0, loss_scale=scale, split="949,50,1",
-        checkpoint_activations=recompute, log_interval=100, eval_interval=1000, eval_iters=10, num_workers=16,
-    )  # fmt: skip
+        layers,
+        hidden,
+        heads,
+        seq,
+        micro,
+        batch,
+        lr=lr,
+        min_lr=least,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fp16=True,
+        initial_loss_scale=2.0**12,
+        loss_scale_window=500.0,
+        loss_scale=scale,
+        split="949,50,1",
+        checkpoint_activations=recompute,
+        log_interval=100,
+        eval_interval=1000,
+        eval_iters=10,
+        num_workers=16,
+    )
 
 
 def _oneflow(layers: int, hidden: int, heads: int, seq: int, micro: int, batch: int) -> dict[str, Any]:
     """OneFlow-Benchmark's LanguageModeling/GPT, examples/: the sizes of the scripts named beside them, with the recipe of
     examples/pretrain.sh, which they share."""
     return _megatron(
-        layers, hidden, heads, seq, micro, batch, fp16=True, checkpoint_activations=True, split="949,50,1", seed=12345,
+        layers,
+        hidden,
+        heads,
+        seq,
+        micro,
+        batch,
+        fp16=True,
+        checkpoint_activations=True,
+        split="949,50,1",
+        seed=12345,
         log_interval=100,
-    )  # fmt: skip
+    )
 
 
 # Architecture and recipe, never parallel sizes. The GPT-2 recipe is Megatron-LM's examples/pretrain_gpt.sh.

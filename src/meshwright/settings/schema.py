@@ -134,14 +134,29 @@ class Tokenizer:
     """Text to ids and back."""
 
     tokenizer_type: Literal[
-        "GPT2BPETokenizer", "HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer", "ByteTokenizer", "NullTokenizer",
-        "BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
+        "GPT2BPETokenizer",
+        "HuggingFaceTokenizer",
+        "PretrainedFromHF",
+        "HFTokenizer",
+        "ByteTokenizer",
+        "NullTokenizer",
+        "BertWordPieceLowerCase",
+        "BertWordPieceCase",
+        "SentencePieceTokenizer",
+        "GPTSentencePieceTokenizer",
     ] = flag(
-        "GPT2BPETokenizer", "how text becomes ids",
-        only=("GPT2BPETokenizer", "HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer", "ByteTokenizer",
-              "NullTokenizer"),
+        "GPT2BPETokenizer",
+        "how text becomes ids",
+        only=(
+            "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "PretrainedFromHF",
+            "HFTokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+        ),
         step=4,
-    )  # fmt: skip
+    )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json", "--vocab")
     merge_file: str | None = flag(None, "GPT-2's merges.txt", "--merges-file")
     tokenizer_model: str | None = flag(None, "a tokenizer.json file", "--tokenizer-name-or-path")
@@ -333,20 +348,21 @@ class Parallel:
     pipeline_model_parallel_size: int = flag(1, "ranks that follow one another, each with its layers", bound="above 0")
     context_parallel_size: int = flag(1, "ranks that share each sequence", bound="above 0")
     cp_comm_type: Literal["a2a", "p2p"] = flag(
-        "a2a", "how ranks share a sequence: a2a trades tokens for heads around attention; p2p is a ring",
-        only=("a2a",),
-    )  # fmt: skip
+        "a2a", "how ranks share a sequence: a2a trades tokens for heads around attention; p2p is a ring", only=("a2a",)
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers of one of the several pieces that each pipeline rank has: interleaving", bound="above 0"
     )
     pipeline_layout: str | None = flag(
-        None, "layers of each stage, as 6,6,6,6, or the stage of each layer, as '[0]*6+[1]*6' (none: even)",
+        None,
+        "layers of each stage, as 6,6,6,6, or the stage of each layer, as '[0]*6+[1]*6' (none: even)",
         "--custom-pipeline-stage-id",
-    )  # fmt: skip
+    )
     pipeline_schedule: Literal["1f1b", "gpipe", "zero-bubble", "zbv"] = flag(
-        "1f1b", "order of a stage's forward and backward passes; with virtual stages 1f1b is interleaved; the last two are "
-        "torch's, which compute the weights' gradients later: without --compile"
-    )  # fmt: skip
+        "1f1b",
+        "order of a stage's forward and backward passes; with virtual stages 1f1b is interleaved; the last two are "
+        "torch's, which compute the weights' gradients later: without --compile",
+    )
     sequence_parallel: bool = flag(False, "split the activations between layers' matrices over the tensor ranks")
     use_distributed_optimizer: bool = flag(False, "Megatron's name of --zero-stage 1")
     zero_stage: int = flag(
@@ -696,20 +712,51 @@ class TrainConfig:
 ARCHITECTURE = tuple(
     f.name
     for f in dataclasses.fields(Model)
-    if f.name not in ("make_vocab_size_divisible_by", "pad_vocab_size_to", "init_method_std", "init_method_xavier_uniform",
-                      "hidden_dropout", "attention_dropout", "attention_impl", "num_experts")
-)  # fmt: skip
+    if f.name
+    not in (
+        "make_vocab_size_divisible_by",
+        "pad_vocab_size_to",
+        "init_method_std",
+        "init_method_xavier_uniform",
+        "hidden_dropout",
+        "attention_dropout",
+        "attention_impl",
+        "num_experts",
+    )
+)
 # Where a default or another flag decides, what is compared is the outcome.
-OUTCOME = {"ffn_hidden_size": "ffn", "kv_channels": "head_dim", "bias_gelu_fusion": "activation",
-           "openai_gelu": "activation", "squared_relu": "activation", "swiglu": "activation",
-           "glu_activation": "activation", "num_query_groups": "groups", "group_query_attention": "groups",
-           "position_embedding_type": "position", "use_rotary_position_embeddings": "position",
-           "add_qkv_bias": "qkv_bias"}  # fmt: skip
+OUTCOME = {
+    "ffn_hidden_size": "ffn",
+    "kv_channels": "head_dim",
+    "bias_gelu_fusion": "activation",
+    "openai_gelu": "activation",
+    "squared_relu": "activation",
+    "swiglu": "activation",
+    "glu_activation": "activation",
+    "num_query_groups": "groups",
+    "group_query_attention": "groups",
+    "position_embedding_type": "position",
+    "use_rotary_position_embeddings": "position",
+    "add_qkv_bias": "qkv_bias",
+}
 
 
 # What matters to the commands that read a trained model.
-_READING = {*ARCHITECTURE, "attention_impl", "seq_length", "micro_batch_size", "fp16", "bf16", "params_dtype", "device",
-            "local_rank", "load", "verify", "trust_pickle", "make_vocab_size_divisible_by"}  # fmt: skip
+_READING = {
+    *ARCHITECTURE,
+    "attention_impl",
+    "seq_length",
+    "micro_batch_size",
+    "fp16",
+    "bf16",
+    "params_dtype",
+    "device",
+    "local_rank",
+    "load",
+    "verify",
+    "trust_pickle",
+    "make_vocab_size_divisible_by",
+}
 
 
 @dataclass(frozen=True)
@@ -807,8 +854,19 @@ class LooseTextConfig:
     loose_text: LooseText = LooseText()
 
 
-EVERY = (TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig, VerifyConfig, InspectConfig, IndexConfig, PlanConfig,
-         MergeConfig, FetchConfig, LooseTextConfig)  # fmt: skip
+EVERY = (
+    TrainConfig,
+    GenerateConfig,
+    PreprocessConfig,
+    EvaluateConfig,
+    VerifyConfig,
+    InspectConfig,
+    IndexConfig,
+    PlanConfig,
+    MergeConfig,
+    FetchConfig,
+    LooseTextConfig,
+)
 
 
 def spelling(name: str) -> str:

@@ -49,11 +49,15 @@ def as_continued(config: TrainConfig) -> TrainConfig:
     if c.save:
         elsewhere = c.load is not None and Path(c.load).resolve() != Path(c.save).resolve()
         c = dataclasses.replace(
-            c, load=c.save, finetune=False, save_overwrite=False, use_checkpoint_args=False,
+            c,
+            load=c.save,
+            finetune=False,
+            save_overwrite=False,
+            use_checkpoint_args=False,
             no_load_optim=c.no_load_optim and c.no_save_optim,
             # What began with another run's weights must not begin with random ones if it was killed before its first save.
             exit_on_missing_checkpoint=c.exit_on_missing_checkpoint or elsewhere,
-        )  # fmt: skip
+        )
     p = dataclasses.replace(config.parallel, world_size=None, local_rank=None)
     return dataclasses.replace(config, checkpoint=c, parallel=p)
 

@@ -49,9 +49,17 @@ class Trainer:
     """The parts of a run, and what is done with them: load, train, validate, save."""
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, vocab: int, padded: int, model: Model | None, loss: Loss | None,
-        timers: Timers, layout: Layout, team: Team,
-    ) -> None:  # fmt: skip
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        vocab: int,
+        padded: int,
+        model: Model | None,
+        loss: Loss | None,
+        timers: Timers,
+        layout: Layout,
+        team: Team,
+    ) -> None:
         assert config.data.seq_length
         self.config, self.device, self.vocab, self.padded, self.timers = config, device, vocab, padded, timers
         self.layout, self.team = layout, team
@@ -140,16 +148,33 @@ class Trainer:
         own = self.net.store.named_state(False, to_save=True)
         parameters = sum(self.team.gather(sum(x.numel() for _, _, x in own.values())))
         self.metrics = Metrics(
-            folder if self.team.leads else None, c, flops, self.device, self.timers, p.iteration, p.consumed_train_samples,
-            self.steps_in_all(), self.team,
-        )  # fmt: skip
+            folder if self.team.leads else None,
+            c,
+            flops,
+            self.device,
+            self.timers,
+            p.iteration,
+            p.consumed_train_samples,
+            self.steps_in_all(),
+            self.team,
+        )
         event = "evaluate" if c.training.skip_train else "start"  # which begins history anew from this step on
         self.metrics.row(
-            event, p.iteration, time=time.time(), command=command, version=our_version(),
-            torch=torch.__version__, python=platform.python_version(), device=devices.name(self.device),
-            host=platform.node(), parameters=parameters, block=self.net.why, dtype=c.precision.dtype,
-            tokens_per_step=c.global_batch * seq, train_iters=c.steps,
-        )  # fmt: skip
+            event,
+            p.iteration,
+            time=time.time(),
+            command=command,
+            version=our_version(),
+            torch=torch.__version__,
+            python=platform.python_version(),
+            device=devices.name(self.device),
+            host=platform.node(),
+            parameters=parameters,
+            block=self.net.why,
+            dtype=c.precision.dtype,
+            tokens_per_step=c.global_batch * seq,
+            train_iters=c.steps,
+        )
 
     def batches(
         self, dataset: Dataset, consumed: int, batch: Callable[[int], int], wrap: bool = False, once: bool = False
@@ -160,9 +185,20 @@ class Trainer:
         columns = length // self.layout.cp
         mine = None if self.layout.cp == 1 else slice(at("cp") * columns, (at("cp") + 1) * columns)
         loader = Loader(
-            dataset, micro, batch, consumed, self.config.data.num_workers, self.vocab, self.marks,
-            at("replicas", "shard"), self.layout.dp, wrap, self.device, mine, length + 1,
-        )  # fmt: skip
+            dataset,
+            micro,
+            batch,
+            consumed,
+            self.config.data.num_workers,
+            self.vocab,
+            self.marks,
+            at("replicas", "shard"),
+            self.layout.dp,
+            wrap,
+            self.device,
+            mine,
+            length + 1,
+        )
         return iter(Once(loader) if once else loader)
 
     @property
@@ -275,9 +311,18 @@ class Trainer:
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
         now = time.perf_counter()
         self.metrics.step(
-            p.iteration, p.consumed_train_samples, now - self.last, self.state.schedule.lr(p.schedule_samples),
-            batch=size, loss=loss, grad_norm=norm, lr=lr, loss_scale=scale, skipped=skipped, **shown,
-        )  # fmt: skip
+            p.iteration,
+            p.consumed_train_samples,
+            now - self.last,
+            self.state.schedule.lr(p.schedule_samples),
+            batch=size,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            loss_scale=scale,
+            skipped=skipped,
+            **shown,
+        )
         self.last = now
         if p.nonfinite_in_a_row > (allowed_in_a_row(t.on_nonfinite) or 0):
             self.metrics.row("end", p.iteration, reason="not finite", status=NON_FINITE, time=time.time())

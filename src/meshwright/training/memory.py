@@ -58,10 +58,13 @@ def micro_batch(net: Network, config: TrainConfig, vocab: int, preferred: int | 
         ids = torch.randint(vocab, (size, length + 1), generator=torch.Generator().manual_seed(0))
         places = torch.arange(length).expand(size, length)
         batch = Batch(
-            ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.arange(size),
-            torch.ones(size, length) if d.eod_mask_loss else None, places if d.reset_position_ids else None,
+            ids[:, :-1].contiguous(),
+            ids[:, 1:].contiguous(),
+            torch.arange(size),
+            torch.ones(size, length) if d.eod_mask_loss else None,
+            places if d.reset_position_ids else None,
             places.int() // 64 if d.reset_attention_mask else None,
-        )  # fmt: skip
+        )
         net.store.last = False  # nothing is sent: another rank may just have run out of memory
         b = batch.to(net.device)
         loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]

@@ -24,8 +24,18 @@ from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
 # Dense half-precision peaks in FLOP/s by what the device calls itself, from the vendors' datasheets.
-PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "H800": 989e12,
-         "L40S": 362e12, "V100": 125e12, "RTX 4090": 165e12, "B200": 2250e12}  # fmt: skip
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H800": 989e12,
+    "L40S": 362e12,
+    "V100": 125e12,
+    "RTX 4090": 165e12,
+    "B200": 2250e12,
+}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -38,9 +48,17 @@ class Metrics:
     """Counts since the last log line, the JSON-lines file, the trackers and the progress bar of one attempt."""
 
     def __init__(
-        self, folder: Path | None, config: TrainConfig, flops_per_token: float, device: torch.device, timers: Timers,
-        done: int, consumed: int, in_all: int, team: Team,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path | None,
+        config: TrainConfig,
+        flops_per_token: float,
+        device: torch.device,
+        timers: Timers,
+        done: int,
+        consumed: int,
+        in_all: int,
+        team: Team,
+    ) -> None:
         """Of every rank; those that do not lead have no folder and tell nothing."""
         assert config.data.seq_length
         self.world = team.size
@@ -93,11 +111,12 @@ class Metrics:
             self.losses.append(loss)
         tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
         row = values | {
-            "ms": round(seconds * 1e3, 3), "tokens_per_second": round(tokens, 1),
+            "ms": round(seconds * 1e3, 3),
+            "tokens_per_second": round(tokens, 1),
             "tflops": round(tokens * self.flops / self.world / 1e12, 4),  # of one device, as the share of its peak
             "mfu": round(tokens * self.flops / self.world / self.peak, 4) if self.peak else None,
             "memory": memory,
-        }  # fmt: skip
+        }
         self.row("step", iteration, consumed_samples=consumed, **row)
         if self.trackers:
             extra: dict[str, Any] = {
@@ -107,8 +126,11 @@ class Metrics:
             }
             if self.g.log_memory_to_tensorboard and memory is not None:
                 stats = devices.memory_stats(self.device)
-                extra |= {"reserved": stats["reserved_bytes.all.current"], "memory": stats["allocated_bytes.all.current"],
-                          "allocated_count": stats.get("allocation.all.current", 0)}  # fmt: skip
+                extra |= {
+                    "reserved": stats["reserved_bytes.all.current"],
+                    "memory": stats["allocated_bytes.all.current"],
+                    "allocated_count": stats.get("allocation.all.current", 0),
+                }
             self._track(tags(self.g, row | extra), iteration, consumed)
         if self.bar is not None:
             self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
@@ -208,9 +230,12 @@ def _bar(total: int) -> tuple[Any, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]}"), TimeRemainingColumn(),
-    )  # fmt: skip
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
     # Lines printed meanwhile go above the bar when both are the same terminal; into a pipe they go untouched.
     progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
     progress.start()
@@ -222,7 +247,7 @@ class Timers:
 
     def __init__(
         self, level: int = 0, option: str = "minmax", device: torch.device | None = None, team: Team | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.level, self.option, self.team = level, option, team or Team()
         self.device = device
         self.took: dict[str, float] = {}

@@ -77,9 +77,16 @@ class Network:
 
 
 def build(
-    config: TrainConfig, layout: Layout, device: torch.device, vocab: int, padded: int, positions: int,
-    model: Model | None = None, loss: Loss | None = None, tell: Callable[[int], None] = lambda parameters: None,
-) -> Network:  # fmt: skip
+    config: TrainConfig,
+    layout: Layout,
+    device: torch.device,
+    vocab: int,
+    padded: int,
+    positions: int,
+    model: Model | None = None,
+    loss: Loss | None = None,
+    tell: Callable[[int], None] = lambda parameters: None,
+) -> Network:
     """The plain model on the meta device, cut to this rank's part, given memory, compiled. `tell` is told its number of
     parameters."""
     m, p, o = config.model, config.parallel, config.optimizer
@@ -133,9 +140,15 @@ def build(
 
 
 def ours(
-    config: TrainConfig, layout: Layout, device: torch.device, vocab: int, padded: int, positions: int, options: Options,
+    config: TrainConfig,
+    layout: Layout,
+    device: torch.device,
+    vocab: int,
+    padded: int,
+    positions: int,
+    options: Options,
     sequence: bool,
-) -> tuple[list[Any], range | None, str]:  # fmt: skip
+) -> tuple[list[Any], range | None, str]:
     """This rank's parts of a GPT, the heads that it computes, and how it is run."""
     m, heads = config.model, None
     assert config.data.seq_length
@@ -156,9 +169,16 @@ def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
 
 
 def train_step(
-    net: Network, batches: list[Batch], seed: int, lr: float, weight_decay: float, scale: float, loss_mean: str,
-    stop: bool = False, timed: Timed = untimed,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    net: Network,
+    batches: list[Batch],
+    seed: int,
+    lr: float,
+    weight_decay: float,
+    scale: float,
+    loss_mean: str,
+    stop: bool = False,
+    timed: Timed = untimed,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One update from this rank's micro-batches of one global batch; returns the whole batch's loss, its unclipped gradient
     norm, and on how many ranks `stop` was asked for.
 

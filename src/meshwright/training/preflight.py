@@ -62,9 +62,13 @@ def layout_of(config: TrainConfig, rank: int) -> Layout:
     p = config.parallel
     replicas = p.num_distributed_optimizer_instances
     return Layout(
-        p.pipeline_model_parallel_size, replicas, config.dp // replicas, p.context_parallel_size,
-        p.tensor_model_parallel_size, rank,
-    )  # fmt: skip
+        p.pipeline_model_parallel_size,
+        replicas,
+        config.dp // replicas,
+        p.context_parallel_size,
+        p.tensor_model_parallel_size,
+        rank,
+    )
 
 
 def same_on_all(team: Team, config: TrainConfig) -> None:
@@ -76,10 +80,16 @@ def same_on_all(team: Team, config: TrainConfig) -> None:
 
     saved = saved_settings(config)
     files = zip(prefixes(config.data), saved.pop("data_fingerprint"), strict=True)
-    ours = saved | {f"--data-path {prefix} (its files)": told for prefix, told in files} | {
-        "meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }  # fmt: skip
+    ours = (
+        saved
+        | {f"--data-path {prefix} (its files)": told for prefix, told in files}
+        | {
+            "meshwright": our_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        }
+    )
     start.compare(team, {name: value for name, value in ours.items() if name != "local_rank"})
 
 

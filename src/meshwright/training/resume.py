@@ -81,8 +81,12 @@ class State:
         except Damaged as damage:
             anew = "to start anew, give another folder or --save-overwrite"
             raise Damaged(f"{damage}; {anew}", everywhere=damage.everywhere) from damage
-        needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune,
-                 "--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}  # fmt: skip
+        needs = {
+            "--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint,
+            "--finetune": c.finetune,
+            "--no-load-optim": c.no_load_optim,
+            "--skip-train": self.config.training.skip_train,
+        }
         if loaded is None and any(needs.values()):
             flag = next(name for name, given in needs.items() if given)
             raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA, everywhere=True)
@@ -187,11 +191,19 @@ class State:
     def save(self) -> float | None:
         """Save this state, unless it is in --save; the seconds that the run waited for it."""
         p = self.progress
-        state = dataclasses.asdict(p) | self.sizes | {
-            "schedule": dataclasses.asdict(self.schedule), "loss_scale": self.scaler.state(), "skips": self.skips,
-            "optimizer_steps": self.net.store.steps, "network": self.net.name, "epochs": self.epochs,
-            "blends": self.blends.state() if self.blends else None,
-        }  # fmt: skip
+        state = (
+            dataclasses.asdict(p)
+            | self.sizes
+            | {
+                "schedule": dataclasses.asdict(self.schedule),
+                "loss_scale": self.scaler.state(),
+                "skips": self.skips,
+                "optimizer_steps": self.net.store.steps,
+                "network": self.net.name,
+                "epochs": self.epochs,
+                "blends": self.blends.state() if self.blends else None,
+            }
+        )
         best = p.best_iteration if self.config.checkpoint.keep_best else None
         return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), best)
 
@@ -251,18 +263,58 @@ def guard_existing(config: TrainConfig) -> None:
 
 
 # Settings that a continued run may change without a word: they change nothing that is computed, or are told elsewhere.
-_FREE = {*ARCHITECTURE,
-         *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
-         *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_warmup_fraction",
-           "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
-           "lr_wsd_decay_iters", "lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay",
-           "weight_decay_incr_style", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
-           "data_cache_path", "data_impl", "mmap_warmup", "num_workers", "micro_batch_size", "exit_interval",
-           "exit_duration_in_mins", "exit_signal_handler", "kill_switch_path", "skip_train", "on_nonfinite", "compile",
-           "recompute_granularity", "recompute_method", "recompute_num_layers", "checkpoint_activations",
-           "recompute_activations", "deterministic_mode", "make_vocab_size_divisible_by", "pad_vocab_size_to",
-           "init_method_std", "init_method_xavier_uniform", "initial_loss_scale", "data_fingerprint", "data_sets",
-           "blend_change_at")}  # fmt: skip
+_FREE = {
+    *ARCHITECTURE,
+    *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
+    *(
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "lr_decay_tokens",
+        "lr_warmup_fraction",
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_tokens",
+        "lr_warmup_init",
+        "lr_wsd_decay_style",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_samples",
+        "weight_decay",
+        "start_weight_decay",
+        "end_weight_decay",
+        "weight_decay_incr_style",
+        "override_opt_param_scheduler",
+        "use_checkpoint_opt_param_scheduler",
+        "data_cache_path",
+        "data_impl",
+        "mmap_warmup",
+        "num_workers",
+        "micro_batch_size",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "exit_signal_handler",
+        "kill_switch_path",
+        "skip_train",
+        "on_nonfinite",
+        "compile",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "checkpoint_activations",
+        "recompute_activations",
+        "deterministic_mode",
+        "make_vocab_size_divisible_by",
+        "pad_vocab_size_to",
+        "init_method_std",
+        "init_method_xavier_uniform",
+        "initial_loss_scale",
+        "data_fingerprint",
+        "data_sets",
+        "blend_change_at",
+    ),
+}
 
 # A run of its own may begin from the same weights with another rotation or epsilon, as one of longer contexts does.
 _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
@@ -311,10 +363,12 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     return flags.to_dict(config) | {
         "world_size": None,
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
-        "data_sets": [] if config.data.mock_data else [
+        "data_sets": []
+        if config.data.mock_data
+        else [
             [one.key, [[s.prefix, s.weight, s.begin, s.end] for s in one.sources]] for one in path_sets(config.data)
         ],  # which may stand in files of their own
-    }  # fmt: skip
+    }
 
 
 def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
@@ -328,9 +382,12 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
         lacking = [
             spelling(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(config.model, n)
         ]
-        needs = {"--use-checkpoint-args needs one": c.use_checkpoint_args, "--finetune needs one": c.finetune,
-                 "--exit-on-missing-checkpoint needs one": c.exit_on_missing_checkpoint,
-                 f"without one {', '.join(lacking)} must be given": bool(lacking)}  # fmt: skip
+        needs = {
+            "--use-checkpoint-args needs one": c.use_checkpoint_args,
+            "--finetune needs one": c.finetune,
+            "--exit-on-missing-checkpoint needs one": c.exit_on_missing_checkpoint,
+            f"without one {', '.join(lacking)} must be given": bool(lacking),
+        }
         if why := next((words for words, true in needs.items() if true), None):
             there = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
             raise UserError(f"--load {c.load}: {there}, and {why}", BAD_DATA)

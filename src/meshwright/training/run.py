@@ -171,9 +171,15 @@ def without_files(d: Data) -> Data:
 
 
 def run_on_rank(
-    config: TrainConfig, device: torch.device, team: Team, model: Model | None, loss: Loss | None,
-    datasets: Datasets | None, command: list[str], began: float,
-) -> int:  # fmt: skip
+    config: TrainConfig,
+    device: torch.device,
+    team: Team,
+    model: Model | None,
+    loss: Loss | None,
+    datasets: Datasets | None,
+    command: list[str],
+    began: float,
+) -> int:
     """One rank's way through the run, all ranks side by side; rank 0 speaks and keeps the folders."""
     from meshwright.training.loop import ALL_DONE, Trainer
     from meshwright.training.metrics import Timers
@@ -233,8 +239,10 @@ def run_on_rank(
             if reason == ALL_DONE:
                 trainer.state.saver.export(tokenizer)
             elif c.save_hf:
-                say(f" > --save-hf: nothing is written before the training is done; `meshwright convert {c.save} {c.save_hf} "
-                    "--to huggingface` does it now")  # fmt: skip
+                say(
+                    f" > --save-hf: nothing is written before the training is done; `meshwright convert {c.save} {c.save_hf} "
+                    "--to huggingface` does it now"
+                )
         if ending.signal:
             reason = ending.signal.name
             say(f"exiting program after receiving {reason}.")

@@ -109,9 +109,13 @@ class Wandb:
         name_there = uuid.uuid4().hex if new or known is None else known.read_text().strip()
         try:
             self.run: Any = wandb.init(
-                project=logging.wandb_project, name=logging.wandb_exp_name or name, dir=place and str(place),
-                config=settings, id=name_there, resume="allow",
-            )  # fmt: skip
+                project=logging.wandb_project,
+                name=logging.wandb_exp_name or name,
+                dir=place and str(place),
+                config=settings,
+                id=name_there,
+                resume="allow",
+            )
         except Exception as e:
             hint = "wandb login, or WANDB_MODE=offline to upload later"
             raise UserError(f"--wandb-project {logging.wandb_project}: {e} ({hint})", UNAVAILABLE) from None
@@ -130,15 +134,18 @@ class Wandb:
 
 # Megatron's name: the column of a step's row, and the flag that asks for it.
 TAGS = {
-    "lm loss": ("loss", None), "grad-norm": ("grad_norm", None), "params-norm": ("params_norm", None),
-    "num-zeros": ("num_zeros", None), "learning-rate": ("lr", "log_learning_rate_to_tensorboard"),
+    "lm loss": ("loss", None),
+    "grad-norm": ("grad_norm", None),
+    "params-norm": ("params_norm", None),
+    "num-zeros": ("num_zeros", None),
+    "learning-rate": ("lr", "log_learning_rate_to_tensorboard"),
     "loss-scale": ("loss_scale", "log_loss_scale_to_tensorboard"),
     "batch-size": ("batch", "log_batch_size_to_tensorboard"),
     "world-size": ("world_size", "log_world_size_to_tensorboard"),
     "mem-reserved-bytes": ("reserved", "log_memory_to_tensorboard"),
     "mem-allocated-bytes": ("memory", "log_memory_to_tensorboard"),
     "mem-allocated-count": ("allocated_count", "log_memory_to_tensorboard"),
-}  # fmt: skip
+}
 
 
 def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:

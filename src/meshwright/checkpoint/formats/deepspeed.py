@@ -258,9 +258,13 @@ class Stretch(NamedTuple):
 
 
 def optimizer_states(
-    folder: Path, ranks: Sequence[Rank], layers: Sequence[int], models: Sequence[dict[str, Any]], trust: bool,
+    folder: Path,
+    ranks: Sequence[Rank],
+    layers: Sequence[int],
+    models: Sequence[dict[str, Any]],
+    trust: bool,
     notes: list[str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Fill the parameters' values, stage after stage; a later stage's copy of the embedding is not read."""
     files, beside = matching(folder, SHARE), dict[str, Any]()
     done: set[tuple[int, str]] = set()

@@ -198,10 +198,16 @@ class Given:
 
 # What no folder of these kinds can have otherwise.
 SAME: dict[str, Any] = {
-    "embed_layernorm": False, "apply_layernorm_1p": False, "apply_residual_connection_post_layernorm": False,
-    "squared_relu": False, "glu_activation": None, "qk_layernorm": False, "use_rotary_position_embeddings": False,
-    "openai_gelu": False, "rotary_percent": 1.0,
-}  # fmt: skip
+    "embed_layernorm": False,
+    "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
+    "squared_relu": False,
+    "glu_activation": None,
+    "qk_layernorm": False,
+    "use_rotary_position_embeddings": False,
+    "openai_gelu": False,
+    "rotary_percent": 1.0,
+}
 
 
 def whole(tensor: torch.Tensor) -> list[Piece]:
@@ -271,12 +277,23 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
     norm("ln_f", f"{prefix}ln_f")
     untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", True) is True)
     return {
-        "num_layers": layers, "hidden_size": h, "num_attention_heads": heads, "ffn_hidden_size": f, "kv_channels": h // heads,
-        "max_position_embeddings": positions, "layernorm_epsilon": given.real("layer_norm_epsilon", 1e-5),
-        "untie_embeddings_and_output_weights": untied, "bias_gelu_fusion": activation != "gelu", "swiglu": False,
-        "num_query_groups": None, "group_query_attention": False, "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": False,
-    }, pieces  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": f,
+        "kv_channels": h // heads,
+        "max_position_embeddings": positions,
+        "layernorm_epsilon": given.real("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": untied,
+        "bias_gelu_fusion": activation != "gelu",
+        "swiglu": False,
+        "num_query_groups": None,
+        "group_query_attention": False,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+    }, pieces
 
 
 class Sizes(NamedTuple):
@@ -322,12 +339,23 @@ def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
                 pieces[f"{ours}.{name}.bias"] = bias
     untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", False) is True)
     return {
-        "num_layers": layers, "hidden_size": h, "num_attention_heads": heads, "ffn_hidden_size": sizes.ffn,
-        "kv_channels": head, "max_position_embeddings": positions, "layernorm_epsilon": given.real("rms_norm_eps", 1e-6),
-        "untie_embeddings_and_output_weights": untied, "swiglu": True, "num_query_groups": groups,
-        "position_embedding_type": "rope", "rotary_base": rotary_base(given), "normalization": "RMSNorm",
-        "add_bias_linear": all_biases, "add_qkv_bias": qkv_bias and not all_biases, "qk_layernorm": qk_norm,
-    }, pieces  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": sizes.ffn,
+        "kv_channels": head,
+        "max_position_embeddings": positions,
+        "layernorm_epsilon": given.real("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": untied,
+        "swiglu": True,
+        "num_query_groups": groups,
+        "position_embedding_type": "rope",
+        "rotary_base": rotary_base(given),
+        "normalization": "RMSNorm",
+        "add_bias_linear": all_biases,
+        "add_qkv_bias": qkv_bias and not all_biases,
+        "qk_layernorm": qk_norm,
+    }, pieces
 
 
 def linears(given: Given, s: Sizes, layer: str, end: str) -> Iterator[tuple[str, list[Piece]]]:
@@ -381,5 +409,9 @@ def rotary_base(given: Given) -> float:
 
 
 READERS: dict[str, Callable[[Given], tuple[dict[str, Any], Pieces]]] = {
-    "gpt2": gpt2, "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama,
-}  # fmt: skip
+    "gpt2": gpt2,
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": llama,
+    "qwen3": llama,
+}

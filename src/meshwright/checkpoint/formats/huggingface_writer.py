@@ -179,24 +179,45 @@ def choose(m: Model) -> tuple[str, list[str]]:
 def describe(kind: str, m: Model, source: Source, wte: Part) -> dict[str, Any]:
     """config.json."""
     common = {
-        "model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0],
-        "tie_word_embeddings": "lm_head.weight" not in source.tensors, "initializer_range": m.init_method_std,
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
+        "vocab_size": wte.shape[0],
+        "tie_word_embeddings": "lm_head.weight" not in source.tensors,
+        "initializer_range": m.init_method_std,
         "torch_dtype": TORCH[wte.dtype],
-    }  # fmt: skip
+    }
     if kind == "gpt2":
         return common | {
-            "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ffn,
-            "n_positions": positions(source), "layer_norm_epsilon": m.layernorm_epsilon,
-            "activation_function": "gelu" if m.activation == "gelu" else "gelu_new", "embd_pdrop": m.hidden_dropout,
-            "resid_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout,
-        }  # fmt: skip
+            "n_embd": m.hidden_size,
+            "n_layer": m.num_layers,
+            "n_head": m.num_attention_heads,
+            "n_inner": m.ffn,
+            "n_positions": positions(source),
+            "layer_norm_epsilon": m.layernorm_epsilon,
+            "activation_function": "gelu" if m.activation == "gelu" else "gelu_new",
+            "embd_pdrop": m.hidden_dropout,
+            "resid_pdrop": m.hidden_dropout,
+            "attn_pdrop": m.attention_dropout,
+        }
     return common | {
-        "hidden_size": m.hidden_size, "num_hidden_layers": m.num_layers, "num_attention_heads": m.num_attention_heads,
-        "num_key_value_heads": m.groups, "head_dim": m.head_dim, "intermediate_size": m.ffn, "hidden_act": "silu",
-        "max_position_embeddings": positions(source), "rms_norm_eps": m.layernorm_epsilon, "attention_bias": m.add_bias_linear,
-        "mlp_bias": m.add_bias_linear, "attention_dropout": m.attention_dropout, "rope_theta": m.rotary_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": m.rotary_base},  # transformers 4 reads the one, 5 the other
-    }  # fmt: skip
+        "hidden_size": m.hidden_size,
+        "num_hidden_layers": m.num_layers,
+        "num_attention_heads": m.num_attention_heads,
+        "num_key_value_heads": m.groups,
+        "head_dim": m.head_dim,
+        "intermediate_size": m.ffn,
+        "hidden_act": "silu",
+        "max_position_embeddings": positions(source),
+        "rms_norm_eps": m.layernorm_epsilon,
+        "attention_bias": m.add_bias_linear,
+        "mlp_bias": m.add_bias_linear,
+        "attention_dropout": m.attention_dropout,
+        "rope_theta": m.rotary_base,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": m.rotary_base,
+        },  # transformers 4 reads the one, 5 the other
+    }
 
 
 def positions(source: Source) -> int:
@@ -278,8 +299,14 @@ def llama(plan: Plan) -> Iterator[Part]:
             if f"{ours}.mlp.fc{end}" in plan.source.tensors:
                 for which, x in enumerate(("gate", "up")):
                     yield plan.one_of_two(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", which)
-        names = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.proj": "self_attn.o_proj",
-                 "mlp.proj": "mlp.down_proj", "attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}  # fmt: skip
+        names = {
+            "ln_1": "input_layernorm",
+            "ln_2": "post_attention_layernorm",
+            "attn.proj": "self_attn.o_proj",
+            "mlp.proj": "mlp.down_proj",
+            "attn.ln_q": "self_attn.q_norm",
+            "attn.ln_k": "self_attn.k_norm",
+        }
         yield from plan.same({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
     yield from plan.same({"lm_head": "lm_head"})
 

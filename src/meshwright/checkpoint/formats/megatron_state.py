@@ -12,18 +12,42 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.formats.megatron_ranks import Sizes
 
 # Settings that mean there what they mean here.
-TOLD = ("layernorm_epsilon", "init_method_std", "hidden_dropout", "attention_dropout", "bias_gelu_fusion", "openai_gelu",
-        "rotary_percent", "rotary_base", "squared_relu", "swiglu", "glu_activation", "apply_layernorm_1p",
-        "apply_residual_connection_post_layernorm", "make_vocab_size_divisible_by", "seq_length", "micro_batch_size",
-        "global_batch_size", "fp16", "bf16")  # fmt: skip
+TOLD = (
+    "layernorm_epsilon",
+    "init_method_std",
+    "hidden_dropout",
+    "attention_dropout",
+    "bias_gelu_fusion",
+    "openai_gelu",
+    "rotary_percent",
+    "rotary_base",
+    "squared_relu",
+    "swiglu",
+    "glu_activation",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "make_vocab_size_divisible_by",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "fp16",
+    "bf16",
+)
 # Positions as BigScience's enumeration numbers them.
 POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 # Names of the schedule's values: Megatron's of 2022 and 2023, of 2021, of 2020 and before, when it counted iterations.
-SCHEDULE = {"max_lr": ("max_lr", "start_lr"), "min_lr": ("min_lr",), "style": ("lr_decay_style", "decay_style"),
-            "warmup": ("lr_warmup_steps", "warmup_steps", "warmup_iter"),
-            "decay": ("lr_decay_steps", "decay_steps", "end_iter"), "done": ("num_steps", "num_iters"),
-            "start_wd": ("start_wd",), "end_wd": ("end_wd",), "wd_samples": ("wd_incr_steps",),
-            "wd_style": ("wd_incr_style",)}  # fmt: skip
+SCHEDULE = {
+    "max_lr": ("max_lr", "start_lr"),
+    "min_lr": ("min_lr",),
+    "style": ("lr_decay_style", "decay_style"),
+    "warmup": ("lr_warmup_steps", "warmup_steps", "warmup_iter"),
+    "decay": ("lr_decay_steps", "decay_steps", "end_iter"),
+    "done": ("num_steps", "num_iters"),
+    "start_wd": ("start_wd",),
+    "end_wd": ("end_wd",),
+    "wd_samples": ("wd_incr_steps",),
+    "wd_style": ("wd_incr_style",),
+}
 
 
 def namespace(args: Any) -> dict[str, Any]:
@@ -173,5 +197,10 @@ def loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     elif old is not None and hasattr(old, "scale_window"):
         dynamic, scale, hysteresis = True, old.cur_scale, getattr(old, "cur_hysteresis", 1)
         clean = max(old.cur_iter - old.last_overflow_iter - 1, 0) % max(old.scale_window, 1)
-    return {"dynamic": dynamic, "scale": float(scale), "growth_tracker": int(clean),
-            "hysteresis_tracker": int(hysteresis), "in_a_row": 0}  # fmt: skip
+    return {
+        "dynamic": dynamic,
+        "scale": float(scale),
+        "growth_tracker": int(clean),
+        "hysteresis_tracker": int(hysteresis),
+        "in_a_row": 0,
+    }

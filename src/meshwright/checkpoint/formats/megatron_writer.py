@@ -221,8 +221,12 @@ def arguments(target: Target) -> argparse.Namespace:
         "consumed_valid_samples": 0,
     }
     if curve := schedule_of(state):  # what Megatron's own state of a schedule has no words for
-        told |= {"lr_warmup_init": curve.init_lr, "lr_wsd_decay_style": curve.wsd_style, "lr_wsd_decay_iters": None,
-                 "lr_wsd_decay_samples": curve.wsd_samples or None}  # fmt: skip
+        told |= {
+            "lr_warmup_init": curve.init_lr,
+            "lr_wsd_decay_style": curve.wsd_style,
+            "lr_wsd_decay_iters": None,
+            "lr_wsd_decay_samples": curve.wsd_samples or None,
+        }
     return argparse.Namespace(**told)
 
 
@@ -269,7 +273,15 @@ def schedule_of(state: dict[str, Any]) -> Schedule | None:
 
 
 def scheduler(curve: Schedule, samples: int) -> dict[str, Any]:
-    return {"max_lr": curve.max_lr, "min_lr": curve.min_lr, "lr_warmup_steps": curve.warmup,
-            "num_steps": samples, "lr_decay_style": curve.style, "lr_decay_steps": curve.decay,
-            "start_wd": curve.start_wd, "end_wd": curve.end_wd, "wd_incr_style": curve.wd_style,
-            "wd_incr_steps": curve.wd_samples}  # fmt: skip
+    return {
+        "max_lr": curve.max_lr,
+        "min_lr": curve.min_lr,
+        "lr_warmup_steps": curve.warmup,
+        "num_steps": samples,
+        "lr_decay_style": curve.style,
+        "lr_decay_steps": curve.decay,
+        "start_wd": curve.start_wd,
+        "end_wd": curve.end_wd,
+        "wd_incr_style": curve.wd_style,
+        "wd_incr_steps": curve.wd_samples,
+    }

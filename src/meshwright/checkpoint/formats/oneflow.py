@@ -38,9 +38,13 @@ META = re.compile(r"\s*shape\s*\{((?:\s*dim:\s*\d{1,18}){1,8})\s*\}(?:\s*stride\
 
 # OneFlow-GPT's names; a layer is `model-h0-`.
 LAYER = {
-    "layernorm_1": "ln_1", "layernorm_2": "ln_2", "attn-c_attn": "attn.qkv", "attn-c_proj": "attn.proj",
-    "mlp-c_fc": "mlp.fc", "mlp-c_proj": "mlp.proj",
-}  # fmt: skip
+    "layernorm_1": "ln_1",
+    "layernorm_2": "ln_2",
+    "attn-c_attn": "attn.qkv",
+    "attn-c_proj": "attn.proj",
+    "mlp-c_fc": "mlp.fc",
+    "mlp-c_proj": "mlp.proj",
+}
 KINDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias"}
 # LiBai's, where they are not Megatron's.
 LIKE_MEGATRON = {
@@ -180,8 +184,10 @@ def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any
     rows, width = tensors["wte.weight"].shape
     qkv = tensors.get("h.0.attn.qkv.weight")
     turned = qkv is not None and tuple(qkv.shape) == (width, 3 * width)
-    weights = {name: tensor.t() if turned and name.endswith(("qkv.weight", "proj.weight", "fc.weight")) else tensor
-               for name, tensor in tensors.items()}  # fmt: skip
+    weights = {
+        name: tensor.t() if turned and name.endswith(("qkv.weight", "proj.weight", "fc.weight")) else tensor
+        for name, tensor in tensors.items()
+    }
     fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
     ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
     shapes: dict[str, tuple[int, ...]] = {
@@ -191,18 +197,36 @@ def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any
         "ln_f.bias": (width,),
     }
     for i in range(layers):
-        for name, (out, into) in {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "mlp.fc": (ffn, width),
-                                  "mlp.proj": (width, ffn)}.items():  # fmt: skip
+        for name, (out, into) in {
+            "attn.qkv": (3 * width, width),
+            "attn.proj": (width, width),
+            "mlp.fc": (ffn, width),
+            "mlp.proj": (width, ffn),
+        }.items():
             shapes |= {f"h.{i}.{name}.weight": (out, into), f"h.{i}.{name}.bias": (out,)}
         shapes |= {f"h.{i}.{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
     wrong = [f"{name} has no place" for name in weights if name not in shapes]
-    wrong += [f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, it should be {list(shape)}"
-              for name, shape in shapes.items() if name not in weights or tuple(weights[name].shape) != shape]  # fmt: skip
+    wrong += [
+        f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, it should be {list(shape)}"
+        for name, shape in shapes.items()
+        if name not in weights or tuple(weights[name].shape) != shape
+    ]
     if wrong:
         raise UserError("\n  ".join([f"{folder} is not a whole GPT:", *wrong[:10]]), BAD_DATA)
     return {
-        "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "max_position_embeddings": positions,
-        "bias_gelu_fusion": False, "openai_gelu": False, "swiglu": False, "squared_relu": False, "glu_activation": None,
-        "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
-        "untie_embeddings_and_output_weights": False, "num_query_groups": None, "embed_layernorm": False,
-    }, weights  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": width,
+        "ffn_hidden_size": ffn,
+        "max_position_embeddings": positions,
+        "bias_gelu_fusion": False,
+        "openai_gelu": False,
+        "swiglu": False,
+        "squared_relu": False,
+        "glu_activation": None,
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": False,
+        "num_query_groups": None,
+        "embed_layernorm": False,
+    }, weights

@@ -47,11 +47,18 @@ BESIDE = re.compile(
 )
 # Options that make another network than ours, and their values that do not.
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (False,), "mtp_num_layers": (0,), "hybrid_attention_ratio": (0.0,),
-    "rotary_interleaved": (False,), "use_rope_scaling": (False,), "rotary_seq_len_interpolation_factor": (1,),
-    "softmax_type": ("vanilla",), "window_size": (), "no_rope_freq": (), "quick_geglu": (False,),
+    "multi_latent_attention": (False,),
+    "mtp_num_layers": (0,),
+    "hybrid_attention_ratio": (0.0,),
+    "rotary_interleaved": (False,),
+    "use_rope_scaling": (False,),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "softmax_type": ("vanilla",),
+    "window_size": (),
+    "no_rope_freq": (),
+    "quick_geglu": (False,),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
-}  # fmt: skip
+}
 
 
 class Stored(NamedTuple):

@@ -167,8 +167,10 @@ def copy_part(prefix: str, writer: Writer, number: int, counts: Counts) -> None:
     tokens, sequences, documents = (sum(values) for values in zip((0, 0, 0), *counts[:number], strict=True))
     try:
         for part, offset, add in (
-            (".bin", tokens * writer.dtype.itemsize, 0), (".sizes", 4 * sequences, 0), (".docs", 8 * documents, sequences)
-        ):  # fmt: skip
+            (".bin", tokens * writer.dtype.itemsize, 0),
+            (".sizes", 4 * sequences, 0),
+            (".docs", 8 * documents, sequences),
+        ):
             with open(f"{prefix}{part}.tmp", "r+b", buffering=0) as whole:
                 for block in blocks(f"{writer.prefix}{part}.tmp", "<i8" if add else "u1"):
                     offset = put(whole.fileno(), (block + add) if add else block, offset)

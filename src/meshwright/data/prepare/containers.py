@@ -20,8 +20,15 @@ from typing import Any, BinaryIO, cast
 from meshwright.errors import UNAVAILABLE, UserError
 
 HEAD = 512  # bytes by which a kind is known
-MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PAR1": "parquet",
-         b"ARROW1": "arrow", b"\xff\xff\xff\xff": "legacy arrow"}  # fmt: skip
+MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\xff\xff\xff\xff": "legacy arrow",
+}
 SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte from 0x50 to 0x5f: a zstd frame that tells of the next, as pzstd's
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
 LAYERS = 4  # of compression, one in another

@@ -38,9 +38,13 @@ class Encoder:
     """Texts under the keys to ids in one order. `sentences` cuts a document into sequences."""
 
     def __init__(
-        self, encode: Encode, eod: int | None, keys: list[str], dtype: npt.DTypeLike,
+        self,
+        encode: Encode,
+        eod: int | None,
+        keys: list[str],
+        dtype: npt.DTypeLike,
         sentences: Callable[[str], list[str]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.encode, self.keys, self.dtype, self.sentences = encode, keys, np.dtype(dtype), sentences
         self.end = None if eod is None else np.array([eod], np.uint32)
 

@@ -135,9 +135,14 @@ class Share:
     """One process's part of the input: all of it, or that of one of several ranks."""
 
     def __init__(
-        self, config: PreprocessConfig, inputs: list[Input], tokenizer: tokenizers.Tokenizer, world: World, stdout: TextIO,
+        self,
+        config: PreprocessConfig,
+        inputs: list[Input],
+        tokenizer: tokenizers.Tokenizer,
+        world: World,
+        stdout: TextIO,
         stderr: TextIO,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.inputs, self.world, self.stdout, self.stderr = config, inputs, world, stdout, stderr
         p = config.preprocess
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
@@ -152,13 +157,19 @@ class Share:
         names = [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)]
         self.states = [_state(one) for one in inputs]
         self.told = {  # must be the same on all ranks
-            "version": our_version(), "tokenizer": names, **{spelling(k): v for k, v in settings.items()},
-            "--on-error": p.on_error, **{f"--input {n + 1}": [one.path, one.kind, one.bytes] for n, one in enumerate(inputs)},
-        }  # fmt: skip
+            "version": our_version(),
+            "tokenizer": names,
+            **{spelling(k): v for k, v in settings.items()},
+            "--on-error": p.on_error,
+            **{f"--input {n + 1}": [one.path, one.kind, one.bytes] for n, one in enumerate(inputs)},
+        }
         self.identity = {
             "inputs": [[one.path, one.kind, *state] for one, state in zip(inputs, self.states, strict=True)],
-            "share": [world.rank, world.size], "tokenizer": names, "settings": settings, "version": our_version(),
-        }  # fmt: skip
+            "share": [world.rank, world.size],
+            "tokenizer": names,
+            "settings": settings,
+            "version": our_version(),
+        }
         self.totals, self.writers = Totals(), list[Writer]()
         sizes = [max(one.bytes, 1) for one in inputs]
         self.ahead = [0, *itertools.accumulate(sizes)]  # bytes of the inputs before each
@@ -276,9 +287,13 @@ class Share:
             ]
             t = self.totals
             self.last = self.snapshots[number] = {
-                "pieces": number + 1, "documents": t.documents, "bytes": t.bytes, "input": self.input,
-                "bad": dict(t.bad), "lengths": [[w.tokens, w.sequences, w.documents] for w in self.writers],
-            }  # fmt: skip
+                "pieces": number + 1,
+                "documents": t.documents,
+                "bytes": t.bytes,
+                "input": self.input,
+                "bad": dict(t.bad),
+                "lengths": [[w.tokens, w.sequences, w.documents] for w in self.writers],
+            }
             self.show(self.ahead[piece.number] + piece.behind - self.mine[0])
         return offsets
 

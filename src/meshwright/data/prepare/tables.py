@@ -40,8 +40,11 @@ def tables_in(folder: str) -> list[str]:
         paths = [str(Path(folder) / str(name)) for name in names]
         gone = [path for path in paths if not os.path.isfile(path)]
         if gone:
-            raise UserError(f"{folder}/state.json names {len(paths):,} files, of which {len(gone):,} are not there, such as "
-                            f"{gone[0]}: copy the whole folder again", BAD_DATA)  # fmt: skip
+            raise UserError(
+                f"{folder}/state.json names {len(paths):,} files, of which {len(gone):,} are not there, such as "
+                f"{gone[0]}: copy the whole folder again",
+                BAD_DATA,
+            )
         return paths
     escaped = glob.escape(folder)
     return sorted(glob.glob(f"{escaped}/**/*.parquet", recursive=True)) or sorted(glob.glob(f"{escaped}/*.arrow"))

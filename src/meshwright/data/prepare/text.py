@@ -344,8 +344,11 @@ def read_place(path: str, begin: int, end: int) -> Lines:
             file.seek(start)
             data = read_fully(file, size + REST)
             if len(data) < size:
-                raise UserError(f"{path} has become shorter while it was read: it ends at byte {start + len(data):,}, and had "
-                                f"{end:,} at least; start again when it is complete", BAD_DATA)  # fmt: skip
+                raise UserError(
+                    f"{path} has become shorter while it was read: it ends at byte {start + len(data):,}, and had "
+                    f"{end:,} at least; start again when it is complete",
+                    BAD_DATA,
+                )
             first = data.find(b"\n", 0, size) + 1 if begin else len(BOM) * data.startswith(BOM)
             if first >= size or (begin and not first):
                 return b"", 0, 0  # in the middle of one line, or it ends here

@@ -28,9 +28,13 @@ Written = Callable[[int], None]  # told when the tokens of a piece are in the fi
 
 
 def work_alone(
-    todo: Iterator[tuple[int, Piece]], make: Callable[[], Encoder], paths: list[str], stop: bool, commit: Commit,
+    todo: Iterator[tuple[int, Piece]],
+    make: Callable[[], Encoder],
+    paths: list[str],
+    stop: bool,
+    commit: Commit,
     written: Written,
-) -> None:  # fmt: skip
+) -> None:
     """The same in this process."""
     encoder, files = make(), [os.open(path, os.O_WRONLY) for path in paths]
     try:
@@ -48,8 +52,11 @@ def write(files: list[int], offsets: list[int], tokens: list[Array], paths: list
         try:
             put(file, array, offset)
         except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; free space and start the same command again, it goes "
-                            "on where it was", IO) from None  # fmt: skip
+            raise UserError(
+                f"{path} cannot be written: {error.strerror}; free space and start the same command again, it goes "
+                "on where it was",
+                IO,
+            ) from None
 
 
 class Stopped(Exception):
@@ -60,9 +67,15 @@ class Crew:
     """`size` processes, each with a thread here that speaks with it."""
 
     def __init__(
-        self, size: int, todo: Iterator[tuple[int, Piece]], make: Callable[[], Encoder], paths: list[str], stop: bool,
-        commit: Commit, written: Written,
-    ) -> None:  # fmt: skip
+        self,
+        size: int,
+        todo: Iterator[tuple[int, Piece]],
+        make: Callable[[], Encoder],
+        paths: list[str],
+        stop: bool,
+        commit: Commit,
+        written: Written,
+    ) -> None:
         self.todo, self.commit, self.written = todo, commit, written
         self.taking, self.turn = threading.Lock(), threading.Condition()
         self.next: int | None = None

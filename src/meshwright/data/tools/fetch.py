@@ -44,16 +44,25 @@ class Known:
 _AMAZON = "https://s3.amazonaws.com/models.huggingface.co/bert"
 _ONEFLOW = "https://oneflow-public.oss-cn-beijing.aliyuncs.com/GPT/data/gpt_sample_dataset_text_document"
 KNOWN = {
-    "gpt2-vocab.json": Known(f"{_AMAZON}/gpt2-vocab.json", "GPT-2's vocabulary, for --vocab-file", 1042301,
-                             "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
-    "gpt2-merges.txt": Known(f"{_AMAZON}/gpt2-merges.txt", "GPT-2's merges, for --merge-file", 456318,
-                             "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+    "gpt2-vocab.json": Known(
+        f"{_AMAZON}/gpt2-vocab.json",
+        "GPT-2's vocabulary, for --vocab-file",
+        1042301,
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+    "gpt2-merges.txt": Known(
+        f"{_AMAZON}/gpt2-merges.txt",
+        "GPT-2's merges, for --merge-file",
+        456318,
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
     "oscar-1GB.jsonl.xz": Known(
         "https://huggingface.co/bigscience/misc-test-data/resolve/main/stas/oscar-1GB.jsonl.xz",
-        "79,000 documents of OSCAR, for preprocess --input"),
+        "79,000 documents of OSCAR, for preprocess --input",
+    ),
     "gpt_sample_dataset_text_document.bin": Known(f"{_ONEFLOW}.bin", "OneFlow's sample, preprocessed: the tokens"),
     "gpt_sample_dataset_text_document.idx": Known(f"{_ONEFLOW}.idx", "OneFlow's sample, preprocessed: the index"),
-}  # fmt: skip
+}
 # A word for several.
 TOGETHER = {
     "gpt2": ["gpt2-vocab.json", "gpt2-merges.txt"],
@@ -273,9 +282,14 @@ def _opener() -> urllib.request.OpenerDirector:
     """http and https alone: urllib's usual one would follow a redirect to ftp, too."""
     opener = urllib.request.OpenerDirector()
     kinds: list[Callable[[], urllib.request.BaseHandler]] = [
-        urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.UnknownHandler,
-        urllib.request.HTTPDefaultErrorHandler, urllib.request.HTTPRedirectHandler, urllib.request.HTTPErrorProcessor,
-    ]  # fmt: skip
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.UnknownHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+    ]
     for kind in kinds:
         opener.add_handler(kind())
     return opener

@@ -202,8 +202,12 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         raise UserError(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA)
     ids, found = [int(i) for i in dataset[number]], stretches(dataset, number)
     if as_json:
-        facts = {"set": name, "sample": number, "ids": ids, "pieces": [
-            {"position": first, "tokens": stop - first, "from": told} for first, stop, told in found]}  # fmt: skip
+        facts = {
+            "set": name,
+            "sample": number,
+            "ids": ids,
+            "pieces": [{"position": first, "tokens": stop - first, "from": told} for first, stop, told in found],
+        }
         print(json.dumps({**facts, "text": text_of(tokenizer, ids)} if tokenizer else facts))
         return
     print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")

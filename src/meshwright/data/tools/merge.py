@@ -51,10 +51,7 @@ def find(folder: str, output_prefix: str) -> list[str]:
     if lone:
         what = ".idx without a .bin" if lone[0] in indices else ".bin without an .idx"
         more = f" ({len(lone)} such files)" if len(lone) > 1 else ""
-        raise UserError(
-            f"{place / lone[0]} is a {what}{more}: complete it, or move it away",
-            BAD_DATA,
-        )
+        raise UserError(f"{place / lone[0]} is a {what}{more}: complete it, or move it away", BAD_DATA)
     found = [str(place / name) for name in sorted(indices)]
     own = [prefix for prefix in found if same(prefix, output_prefix)]
     if own:
@@ -123,8 +120,10 @@ def copy_all(shards: list[Shard], places: list[int], target: int, together: bool
     """Each shard's bytes to its place, which is known beforehand: so several can be on their way at once."""
     sizes = [shard.tokens * shard.dtype.itemsize for shard in shards]
     with metered("merging", sum(sizes)) as advance, ThreadPoolExecutor(TOGETHER if together else 1) as pool:
-        jobs = [pool.submit(copy, shard.prefix, target, place, size, advance)
-                for shard, place, size in zip(shards, places, sizes, strict=True)]  # fmt: skip
+        jobs = [
+            pool.submit(copy, shard.prefix, target, place, size, advance)
+            for shard, place, size in zip(shards, places, sizes, strict=True)
+        ]
         try:
             for job in jobs:
                 job.result()
