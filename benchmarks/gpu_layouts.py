@@ -68,7 +68,8 @@ class Cell:
         return self.ranks in (1, world)
 
 
-# What must be known comes first. Behind a cell of tensor parallelism compiled code is dropped, for it knows groups that are
+# What must be known comes first. Behind a cell of tensor parallelism compiled code is dropped,
+# for it knows groups that are
 # gone; what is on disk is read again in some seconds.
 CELLS = {
     "345M": [

@@ -102,11 +102,14 @@ def exact(blend, tmp_path_factory):
     return curve(tmp_path_factory.mktemp("exact") / "float64", *blend, *RUN, *FORMATS["float64"])
 
 
-# Largest relative distance of a loss from the float64 run, in units of the format's rounding: half the distance of 1 and
+# Largest relative distance of a loss from the float64 run, in units of the format's rounding:
+# half the distance of 1 and
 # the next number. About 30 roundings lie between a token and its loss (4 matrix products, 2 norms, 2 sums, softmax and
-# GELU with what is between them, in each of 2 layers); independent ones make sqrt(30) = 5.5 units. The smallest step has
+# GELU with what is between them, in each of 2 layers); independent ones make sqrt(30) = 5.5
+# units. The smallest step has
 # some 28 unmasked tokens, whose mean has a fifth of that, 1.1. The weights were moved by gradients with such errors: as
-# much again. The sum of up to 128 losses is rounded in float32 and counts only there, 1 to 2. So 4 in all. Found: 2.0 in
+# much again. The sum of up to 128 losses is rounded in float32 and counts only there, 1 to 2. So
+# 4 in all. Found: 2.0 in
 # float32, 0.2 in bf16, 0.3 in fp16. A run without the loss mask lies 93 roundings of bf16 away, 5 million of float32.
 ROUNDINGS = 4
 ROUNDING = {"float32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}

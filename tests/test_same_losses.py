@@ -313,7 +313,8 @@ def test_attention_dropout_over_context_is_refused():
 
 # fp16
 
-# Sums of float16 gradients differ with the layout, and so may the scale at which one overflows: 1.15e6 does in all of these,
+# Sums of float16 gradients differ with the layout, and so may the scale at which one overflows:
+# 1.15e6 does in all of these,
 # 5.75e5 in none, and the scale is tried again only in the step that is spoilt.
 FP16 = (
     "--params-dtype float32 --fp16 --initial-loss-scale 9.2e6 --hysteresis 1 --loss-scale-window 5 --lr 1e-3 "
@@ -439,7 +440,8 @@ def formula(c, layout):
         n["reduce-scatter"] += m * units
         n["all-reduce"] += units * (layout.replicas > 1)
     else:
-        # A bucket for each layer, the table, the positions and the last norm; under sequence parallelism what every tensor rank
+        # A bucket for each layer, the table, the positions and the last norm; under
+        # sequence parallelism what every tensor rank
         # holds is a bucket of its own, summed once over these too.
         buckets = l + (first or last) + (1 if sequence else first + last)
         if p.zero == 0 or layout.shard * layout.cp == 1:

@@ -103,7 +103,8 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
     """Killed after step 5, gone on from step 3: no point twice, and the curve over samples is whole too."""
     real = time.time
     for first, last, loss in ((1, 5, 2.0), (4, 6, 1.0)):
-        # Later by seconds, as attempts are: TensorBoard orders its files by name, and those of one second by a number as text.
+        # Later by seconds, as attempts are: TensorBoard orders its files by name, and
+        # those of one second by a number as text.
         monkeypatch.setattr(time, "time", lambda later=10 * first: real() + later)
         (tracker,) = open_trackers(logging(), tmp_path, {}, "run", first, 4 * (first - 1))
         for i in range(first, last + 1):

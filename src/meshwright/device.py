@@ -170,7 +170,8 @@ def copying_memory(size: int, device: torch.device) -> torch.Tensor:
 
     memory = torch.empty(size, dtype=torch.uint8)
     if device.type == NVIDIA and size:
-        # Pinned afterwards: the pinning allocator rounds up to a power of two. Where that is not allowed copies are slower.
+        # Pinned afterwards: the pinning allocator rounds up to a power of two. Where that
+        # is not allowed copies are slower.
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(memory.data_ptr(), size, 0)
     elif is_accelerator(device):

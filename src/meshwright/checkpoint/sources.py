@@ -27,7 +27,8 @@ from meshwright.parallel import shard
 if TYPE_CHECKING:
     import torch
 
-# What is loaded or saved: name -> (global shape, boxes as (offset, size), tensor). The tensor is contiguous and holds the
+# What is loaded or saved: name -> (global shape, boxes as (offset, size), tensor). The tensor is
+# contiguous and holds the
 # boxes' elements, each in row order, one box after the other.
 Named = Mapping[str, tuple[Shape, Sequence[tuple[Shape, Shape]], "torch.Tensor"]]
 

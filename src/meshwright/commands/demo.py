@@ -51,8 +51,10 @@ class Scale:
 
     files: int | None = None  # of the library (none: all)
     vocab_size: int = 4096
-    # Of a dozen settings tried, the lowest held-out bits per byte in the time. What helped most: small batches, as the text
-    # is read less than once; initial weights larger than GPT-2's, as the model is narrow; a vocabulary that is not small.
+    # Of a dozen settings tried, the lowest held-out bits per byte in the time. What helped
+    # most: small batches, as the text
+    # is read less than once; initial weights larger than GPT-2's, as the model is narrow; a
+    # vocabulary that is not small.
     model: str = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
     recipe: str = (
         "--micro-batch-size 8 --lr 4e-3 --min-lr 4e-5 --lr-warmup-iters 50 --adam-beta2 0.98 --init-method-std 0.05"

@@ -100,7 +100,8 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
 def make(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None) -> ProcessGroup | None:
     import torch.distributed as dist
 
-    # "cpu:gloo,cuda:nccl" serves both. What these groups send lies on the device: connections of gloo beside NCCL's would be
+    # "cpu:gloo,cuda:nccl" serves both. What these groups send lies on the device: connections
+    # of gloo beside NCCL's would be
     # thousands of sockets in a large run.
     by_device = dict(one.split(":") for one in str(dist.get_backend_config()).split(","))
     backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)

@@ -55,7 +55,8 @@ def as_continued(config: TrainConfig) -> TrainConfig:
             save_overwrite=False,
             use_checkpoint_args=False,
             no_load_optim=c.no_load_optim and c.no_save_optim,
-            # What began with another run's weights must not begin with random ones if it was killed before its first save.
+            # What began with another run's weights must not begin with random ones if
+            # it was killed before its first save.
             exit_on_missing_checkpoint=c.exit_on_missing_checkpoint or elsewhere,
         )
     p = dataclasses.replace(config.parallel, world_size=None, local_rank=None)

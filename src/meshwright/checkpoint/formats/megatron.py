@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
 WITHOUT = "add --no-load-optim to take the weights alone"
-SAME = 1e-3  # largest difference, relative to the norm, of what should be equal: some versions let copies drift by rounding
+# largest difference, relative to the norm, of what should be equal: some versions let copies
+# drift by rounding
+SAME = 1e-3
 
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:

@@ -571,7 +571,8 @@ def long(machine: Machine, count: int) -> int:
 
 
 STOP = pickle.STOP[0]
-# The instructions of protocols 2 to 5, without the registry of extensions, buffers outside of the file, and what is left
+# The instructions of protocols 2 to 5, without the registry of extensions, buffers outside of the
+# file, and what is left
 # of protocols 0 and 1.
 OPERATIONS: dict[int, Callable[[Machine], object]] = {
     code[0]: operation
