@@ -5,7 +5,7 @@ usage: torchrun --nproc-per-node 2|4 --max-restarts 8 benchmarks/gpu_layouts.py 
        python benchmarks/gpu_layouts.py OUT --table                               table and pictures of what OUT holds
 
 A cell is a line of the product's own flags. Each is parsed, its groups are made, the network is built by network.build and
-trained by network.train_step on batches of the real loader, with one wait for the device a step, as train.py does. A step's
+trained by train_step on batches of the real loader, with one wait for the device a step, as train.py does. A step's
 time is that of its slowest rank; speed is the median over the last steps. Efficiency is against the cell of one GPU of the
 same run, beside which the other GPUs idle. Weights are drawn on the device (seconds instead of minutes for nine cells), by
 name and whole, so every layout begins with the same.
@@ -192,10 +192,10 @@ def measure_all(given: argparse.Namespace) -> None:
     from meshwright.data.datasets import build_datasets
     from meshwright.launch import rendezvous as start
     from meshwright.launch import world as launchers
-    from meshwright.parallel.layout import connect
+    from meshwright.parallel.layout import connect, layout_of
     from meshwright.settings.flags import parse
     from meshwright.settings.schema import TrainConfig
-    from meshwright.training.preflight import layout_of, pick_backend
+    from meshwright.training.preflight import pick_backend
 
     began = time.perf_counter()
     world = launchers.find(os.environ)
@@ -289,6 +289,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
     from meshwright.data.datasets import build_datasets
     from meshwright.optim import schedule as lr_schedule
     from meshwright.training import network
+    from meshwright.training.step import train_step
 
     times = {"build": -time.perf_counter()}
     vocab, padded = vocabulary_of(config)
@@ -310,7 +311,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
 
     def step(number: int) -> None:
         lr, wd = schedule.lr(number * batch), schedule.wd(number * batch)
-        loss, norm, _ = network.train_step(net, next(batches), config.training.seed, lr, wd, 1.0, "global")
+        loss, norm, _ = train_step(net, next(batches), config.training.seed, lr, wd, 1.0, "global")
         told = torch.stack([loss.double(), norm.double()]).tolist()  # the one wait for the device
         losses.append(told[0])
         norms.append(told[1])
@@ -762,7 +763,7 @@ def draw_curves(path: Path, done: list[dict[str, Any]]) -> None:
 
 
 def overhead(given: argparse.Namespace) -> None:
-    """One GPU, both in one process, in turns: network.train_step with the layout of one, and PlainLoop."""
+    """One GPU, both in one process, in turns: train_step with the layout of one, and PlainLoop."""
     import torch
 
     from meshwright import device as devices
@@ -771,6 +772,7 @@ def overhead(given: argparse.Namespace) -> None:
     from meshwright.settings.flags import parse
     from meshwright.settings.schema import TrainConfig
     from meshwright.training import network
+    from meshwright.training.step import train_step
 
     for model in given.models:
         line = line_of(model, replace(CELLS[model][0], batch=CELLS[model][0].micro), given)
@@ -784,7 +786,7 @@ def overhead(given: argparse.Namespace) -> None:
         plain = PlainLoop(config, device)
 
         def ours(micro: list[Any], net: Any = net, config: Any = config) -> list[float]:
-            loss, norm, _ = network.train_step(net, micro, config.training.seed, 1.5e-4, 0.1, 1.0, "global")
+            loss, norm, _ = train_step(net, micro, config.training.seed, 1.5e-4, 0.1, 1.0, "global")
             return torch.stack([loss.double(), norm.double()]).tolist()
 
         loops = {"ours": ours, "plain": plain.step}

@@ -26,7 +26,8 @@ from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore
 from meshwright.settings import schema as config
-from meshwright.training.network import Network, train_step
+from meshwright.training.network import Network
+from meshwright.training.step import train_step
 
 # The demo's model and batch.
 LAYERS, HIDDEN, HEADS, SEQ, VOCAB, BATCH = 4, 128, 4, 128, 4096, 8

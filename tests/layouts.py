@@ -88,9 +88,10 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     """The trainer after some steps and a validation."""
     from meshwright.data.loader import Marks, Mock
     from meshwright.launch.team import Team
+    from meshwright.parallel.layout import layout_of
     from meshwright.training.loop import Trainer
     from meshwright.training.metrics import Timers
-    from meshwright.training.preflight import layout_of, vocabulary
+    from meshwright.training.preflight import vocabulary
     from meshwright.training.stop import Ending
 
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()

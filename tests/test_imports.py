@@ -14,83 +14,34 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Each layer may import from itself and from those above it.
 LAYERS = [
-    [
-        "errors",
-        "console",
-        "files",
-        "values",
-        "config",
-        "presets",
-        "datapaths",
-        "checks",
-        "foreign_flags",
-        "deepspeed",
-        "flags",
-    ],
-    ["command", "device", "launchers"],
-    ["tokenizers", "data", "kernels", "model", "lr_schedule", "trackers"],
-    ["precision", "optimizer", "parallel", "start"],
-    ["checkpoint", "metrics", "report"],
-    ["launch", "launched", "agent", "ending", "compare", "preprocess", "convert"],
-    ["network"],
-    ["saving", "resume", "run_folder", "preflight", "fit"],
-    ["trainer"],
-    ["train"],
-    ["generate", "evaluate"],
-    ["demo", "bench"],
+    ["errors", "console", "files", "progress"],
+    ["device"],
+    ["settings"],
+    ["launch", "tokenizers"],
+    ["kernels"],
+    ["data", "model", "optim"],
+    ["parallel"],
+    ["checkpoint", "report"],
+    ["training"],
+    ["generation"],
+    ["commands"],
     ["__main__"],
 ]
 LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 
 # Imported where used: these must start without torch.
-NO_TORCH = [
-    "errors",
-    "config",
-    "deepspeed",
-    "flags",
-    "device",
-    "tokenizers",
-    "lr_schedule",
-    "report",
-    "preflight",
-    "train",
-    "console",
-    "files",
-    "resume",
-    "run_folder",
-    "evaluate",
-    "__main__",
-    "launch",
-    "launched",
-    "launchers",
-    "start",
-    "data.plan",
-    "data.history",
-    "datapaths",
-    "data.indexed",
-    "preprocess",
-    "data.text",
-    "data.crew",
-    "data.samples",
-    "data.commands",
-    "data.ahead",
-    "data.fetch",
-    "data.look",
-    "data.loose",
-    "data.merge",
-    "data.verify",
-    "model.counts",
-    "checkpoint.store",
-    "checkpoint.native",
-    "checkpoint.inspect",
-    "checkpoint.steps",
-    "checkpoint.loading",
-    "checkpoint.manifests",
-    "checkpoint.sources",
-    "saving",
-    "convert",
-    "generate.command",
-]
+NO_TORCH = """
+    __main__ errors console files progress device tokenizers
+    settings.schema settings.flags settings.checks settings.deepspeed_json settings.data_paths settings.command
+    launch.world launch.launcher launch.outcome launch.rendezvous launch.team
+    commands.train commands.evaluate commands.generate commands.data commands.inspect commands.convert commands.preprocess
+    commands.launch commands.report commands.train_tokenizer commands.demo
+    data.plan data.history data.samples data.format.indexed data.prepare.preprocess data.prepare.text data.prepare.workers
+    data.tools.forecast data.tools.fetch data.tools.statistics data.tools.merge_json data.tools.merge data.tools.verify
+    model.counts optim.schedule report.page report.compare
+    checkpoint.publish checkpoint.native checkpoint.steps checkpoint.loading checkpoint.manifests checkpoint.sources
+    training.run training.resume training.folder training.preflight training.sizes training.saver
+""".split()
 
 
 def imports(path: Path) -> set[str]:

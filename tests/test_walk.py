@@ -24,7 +24,7 @@ from meshwright.model.gpt import GPT
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore
 from meshwright.settings import schema as config
-from meshwright.training import network
+from meshwright.training import network, step
 
 SOURCE = Path(network.__file__).parent
 MOST_FILES, MOST_LINES = 3, 350
@@ -53,7 +53,7 @@ def walk(prefix: Path) -> dict[str, dict[str, int]]:
     sys.setprofile(note)
     try:
         net = network.Network([model], params, losses, torch.device("cpu"))
-        network.train_step(net, next(batches), 1, 1e-3, 0.01, 1.0, "global")
+        step.train_step(net, next(batches), 1, 1e-3, 0.01, 1.0, "global")
     finally:
         sys.setprofile(None)
     assert params.steps == 1

@@ -13,14 +13,14 @@ from meshwright.launch.rendezvous import die_with_parent
 
 COMMANDS = {
     "demo": ("meshwright.commands.demo", "text to a trained, talking model on this machine, in three to five minutes"),
-    "preprocess": ("meshwright.data.prepare.preprocess", "text to .bin/.idx"),
+    "preprocess": ("meshwright.commands.preprocess", "text to .bin/.idx"),
     "data": (
         "meshwright.commands.data",
         "verify, inspect, merge, fetch token files; index and plan a training's samples",
     ),
     "train-tokenizer": ("meshwright.commands.train_tokenizer", "learn a BPE vocabulary from text"),
-    "train": ("meshwright.training.run", "pre-train a GPT"),
-    "launch": ("meshwright.launch.launcher", "start a command or a script as several ranks, on one machine or many"),
+    "train": ("meshwright.commands.train", "pre-train a GPT"),
+    "launch": ("meshwright.commands.launch", "start a command or a script as several ranks, on one machine or many"),
     "evaluate": ("meshwright.commands.evaluate", "perplexity and bits per byte of a run on text files"),
     "generate": ("meshwright.commands.generate", "samples, continuations, or a dialogue"),
     "inspect": ("meshwright.commands.inspect", "what a checkpoint folder holds, and whether it is whole"),
@@ -29,7 +29,7 @@ COMMANDS = {
         "a checkpoint of any program as another one's: native, torch, huggingface",
     ),
     "report": (
-        "meshwright.report.compare",
+        "meshwright.commands.report",
         "one page with pictures for a run, or the comparison of two; --losses prints exact numbers",
     ),
 }

@@ -217,3 +217,10 @@ def _module(device: torch.device) -> Any:
     import torch
 
     return torch.get_device_module(device)
+
+
+def be_deterministic() -> None:
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

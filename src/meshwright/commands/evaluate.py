@@ -25,9 +25,9 @@ from meshwright import device as devices
 from meshwright.data.prepare.text import find_inputs
 from meshwright.data.prepare.text import read_texts as read_documents
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
+from meshwright.launch.world import has_work
 from meshwright.settings import command
 from meshwright.settings.schema import EvaluateConfig
-from meshwright.training.preflight import has_work
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT

@@ -15,9 +15,9 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
+from meshwright.launch.world import has_work
 from meshwright.settings import command
 from meshwright.settings.schema import GenerateConfig
-from meshwright.training.preflight import has_work
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +41,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--sample-output-file {output} is the input: its prompts would be lost")
 
     # torch only now: a mistake in the flags is told at once
+    from meshwright.device import be_deterministic
     from meshwright.generation import engine
     from meshwright.optim.loss_scale import dtype
-    from meshwright.training.preflight import be_deterministic
 
     console.speak("stderr" if s.prompt is not None else "stdout")  # stdout is for text
     assert c.checkpoint.load

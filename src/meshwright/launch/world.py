@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -199,3 +200,13 @@ def check_size(world: World, wanted: int | None) -> None:
             f"--world-size {wanted}, but started as {by}: start {wanted}, for example with meshwright launch "
             f"--nproc-per-node {wanted}, or change --world-size to {world.size}"
         )
+
+
+def has_work(what: str) -> bool:
+    """Of several processes that a launcher started, the first works alone; it needs no address for that."""
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
+    if rank is None:
+        rank = str(find({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
+    if rank != "0":
+        print(f"{what} runs on rank 0; this rank has nothing to do", file=sys.stderr)
+    return rank == "0"

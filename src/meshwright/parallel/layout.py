@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from meshwright.settings.schema import TrainConfig
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
@@ -112,3 +114,16 @@ def make(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None)
             if rank in ranks:
                 mine = group
     return mine
+
+
+def layout_of(config: TrainConfig, rank: int) -> Layout:
+    p = config.parallel
+    replicas = p.num_distributed_optimizer_instances
+    return Layout(
+        p.pipeline_model_parallel_size,
+        replicas,
+        config.dp // replicas,
+        p.context_parallel_size,
+        p.tensor_model_parallel_size,
+        rank,
+    )

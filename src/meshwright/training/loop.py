@@ -38,8 +38,9 @@ from meshwright.training import memory as fit
 from meshwright.training import network
 from meshwright.training.metrics import Metrics, Timers, profiler
 from meshwright.training.network import Loss, Model
-from meshwright.training.preflight import of_ranks
 from meshwright.training.resume import Progress, State
+from meshwright.training.sizes import parameters_of_ranks
+from meshwright.training.step import evaluate, train_step
 from meshwright.training.stop import Ending
 
 ALL_DONE = "all iterations done"
@@ -66,7 +67,7 @@ class Trainer:
         positions = config.model.max_position_embeddings or config.data.seq_length
         say("building GPT model ...")
         if model is None:
-            share = of_ranks(config, padded, positions)[layout.at("pp")]
+            share = parameters_of_ranks(config, padded, positions)[layout.at("pp")]
             team.all(lambda: fit.require_memory(config, share, padded // layout.tp, device))
 
         def tell_size(parameters: int) -> None:
@@ -288,7 +289,7 @@ class Trainer:
         with self.timers.time("batch-generator", 2):
             micro = next(batches)
         stop = self.team.size > 1 and (ending.reason() is not None or self.state.saver.failed)
-        update = network.train_step(self.net, micro, t.seed, lr, wd, scale, t.loss_mean, stop, self.timers.time)
+        update = train_step(self.net, micro, t.seed, lr, wd, scale, t.loss_mean, stop, self.timers.time)
         more = {}
         if g.log_num_zeros_in_grad:
             more["num_zeros"] = self.net.store.zeros()
@@ -367,7 +368,7 @@ class Trainer:
         batches = self.batches(dataset, before * t.eval_iters * size, lambda consumed: size, wrap=True, once=whole)
         with contextlib.closing(batches):
             cut = (lambda: ending.signal is not None) if self.team.size == 1 else (lambda: False)
-            loss = network.evaluate(self.net, itertools.islice(batches, steps), cut)
+            loss = evaluate(self.net, itertools.islice(batches, steps), cut)
         if ending.signal and self.team.size == 1:  # a grace of seconds may be running: saving comes first
             return math.nan
         p = self.progress

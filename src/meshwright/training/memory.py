@@ -26,8 +26,9 @@ from meshwright.errors import UserError
 from meshwright.launch.team import Team
 from meshwright.model.loss import loss_sum
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.network import Network, forward
-from meshwright.training.preflight import bytes_per_parameter
+from meshwright.training.network import Network
+from meshwright.training.sizes import bytes_per_parameter
+from meshwright.training.step import forward
 
 SHARE = 0.92  # of the memory that may be filled: the allocator's gaps and other libraries want some
 

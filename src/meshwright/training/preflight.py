@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from pathlib import Path
@@ -17,11 +16,8 @@ from meshwright.console import say
 from meshwright.data.format.indexed import Indexed, check_vocabulary
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.launch import rendezvous as start
-from meshwright.launch import world as launchers
 from meshwright.launch.team import Team
 from meshwright.model import counts
-from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.settings import checks, flags
 from meshwright.settings.command import our_version
 from meshwright.settings.data_paths import prefixes
@@ -29,6 +25,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.resume import check_loading, guard_existing, saved_settings
 from meshwright.training.saver import check_export
+from meshwright.training.sizes import bytes_per_parameter, parameters_of_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -58,19 +55,6 @@ def pick_backend(config: TrainConfig, device: torch.device, tells: bool = False)
     return wanted or str(dist.get_default_backend_for_device(device))
 
 
-def layout_of(config: TrainConfig, rank: int) -> Layout:
-    p = config.parallel
-    replicas = p.num_distributed_optimizer_instances
-    return Layout(
-        p.pipeline_model_parallel_size,
-        replicas,
-        config.dp // replicas,
-        p.context_parallel_size,
-        p.tensor_model_parallel_size,
-        rank,
-    )
-
-
 def same_on_all(team: Team, config: TrainConfig) -> None:
     """Ranks that were started with other settings, versions or data are refused before anything is computed."""
     if team.size == 1:
@@ -91,23 +75,6 @@ def same_on_all(team: Team, config: TrainConfig) -> None:
         }
     )
     start.compare(team, {name: value for name, value in ours.items() if name != "local_rank"})
-
-
-def has_work(what: str) -> bool:
-    """Of several processes that a launcher started, the first works alone; it needs no address for that."""
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
-    if rank is None:
-        rank = str(launchers.find({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
-    if rank != "0":
-        print(f"{what} runs on rank 0; this rank has nothing to do", file=sys.stderr)
-    return rank == "0"
-
-
-def be_deterministic() -> None:
-    import torch
-
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
@@ -158,43 +125,6 @@ def same_vocabulary(config: TrainConfig, folder: Path | None, team: Team) -> tup
     return made[0]
 
 
-def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
-    """On the device, and in host memory with --cpu-optimizer: weight, gradient, master where it is not the weight, moments."""
-    low, full = config.precision.dtype in ("float16", "bfloat16"), 8 if config.precision.dtype == "float64" else 4
-    update: float = full * (2 if config.optimizer.optimizer in ("adam", "adamw") else 1)  # Muon's embeddings: at least
-    p, weight = config.parallel, float(2 if low else full)
-    parts = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero else 1
-    gradient = full if p.zero < 2 else full / parts
-    weight = weight / parts if p.zero == 3 else weight
-    kept = (update + full * (low or parts > 1 or p.offloads)) / parts  # moments and master
-    share = full / parts if 0 < p.zero < 2 and parts > 1 else 0  # of the summed gradients
-    if p.offloads:
-        leaving = (2 if low else full) / parts if p.zero < 3 else 0  # new weights, on their way to the device
-        return weight + gradient + share, kept + full / parts + leaving
-    return weight + gradient + share + kept, 0
-
-
-def of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:
-    """Parameters of each pipeline rank: its layers, and where it has an end of the model, what lies there."""
-    m, p = config.model, config.parallel
-    assert m.num_layers and m.hidden_size
-    norm = m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
-    layer = (counts.parameters(m, 0, 0) - norm * (1 + m.embed_layernorm)) // m.num_layers
-    biased = {"attn.qkv": m.qkv_bias, "mlp.fc": m.add_bias_linear}  # the other biases are whole on each tensor rank
-    cut = sum(outputs * (inputs + biased.get(n, False)) for n, (outputs, inputs) in counts.layer_matrices(m).items())
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    layer -= cut - cut // tp
-    table = padded // tp * m.hidden_size
-    before = norm * m.embed_layernorm + (positions * m.hidden_size if m.position == "learned" else 0)
-    out = []
-    for rank in range(pp):
-        mine = stages_of(p.pipeline_schedule, rank, pp, config.chunks)
-        first, last = 0 in mine, len(config.stages) - 1 in mine
-        tables = first + (last and (m.untie_embeddings_and_output_weights or not first))
-        out.append(sum(config.stages[s] for s in mine) * layer + tables * table + first * before + last * norm)
-    return out
-
-
 def dry_run(config: TrainConfig) -> int:
     """Check everything without torch and without writing: settings, files, sizes."""
     problems = checks.problems(config, data=False)
@@ -240,7 +170,7 @@ def dry_run(config: TrainConfig) -> int:
     print(f"the run: {config.steps:,} steps, {in_all:,} tokens")
     whose = ""
     if config.world > 1:
-        each = of_ranks(config, padded, positions)
+        each = parameters_of_ranks(config, padded, positions)
         n = max(each)
         whose = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
         sizes = {"context": config.parallel.context_parallel_size, "tensor": tp, "pipeline": len(each)}

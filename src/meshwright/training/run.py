@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -18,12 +17,12 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.checkpoint import publish as store
 from meshwright.console import say, tell_arguments, tell_time
-from meshwright.errors import DONE, UserError
-from meshwright.launch import launcher as launch
+from meshwright.device import be_deterministic
+from meshwright.errors import UserError
 from meshwright.launch import rendezvous as start
 from meshwright.launch import world as launchers
 from meshwright.launch.team import Team
-from meshwright.parallel.layout import connect
+from meshwright.parallel.layout import connect, layout_of
 from meshwright.settings import checks, flags
 from meshwright.settings import command as commands
 from meshwright.settings import data_paths as datapaths
@@ -31,16 +30,8 @@ from meshwright.settings import deepspeed_json as deepspeed
 from meshwright.settings.schema import Data, TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.folder import write_report
-from meshwright.training.preflight import (
-    be_deterministic,
-    dry_run,
-    layout_of,
-    pick_backend,
-    require_files,
-    same_on_all,
-    same_vocabulary,
-)
-from meshwright.training.resume import checkpoint_architecture, guard_existing
+from meshwright.training.preflight import pick_backend, require_files, same_on_all, same_vocabulary
+from meshwright.training.resume import guard_existing
 from meshwright.training.saver import check_export
 from meshwright.training.stop import Ending
 
@@ -51,51 +42,7 @@ if TYPE_CHECKING:
     from meshwright.training.network import Loss, Model
 
 
-def main(argv: list[str]) -> int:
-    world = launchers.find(os.environ, None)
-    try:
-        return command_line(argv, world)
-    except UserError as error:
-        if world.local_rank and not error.everywhere:  # the machine's first rank was given the same flags
-            time.sleep(WORD)
-        raise
-
-
-WORD = 3.0  # seconds that the rank that tells has for it: a launcher stops all as soon as one has ended
-
-
-def command_line(argv: list[str], world: launchers.World) -> int:
-    dry, prints = "--dry-run" in argv, "--print-config" in argv
-    if world.rank and (dry or prints):
-        return DONE
-    words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
-    if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
-        launchers.check_size(world, int(said[1]))  # before batches are divided by a wrong number
-    try:
-        about = "Pre-train a GPT. Without --save nothing is written."
-        parsed = flags.parse(TrainConfig, words, "meshwright train", check=not dry, about=about)
-    except UserError as error:
-        if not prints:
-            raise
-        try:  # what there is, before what is wrong with it
-            parsed = flags.parse(TrainConfig, [*words, "--dry-run"], "meshwright train", check=False)
-        except UserError:
-            raise error from None
-        print(flags.to_toml(parsed.config, parsed.sources))
-        raise
-    given = {name for name, source in parsed.sources.items() if source != "default"}
-    config = checkpoint_architecture(parsed.config, given)
-    before, now = flags.to_dict(parsed.config), flags.to_dict(config)
-    parsed.sources.update({name: f"checkpoint {config.checkpoint.load}" for name in now if now[name] != before[name]})
-    if parsed.print_config:
-        print(flags.to_toml(config, parsed.sources))
-        return DONE
-    launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
-    if launched is not None:
-        return launched
-    if world.local_rank == 0:
-        flags.tell(parsed)
-    return dry_run(config) if dry else run(config, command=["meshwright", "train", *argv])
+WORD = 3.0  # seconds that the reporting rank has before the others end: a launcher stops all as soon as one has
 
 
 def run(

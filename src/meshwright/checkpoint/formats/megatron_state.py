@@ -155,8 +155,10 @@ def state(
 
 def batch_size(args: Mapping[str, Any]) -> int:
     """Samples of one step; 0: it is not known."""
-    of_ranks = args.get("batch_size", 0) * args.get("world_size", 0) // args.get("model_parallel_size", 1)  # 2019, 2020
-    return int(args.get("global_batch_size", of_ranks))
+    parameters_of_ranks = (
+        args.get("batch_size", 0) * args.get("world_size", 0) // args.get("model_parallel_size", 1)
+    )  # 2019, 2020
+    return int(args.get("global_batch_size", parameters_of_ranks))
 
 
 def schedule(

@@ -11,7 +11,6 @@ import functools
 import glob
 import itertools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,13 +29,11 @@ from meshwright.data.prepare import workers as crew
 from meshwright.data.prepare.encoding import Encoder, Made
 from meshwright.data.prepare.journal import Journal, is_there
 from meshwright.data.prepare.text import Input, Piece, broken, find_inputs, lines_before, look, place_of, shared
-from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch import rendezvous as start
-from meshwright.launch import world as launchers
 from meshwright.launch.team import Team
 from meshwright.launch.world import World
 from meshwright.progress import LeftOut
-from meshwright.settings import command
 from meshwright.settings.command import our_version
 from meshwright.settings.schema import PreprocessConfig, Tokenizer, spelling
 
@@ -57,28 +54,6 @@ class Totals:
         seconds = max(time.perf_counter() - self.begun, 1e-9)
         documents, speed = self.documents - self.before[0], (self.bytes - self.before[1]) / MIB / seconds
         return f"Processed {self.documents} documents ({documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
-
-
-def main(argv: list[str]) -> int:
-    parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
-    if parsed is None:
-        return DONE
-    if parsed.dry_run:
-        p = parsed.config.preprocess
-        inputs = [one.path for one in look(find_inputs(p.input))]
-        if p.split_sentences:
-            sentences.build(p.lang, p.keep_newlines)
-        print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")
-        return DONE
-    world = launchers.find(os.environ)
-    try:
-        run(parsed.config, sys.stdout, sys.stderr, world)
-    except RuntimeError as error:
-        raise (start.lost(error) if world.size > 1 else None) or error from None
-    finally:
-        if world.size > 1:
-            start.leave()
-    return DONE
 
 
 def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None) -> None:

@@ -1,0 +1,54 @@
+"""`meshwright launch`: start a command or a script as several ranks, on one machine or many."""
+
+from __future__ import annotations
+
+import os
+
+from meshwright.errors import UserError
+from meshwright.launch import world as launchers
+from meshwright.launch.launcher import TOGETHER, _parser, command, plan, run
+from meshwright.settings.schema import Parallel
+
+
+def main(argv: list[str]) -> int:
+    parser = _parser()
+    said, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is no flag of launch; a command's stand behind it: meshwright launch --nproc-per-node N train "
+            f"{unknown[0]} ..."
+        )
+    words = said.command[1:] if said.command[:1] == ["--"] else said.command
+    if not words:
+        raise UserError(f"what is to be started? {' or '.join(TOGETHER)} with its flags, or a Python script")
+    program = command(words)
+    return run(plan(said), program)
+
+
+def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
+    """Start the command `argv` anew as the ranks that --num-gpus-per-node and --num-nodes ask for; its exit status.
+
+    None: nothing is to be started, this process is the run or one of its ranks.
+    """
+    flags = wanted(parallel)
+    return None if flags is None else main([*flags, *argv])
+
+
+def wanted(parallel: Parallel) -> list[str] | None:
+    """Flags of launch for what OneFlow's flags ask for, or None when this process is to work itself."""
+    here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
+    world = launchers.find(os.environ, parallel.local_rank)
+    if world.launcher != "none":
+        if here * nodes not in (1, world.size):
+            raise UserError(
+                f"--num-gpus-per-node {here} x --num-nodes {nodes} are {here * nodes} ranks, but {world.launcher} started "
+                f"{world.size}: leave these flags out under a launcher, or start {here * nodes}"
+            )
+        return None
+    ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
+    if len(ips) != nodes and (nodes > 1 or ips):
+        raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}: give one for each machine")
+    if here * nodes == 1:
+        return None
+    flags = ["--nproc-per-node", str(here), "--nnodes", str(nodes)]
+    return [*flags, "--node-ips", ",".join(ips)] if nodes > 1 else flags

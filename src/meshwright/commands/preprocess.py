@@ -1,0 +1,38 @@
+"""`meshwright preprocess`: text to .bin/.idx."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from meshwright import tokenizers
+from meshwright.data.prepare import sentences
+from meshwright.data.prepare.preprocess import run
+from meshwright.data.prepare.text import find_inputs, look
+from meshwright.errors import DONE
+from meshwright.launch import rendezvous as start
+from meshwright.launch import world as launchers
+from meshwright.settings import command
+from meshwright.settings.schema import PreprocessConfig
+
+
+def main(argv: list[str]) -> int:
+    parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
+    if parsed is None:
+        return DONE
+    if parsed.dry_run:
+        p = parsed.config.preprocess
+        inputs = [one.path for one in look(find_inputs(p.input))]
+        if p.split_sentences:
+            sentences.build(p.lang, p.keep_newlines)
+        print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")
+        return DONE
+    world = launchers.find(os.environ)
+    try:
+        run(parsed.config, sys.stdout, sys.stderr, world)
+    except RuntimeError as error:
+        raise (start.lost(error) if world.size > 1 else None) or error from None
+    finally:
+        if world.size > 1:
+            start.leave()
+    return DONE

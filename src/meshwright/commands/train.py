@@ -1,0 +1,60 @@
+"""`meshwright train`: settings from flags and files, then one run, or a launch of several ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+from meshwright.commands import launch
+from meshwright.errors import DONE, UserError
+from meshwright.launch import world as launchers
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.preflight import dry_run
+from meshwright.training.resume import checkpoint_architecture
+from meshwright.training.run import WORD, run
+
+
+def main(argv: list[str]) -> int:
+    world = launchers.find(os.environ, None)
+    try:
+        return command_line(argv, world)
+    except UserError as error:
+        if world.local_rank and not error.everywhere:  # the machine's first rank was given the same flags
+            time.sleep(WORD)
+        raise
+
+
+def command_line(argv: list[str], world: launchers.World) -> int:
+    dry, prints = "--dry-run" in argv, "--print-config" in argv
+    if world.rank and (dry or prints):
+        return DONE
+    words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
+    if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
+        launchers.check_size(world, int(said[1]))  # before batches are divided by a wrong number
+    try:
+        about = "Pre-train a GPT. Without --save nothing is written."
+        parsed = flags.parse(TrainConfig, words, "meshwright train", check=not dry, about=about)
+    except UserError as error:
+        if not prints:
+            raise
+        try:  # what there is, before what is wrong with it
+            parsed = flags.parse(TrainConfig, [*words, "--dry-run"], "meshwright train", check=False)
+        except UserError:
+            raise error from None
+        print(flags.to_toml(parsed.config, parsed.sources))
+        raise
+    given = {name for name, source in parsed.sources.items() if source != "default"}
+    config = checkpoint_architecture(parsed.config, given)
+    before, now = flags.to_dict(parsed.config), flags.to_dict(config)
+    parsed.sources.update({name: f"checkpoint {config.checkpoint.load}" for name in now if now[name] != before[name]})
+    if parsed.print_config:
+        print(flags.to_toml(config, parsed.sources))
+        return DONE
+    launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
+    if launched is not None:
+        return launched
+    if world.local_rank == 0:
+        flags.tell(parsed)
+    return dry_run(config) if dry else run(config, command=["meshwright", "train", *argv])

@@ -1,0 +1,423 @@
+"""Many ranks write one step and read it in any other cutting; what one of them meets is everybody's outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_native import DTYPES, cut, flip, held, same, some
+
+import ranks
+from conftest import heard
+from meshwright import console
+from meshwright.checkpoint import boxes as geometry
+from meshwright.checkpoint import loading, manifests, native, steps
+from meshwright.checkpoint import publish as store
+from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.native import Entry, whole
+from meshwright.checkpoint.sources import Source
+from meshwright.commands import inspect
+from meshwright.data import datasets
+from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
+from meshwright.launch.team import ALONE, Team
+from meshwright.parallel import shard
+from meshwright.settings.schema import Checkpoint, Data, Tokenizer, TrainConfig
+from meshwright.training import preflight
+from meshwright.training.loop import Trainer
+from meshwright.training.resume import Progress, State
+from ranks import run_ranks
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def team() -> Team:
+    console.speak("stdout" if dist.get_rank() == 0 else None)
+    return Team(dist.get_rank(), dist.get_world_size())
+
+
+def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
+    """The error, which must be the same on every rank."""
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.everywhere  # so that rank 0 alone tells it
+    told = team().gather([type(caught.value).__name__, str(caught.value), caught.value.status])
+    assert all(one == told[0] for one in told) and told[0][2] == status, told
+    return str(caught.value)
+
+
+def entry(full: torch.Tensor, boxes: list[Box]) -> Entry:
+    return Entry(tuple(full.shape), boxes, held(full, boxes) if boxes else full.new_empty(0))
+
+
+def blank(named: native.Named) -> dict[str, Entry]:
+    return {name: Entry(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()}
+
+
+def sharded(shape: tuple[int, ...], dim: int, tp: int, zero: int, rank: int) -> list[Box]:
+    """As tensor parallelism and ZeRO cut it: a slice, in row order, of this rank's part along `dim`."""
+    part, slice_ = rank % tp, rank // tp % zero
+    local = shape[:dim] + (shape[dim] // tp,) + shape[dim + 1 :]
+    shift = tuple(part * local[dim] if d == dim else 0 for d in range(len(shape)))
+    n = torch.Size(local).numel()
+    boxes = shard.boxes(local, n * slice_ // zero, n * (slice_ + 1) // zero)
+    return [(geometry.plus(offset, shift), size) for offset, size in boxes]
+
+
+def any_cutting(root: Path) -> None:
+    everybody = team()
+    some_of_us = {n: dist.new_group(list(range(n))) for n in (2, 3)}
+    teams = [ALONE, *(Team(everybody.rank, n, group) for n, group in some_of_us.items()), everybody]
+    for trial in range(16):
+        how = ("one rank", "random boxes", "slices", "columns and slices")[trial % 4]
+        common, own = random.Random(trial), random.Random(100 * trial + everybody.rank)
+        manifests.CHUNK, native.PART = common.choice([64, 200, 4096]), common.choice([16, 64, 1000])
+        fulls, saved = {}, {}
+        for i in range(5):
+            shape = tuple(common.randrange(1, 9) for _ in range(common.randrange(1, 4) if i else 0))
+            if how.startswith("columns"):
+                shape = shape[:-1] + tuple(2 * n for n in shape[-1:])
+            full = fulls[f"t{i}"] = some(shape, common.choice(DTYPES), 100 * trial + i)
+            if how == "one rank":
+                boxes: list[Box] = whole(full).boxes * everybody.leads  # type: ignore[operator]
+            elif how == "random boxes" or not shape:
+                boxes = [box for box in cut(shape, common) if common.randrange(4) == everybody.rank]
+            elif how == "slices":
+                boxes = sharded(shape, 0, 1, 4, everybody.rank)
+            else:
+                boxes = sharded(shape, len(shape) - 1, 2, 2, everybody.rank)
+            if boxes or own.random() < 0.5:  # who holds nothing of it may name it or not
+                saved[f"t{i}"] = entry(full, boxes)
+        native.save(root, trial, saved, {"iteration": trial}, team=everybody)
+        for number, holds in enumerate(everybody.gather(any(e.boxes for e in saved.values()))):
+            assert (steps.step_folder(root, trial) / f"rank_{number:05d}.safetensors").exists() == holds
+        for t in teams:
+            if everybody.rank < t.size:
+                want = {}
+                for name, full in fulls.items():
+                    boxes = [box for box in cut(tuple(full.shape), own) if own.random() < 0.7]
+                    if boxes or t.leads or own.random() < 0.5:
+                        want[name] = entry(full, boxes)
+                filled = blank(want)
+                verify = common.choice(["read", "full"])
+                assert loading.load(root, filled, means=Means(verify), team=t) == (trial, {"iteration": trial})
+                assert same(want, filled)
+            everybody.wait()
+
+
+def test_any_cutting_to_any_other(tmp_path: Path) -> None:
+    """Saved by one rank or four, read by one, two, three and four; with small chunks, borders fall everywhere."""
+    run_ranks(any_cutting, 4, tmp_path)
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    shapes = {
+        "wte.weight": (48, 8),
+        "h.0.mlp.fc.weight": (2, 16, 8),
+        "h.1.mlp.fc.weight": (2, 16, 8),
+        "ln_f.bias": (8,),
+    }
+    return {name: some(shape, torch.float32, seed + i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def mine(t: Team, seed: int = 0) -> dict[str, Entry]:
+    """Two stages; the first and the last thing with one rank, a layer with the ranks of its stage."""
+    fulls = model(seed)
+    stage, place = divmod(t.rank, t.size // 2)
+    fc = f"h.{stage}.mlp.fc.weight"
+    out = {fc: entry(fulls[fc], sharded((2, 16, 8), 1, 1, t.size // 2, place))}
+    if stage == 0:
+        out["wte.weight"] = entry(fulls["wte.weight"], sharded((48, 8), 1, t.size // 2, 1, place))
+    else:
+        out["ln_f.bias"] = entry(fulls["ln_f.bias"], [((0,), (8,))] if place == 0 else [])
+    return out
+
+
+def save(root: Path, step: int, named: native.Named) -> None:
+    native.save(root, step, named, {"iteration": step}, {"of": team().size}, team=team())
+
+
+def whole_ones(seed: int = 0) -> dict[str, Entry]:
+    return {name: whole(full) for name, full in model(seed).items()}
+
+
+def a_step_again(root: Path) -> None:
+    t = team()
+    save(root, 5, mine(t))
+    written = steps.step_folder(root, 5).stat().st_ino
+    assert "never overwritten" in error_of(lambda: save(root, 5, mine(t, 1)), LOCKED)
+    assert "never overwritten" in error_of(lambda: save(root, 5, whole_ones() if t.leads else {}), LOCKED)
+    assert steps.step_folder(root, 5).stat().st_ino == written
+    t.wait()
+    if t.leads:
+        flip(steps.step_folder(root, 5) / "rank_00002.safetensors", 8 * 600)
+    t.wait()
+    with heard() as (said, _):
+        save(root, 5, mine(t))
+    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[:1] * t.leads
+    assert (root / "iter_0000005.damaged").is_dir()
+    manifests.verify(steps.step_folder(root, 5), full=True)
+
+
+def test_a_whole_step_is_refused_and_a_damaged_one_written_anew(tmp_path: Path) -> None:
+    run_ranks(a_step_again, 4, tmp_path)
+
+
+def disk_full(root: Path) -> None:
+    t = team()
+    save(root, 1, mine(t))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if t.rank == 2:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    message = error_of(lambda: save(root, 2, mine(t, 7)), IO)
+    needed = sum(t.gather(sum(e.tensor.numel() * 4 for e in mine(t).values())))
+    assert "iter_0000002.tmp/rank_00002.safetensors while saving iteration 2" in message
+    assert "iter_0000001, is intact" in message
+    assert needed < int(message.split("needs ")[1].split(" bytes")[0].replace(",", "")) < needed + 8000
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    t.wait()
+    assert steps.listing(root) == ["iter_0000001", steps.TRACKER]
+    assert native.bytes_of(mine(t), t) == needed
+    message = error_of(lambda: store.check_writable(root, 1 << 60, t), IO)
+    assert f"{2 << 60:,}" in message
+    t.wait()
+    assert not list(root.glob(".write*"))
+    save(root, 2, mine(t, 7))
+
+
+def test_one_ranks_full_disk_fails_the_save_of_all(tmp_path: Path) -> None:
+    run_ranks(disk_full, 4, tmp_path)
+
+
+def defects(root: Path) -> None:
+    t = team()
+
+    def refused(named: native.Named, *words: str) -> None:
+        with pytest.raises(ValueError) as caught:
+            save(root, 1, named)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    full = model()["wte.weight"]
+    refused({"x": entry(full, [((0, 0), (48, 8))])}, "384 elements", "768", "twice")
+    refused({"x": entry(full, [((0, 0), (48, 8))] if t.rank > 7 else [])}, "384 elements", "hold 0")
+    refused({"x": entry(full, [((24 * t.rank, 0), (24, 7))])}, "384 elements", "336")
+    refused({"x": entry(full[: 48 - t.rank], [])}, "[47, 8] F32 on rank 1", "48, 8")
+    refused({"x": entry(full.to([torch.float32, torch.float16][t.rank]), [])}, "F16 on rank 1", "F32")
+    bad = {"x": Entry((4,), [((0,), (3,))], torch.zeros(4))} if t.rank == 1 else {}
+    with pytest.raises(ValueError if t.rank == 1 else UserError) as caught:  # its own defect has its traceback
+        save(root, 1, bad)
+    if t.leads:
+        assert str(caught.value).startswith("rank 1: ValueError: x") and caught.value.status == UNEXPECTED  # type: ignore[union-attr,attr-defined]
+    t.wait()
+    assert steps.listing(root) == []
+
+
+def test_the_boxes_of_all_ranks_cover_every_tensor_once(tmp_path: Path) -> None:
+    run_ranks(defects, 2, tmp_path)
+
+
+def loads(root: Path) -> None:
+    t = team()
+    with heard() as (said, _):
+        assert loading.load(root / "none", mine(t), team=t) is None
+    assert said == []
+    for step in (1, 2, 3):
+        save(root, step, mine(t, 10 * step))
+    if t.leads:  # a part that rank 2 alone reads
+        flip(steps.step_folder(root, 3) / "rank_00002.safetensors", 8 * 600)
+    t.wait()
+    want, seen = blank(mine(t)), list[int]()
+
+    def accept(source: Source) -> Source:
+        assert source.config == {"of": 4}
+        seen.append(source.state["iteration"])
+        return source
+
+    with heard() as (said, _):
+        loaded = loading.load(root, want, accept=accept, team=t)
+    assert loaded == (2, {"iteration": 2}) and same(mine(t, 20), want) and seen == [3, 2]
+    assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.leads
+    message = error_of(lambda: loading.load(steps.step_folder(root, 3), want, team=t))
+    assert "rank_00002" in message
+    if t.leads:  # full verification is shared out, and finds what nobody reads
+        flip(steps.step_folder(root, 2) / native.CONFIG, 8)
+    t.wait()
+    assert loading.load(root, want, means=Means("full"), team=t) == (1, {"iteration": 1})
+    assert same(mine(t, 10), want)
+
+    def refuse(source: Source) -> Source:
+        if t.rank == 1:
+            raise UserError("not this one", 2)
+        return source
+
+    assert error_of(lambda: loading.load(root, want, accept=refuse, team=t), 2) == "not this one"
+    if t.rank == 1:
+        want["x"] = whole(torch.zeros(3))
+    if t.rank > 1:
+        del want["ln_f.bias"]
+    message = error_of(lambda: loading.load(root, want, team=t))
+    assert "x: the model has (3,), the checkpoint has none" in message
+    assert "ln_f.bias: the model has none, the checkpoint has (8,)" in message and message.count("\n") == 2
+    half = {n: Entry(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()}
+    with heard() as (said, _):
+        loading.load(steps.step_folder(root, 1), half, team=t)
+    assert (" 4 tensors converted from F32 to BF16" in said) == t.leads
+    if t.leads:
+        for step in (1, 2, 3):
+            (steps.step_folder(root, step) / native.STATE).unlink()
+    t.wait()
+    message = error_of(lambda: loading.load(root, half, team=t))
+    assert all(f"iter_000000{step}" in message for step in (1, 2, 3))
+
+
+def test_all_ranks_load_the_same_step(tmp_path: Path) -> None:
+    run_ranks(loads, 4, tmp_path)
+
+
+def not_shared(root: Path) -> None:
+    """Rank 1 has a folder of the same name that rank 0 does not see: here another one, as on another node."""
+    t = team()
+    store.SEEN_WITHIN = 0.1
+    here = root / f"node{t.rank}"
+    with pytest.raises(UserError, match="all nodes share"):
+        store.check_writable(here, 1, t)
+    with pytest.raises(UserError, match="all nodes share"):
+        save(here, 1, mine(t))
+    if t.rank:
+        (here / "iter_0000001.tmp").mkdir()
+    with pytest.raises(UserError, match=r"rank 0 on .* does not see .*rank_00001.*all nodes share"):
+        save(here, 1, mine(t))
+    t.wait()
+    assert not t.leads or not list(here.iterdir())  # rank 0 looks: it goes on to save there
+    native.save(root / "node0", 1, whole_ones(), {}) if t.leads else None
+    t.wait()
+    with pytest.raises(UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"):
+        loading.load(here, blank(mine(t)), team=t)
+    if t.rank:
+        native.save(here, 1, whole_ones(1), {})
+    t.wait()
+    with pytest.raises(UserError, match="rank 1 sees another"):
+        loading.load(here, blank(mine(t)), team=t)
+    if t.rank:
+        shutil.rmtree(here)
+        shutil.copytree(root / "node0", here)
+    t.wait()
+    assert loading.load(here, want := blank(mine(t)), team=t)  # copies are as good
+    assert same(mine(t), want)
+
+
+def test_a_folder_that_nodes_do_not_share_is_told(tmp_path: Path) -> None:
+    run_ranks(not_shared, 2, tmp_path)
+
+
+def killed(root: Path, who: int, point: str) -> None:
+    t = team()
+    save(root, 1, mine(t))
+
+    def reached(name: str) -> None:
+        if t.rank == who and name == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store.reached = reached
+    save(root, 2, mine(t, 7))
+
+
+POINTS = ("begin", "after_mkdir", "written_unsynced", "shard_done")
+OF_RANK_0 = ("manifest_unsynced", "before_rename", "after_rename", "before_tracker", "after_tracker")
+
+
+@pytest.mark.parametrize(("who", "point"), [*((0, p) for p in POINTS + OF_RANK_0), *((1, p) for p in POINTS)])
+def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str) -> None:
+    root, files = tmp_path / "run", str(tmp_path / "store")
+    args = (killed, 2, files, (root, who, point))
+    context = mp.start_processes(ranks._rank, args, 2, join=False, start_method="forkserver")
+    for process in context.processes:
+        process.join(30)
+    assert [p.exitcode for p in context.processes] == [-signal.SIGKILL if n == who else 1 for n in range(2)]
+    step, _ = steps.latest(root)
+    assert step == (2 if point in OF_RANK_0[2:] else 1)
+    manifests.verify(steps.step_folder(root, step), full=True)
+    if step == 2:  # as a run does that goes on behind it
+        native.save(root, 3, whole_ones(7), {"iteration": 3})
+    else:
+        native.save(root, 2, whole_ones(7), {"iteration": 2})
+    assert steps.latest(root)[0] in (2, 3) and not list(root.glob("*.tmp"))
+    loading.load(root, want := blank(whole_ones()))
+    assert same(whole_ones(7), want)
+
+
+def write(root: Path) -> None:
+    save(root, 1, mine(team()))
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(write, 4, tmp_path)
+    assert inspect.main([str(tmp_path), "--boxes", "--full"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "written by 4 ranks",
+        "1,024 bytes in 2 boxes, 2 files",
+        "32 bytes in 1 boxes, 1 files",
+        "rank_00001.safetensors [0:48,4:8]",
+        "rank_00003.safetensors [1:2,0:16,0:8]",
+    ):
+        assert part in shown, (part, shown)
+    (steps.step_folder(tmp_path, 1) / "rank_00003.safetensors").unlink()
+    with pytest.raises(UserError, match="rank_00003"):
+        inspect.main([str(tmp_path)])
+    assert json.loads((steps.step_folder(tmp_path, 1) / native.INDEX).read_text())
+
+
+def other_files(folder: Path) -> None:
+    """Each rank has its own disk: vocabularies and data of one name that are not alike."""
+    t = team()
+    os.chdir(folder / f"node{t.rank}")
+    given = Tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
+    config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]))
+    with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+ on rank 1"):
+        preflight.same_vocabulary(config, None, t)
+    with pytest.raises(UserError, match=r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1") as caught:
+        preflight.same_on_all(t, config)
+    assert "data_fingerprint" not in str(caught.value)
+    shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
+    assert "none.json does not exist" in error_of(lambda: preflight.same_vocabulary(shared, None, t))
+
+
+def test_files_that_differ_between_nodes_are_told(tmp_path: Path) -> None:
+    for rank, eod in enumerate(["</s>", "<eos>"]):
+        (tmp_path / f"node{rank}").mkdir()
+        model = {"type": "WordLevel", "vocab": {"x": 0, eod: 1}, "unk_token": "x"}
+        (tmp_path / f"node{rank}" / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        for end in (".idx", ".bin"):
+            (tmp_path / f"node{rank}" / f"a{end}").write_bytes(b"x" * (rank + 1))
+    run_ranks(other_files, 2, tmp_path)
+
+
+def refused_alike(folder: Path) -> None:
+    """What every rank finds out for itself is told by one: it is raised as everybody's."""
+    t = team()
+    config = TrainConfig(checkpoint=Checkpoint(load=str(folder), exit_on_missing_checkpoint=True))
+    net = SimpleNamespace(store=SimpleNamespace(named_state=lambda optimizer: {}))
+    state = SimpleNamespace(config=config, net=net, team=t, accept=None)
+    assert "no checkpoint there" in error_of(lambda: State.load(state))  # type: ignore[arg-type]
+    bare = Data(eod_mask_loss=True)
+    assert "need a tokenizer" in error_of(lambda: datasets.marks(bare, None), USAGE)
+    trainer = SimpleNamespace(config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress())
+    own = {"train": [1] if t.rank else {}}
+    assert "has no locate" in error_of(lambda: Trainer.open_data(trainer, None, own))  # type: ignore[arg-type]
+
+
+def test_what_every_rank_finds_out_is_told_once(tmp_path: Path) -> None:
+    run_ranks(refused_alike, 2, tmp_path)

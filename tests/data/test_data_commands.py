@@ -1,0 +1,796 @@
+"""`meshwright data ...`: every verb on files made here, whole and damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import tokens_of
+from meshwright.__main__ import main
+from meshwright.data.format.indexed import HEADER, MAGIC, Indexed
+from meshwright.data.format.writer import Writer
+from meshwright.data.tools import fetch, merge, verify
+from meshwright.data.tools import forecast as ahead
+from meshwright.data.tools.statistics import Lengths, document_lengths, summary, token_counts
+from meshwright.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+EOD = 256
+TRAIN = ["--seq-length", "16", "--train-samples", "400", "--micro-batch-size", "2", "--global-batch-size", "8"]
+TRAIN += ["--eval-iters", "2", "--eval-interval", "20"]
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: Any = np.uint16) -> str:
+    with Writer(prefix, dtype) as writer:
+        for sequences in documents:
+            for ids in sequences:
+                writer.add(ids)
+            writer.end_document()
+    return str(prefix)
+
+
+def some(count: int, seed: int = 0, eod: int | None = EOD, most: int = 3) -> list[list[list[int]]]:
+    """Documents of 0 to `most` sequences of letters, each document ended."""
+    rng = np.random.RandomState(seed)
+    out = []
+    for _ in range(count):
+        sequences = [rng.randint(97, 123, rng.randint(1, 40)).tolist() for _ in range(rng.randint(0, most + 1))]
+        if sequences and eod is not None:
+            sequences[-1].append(eod)
+        out.append(sequences)
+    return out
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["data", *argv])
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_verbs_are_listed_and_near_ones_named() -> None:
+    status, out, _ = run()
+    assert status == 2 and all(
+        verb in out for verb in ("verify", "inspect", "index", "plan", "merge", "merge-json", "fetch")
+    )
+    assert "did you mean inspect" in run("inspct")[2]
+    for verb in ("verify", "inspect", "index", "plan", "merge", "merge-json", "fetch"):
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+            main(["data", verb, "--help"])
+        assert f"meshwright data {verb}" in out.getvalue()
+
+
+# verify
+
+
+def test_whole_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write(Path(name), some(50, ord(name)))
+    sums = str(tmp_path / "sums")
+    status, out, _ = run("verify", "a", "b", "--checksums", sums, "--tokenizer-type", "ByteTokenizer")
+    lines = out.splitlines()
+    assert status == 0 and len(lines) == 3 and all(": whole: 50 documents" in line for line in lines[:2])
+    assert "all of the documents end with 256" in lines[0]
+    expected = {
+        f"{hashlib.sha256(Path(n).read_bytes()).hexdigest()}  {n}" for n in ("a.idx", "a.bin", "b.idx", "b.bin")
+    }
+    assert set(Path(sums).read_text().splitlines()) == expected
+    assert run("verify", "a", "b", "--checksums", sums)[0] == 0  # compared now
+    kept = Path("b.bin").read_bytes()
+    Path("b.bin").write_bytes(kept[:-4] + bytes([kept[-4] ^ 1]) + kept[-3:])  # still an id of the vocabulary
+    status, out, err = run("verify", "a", "b", "--checksums", sums)
+    assert status == 65 and "b.bin has the SHA-256" in out and "a: whole" in out and "1 problem, listed above" in err
+
+
+def test_several_problems_are_told_together(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[[1, 2, 3, EOD]], [[4, EOD]], [[5, 6, EOD]]])
+    n = 3
+    raw = bytearray(Path(f"{prefix}.idx").read_bytes())
+    struct.pack_into("<q", raw, HEADER.size + 4 * n + 8, 2)  # the pointer of sequence 1
+    struct.pack_into("<q", raw, HEADER.size + 12 * n + 8, 3)  # border 1, so that border 2 goes back
+    Path(f"{prefix}.idx").write_bytes(raw)
+    ids = np.fromfile(f"{prefix}.bin", np.uint16)
+    ids[[1, 4]] = 300
+    ids.tofile(f"{prefix}.bin")
+    found = verify.check(prefix, 257, EOD, False, lambda count: None)
+    told = "\n".join(found.problems)
+    assert len(found.problems) == 3, told
+    assert "sequence 1 has a pointer that is not the sum" in told
+    assert "document border 2 lies before" in told
+    assert "2 ids are not in 0 ... 256, the tokenizer's; the first is 300 at token 1" in told
+
+
+def test_every_cut_and_swap_is_refused(tmp_path: Path) -> None:
+    """Truncated at each sixteenth, a count or a code that is wrong, one byte too few, another's files."""
+    prefix = write(tmp_path / "a", some(40))
+    other = write(tmp_path / "b", some(41, 7))
+    idx, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    assert not verify.check(prefix, 257, EOD, True, lambda count: None).problems
+    damage = [(idx[: len(idx) * k // 16], tokens) for k in range(16)]
+    damage += [
+        (HEADER.pack(MAGIC, 1, code, n, m) + idx[HEADER.size :], tokens)
+        for code, n, m in ((99, 40, 41), (8, 10**15, 41), (8, 40, 10**12))
+    ]
+    damage += [
+        (idx, tokens[:-1]),
+        (idx, tokens[:-2]),
+        (idx, tokens + b"\0\0"),
+        (Path(f"{other}.idx").read_bytes(), tokens),
+    ]
+    for n, (one, two) in enumerate(damage):
+        Path(f"{prefix}.idx").write_bytes(one)
+        Path(f"{prefix}.bin").write_bytes(two)
+        assert verify.check(prefix, 257, EOD, True, lambda count: None).problems, n
+    os.remove(f"{prefix}.bin")
+    assert run("verify", prefix)[0] == 65
+
+
+def test_uncounted_ends_of_documents_are_recognised(tmp_path: Path) -> None:
+    """What Megatron-LM wrote in the summer of 2023: the end of document is in .bin and in no length."""
+    documents = [s for s in some(60) if s]
+    prefix = write(tmp_path / "a", documents)
+    with Writer(tmp_path / "b", np.uint16) as writer:
+        for sequences in documents:
+            for k, ids in enumerate(sequences):
+                writer.add(ids[:-1] if k == len(sequences) - 1 else ids)
+            writer.end_document()
+    Path(tmp_path / "b.bin").write_bytes(Path(f"{prefix}.bin").read_bytes())
+    for extra in ([], ["--tokenizer-type", "ByteTokenizer"]):
+        status, out, _ = run("verify", str(tmp_path / "b"), *extra)
+        assert status == 65 and f"the {len(documents)} end-of-document ids (256) are in .bin, but in no length" in out
+    ids = np.fromfile(tmp_path / "b.bin", np.uint16)
+    ids[-1] = 5  # so many ids too many, but not all are ends
+    ids.tofile(tmp_path / "b.bin")
+    assert "cut short or belongs to other data" in run("verify", str(tmp_path / "b"))[1]
+
+
+def test_share_of_documents_that_end(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", some(30, 1) + some(10, 2, eod=None))
+    ended = sum(1 for s in some(30, 1) if s)
+    there = ended + sum(1 for s in some(10, 2, eod=None) if s)
+    status, out, err = run("verify", a, "--tokenizer-type", "ByteTokenizer")
+    assert status == 0 and f"{ended / there:.2%} of the documents end with 256" in out
+    assert f"{there - ended} of {there} documents do not end with 256" in err
+    b = write(tmp_path / "b", some(30, 3, eod=None))
+    assert "none of the documents end with 256" in run("verify", b, "--tokenizer-type", "ByteTokenizer")[1]
+
+
+def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Borders of blocks are everywhere when a block has three elements."""
+    documents = [[], *some(60, 5), [], []]
+    prefix = write(tmp_path / "a", documents)
+    whole = verify.check(prefix, 257, EOD, True, lambda count: None)
+    lengths = Counter(sum(map(len, d)) for d in documents)
+    monkeypatch.setattr("meshwright.files.BLOCK", 6)  # bytes, three tokens
+    monkeypatch.setattr("meshwright.data.format.blocks.BLOCK", 3)
+    monkeypatch.setattr("meshwright.data.tools.statistics.SHORT", 20)
+    assert verify.check(prefix, 257, EOD, True, lambda count: None) == whole and not whole.problems
+    counted = document_lengths(Indexed(prefix))
+    assert dict(zip(counted.values.tolist(), counted.counts.tolist(), strict=True)) == dict(lengths)
+    assert token_counts(Indexed(prefix)).sum() == len(Indexed(prefix).tokens)
+
+
+def test_damaged_index_caches_are_told(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", some(40))
+    run("index", "--data-path", a, *TRAIN)
+    status, out, _ = run("verify", a)
+    assert status == 0 and re.search(r"index-cache: whole: \d+ entries", out)
+    path = next((tmp_path / "index-cache").glob("*_doc_idx.npy"))
+    path.write_bytes(path.read_bytes()[:-1])
+    status, out, _ = run("verify", a)
+    assert status == 65 and f"the checksum of {path.name} differs" in out
+
+
+# inspect
+
+
+def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
+    documents = some(100, 4)
+    prefix = write(tmp_path / "a", documents)
+    lengths = sorted(sum(map(len, d)) for d in documents)
+    tokens = Counter(i for d in documents for s in d for i in s)
+    status, out, _ = run("inspect", prefix, "--json", "--top", "5", "--tokenizer-type", "ByteTokenizer")
+    facts = json.loads(out)
+    assert status == 0 and (facts["documents"], facts["tokens"]) == (100, sum(lengths))
+    assert facts["sequences"] == sum(map(len, documents)) and facts["mean_length"] == pytest.approx(np.mean(lengths))
+    assert [facts["quantiles"][q] for q in ("0", "0.5", "0.95", "1")] == [lengths[k] for k in (0, 49, 94, 99)]
+    assert {(o["id"], o["count"]) for o in facts["most_frequent"]} == set(tokens.most_common(5))
+    assert all(o["text"] == (chr(o["id"]) if o["id"] < 256 else "") for o in facts["most_frequent"])
+    assert sum(count for *_, count in facts["histogram"]) == 100
+    assert all(count == sum(a <= n <= b for n in lengths) for a, b, count in facts["histogram"])
+    _, out, _ = run("inspect", prefix, "--top", "2")
+    assert "100 documents" in out and out.count("#") > 30 and "most frequent of" in out
+    assert "most_frequent" not in summary(Indexed(prefix), 0, None)
+
+
+def test_quantiles_are_lengths_that_occur() -> None:
+    lengths = Lengths(np.array([3, 7, 90]), np.array([1, 2, 1]))
+    assert [lengths.quantile(q) for q in (0, 0.25, 0.26, 0.75, 0.76, 1)] == [3, 3, 7, 7, 90, 90]
+    assert lengths.doubling() == [(2, 3, 1), (4, 7, 2), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)]
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    prefix = write(tmp_path / "name-of-it", some(20))
+    for argv, told in (
+        (["verify", prefix], "name-of-it"),
+        (["merge", prefix, "--output-prefix", f"{prefix}2"], "merging"),
+    ):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(Terminal()) as err:
+            assert main(["data", *argv]) == 0
+        assert told in err.getvalue() and "kB" in err.getvalue()
+
+
+def test_what_only_prints_may_lose_its_reader(tmp_path: Path) -> None:
+    """`inspect | head` is done; a `verify` whose word nobody heard is not."""
+    prefix = write(tmp_path / "a", some(20))
+    for verb, status in (("inspect", 0), ("verify", 74)):
+        end, pipe = os.pipe()
+        os.close(end)
+        done = subprocess.run([sys.executable, "-m", "meshwright", "data", verb, prefix], stdout=pipe)
+        os.close(pipe)
+        assert done.returncode == status, verb
+
+
+def test_picture(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", some(20))
+    picture = tmp_path / "new" / "a.png"
+    assert run("inspect", prefix, "--picture", str(picture))[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "--picture" in run("inspect", prefix, "--picture", "a.doc")[2]
+
+
+def test_one_document(tmp_path: Path) -> None:
+    documents = some(20, 9)
+    prefix = write(tmp_path / "a", documents)
+    number = max(range(20), key=lambda n: len(documents[n]))
+    ids = [i for s in documents[number] for i in s]
+    _, out, _ = run("inspect", prefix, "--document", str(number), "--tokenizer-type", "ByteTokenizer")
+    assert out == bytes(i for i in ids if i < 256).decode() + "\n"
+    facts = json.loads(run("inspect", prefix, "--document", str(number))[1])
+    assert facts["ids"] == ids and facts["sequences"] == len(documents[number])
+    status, _, err = run("inspect", prefix, "--document", "20")
+    assert status == 65 and "has 20 documents, 0 to 19" in err
+
+
+def test_one_training_sample(tmp_path: Path) -> None:
+    """Its ids are the training's, and each stretch is where it is said to come from."""
+    from meshwright.data.datasets import build_datasets
+    from meshwright.settings import flags
+    from meshwright.settings.schema import InspectConfig
+
+    a, b = write(tmp_path / "a", some(60, 1)), write(tmp_path / "b", some(60, 2))
+    argv = ["--data-path", "3", a, "1", b, *TRAIN]
+    config = flags.parse(InspectConfig, [*argv, "--sample", "7"], "test").config
+    with contextlib.redirect_stdout(io.StringIO()):
+        expected = build_datasets(config, 257)
+    for name in ("train", "valid"):
+        status, out, _ = run("inspect", *argv, "--sample", "7", "--sample-set", name, "--json")
+        facts = json.loads(out)
+        dataset = expected[name]
+        assert status == 0 and dataset is not None and facts["ids"] == dataset[7].tolist()
+        for piece in facts["pieces"]:
+            token, number, prefix = re.fullmatch(r"token (\d+) of document (\d+) in (.*)", piece["from"]).groups()  # type: ignore[union-attr]
+            held = tokens_of(Indexed(prefix), int(number))[int(token) : int(token) + piece["tokens"]].tolist()
+            assert held == facts["ids"][piece["position"] : piece["position"] + piece["tokens"]]
+        assert sum(piece["tokens"] for piece in facts["pieces"]) == 17
+    _, out, _ = run("inspect", a, "--sample", "3", *TRAIN, "--tokenizer-type", "ByteTokenizer")
+    assert out.startswith("sample 3 of train: 17 tokens") and "--- " in out
+    assert "both name the data" in run("inspect", a, "--sample", "3", *argv)[2]
+    assert "there is no such set; there are train" in run("inspect", *argv, "--sample", "7", "--sample-set", "other")[2]
+
+
+@pytest.mark.parametrize("how", ["one pair", "blend", "cyclic", "chain", "random"])
+def test_stretches_are_where_they_are_said_to_be(tmp_path: Path, how: str) -> None:
+    """Of every kind of data set: the tokens of each stretch stand in the file, one after the other, at its place."""
+    from meshwright.data.blend import Blend
+    from meshwright.data.changing import Chain, From
+    from meshwright.data.loader import Cyclic, Mock, Samples
+
+    prefixes = [write(tmp_path / name, [[], *some(30, n), []]) for n, name in enumerate("ab")]
+    a, b = (Samples(Indexed(prefix), range(len(Indexed(prefix))), 60, 64, 5) for prefix in prefixes)
+    kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, From(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
+    dataset = {**kinds, "chain": Chain([a, From(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
+    for k in range(50):
+        ids, found = dataset[k].tolist(), ahead.stretches(dataset, k)
+        assert [first for first, *_ in found] == [0, *(stop for _, stop, _ in found[:-1])] and found[-1][1] == len(ids)
+        for first, stop, told in found if how != "random" else ():
+            assert told == dataset.locate(k, first)
+            token, sequence, prefix = re.fullmatch(r"token (\d+) of document (\d+) in (.*)", told).groups()  # type: ignore[union-attr]
+            start = int(Indexed(prefix).pointers[int(sequence)]) // 2 + int(token)
+            assert Indexed(prefix).sequence_at(start) == Indexed(prefix).sequence_at(start + stop - first - 1)
+            assert Indexed(prefix).tokens[start : start + stop - first].tolist() == ids[first:stop]
+
+
+def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", some(20))
+    for given in (["--top", "20"], ["--picture", "a.png"]):
+        for one in (["--document", "3"], ["--sample", "3", *TRAIN]):
+            status, out, err = run("inspect", prefix, *one, *given)
+            assert status == 2 and not out and f"{one[0]} shows nothing else, but {given[0]} is of all" in err
+    status, _, err = run("inspect", prefix, "--sample-set", "train")
+    assert status == 2 and "--sample-set train without --sample" in err
+
+
+def test_a_files_name_stands_for_its_prefix(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", some(20, 1))
+    odd = write(tmp_path / "odd.bin", some(5, 2))  # a prefix that ends so
+    for end in ("", ".bin", ".idx"):
+        assert run("verify", a + end)[1].startswith(f"{a}: whole: 20 documents")
+        assert json.loads(run("inspect", a + end, "--json")[1])["prefix"] == a
+    assert len(run("verify", f"{a}.bin", f"{a}.idx", odd)[1].splitlines()) == 2
+    status, told, _ = run("merge", f"{a}.bin", f"{a}.idx", odd, odd, "--output-prefix", str(tmp_path / "x"))
+    assert status == 0 and "merged 3 datasets" in told and "30 documents" in told
+    for argv in (["inspect", f"{a}2"], ["merge", a, f"{a}2", "--output-prefix", str(tmp_path / "y")]):
+        status, _, err = run(*argv)
+        assert status == 65 and f"{a}2.idx does not exist: {a}2 is to be the prefix" in err and "--data-path" not in err
+    assert f"{a}2.idx does not exist" in run("verify", f"{a}2.bin")[1]
+
+
+# index and plan
+
+
+def test_indices_built_ahead_are_the_trainings(tmp_path: Path) -> None:
+    """With the whole command line of a training; this one finds everything, and a second run has nothing to build."""
+    a, b = write(tmp_path / "a", some(60, 1)), write(tmp_path / "b", some(60, 2))
+    argv = [
+        "--data-path",
+        "3",
+        a,
+        "1",
+        b,
+        *TRAIN,
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "8",
+        "--num-attention-heads",
+        "1",
+        "--lr",
+        "1e-3",
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--device",
+        "cpu",
+        "--no-tensorboard",
+    ]
+    argv[argv.index("400")] = "16"
+    status, out, _ = run("index", *argv, "--bf16", "--save", "nowhere", "--clip-grad", "1")
+    assert status == 0 and re.search(r"built \d+ indices", out) and "building the indices on rank 0" in out
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "index-cache").iterdir()}
+    assert "nothing to build" in run("index", *argv)[1]
+    with contextlib.redirect_stdout(io.StringIO()) as log, contextlib.redirect_stderr(io.StringIO()):
+        assert main(["train", *argv]) == 0
+    assert "iteration        2/" in log.getvalue() and "building the indices on rank 0" not in log.getvalue()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "index-cache").iterdir()} == before
+    assert not Path("nowhere").exists()
+
+
+def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", some(60))
+    status, _, err = run("index", "--data-path", a)
+    assert status == 2 and all(f"--{name}" in err for name in ("seq-length", "train-iters", "global-batch-size"))
+    large = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "2"]
+    status, _, err = run("index", "--data-path", a, "--seq-length", "16", "--train-iters", "4", *large)
+    assert status == 2 and "a model on 32 ranks" in err
+    assert (
+        run("index", "--data-path", a, "--seq-length", "16", "--train-iters", "4", *large, "--global-batch-size", "8")[
+            0
+        ]
+        == 0
+    )
+    if os.geteuid():
+        (tmp_path / "no").mkdir(mode=0o500)
+        assert run("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "no" / "x"))[0] == 74
+    (tmp_path / "file").write_text("")
+    status, _, err = run("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "file"))
+    assert status == 74 and "takes no files" in err and "--data-cache-path" in err
+
+
+def test_indices_that_stayed_in_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kept them out of the cache, and whether or not older ones lie there."""
+    from meshwright.data.index_cache import Room
+
+    a = write(tmp_path / "a", some(60))
+    assert run("index", "--data-path", a, *TRAIN)[0] == 0
+    assert "nothing to build: all 6 index arrays" in run("index", "--data-path", a, *TRAIN)[1]
+    monkeypatch.setattr("meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Room()))
+    status, out, err = run("index", "--data-path", a, *TRAIN)
+    assert status == 74 and "6 of 6 index arrays are in memory alone" in err and "nothing to build" not in out
+
+
+def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
+    from meshwright.data.blend import Blend
+    from meshwright.data.datasets import build_datasets
+    from meshwright.settings import flags
+    from meshwright.settings.schema import PlanConfig
+
+    prefixes = [write(tmp_path / name, some(60, n)) for n, name in enumerate("abc")]
+    argv = ["--data-path", "5", prefixes[0], "0.3", prefixes[1], "2", prefixes[2], *TRAIN, "--split", "80,20,0"]
+    status, out, _ = run("plan", *argv, "--json")
+    facts = json.loads(out)
+    sets = {one["set"]: one for one in facts["sets"]}
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        data = build_datasets(flags.parse(PlanConfig, argv, "test").config, 257)
+    for name in ("train", "valid"):
+        blend, sources = data[name], sets[name]["sources"]
+        assert status == 0 and isinstance(blend, Blend) and sets[name]["counted"] == "in the real order"
+        assert [s["samples"] for s in sources] == np.bincount(blend.dataset_idx, minlength=3).tolist()
+        for source, part in zip(sources, blend.parts, strict=True):
+            mine = part.indexed.sizes[source["first_document"] :][: source["documents"]]  # type: ignore[attr-defined]
+            assert source["tokens"] == mine.sum() and source["epochs"] == pytest.approx(
+                source["samples"] * 16 / mine.sum()
+            )
+    assert sum(s["samples"] for s in sets["train"]["sources"]) == 400
+    assert any("test has no document" in line for line in facts["warnings"])
+    _, out, err = run("plan", *[w if w != "400" else "40000" for w in argv])
+    assert "train: 40,000 samples, 640,000 tokens" in out and "times over in training" in err
+
+
+def test_plan_of_more_samples_than_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = [write(tmp_path / name, some(60, n)) for n, name in enumerate("ab")]
+    argv = ["--data-path", "5", prefixes[0], "1", prefixes[1], *TRAIN, "--json"]
+    exact = json.loads(run("plan", *argv)[1])["sets"][0]["sources"]
+    monkeypatch.setattr(ahead, "EXACT", 10)
+    told = json.loads(run("plan", *argv)[1])["sets"][0]
+    assert told["counted"].startswith("from the shares")
+    assert all(abs(a["samples"] - b["samples"]) <= 1 for a, b in zip(exact, told["sources"], strict=True))
+
+
+# merge
+
+
+def megatrons_merge(prefixes: list[str]) -> tuple[bytes, list[int], list[int]]:
+    """Tokens, lengths and borders as its builder joins them."""
+    tokens, sizes, borders = b"", list[int](), [0]
+    for prefix in prefixes:
+        one = Indexed(prefix)
+        borders += [len(sizes) + int(b) for b in one.doc_idx[1:]]
+        sizes += one.sizes.tolist()
+        tokens += Path(f"{prefix}.bin").read_bytes()
+    return tokens, sizes, borders
+
+
+@pytest.mark.parametrize("how", ["serial", "distributed"])
+def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
+    sets = [some(30, 1), [], some(1, 2), [[], []], some(200, 3), some(30, 4, most=1)]
+    prefixes = [write(tmp_path / f"in{n}", documents) for n, documents in enumerate(sets)]
+    out = str(tmp_path / "new" / "out")
+    status, told, _ = run("merge", *prefixes, "--output-prefix", out, "--merge", how)
+    tokens, sizes, borders = megatrons_merge(prefixes)
+    made = Indexed(out)
+    assert status == 0 and "merged 6 datasets" in told
+    assert Path(f"{out}.bin").read_bytes() == tokens
+    assert (made.sizes.tolist(), made.doc_idx.tolist()) == (sizes, borders)
+    direct = write(tmp_path / "direct", [d for documents in sets for d in documents])
+    assert Path(f"{direct}.idx").read_bytes() == Path(f"{out}.idx").read_bytes()
+    assert sorted(os.listdir(tmp_path / "new")) == ["out.bin", "out.idx"]
+
+
+def test_merge_of_a_folder_and_its_script(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    prefixes = [write(tmp_path / "in" / name, some(10, n)) for n, name in enumerate(["b", "a", "c"])]
+    out = tmp_path / "in" / "merged"
+    for _ in range(2):  # its own output is not read the second time
+        status, _, _ = run("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(out))
+        assert status == 0 and Path(f"{out}.bin").read_bytes() == megatrons_merge(sorted(prefixes))[0]
+    Path(tmp_path / "in" / "d.idx").write_bytes(b"")
+    status, _, err = run("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"))
+    assert status == 65 and "d is a .idx without a .bin" in err and not (tmp_path / "x.idx").exists()
+
+
+def test_merge_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = write(tmp_path / "a", some(5)), write(tmp_path / "b", some(5), np.int32)
+    status, _, err = run("merge", a, b, "--output-prefix", str(tmp_path / "x"))
+    assert status == 65 and f"{a} has uint16 tokens and {b} int32" in err
+    status, _, err = run("merge", a, "--output-prefix", a)
+    assert status == 2 and "one of the files that are read" in err and Indexed(a)
+    Path(f"{b}.bin").write_bytes(b"")
+    assert run("merge", b, "--output-prefix", str(tmp_path / "x"))[0] == 65
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 10})())
+    status, _, err = run("merge", a, "--output-prefix", str(tmp_path / "x"))
+    assert status == 74 and "10 bytes free" in err
+    assert not list(tmp_path.glob("x*"))
+    assert "give either" in run("merge", "--output-prefix", "x")[2]
+
+
+def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(3)]
+
+    def refused(*_: Any) -> int:
+        raise OSError(18, "Invalid cross-device link")
+
+    for copy in (refused, lambda *_: 0):
+        monkeypatch.setattr(os, "copy_file_range", copy, raising=False)
+        made = merge.merge(prefixes, str(tmp_path / "out"), False)
+        assert Path(f"{made.prefix}.bin").read_bytes() == megatrons_merge(prefixes)[0]
+
+
+def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --merge distributed the copies wait for one another; serially they would wait for ever."""
+    prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(3)]
+    meet, copy = threading.Barrier(3), merge.copy
+
+    def together(*given: Any) -> None:
+        meet.wait(0.5)
+        copy(*given)
+
+    monkeypatch.setattr(merge, "copy", together)
+    assert run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed")[0] == 0
+    assert Path(tmp_path / "out.bin").read_bytes() == megatrons_merge(prefixes)[0]
+    with pytest.raises(threading.BrokenBarrierError):
+        run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "serial")
+
+
+def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(2)]
+    monkeypatch.setattr(
+        merge, "copy", lambda prefix, target, place, size, advance: os.pwrite(target, bytes(size), place)
+    )
+    with pytest.raises(UserError, match="differs from .*in0.bin at token 0"):
+        merge.merge(prefixes, str(tmp_path / "out"), False)
+
+
+def test_one_of_several_processes_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = write(tmp_path / "a", some(5))
+    for rank in ("1", "0"):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        status, out, _ = run("merge", "--datasets", a, "--output-prefix", str(tmp_path / "x"), "--merge", "distributed")
+        assert status == 0 and (tmp_path / "x.idx").exists() == bool(out) == (rank == "0")
+
+
+# merge-json
+
+
+def test_loose_files_become_one(tmp_path: Path) -> None:
+    place = tmp_path / "in"
+    place.mkdir()
+    (place / "b.json").write_bytes(
+        b'{"text": "two"}\n\n{"text": bad}\r\n{"text": "three", "n": NaN}'
+    )  # no final newline
+    (place / "a.json").write_bytes(b'\xef\xbb\xbf{"text": "one \xc3\xa4"}\r\n[1]\n{"text": "\xff"}\n')
+    (place / "c.txt").write_text("first line\n\nsecond \u00e4\n", encoding="utf-8")
+    (place / "d.txt").write_text("  \n")
+    (place / "e.md").write_text("not read")
+    out = tmp_path / "out" / "merged.json"
+    status, told, _ = run("merge-json", "--data_path", str(place), "--output_file", str(out))
+    lines = out.read_bytes().splitlines()
+    assert status == 0 and lines[0] == b'{"text": "one \xc3\xa4"}'
+    assert [json.loads(line)["text"] for line in lines] == ["one ä", "two", "three", "first line\n\nsecond ä\n"]
+    assert "4 documents of 4 files; left out 3" in told
+    assert all(
+        kind in told
+        for kind in ("1 not a JSON object, first", "1 not UTF-8", f"1 not JSON, first {place / 'b.json'}:3")
+    )
+    assert run("merge-json", "--json-path", str(place), "--output-file", str(out), "--each-line")[0] == 0
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()[3:]] == ["first line\n", "second ä\n"]
+    (tmp_path / "empty").mkdir()
+    assert run("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
+
+
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes("\ufeffa\u2028b\fc\x85d\re\n\x1cf\r\n".encode() + b"\xff\n g")
+    (tmp_path / "in" / "b.jsonl").write_bytes('{"text": "a\u2028b\x85c"}\n'.encode())
+    out = tmp_path / "out.json"
+    status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), "--each-line")
+    texts = [json.loads(line)["text"] for line in out.read_bytes().split(b"\n")[:-1]]
+    assert status == 0 and texts == ["a\u2028b\fc\x85d\re\n", "\x1cf\n", " g", "a\u2028b\x85c"]
+    assert f"left out 1 bad lines: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
+
+
+@pytest.mark.parametrize("each_line", [False, True])
+def test_what_is_too_long_to_be_held_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
+) -> None:
+    monkeypatch.setattr("meshwright.data.tools.merge_json.LONGEST", 10)
+    monkeypatch.setattr("meshwright.data.tools.merge_json.PIECE", 4)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
+    (tmp_path / "in" / "b.txt").write_bytes(b"123456789\n")
+    (tmp_path / "in" / "c.json").write_bytes(b'{"text": "%s"}\n{"t": 1}\n' % (b"x" * 99) + b"[" * 99)
+    out = tmp_path / "out.json"
+    given = ["--each-line"] if each_line else []
+    status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given)
+    texts = [json.loads(line).get("text") for line in out.read_text().splitlines()]
+    if each_line:  # the line of ten and its line feed are eleven
+        assert texts == ["one\n", "two", "123456789\n", None] and "left out 4 bad lines: " in told
+    else:
+        assert texts == ["123456789\n", None] and "left out 3 bad lines: " in told
+    assert status == 0 and "longer than 10 bytes, first" in told
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "words", ["tools/openwebtext/merge_data.py --data_path", "tools/openwebtext/merge_jsons.py --json_path"]
+)
+def test_openwebtext_scripts(tmp_path: Path, words: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_text('{"text": "x"}')
+    script, flag = words.split()
+    done = subprocess.run([sys.executable, str(ROOT / script), flag, "in", "--output_file", "out.json"], cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "out.json").read_text() == '{"text": "x"}\n'
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("words", ["merge_datasets.py --input in", "merge_preprocessed_data.py --datasets in/b in/a"])
+def test_merge_scripts(tmp_path: Path, words: str) -> None:
+    (tmp_path / "in").mkdir()
+    prefixes = [write(tmp_path / "in" / name, some(5, n)) for n, name in enumerate("ab")]
+    script, *rest = words.split()
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / script), *rest, "--output-prefix", "out"], cwd=tmp_path)
+    order = prefixes if "input" in words else prefixes[::-1]
+    assert done.returncode == 0 and (tmp_path / "out.bin").read_bytes() == megatrons_merge(order)[0]
+
+
+# fetch
+
+CONTENT = bytes(range(256)) * 400
+
+
+class Server(ThreadingHTTPServer):
+    """One file; what is asked for is written down, and each connection may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str | None] = []
+        self.cut: list[int | None] = []  # bytes after which each of the next connections ends
+        self.status: list[int] = []  # of the next answers
+        self.ranges, self.tag, self.content = True, '"one"', CONTENT
+        self.url = f"http://127.0.0.1:{self.server_port}/files/data.bin?x=1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        s, wanted = self.server, self.headers.get("Range")
+        s.asked.append(wanted)
+        if self.path.startswith("/moved"):
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/hostname" if "file" in self.path else s.url)
+            self.end_headers()
+            return
+        if s.status:
+            self.send_error(s.status.pop(0))
+            return
+        same = self.headers.get("If-Range") in (None, s.tag)
+        first = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and s.ranges and same else 0
+        if first >= len(s.content):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(s.content)}")
+            self.end_headers()
+            return
+        self.send_response(206 if first else 200)
+        if first:
+            self.send_header("Content-Range", f"bytes {first}-{len(s.content) - 1}/{len(s.content)}")
+        self.send_header("ETag", s.tag)
+        self.send_header("Content-Length", str(len(s.content) - first))
+        self.end_headers()
+        cut = s.cut.pop(0) if s.cut else None
+        self.wfile.write(s.content[first:][:cut])
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(fetch, "WAIT", 0.001)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with Server() as s:
+        thread = threading.Thread(target=s.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield s
+        s.shutdown()
+
+
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
+
+def test_fetch_goes_on_where_it_was_cut(tmp_path: Path, server: Server) -> None:
+    server.cut = [1000, None, None]
+    server.status = []
+    status, out, err = run("fetch", server.url, "--sha256", DIGEST, "--output", str(tmp_path / "new"))
+    assert status == 0 and (tmp_path / "new" / "data.bin").read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=1000-"] and "ended after 1,000 of 102,400 bytes" in err and "verified" in out
+    assert os.listdir(tmp_path / "new") == ["data.bin"]
+    assert (
+        "there already, SHA-256 verified"
+        in run("fetch", server.url, "--sha256", DIGEST, "--output", str(tmp_path / "new"))[1]
+    )
+    assert len(server.asked) == 2
+    assert run("fetch", server.url, "--sha256", "0" * 64, "--output", str(tmp_path / "new"))[0] == 65
+
+
+def test_fetch_goes_on_in_another_process(tmp_path: Path, server: Server) -> None:
+    server.cut = [1000, *[0] * fetch.TRIES]
+    status, _, err = run("fetch", server.url, "--output", str(tmp_path))
+    assert status == 69 and "1,000 bytes are kept" in err and (tmp_path / "data.bin.part").stat().st_size == 1000
+    server.cut, server.asked = [], []
+    status, out, _ = run("fetch", server.url, "--output", str(tmp_path))
+    assert (
+        status == 0
+        and server.asked == ["bytes=1000-"]
+        and f"not verified: no SHA-256 of it is known for sure; this one has {DIGEST}" in out
+    )
+    assert (tmp_path / "data.bin").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("change", ["other file", "no ranges", "other address", "complete"])
+def test_parts_are_never_mixed(tmp_path: Path, server: Server, change: str) -> None:
+    server.cut = [len(CONTENT) - 10, *[0] * fetch.TRIES]
+    assert run("fetch", server.url, "--output", str(tmp_path))[0] == 69
+    url, wanted, server.cut = server.url, CONTENT, []
+    if change == "other file":
+        server.tag, server.content = '"two"', CONTENT[::-1]
+        wanted = server.content
+    elif change == "no ranges":
+        server.ranges = False
+    elif change == "other address":
+        url = server.url.replace("x=1", "x=2")
+    else:  # killed between the last byte and the new name
+        (tmp_path / "data.bin.part").write_bytes(CONTENT)
+    server.asked = []
+    assert run("fetch", url, "--output", str(tmp_path))[0] == 0
+    assert (tmp_path / "data.bin").read_bytes() == wanted
+    assert (server.asked == [None]) == (change == "other address")
+
+
+def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None:
+    status, _, err = run("fetch", server.url, "--sha256", "1" * 64, "--output", str(tmp_path))
+    assert status == 65 and DIGEST in err and "1" * 64 in err and not os.listdir(tmp_path)
+
+
+def test_answers_that_pass_and_those_that_do_not(tmp_path: Path, server: Server) -> None:
+    server.status = [503, 429]
+    assert run("fetch", server.url, "--output", str(tmp_path))[0] == 0
+    server.status = [404]
+    status, _, err = run("fetch", server.url.replace("data", "else"), "--output", str(tmp_path))
+    assert status == 69 and "404" in err and str(tmp_path / "else.bin") in err
+    moved = server.url.replace("/files/", "/moved/")
+    os.remove(tmp_path / "data.bin")
+    assert run("fetch", moved, "--output", str(tmp_path))[0] == 0
+    status, _, err = run("fetch", moved.replace("data.bin", "file.bin"), "--output", str(tmp_path))
+    assert status != 0 and not (tmp_path / "file.bin").exists()
+
+
+def test_offline_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "WAIT", 0.001)
+    with Server() as gone:
+        url = gone.url
+    status, _, err = run("fetch", url, "--output", str(tmp_path))
+    assert status == 69 and f"download that address elsewhere and put the file at {tmp_path / 'data.bin'}" in err
+    assert not os.listdir(tmp_path)
+
+
+def test_known_files() -> None:
+    _, out, _ = run("fetch")
+    assert "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json" in out and "oscar-1GB.jsonl.xz" in out
+    _, out, _ = run("fetch", "gpt2", "--dry-run", "--output", "x")
+    assert "x/gpt2-vocab.json" in out and "x/gpt2-merges.txt" in out
+    assert all(name in fetch.KNOWN for names in fetch.TOGETHER.values() for name in names)
+    for words in (["nothing"], ["ftp://x/y"], ["file:///etc/hostname"], ["https://host/"], ["oscar", "--sha256", "12"]):
+        assert run("fetch", *words)[0] == 2, words
+    assert all(k.sha256 is None or (k.size and len(k.sha256) == 64) for k in fetch.KNOWN.values())

@@ -1,0 +1,153 @@
+"""Damaged and hostile data: every bad line is counted, no good one is lost, no damaged file reaches a training step.
+
+`pytest tests/data/test_data_faults.py -s` prints the figures.
+"""
+
+import gzip
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+
+from conftest import tokens_of
+from meshwright.data.format.indexed import HEADER, Indexed, check_vocabulary
+from meshwright.data.format.writer import Writer
+from meshwright.data.prepare import preprocess, text
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+
+BAD = {
+    "not UTF-8": b'{"text": "caf\xe9"}',
+    "not JSON": b'{"text": "x"',
+    "not a JSON object": b'"text"',
+    "no key 'text'": b'{"body": "x"}',
+    "null under 'text'": b'{"text": null}',
+    "no text under 'text'": b'{"text": ["x"]}',
+    "lone surrogate under 'text'": b'{"text": "\\ud800"}',
+}
+
+
+def hostile(seed, lines=4000):
+    """Content, the good texts in order, and how many lines are bad by kind."""
+    rng = random.Random(seed)
+    out, good, bad = (
+        [b"\xef\xbb\xbf" + json.dumps({"text": "after a byte order mark"}).encode()],
+        ["after a byte order mark"],
+        {},
+    )
+    for n in range(lines):
+        what = rng.random()
+        if what < 0.1:
+            kind = rng.choice(list(BAD))
+            bad[kind] = bad.get(kind, 0) + 1
+            out.append(BAD[kind] + b"\r" * rng.randrange(2))
+        elif what < 0.2:
+            out.append(rng.choice([b"", b" ", b"\r", b"\t \r"]))
+        else:
+            good.append(
+                rng.choice(["document {} é", "{} \u2028 \x00 \U0001f642", "{}" + "z" * rng.randrange(300)]).format(n)
+            )
+            out.append(
+                json.dumps({"n": n, "text": good[-1]}, ensure_ascii=rng.random() < 0.5).encode()
+                + b"\r" * rng.randrange(2)
+            )
+    good += ["x" * 10_000_000, "no line feed behind it"]
+    out += [json.dumps({"text": one}).encode() for one in good[-2:]]
+    return b"\n".join(out), good, bad
+
+
+def run(folder, given, **settings):
+    p = Preprocess(input=[str(given)], output_prefix=str(folder / "out"), on_error="skip", **settings)
+    stderr = io.StringIO()
+    preprocess.run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
+    data = Indexed(folder / "out_text_document")
+    return [bytes(tokens_of(data, n).tolist()).decode() for n in range(len(data))], stderr.getvalue().splitlines()[-1]
+
+
+def test_bad_lines(tmp_path, monkeypatch):
+    """F22, as a file in pieces by two workers and as a stream that is cut short at 20 places."""
+    monkeypatch.setattr(text, "PIECE", 50_000)
+    monkeypatch.setattr(preprocess, "MIB", 1)
+    content, good, bad = hostile(1)
+    (tmp_path / "in.jsonl").write_bytes(content)
+    kept, report = run(tmp_path, tmp_path / "in.jsonl", workers=2)
+    assert kept == good
+    for kind, count in bad.items():
+        assert f"{count:,} {kind}, first " in report
+    assert report.startswith(f"left out {sum(bad.values())} bad lines: ")
+    packed = gzip.compress(content, 1)
+    rng, lost = random.Random(2), 0
+    for _ in range(20):
+        cut = rng.randrange(20, len(packed))
+        (tmp_path / "cut.gz").write_bytes(packed[:cut])
+        kept, report = run(tmp_path, tmp_path / "cut.gz", workers=1)
+        assert kept == good[: len(kept)] and "1 input cut short" in report
+        whole = gzip_prefix(packed[:cut])  # what can be unpacked at all
+        there = sum(1 for line in whole[: whole.rfind(b"\n") + 1].splitlines() if is_good(line))
+        lost += there - len(kept)
+    assert lost <= 0
+    print(
+        f"\nF22: good lines kept {len(good):,} of {len(good):,}; bad {bad}; 20 streams cut short: {lost} whole lines lost"
+    )
+
+
+def gzip_prefix(data):
+    import zlib
+
+    return zlib.decompressobj(31).decompress(data)
+
+
+def is_good(line):
+    try:
+        return type(json.loads(line.removeprefix(b"\xef\xbb\xbf"))["text"]) is str and b"\\ud800" not in line
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def test_damaged_files_are_refused(tmp_path):
+    """F24: before anything is read for training, in words, with the status of bad data."""
+    rng = np.random.RandomState(0)
+    prefix = tmp_path / "data"
+    with Writer(prefix, np.uint16) as writer:
+        for _ in range(3000):
+            writer.add(rng.randint(0, 50257, rng.randint(1, 40)))
+            writer.end_document()
+    idx, bin_ = (prefix.with_suffix(end) for end in (".idx", ".bin"))
+    whole, tokens = idx.read_bytes(), bin_.read_bytes()
+    magic, version, code, n, m = HEADER.unpack(whole[: HEADER.size])
+    cases = {f".idx cut at {k}/16": (whole[: len(whole) * k // 16], tokens) for k in range(16)}
+    for name, header in {
+        "sequences inflated": (magic, version, code, n + 1, m),
+        "sequences 2^60": (magic, version, code, 2**60, m),
+        "documents inflated": (magic, version, code, n, m + 1),
+        "type code 99": (magic, version, 99, n, m),
+        "version 9": (magic, 9, code, n, m),
+        "wrong magic": (b"MMIDIDX\x01\x00", version, code, n, m),
+        "another type": (magic, version, 4, n, m),
+    }.items():
+        cases[name] = (HEADER.pack(*header) + whole[HEADER.size :], tokens)
+    for name, values in {"one byte short": tokens[:-1], "empty": b"", "two bytes more": tokens + b"xx"}.items():
+        cases[f".bin {name}"] = (whole, values)
+    for at in (0, 1, n // 2, n - 1):  # a size, a pointer, a border
+        for what, offset, width in (
+            ("size", HEADER.size + 4 * at, 4),
+            ("pointer", HEADER.size + 4 * n + 8 * at, 8),
+            ("border", HEADER.size + 12 * n + 8 * (at + 1), 8),
+        ):
+            value = int.from_bytes(whole[offset : offset + width], "little") + 7
+            changed = whole[:offset] + value.to_bytes(width, "little") + whole[offset + width :]
+            cases[f"{what} {at} changed"] = (changed, tokens)
+    wrong = bytearray(tokens)
+    wrong[0:2] = (60000).to_bytes(2, "little")
+    cases["id 60000"] = (whole, bytes(wrong))
+    refused = 0
+    for name, (index, content) in cases.items():
+        idx.write_bytes(index)
+        bin_.write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            check_vocabulary(Indexed(prefix), 50257)
+        assert caught.value.status == BAD_DATA and "data." in str(caught.value), name
+        refused += 1
+    print(f"\nF24: refused {refused} of {len(cases)} damaged pairs of files")

@@ -1,0 +1,638 @@
+"""Which files make which sets: three ways to say it, blends that change in mid-run, several validation sets."""
+
+import json
+import math
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from test_blend import rule
+
+from conftest import TINY_FLAGS, heard, opened
+from meshwright.__main__ import main
+from meshwright.data.blend import Blend, normalised, samples_needed
+from meshwright.data.changing import Chain, used_of_each
+from meshwright.data.datasets import build_datasets, continue_datasets
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
+from meshwright.data.history import History
+from meshwright.data.loader import Loader, Mock, Samples
+from meshwright.data.once import Once
+from meshwright.errors import UserError
+from meshwright.settings import checks
+from meshwright.settings import data_paths as datapaths
+from meshwright.settings.data_paths import PathSet, Source, path_sets
+from meshwright.settings.schema import Data, Logging, Tokenizer, TrainConfig, Training
+from meshwright.training.trackers import validation_tags
+
+SEQ = 8
+
+
+def write(prefix, sizes, first=0):
+    """Every token of a file is another number than those of files with another `first`."""
+    with Writer(prefix, np.int32) as writer:
+        for n in sizes:
+            writer.add(np.arange(first, first + n))
+            writer.end_document()
+            first += n
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for n, sizes in enumerate(([30] * 20, [50] * 10, [7] * 40, [90] * 9)):
+        write(tmp_path / f"p{n}", sizes, n * 1000)
+    return tmp_path
+
+
+def settings(**given):
+    training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
+    inner = {k: given.pop(k) for k in list(given) if k in {*training, "train_samples", "skip_train"}}
+    data = Data(**{"seq_length": SEQ, "split": "700,200,100", **given})
+    return TrainConfig(data=data, training=Training(**{**training, **inner}), tokenizer=Tokenizer())
+
+
+def build(**given):
+    config = settings(**given)
+    assert not checks.data_problems(config.data, True)
+    with heard() as (lines, notices):
+        made = build_datasets(config, 5000)
+    return made, lines, notices
+
+
+def problems(**given):
+    [told] = checks.data_problems(Data(seq_length=SEQ, **given), True)
+    return told
+
+
+# What the flags say
+
+
+def test_bigscience_groups():
+    """As its argument parser takes them apart: the name, then weight, range and path of each; or all of one path."""
+    [train, one, two, test] = path_sets(
+        Data(
+            train_weighted_split_paths=["TRAIN: 0.6 0:0.6 A, 0.3 0:1 B, 0.1 0:1 C"],
+            valid_weighted_split_paths=["X: 0.6 0.6:0.8 A, 0.4 0:1 B", "Y : 1 0.8:1 C"],
+            test_weighted_split_paths=["Z: D"],
+        )
+    )
+    assert train.sources == (Source("A", 0.6, 0.0, 0.6), Source("B", 0.3), Source("C", 0.1))
+    assert (train.key, one.key, two.key, test.key) == ("train", "valid/X", "valid/Y", "test/Z")
+    assert one.sources == (Source("A", 0.6, 0.6, 0.8), Source("B", 0.4))
+    assert two.sources == (Source("C", None, 0.8, 1.0),)  # alone, as there, it is read without a blend
+    assert test.sources == (Source("D"),) and not test.divided
+
+
+def test_groups_from_a_file(files):
+    """bigscience's form, one line in quotes; several lines are read too."""
+    (files / "valid.txt").write_text('"X: 0.6 0:0.5 p0, 0.4 0:1 p1" "Y: p2"\n')
+    (files / "train.txt").write_text('"T: p3"\n')
+    [train, x, y] = path_sets(
+        Data(valid_weighted_split_paths_path="valid.txt", train_weighted_split_paths_path="train.txt")
+    )
+    assert train == PathSet("train", None, (Source("p3"),), "--train-weighted-split-paths-path")
+    assert x.sources == (Source("p0", 0.6, 0.0, 0.5), Source("p1", 0.4)) and y.sources == (Source("p2"),)
+    (files / "test.txt").write_text('"Z: p1"\n')
+    [_, z] = path_sets(Data(train_weighted_split_paths=["T: p3"], test_weighted_split_paths_path="test.txt"))
+    assert z.key == "test/Z"
+    (files / "valid.txt").write_text('"X: p0')
+    told = problems(train_weighted_split_paths=["T: p3"], valid_weighted_split_paths_path="valid.txt")
+    assert "valid.txt: No closing quotation; it holds what --valid-weighted-split-paths would, in quotes" in told
+
+
+def test_paths_from_files(files):
+    (files / "paths").write_text("0.7 p0\n0.3 p1\n")
+    assert path_sets(Data(data_args_path="paths")) == [
+        PathSet(split, None, (Source("p0", 0.7), Source("p1", 0.3)), "--data-args-path", True)
+        for split in ("train", "valid", "test")
+    ]
+    (files / "split.json").write_text(json.dumps({"train": ["0.7", "p0", 0.3, "p1"], "valid": "p2", "test": None}))
+    assert path_sets(Data(per_split_data_args_path="split.json")) == [
+        PathSet("train", None, (Source("p0", 0.7), Source("p1", 0.3)), "--per-split-data-args-path"),
+        PathSet("valid", None, (Source("p2"),), "--per-split-data-args-path"),
+    ]
+    by_flags = build(data_path=["0.7", "p0", "0.3", "p1"])[0]
+    by_file = build(data_args_path="paths")[0]
+    assert all(np.array_equal(by_flags["train"][k], by_file["train"][k]) for k in range(40))
+    apart = build(per_split_data_args_path="split.json")[0]
+    assert isinstance(apart["train"], Blend) and isinstance(apart["valid"], Samples) and apart["test"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data_args_path": "none"}, "--data-args-path none cannot be read: No such file"),
+        ({"data_args_path": "empty"}, "--data-args-path names no data"),
+        ({"data_args_path": "p0.bin"}, "--data-args-path p0.bin is no UTF-8 text"),
+        ({"data_path": ["a"], "data_args_path": "empty"}, "--data-path and --data-args-path say the same thing twice"),
+        (
+            {"data_path": ["a"], "train_data_path": ["b"]},
+            "--data-path, which --split divides, contradicts --train-data-path",
+        ),
+        ({"train_data_path": ["a"], "per_split_data_args_path": "x"}, "say the same thing twice: give one"),
+        (
+            {"train_data_path": ["a"], "valid_weighted_split_paths": ["x: b"]},
+            "contradicts --valid-weighted-split-paths",
+        ),
+        ({"per_split_data_args_path": "list.json"}, "list.json: it must be an object"),
+        ({"per_split_data_args_path": "keys.json"}, "keys.json: unknown key validation; it must be an object"),
+        ({"per_split_data_args_path": "value.json"}, "value.json: train must be a list of weights and prefixes"),
+        ({"per_split_data_args_path": "cut.json"}, "cut.json is no JSON"),
+        ({"data_path": ["1", "a", "2", "a"]}, "--data-path: a is there twice"),
+        ({"data_path": ["1", "a", "2", "./a"]}, "--data-path: ./a is there twice"),
+        ({"data_path": ["-1", "a", "2", "b"]}, "must not be below 0 nor all 0"),
+        ({"data_path": ["nan", "a", "2", "b"]}, "the weights nan 2 must not be below 0"),
+        ({"data_path": ["0", "a", "0", "b"]}, "must not be below 0 nor all 0"),
+        ({"train_weighted_split_paths": ["x: a", "y: b"]}, "names 2 groups: training has one"),
+        ({"train_weighted_split_paths": ["x 0.5 0:1 a"]}, "the range 0 must go up|is not of the form NAME: WEIGHT"),
+        ({"train_weighted_split_paths": ["x: 0.5 a"]}, "is not of the form NAME: WEIGHT START:END PATH"),
+        ({"train_weighted_split_paths": ["x: a, b"]}, "is not of the form NAME"),
+        ({"train_weighted_split_paths": [": a"]}, "is not of the form NAME"),
+        ({"train_weighted_split_paths": ["x: 1 0.6:0.2 a, 1 0:1 b"]}, "the range 0.6:0.2 must go up, from 0"),
+        ({"train_weighted_split_paths": ["x: 1 0:1.5 a, 1 0:1 b"]}, "the range 0:1.5 must go up"),
+        ({"train_weighted_split_paths": ["x: 1 0:1:2 a, 1 0:1 b"]}, "1 0:1:2 is no weight and range"),
+        ({"train_weighted_split_paths": ["x: nan 0:1 a, 1 0:1 b"]}, "the weight nan must be a number not below 0"),
+        ({"train_weighted_split_paths": ["x: -2 0:1 a"]}, "the weight -2 must be a number not below 0"),
+        (
+            {"train_weighted_split_paths": ["x: 0 0:1 a, 0 0:1 b"]},
+            "the weights 0 0 must be numbers not below 0, and not all 0",
+        ),
+        ({"train_weighted_split_paths": ["x: 1 0:0.6 a, 1 0.5:1 a"]}, "a is there twice"),
+        (
+            {"train_weighted_split_paths": ["x: a"], "valid_weighted_split_paths": ["v: b", "v: c"]},
+            "2 sets are named v",
+        ),
+        (
+            {"train_weighted_split_paths": ["x: a"], "valid_weighted_split_paths": ["v/w: b"]},
+            "cannot be a part of tags",
+        ),
+        (
+            {"train_data_path": ["a"], "valid_data_path": ["1", "b", "1", "c"], "multiple_validation_sets": True},
+            "--valid-data-path with weights and --multiple-validation-sets",
+        ),
+        ({"data_path": ["a"], "multiple_validation_sets": True}, "--multiple-validation-sets needs --valid-data-path"),
+        ({"data_path": ["a"], "validation_set_names": ["x"]}, "--validation-set-names needs --valid-data-path"),
+        (
+            {"train_data_path": ["a"], "valid_data_path": ["b", "c"], "validation_set_names": ["x"]},
+            "--validation-set-names has 1 names, but --valid-data-path has 2 paths",
+        ),
+        ({"data_path": ["1", "a", "1", "b"], "full_validation": True}, "--full-validation reads every sample once"),
+        ({"data_path": ["a"], "blend_change_at": "soon"}, "--blend-change-at 'soon' is neither"),
+        ({"data_path": ["a"], "blend_change_at": "now", "dataloader_type": "cyclic"}, "--blend-change-at with --data"),
+    ],
+)
+def test_what_is_wrong_is_said(files, given, words):
+    (files / "empty").write_text("\n")
+    (files / "p0.bin").write_bytes(b"\xff\xfe\xfd")
+    (files / "list.json").write_text("[]")
+    (files / "keys.json").write_text('{"train": ["a"], "validation": ["b"]}')
+    (files / "value.json").write_text('{"train": {"a": 1}}')
+    (files / "cut.json").write_text('{"train": ')
+    assert any(part in problems(**given) for part in words.split("|"))
+
+
+def test_two_ranges_of_one_file_are_two_sources():
+    [train] = path_sets(Data(train_weighted_split_paths=["x: 1 0.5:1 a, 2 0:0.5 a"]))
+    assert [(s.begin, s.end) for s in train.sources] == [(0.5, 1.0), (0.0, 0.5)]
+
+
+# Sets
+
+
+def test_groups_are_ranges_of_documents(files):
+    """Ends are round(share x documents), and every set is built for the same number of samples."""
+    made, lines, notices = build(
+        train_weighted_split_paths=["T: 0.75 0:0.73 p0, 0.25 0:1 p1"],
+        valid_weighted_split_paths=["ONE: 0.5 0.73:1 p0, 0.5 0:0.33 p2", "TWO: p1"],
+        test_weighted_split_paths=["LAST: 3 0:1 p2"],
+    )
+    assert notices == [] and list(made) == ["train", "valid/ONE", "valid/TWO", "test/LAST"]
+    shares = [0.75, 0.25]
+    parts = [
+        Samples(Indexed(f"p{n}"), range(end), math.ceil(40 * shares[n] * 1.005), SEQ, 1234)
+        for n, end in ((0, 15), (1, 10))
+    ]
+    for k, (which, number) in enumerate(zip(*rule(shares, 40), strict=True)):
+        assert made["train"][k].tolist() == parts[which][number].tolist()
+    assert len(made["valid/ONE"]) == 12
+    assert {made["valid/ONE"][k][0] // 1000 for k in range(12)} == {0, 2}
+    alone = Samples(Indexed("p1"), range(10), 12, SEQ, 1234)
+    assert all(np.array_equal(made["valid/TWO"][k], alone[k]) for k in range(12))
+    alone = Samples(Indexed("p2"), range(40), 4, SEQ, 1234)
+    assert all(np.array_equal(made["test/LAST"][k], alone[k]) for k in range(4))
+    said = [(lines[n - 1].strip(), line.strip()) for n, line in enumerate(lines) if "document indices" in line]
+    assert ("ONE:", "document indices in [15, 20) total of 5 documents") in said
+    assert ("ONE:", "document indices in [0, 13) total of 13 documents") in said
+    assert lines.count(" > building dataset index ...") == 3  # each pair of files once
+
+
+def test_three_hundred_sources(tmp_path):
+    rng, values = np.random.default_rng(1), []
+    weights = rng.pareto(1, 300).tolist()
+    for n in range(300):
+        write(tmp_path / f"s{n}", [20] * 5, n * 100)
+        values += [repr(weights[n]), str(tmp_path / f"s{n}")]
+    (tmp_path / "paths").write_text("\n".join(values))
+    config = settings(data_args_path=str(tmp_path / "paths"), split="1", train_iters=500)
+    with heard():
+        train = build_datasets(config, 30_000)["train"]
+    shares = np.array(normalised(weights))
+    which, number = rule((shares / shares.sum()).tolist(), 1000)
+    assert train.dataset_idx.tolist() == which and train.sample_idx.tolist() == number
+    assert {k: train[k][0] // 100 for k in range(1000)} == dict(enumerate(which))
+    counts = Counter(str(tmp_path / f"s{d}") for d in which[:777])
+    used = used_of_each(train, 777)
+    assert len(used) == 300 and Counter(used) == counts and sum(used.values()) == 777
+
+
+def test_multiple_validation_sets(files):
+    (files / "other").mkdir()
+    write(files / "other" / "p1", [9] * 9)
+    given = {"train_data_path": ["p0"], "valid_data_path": ["p1", "p2"]}
+    joined = build(**given)[0]
+    assert isinstance(joined["valid"], Blend)
+    made = build(**given, multiple_validation_sets=True)[0]
+    assert list(made) == ["train", "test", "valid/p1", "valid/p2"] and made["test"] is None
+    alone = Samples(Indexed("p2"), range(40), 12, SEQ, 1234)
+    assert all(np.array_equal(made["valid/p2"][k], alone[k]) for k in range(12))
+    named = build(**given, multiple_validation_sets=True, validation_set_names=["a", "b"])[0]
+    assert {"valid/a", "valid/b"} < set(named)
+    numbers = build(train_data_path=["p0"], valid_data_path=["p1", "other/p1"], multiple_validation_sets=True)[0]
+    assert {"valid/0", "valid/1"} < set(numbers)
+    one = build(train_data_path=["p0"], valid_data_path=["p1"], multiple_validation_sets=True)[0]
+    assert list(one) == ["train", "valid", "test"]
+
+
+# Whole validation sets
+
+
+def samples_of(dataset):
+    return sorted(tuple(dataset[k].tolist()) for k in range(len(dataset)))
+
+
+def test_full_validation_has_every_sample_once(files):
+    given = {"train_data_path": ["p0"], "valid_data_path": ["p1", "p2"], "full_validation": True}
+    made = build(**given)[0]["valid"]
+    assert isinstance(made, Chain) and len(made) == (500 - 1) // SEQ + (280 - 1) // SEQ
+    assert len(set(samples_of(made))) == len(made)
+    assert build(**given, dataloader_type="cyclic")[0]["valid"].__class__ is Chain  # whose length is its own
+    apart = build(**given, multiple_validation_sets=True)[0]
+    assert samples_of(made) == sorted(samples_of(apart["valid/p1"]) + samples_of(apart["valid/p2"]))
+    assert len(build(data_path=["p0"], full_validation=True)[0]["valid"]) == (4 * 30 - 1) // SEQ
+    for k in (-1, len(made)):
+        with pytest.raises(IndexError):
+            made[k]
+    write(files / "short", [5])
+    _, _, [notice] = build(train_data_path=["p0"], valid_data_path=["p1", "short"], full_validation=True)
+    assert "short has 5 tokens, less than one sample of 8 + 1, so it is left out" in notice
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("columns", [None, slice(0, 4)])
+def test_what_fills_the_last_batch_counts_for_nothing(ranks, columns):
+    data, seen, counted = Mock(50, 11, SEQ, 1), Counter(), 0
+    for rank in range(ranks):
+        loader = Loader(data, 2, lambda _: 4, 0, 0, 50, None, rank, ranks, True, None, columns)
+        for micro in islice(iter(Once(loader)), 3):
+            for batch in micro:
+                counted += batch.unmasked
+                assert batch.tokens.shape[1] == (4 if columns else SEQ)
+                for row, k in enumerate(batch.sample_ids.tolist()):
+                    weight = 1.0 if batch.loss_mask is None else float(batch.loss_mask[row].mean())
+                    assert weight == (k < 11)
+                    seen[k] += weight
+    assert {k: n for k, n in seen.items() if n} == dict.fromkeys(range(11), 1) and counted == 11 * SEQ
+
+
+# A blend that changes
+
+
+def sample_of(tokens):
+    """Which file and which of its tokens: the sample's identity."""
+    return tuple(tokens.tolist())
+
+
+def run_of(steps, begin, end, past, size=None, **given):
+    """The samples from `begin` to `end` of a run that is continued, and the history that its checkpoint would keep."""
+    config = settings(**{"split": "1", "train_iters": steps, **given})
+    with heard() as (lines, _):
+        data, history = continue_datasets(config, 50_000, past, begin)
+    kept = History.of(json.loads(json.dumps(history.state())))
+    assert kept == history
+    return [sample_of(data["train"][k]) for k in range(begin, end)], kept, data["train"], lines
+
+
+def by_hand(files, segments, first_needs):
+    """[(samples, {file: weight})] and for how many samples each file was first built; further epochs have seed + 1, ..."""
+    made, used, out = {}, Counter(), []
+
+    def sample(name, k):
+        indexed = Indexed(name)
+        parts = made.setdefault(name, [Samples(indexed, range(len(indexed)), first_needs[name], SEQ, 1234)])
+        for n in range(100):
+            if n == len(parts):
+                epoch = (int(indexed.sizes.sum()) - 1) // SEQ
+                parts.append(Samples(indexed, range(len(indexed)), epoch, SEQ, 1234 + n))
+            if k < len(parts[n]):
+                return sample_of(parts[n][k])
+            k -= len(parts[n])
+        raise AssertionError
+
+    for samples, weights in segments:
+        shares = np.array(normalised(list(weights.values())))
+        for which in rule((shares / shares.sum()).tolist(), samples)[0]:
+            name = list(weights)[which]
+            out.append(sample(name, used[name]))
+            used[name] += 1
+    return out, used
+
+
+def test_a_run_with_two_changes_and_interruptions(files):
+    """No sample is there twice, none is passed over, whatever was interrupted where."""
+    for n, sizes in enumerate(([30] * 60, [50] * 40, [7] * 160, [90] * 36)):
+        write(files / f"p{n}", sizes, n * 10_000)
+    one = ["0.7", "p0", "0.3", "p1"]
+    two = ["0.2", "p0", "0.5", "p2", "0.3", "p3"]  # p1 is dropped, two are new
+    three = ["0.5", "p1", "0.5", "p3"]  # p1 comes back
+    got, state, _, _ = run_of(100, 0, 50, None, data_path=one)
+    more, state, _, lines = run_of(100, 50, 61, state, data_path=two, blend_change_at="now")
+    assert " > the blend changes at sample 50:" in lines
+    got += more
+    more, state, _, _ = run_of(100, 61, 90, state, data_path=two)  # no flag: the state remembers
+    got += more
+    more, state, _, _ = run_of(100, 90, 130, state, data_path=three, blend_change_at="110")  # later than now
+    got += more
+    earlier = state
+    more, state, data, _ = run_of(100, 130, 200, state, data_path=["1", "p3", "1", "p1"])  # another order of the same
+    got += more
+    needs = {
+        "p0": samples_needed(200, 0.7),
+        "p1": samples_needed(200, 0.3),
+        "p2": samples_needed(150, 0.5),
+        "p3": samples_needed(150, 0.3),
+    }
+    wanted, used = by_hand(
+        files,
+        [(50, {"p0": 0.7, "p1": 0.3}), (60, {"p0": 0.2, "p2": 0.5, "p3": 0.3}), (90, {"p1": 0.5, "p3": 0.5})],
+        needs,
+    )
+    assert got == wanted
+    assert used_of_each(data, 200) == used and sum(used.values()) == 200
+    assert len(set(got)) == 200 and Counter(f"p{s[0] // 10_000}" for s in got) == used
+    for n, name in enumerate(("p0", "p1", "p2", "p3")):  # of each the first ones of its order
+        order = Samples(Indexed(name), range(len(Indexed(name))), needs[name], SEQ, 1234)
+        assert [s for s in got if s[0] // 10_000 == n] == [sample_of(order[k]) for k in range(used[name])]
+    again, _, _, _ = run_of(100, 50, 200, earlier, data_path=three)  # from an earlier step, without a flag
+    assert again == wanted[50:]
+
+
+def test_further_epochs_follow_in_full(files):
+    """p1 has 62 samples and is asked for 21 of 40 at first; then all come from it."""
+    first, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
+    more, state, data, _ = run_of(120, 10, 240, state, data_path=["p1"], blend_change_at="now")
+    wanted, used = by_hand(files, [(10, {"p0": 0.5, "p1": 0.5}), (230, {"p1": 1.0})], {"p0": 21, "p1": 21})
+    assert first + more == wanted and used["p1"] == 235
+    seen = [s for s in first + more if s[0] // 1000 == 1]
+    for epoch in range(3):
+        assert len(set(seen[62 * epoch : 62 * (epoch + 1)])) == 62, "each epoch in full, none of its samples twice"
+    longer, _, _, _ = run_of(400, 10, 240, state, data_path=["p1"])
+    assert longer == more  # a longer run has the same order, for what it has more is read behind
+
+
+def test_the_same_in_another_order(files):
+    """Who is first decides between equals: what was first stays first."""
+    plain, state, _, _ = run_of(20, 0, 40, None, data_path=["1", "p0", "1", "p1"])
+    got, kept, _, _ = run_of(20, 10, 40, state, data_path=["3", "p1", "3", "p0"])
+    assert got == plain[10:] and kept.blends == state.blends
+    assert run_of(20, 0, 40, None, data_path=["3", "p1", "3", "p0"])[0] != plain
+
+
+def test_what_is_asked_for(files):
+    """Alone all samples, in a blend half a percent more than the share; a newcomer's share is one of what is left."""
+    _, state, _, _ = run_of(200, 0, 10, None, data_path=["p0"])
+    assert [k.samples for k in state.sources.values()] == [400]
+    _, state, _, _ = run_of(200, 0, 10, None, data_path=["1", "p0"])
+    assert [k.samples for k in state.sources.values()] == [402]
+    _, state, _, _ = run_of(200, 10, 11, state, data_path=["1", "p0", "1", "p1"], blend_change_at="300")
+    assert [k.samples for k in state.sources.values()] == [402, 51]
+
+
+def test_a_dropped_source_may_be_gone(files):
+    _, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
+    _, state, _, _ = run_of(20, 10, 20, state, data_path=["p0"], blend_change_at="10")
+    (files / "p1.bin").rename(files / "elsewhere")
+    assert len(run_of(20, 20, 40, state, data_path=["p0"])[0]) == 20
+    with pytest.raises(UserError, match=r"p1\.bin cannot be read: No such file"):
+        run_of(20, 5, 20, state, data_path=["p0"])  # an earlier step reads it again
+
+
+def test_files_that_moved_are_the_same(files):
+    first, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
+    for end in (".bin", ".idx"):
+        (files / f"p1{end}").rename(files / f"moved{end}")
+    more, _, _, _ = run_of(20, 10, 40, state, data_path=["0.5", "p0", "0.5", "moved"])
+    (files / "moved.idx").rename(files / "p1.idx"), (files / "moved.bin").rename(files / "p1.bin")
+    assert first + more == by_hand(files, [(40, {"p0": 0.5, "p1": 0.5})], {"p0": 21, "p1": 21})[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"data_path": ["0.6", "p0", "0.4", "p1"]},
+            "p0 has the share 0.6, it had 0.5; p1 has the share 0.4, it had 0.5. Read",
+        ),
+        ({"data_path": ["p0"]}, "not blended as in the checkpoint: p1 is not in it; p0 has the share 1, it had 0.5"),
+        ({"data_path": ["p0", "p1", "p2"]}, "p2 is new"),
+        (
+            {"data_path": ["p0"], "blend_change_at": "9"},
+            "--blend-change-at 9: 10 samples are used already; give 10 (or now)",
+        ),
+        (
+            {"data_path": ["1", "p0", "1", "p1"], "blend_change_at": "30"},
+            "the blend given holds from sample 0 on already",
+        ),
+        (
+            {"data_path": ["1", "p0", "9", "p1"], "split": "9,1,0", "blend_change_at": "now"},
+            "p0: the training set has documents 0 to 18 of it, in the checkpoint 0 to 20: with another --split",
+        ),
+    ],
+)
+def test_another_blend_needs_a_word(files, given, words):
+    _, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
+    with pytest.raises(UserError) as caught:
+        run_of(20, 10, 20, state, **given)
+    assert words in str(caught.value)
+
+
+def test_a_change_that_was_to_come_can_be_taken_back(files):
+    one = ["0.5", "p0", "0.5", "p1"]
+    plain, state, _, _ = run_of(20, 0, 40, None, data_path=one)
+    _, pending, _, _ = run_of(20, 10, 20, state, data_path=["p0"], blend_change_at="30")
+    assert len(pending.blends) == 2
+    got, back, _, _ = run_of(20, 20, 40, pending, data_path=one, blend_change_at="now")
+    assert got == plain[20:] and [b.begin for b in back.blends] == [0]
+    got, twice, _, _ = run_of(20, 20, 40, pending, data_path=["p1"], blend_change_at="25")
+    assert [b.begin for b in twice.blends] == [0, 25]
+    assert run_of(20, 20, 40, pending, data_path=["p0"], blend_change_at="now")[1].blends[-1].begin == 30
+
+
+def test_a_checkpoint_without_a_history(files):
+    with pytest.raises(UserError, match="the checkpoint does not remember its blend"):
+        run_of(20, 10, 20, None, data_path=["p0"], blend_change_at="now")
+    assert run_of(20, 10, 20, None, data_path=["p0"])[1].blends[0].begin == 0
+
+
+# Whole runs
+
+FLAGS = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64", "--train-iters=6")]
+FLAGS += ["--vocab-size=4000", "--lr-decay-iters=6", "--seq-length=8"]
+
+
+def rows(folder, event):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["event"] == event]
+
+
+def test_each_validation_set_has_its_line(files, capsys):
+    groups = [
+        "--valid-weighted-split-paths",
+        "ONE: 0.5 0.5:1 p0, 0.5 0:1 p2",
+        "TWO: p3",
+        "--test-weighted-split-paths",
+        "LAST: p2",
+    ]
+    run = ["train", *FLAGS, "--train-iters=6", "--train-weighted-split-paths", "T: 1 0:0.5 p0, 1 0:1 p1", *groups]
+    assert main([*run, "--save", "run", "--load", "run", "--keep-best"]) == 0
+    out = capsys.readouterr().out
+    for name in ("ONE", "TWO"):
+        assert out.count(f" validation loss at iteration 3 on {name} | lm loss value: ") == 1
+        assert out.count(f" validation loss at the end of training for val data on {name} | lm loss value: ") == 1
+    assert out.count(" validation loss at the end of training for test data on LAST | lm loss value: ") == 1
+    assert out.count("validation loss at") == 7
+    told = [(r["iteration"], r["name"], r["set"]) for r in rows(files / "run", "validation")]
+    assert told == [
+        (3, "validation", "ONE"),
+        (3, "validation", "TWO"),
+        (6, "validation", "ONE"),
+        (6, "validation", "TWO"),
+    ] + [(6, "validation", "ONE"), (6, "validation", "TWO"), (6, "test", "LAST")]
+    losses = [r["loss"] for r in rows(files / "run", "validation")]
+    assert losses[0] != losses[1] and losses[2] != losses[3]
+    state = opened(files / "run", 6).state
+    assert state["best_loss"] in (sum(losses[:2]) / 2, sum(losses[2:4]) / 2)
+    again = main(["train", *FLAGS, "--train-iters=6", "--skip-train", "--load", "run", *run[len(FLAGS) + 2 :]])
+    assert again == 0 and capsys.readouterr().out.count("validation loss at") == 3
+    used = rows(files / "run", "used")[-1]
+    assert used["samples"] == {"p0": 12, "p1": 12} and used["consumed_samples"] == 24
+    assert " > samples of each data set so far:           12 p0" in out
+
+
+def test_full_validation_is_the_mean_over_all(files):
+    """--eval-iters and the batch's size decide nothing then."""
+    run = [
+        "train",
+        *FLAGS,
+        "--train-iters=3",
+        "--train-data-path",
+        "p0",
+        "--valid-data-path",
+        "p2",
+        "--full-validation",
+    ]
+    assert main([*run, "--run-dir", "a", "--save", "a"]) == 0
+    load = [*run, "--skip-train", "--load", "a", "--eval-interval=1000"]
+    assert main([*load, "--run-dir", "b", "--eval-iters=3"]) == 0
+    assert main([*load, "--run-dir", "c", "--micro-batch-size=1", "--global-batch-size=1"]) == 0
+    losses = [rows(files / name, "validation")[-1]["loss"] for name in "abc"]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
+    """The same losses, bit for bit, whether interrupted or not; the last step's state and config.toml know the change."""
+    run = ["train", *FLAGS, "--split", "1", "--eval-iters=0", "--save-interval=1"]
+    one, two = ["--data-path", "0.5", "p0", "0.5", "p1"], ["--data-path", "0.2", "p0", "0.8", "p3"]
+    assert main([*run, *one, "--train-iters=6", "--exit-interval=2", "--save", "a", "--load", "a"]) == 0
+    refused = main([*run, *two, "--train-iters=6", "--save", "a", "--load", "a"])
+    assert refused == 2 and "--blend-change-at now" in capsys.readouterr().err
+    assert main([*run, *two, "--train-iters=6", "--save", "a", "--load", "a", "--blend-change-at=now"]) == 0
+    assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
+    whole = [r["loss"] for r in rows(files / "a", "step")]
+    assert main([*run, *two, "--train-iters=6", "--save", "b", "--load", "a/iter_0000003"]) == 0
+    assert [r["loss"] for r in rows(files / "b", "step")] == whole[3:]
+    assert main([*run, *two, "--train-iters=6", "--save", "c", "--load", "a/iter_0000002", "--blend-change-at=8"]) == 0
+    assert [r["loss"] for r in rows(files / "c", "step")] == whole[2:]
+    assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # of a run that is done
+    assert opened(files / "a", 6).state["blends"]["blends"][1][0] == 8
+    assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
+    capsys.readouterr()
+    dry = ["--train-iters=9", "--save", "a", "--load", "a", "--dry-run", "--tokenizer-type=NullTokenizer"]
+    assert main([*run, *one, *dry]) == 2 and "--blend-change-at now" in capsys.readouterr().err
+    assert main([*run, *one, *dry, "--blend-change-at=30"]) == 0
+    assert "blend from sample 30 on: 0.5 p0, 0.5 p1" in capsys.readouterr().out
+    assert main(["inspect", "a"]) == 0
+    shown = capsys.readouterr().out
+    assert "  blend from sample 0 on: 0.5 p0, 0.5 p1\n  blend from sample 8 on: 0.2 p0, 0.8 p3" in shown
+
+
+def test_what_is_trained_on_and_validated_on_is_told():
+    def told(**given):
+        return [line for line in checks.notices(settings(**given)) if "not of unseen text" in line]
+
+    group = {"train_weighted_split_paths": ["T: 1 0:0.9 a, 1 0:1 b"]}
+    assert told(**group, valid_weighted_split_paths=["V: 1 0.9:1 a, 1 0:1 c"]) == []
+    [line] = told(**group, valid_weighted_split_paths=["V: 1 0.8:1 a, 1 0:1 c"])
+    assert line.startswith(
+        "--valid-weighted-split-paths: a is in the training set too, with the same documents: this valid/V"
+    )
+    assert len(told(train_data_path=["a"], valid_data_path=["a"], test_data_path=["a"])) == 2
+    assert told(data_path=["a"]) == told(data_path=["1", "a", "2", "a"]) == []
+
+
+@pytest.mark.pictures
+def test_several_sets_in_the_report(files):
+    from meshwright.report import page as report
+
+    step = {
+        "attempt": 1,
+        "consumed_samples": 4,
+        "loss": 5.0,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "skipped": False,
+        "ms": 1.0,
+        "tokens_per_second": 9.0,
+    }
+    found = [{"event": "start", "attempt": 1, "iteration": 0}]
+    found += [{"event": "step", "iteration": n, **step} for n in (1, 2)]
+    check = {"event": "validation", "attempt": 1, "name": "validation", "ppl": 2.0}
+    found += [{**check, "iteration": n, "set": s, "loss": n + len(s)} for n in (1, 2) for s in ("a<b", "wiki")]
+    (files / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)) + "\n")
+    read = report.read_rows(files)
+    assert [(v.iteration, v.of, v.loss) for v in read.validations] == [
+        (1, "a<b", 4),
+        (1, "wiki", 5),
+        (2, "a<b", 5),
+        (2, "wiki", 6),
+    ]
+    shown = dict(report.headlines(read, {}))
+    assert shown["final validation loss on wiki"] == "6.0000" and shown["best validation loss on a<b"] == "4.0000 at 1"
+    page = report.page(files, read, {})
+    assert "validation on wiki" in page and "validation on a&lt;b" in page and "on a<b" not in page
+
+
+def test_a_tag_of_its_own():
+    row = {"name": "validation", "set": "wiki", "loss": 2.0, "ppl": 7.5}
+    shown = validation_tags(Logging(log_validation_ppl_to_tensorboard=True), row)
+    assert shown == {
+        "lm-loss-validation/wiki/lm loss validation": 2.0,
+        "lm-loss-validation/wiki/lm loss validation ppl": 7.5,
+    }
+
+
+def test_without_files_of_its_own(files):
+    d = Data(valid_data_path=["a", "b"], train_data_path=["c"], data_cache_path="x")
+    assert datapaths.given(datapaths.without(d)) == [] and datapaths.without(d).data_cache_path == "x"
+    assert datapaths.prefixes(d) == ["c", "a", "b"] and datapaths.prefixes(Data(data_path=["a"], mock_data=True)) == []

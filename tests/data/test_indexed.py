@@ -1,0 +1,309 @@
+"""The .bin/.idx pair: every byte, every damage, and what a killed or failed writer leaves behind."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import tokens_of
+from meshwright.data.format import indexed as indexed_module
+from meshwright.data.format.indexed import HEADER, Indexed, fingerprint
+from meshwright.data.format.writer import Writer, token_dtype
+from meshwright.errors import BAD_DATA, IO, UserError
+
+
+def write(prefix, documents, dtype=np.uint16):
+    """documents: lists of sequences"""
+    with Writer(prefix, dtype) as writer:
+        for sequences in documents:
+            for ids in sequences:
+                writer.add(ids)
+            writer.end_document()
+    return prefix
+
+
+def refused(words, prefix, check=None):
+    with pytest.raises(UserError, match=words) as caught:
+        Indexed(prefix, check)
+    assert caught.value.status == BAD_DATA
+
+
+def test_every_byte(tmp_path):
+    write(tmp_path / "x", [[[1, 2, 3], [4]], [], [[65535]]])
+    assert (tmp_path / "x.bin").read_bytes() == bytes([1, 0, 2, 0, 3, 0, 4, 0, 255, 255])
+    assert (tmp_path / "x.idx").read_bytes() == (
+        b"MMIDIDX\x00\x00"
+        b"\x01\x00\x00\x00\x00\x00\x00\x00"  # version
+        b"\x08"  # uint16
+        b"\x03\x00\x00\x00\x00\x00\x00\x00"  # sequences
+        b"\x04\x00\x00\x00\x00\x00\x00\x00"  # documents + 1
+        b"\x03\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00"  # sizes
+        b"\x00\x00\x00\x00\x00\x00\x00\x00\x06\x00\x00\x00\x00\x00\x00\x00\x08\x00\x00\x00\x00\x00\x00\x00"  # pointers
+        b"\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"  # document index: the second one is empty
+        b"\x02\x00\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x00\x00\x00\x00"
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
+def test_read_back(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(0, 100, rng.integers(0, 9)).tolist()] for _ in range(50)]
+    data = Indexed(write(tmp_path / "new" / "x", documents, dtype))
+    assert len(data) == 50
+    assert data.doc_idx.tolist() == list(range(51))
+    for i, [ids] in enumerate(documents):
+        assert tokens_of(data, i).tolist() == ids
+    whole = [(i, t) for i, [ids] in enumerate(documents) for t in ids]
+    assert [data.sequence_at(n) for n in range(len(whole))] == [i for i, _ in whole]
+    assert not data.tokens.flags.writeable
+
+
+def test_nothing_in_it(tmp_path):
+    data = Indexed(write(tmp_path / "x", []))
+    assert (len(data), len(data.tokens), data.doc_idx.tolist()) == (0, 0, [0])
+
+
+def test_token_type():
+    assert token_dtype(50257) is np.uint16
+    assert (token_dtype(65499), token_dtype(65500)) == (np.uint16, np.int32)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    prefix = write(tmp_path / "x", [[[i, i, i]] for i in range(20)])
+    return prefix, tmp_path / "x.idx", tmp_path / "x.bin"
+
+
+@pytest.mark.parametrize("check", ["full", "quick"])
+def test_truncated_everywhere(pair, check):
+    prefix, idx, bin_ = pair
+
+    def refused(words, prefix):
+        return globals()["refused"](words, prefix, check)
+
+    whole = idx.read_bytes()
+    for cut in {len(whole) * n // 16 for n in range(16)} | {8, 9, 33, 34, len(whole) - 1}:
+        idx.write_bytes(whole[:cut])
+        refused("x.idx is damaged|x.idx is not", prefix)
+    idx.write_bytes(whole + b"\x00")
+    refused("damaged", prefix)
+    idx.write_bytes(whole)
+    tokens = bin_.read_bytes()
+    for wrong in (tokens[:-1], tokens + b"\x00\x00", b""):
+        bin_.write_bytes(wrong)
+        refused(f"x.bin has {len(wrong)} bytes, but its .idx describes 120", prefix)
+    bin_.unlink()
+    refused("x.bin cannot be read", prefix)
+    idx.unlink()
+    refused("x.idx does not exist: --data-path is the prefix", prefix)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "words"),
+    [
+        (0, b"Q", "is not a token index"),
+        (0, b"TNTIDX\x00\x00", "older `lazy`/`cached` format: not yet"),
+        (9, b"\x02", "version 2"),
+        (17, b"\x63", "code 99 is not one of"),
+        (17, b"\x06", "code 6 is not one of"),  # float64
+        (17, b"\x04", "pointer of sequence 1"),  # another item size
+        (18, b"\x15", "21 sequences"),
+        (18, b"\xff" * 8, "18,446,744,073,709,551,615 sequences"),
+        (26, b"\xff" * 8, "18,446,744,073,709,551,615 documents"),
+        (34, b"\x04", "pointer of sequence 1 "),
+        (34, b"\xff\xff\xff\xff", "sequence 0 has a size below 0"),
+        (34 + 4 * 20, b"\x02", "pointer of sequence 0 "),
+        (34 + 4 * 20 + 8 * 10 + 7, b"\x80", "pointer of sequence 10 "),
+        (34 + 12 * 20, b"\x01", "does not run from 0"),
+        (34 + 12 * 20 + 8 * 5, b"\x63", "goes backwards"),
+        (34 + 12 * 20 + 8 * 20, b"\x13", "does not run from 0 to the 20"),
+    ],
+)
+@pytest.mark.parametrize("check", ["full", "quick"])
+def test_damaged(pair, offset, value, words, check):
+    prefix, idx, _ = pair
+    content = bytearray(idx.read_bytes())
+    content[offset : offset + len(value)] = value
+    idx.write_bytes(content)
+    refused(words, prefix, check)
+
+
+def test_other_inconsistencies(pair):
+    prefix, idx, bin_ = pair
+    content = idx.read_bytes()
+    idx.write_bytes(content + b"\x00" * 20)
+    refused("multimodal", prefix)
+    changed = bytearray(content)  # the last size has no pointer after it: only the .bin's length tells
+    changed[34 + 4 * 19] = 2
+    idx.write_bytes(changed)
+    refused("describes 118", prefix)
+    idx.write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 0))
+    bin_.write_bytes(b"")
+    refused("does not run from 0", prefix)
+
+
+def test_tokens_of_sequences_without_looking_at_each(tmp_path):
+    sizes = [3, 0, 7, 1, 5]
+    data = Indexed(write(tmp_path / "x", [[[1] * n] for n in sizes], np.int32))
+    for first in range(6):
+        for stop in range(6):
+            assert data.tokens_of(first, stop) == sum(sizes[first:stop])
+
+
+def test_large_files_are_looked_at_in_places(tmp_path, monkeypatch):
+    """Damage anywhere shows in a full check; in a quick one, what moves all that is behind it, and files of other sizes."""
+    n = 3000
+    prefix = write(tmp_path / "x", [[[1] * (1 + k % 5)] for k in range(n)], np.int32)
+    monkeypatch.setattr(indexed_module, "PROBE", 8)
+    monkeypatch.setattr(indexed_module, "BLOCK", 100)
+    idx, whole = tmp_path / "x.idx", (tmp_path / "x.idx").read_bytes()
+    reads = []
+    real = indexed_module.Column.read
+    monkeypatch.setattr(indexed_module.Column, "read", lambda *a: reads.append(len(x := real(*a))) or x)
+    quick = Indexed(prefix, "quick")
+    assert sum(reads) < 3 * 64 * 9 + 1
+    full = Indexed(prefix, "full")
+    assert np.array_equal(quick.sizes, full.sizes)
+    for at in range(0, n, 77):
+        content = bytearray(whole)
+        content[34 + 4 * at] += 1
+        idx.write_bytes(content)
+        refused(f"the pointer of sequence {at + 1:,} is not the sum before it", prefix, "full")
+        content = bytearray(whole)
+        pointers = np.frombuffer(content, "<i8", n, 34 + 4 * n)
+        pointers[at + 1 :] += (
+            4  # a length that was changed together with all that follows: only the .bin's length tells
+        )
+        content[34 + 4 * at] += 1
+        idx.write_bytes(content)
+        refused("x.bin has 36,000 bytes, but its .idx describes 36,004", prefix, "quick")
+        content = bytearray(whole)
+        content[34 + 12 * n + 8 * at : 34 + 12 * n + 8 * at + 8] = b"\xff" * 8
+        idx.write_bytes(content)
+        refused("goes backwards|does not run from 0", prefix, "full")
+    assert [list(indexed_module.places(m, "quick"))[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
+    assert [first for first, _ in indexed_module.places(5000, None)] == list(range(0, 5000, 100))
+    assert len(list(indexed_module.places(indexed_module.FULL + 1, None))) == 64
+
+
+def test_a_hundred_million_documents_open_at_once(tmp_path):
+    """Empty ones, in a file of holes."""
+    n = 10**8
+    (tmp_path / "x.bin").write_bytes(b"")
+    with open(tmp_path / "x.idx", "wb") as idx:
+        idx.write(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, n, n + 1))
+        idx.seek(HEADER.size + 12 * n + 8 * n)
+        idx.write(n.to_bytes(8, "little"))
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before, start = resident(), time.process_time()
+    opened = Indexed(tmp_path / "x")
+    assert opened.tokens_of(0, n) == 0
+    assert time.process_time() - start < 0.1
+    assert resident() - before < 50e6
+    assert (len(opened), int(opened.doc_idx[-1])) == (n, n)
+
+
+def test_fingerprint_tells_data_apart_but_not_times(tmp_path):
+    a = write(tmp_path / "a", [[[1, 2]], [[3]]])
+    b = write(tmp_path / "b", [[[1]], [[2, 3]]])
+    assert fingerprint(a) != fingerprint(b)
+    before = fingerprint(a)
+    os.utime(f"{a}.idx", (1, 1))
+    assert fingerprint(a) == before
+    lengths = np.ones(100_000, dtype=np.int64)  # an .idx above the size that is hashed whole
+    marks = []
+    for changed in (0, 50_000, 99_998):
+        lengths[:] = 1
+        lengths[changed] = 2
+        with Writer(tmp_path / "big", np.uint8) as writer:
+            for n in lengths.tolist():
+                writer.add([0] * n)
+                writer.end_document()
+        marks.append(fingerprint(tmp_path / "big"))
+    assert len(set(marks)) == 3
+
+
+def test_an_error_leaves_the_old_files(pair):
+    prefix, idx, bin_ = pair
+    before = idx.read_bytes(), bin_.read_bytes()
+    with pytest.raises(ZeroDivisionError), Writer(prefix, np.uint16) as writer:
+        writer.add([1] * 1000)
+        raise ZeroDivisionError
+    assert (idx.read_bytes(), bin_.read_bytes()) == before
+    assert len(list(idx.parent.iterdir())) == 2
+
+
+def test_disk_full(pair):
+    """A limit on the size of files fails writes as a full disk does."""
+    prefix, idx, bin_ = pair
+    before = idx.read_bytes(), bin_.read_bytes()
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for size in (5_000_000, 500):  # fails in add; fails in the last flush
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (400, old[1]))
+            refused_write = pytest.raises(UserError, match="cannot be written .*nothing was published")
+            with refused_write as caught, Writer(prefix, np.uint16) as writer:
+                writer.add(np.zeros(size, np.uint16))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        assert caught.value.status == IO
+        assert (idx.read_bytes(), bin_.read_bytes()) == before
+        assert len(list(idx.parent.iterdir())) == 2
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        Writer(tmp_path / "file" / "x", np.uint16)
+    assert caught.value.status == IO
+
+
+KILLED = """
+import os, sys, numpy as np
+from meshwright.data import writing
+calls, limit = 0, int(sys.argv[2])
+def counted(name):
+    real = getattr(os, name)
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == limit:
+            os.kill(os.getpid(), 9)
+        return real(*args, **kwargs)
+    setattr(os, name, call)
+for name in ("fsync", "replace", "unlink"):
+    counted(name)
+with writing.Writer(sys.argv[1], np.uint16) as writer:
+    writer.add([7] * 50)
+    writer.end_document()
+"""
+
+
+def test_killed_at_every_point_of_publishing(pair):
+    """Old pair, new pair or no .idx: never an .idx beside a .bin that it does not describe."""
+    prefix, idx, bin_ = pair
+    seen = []
+    for limit in range(1, 20):
+        write(prefix, [[[i, i, i]] for i in range(20)])
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(prefix), str(limit)], env=environment, check=False)
+        state = "no .idx" if not idx.exists() else f"{len(Indexed(prefix))} sequences"
+        seen.append(state)
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -9
+    assert ended.returncode == 0
+    assert set(seen) == {"20 sequences", "no .idx", "1 sequences"}
+    assert seen[-1] == "1 sequences"

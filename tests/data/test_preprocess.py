@@ -1,0 +1,292 @@
+"""JSON lines to token files: what is kept, what is counted, what is printed, and how it fails."""
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import tokens_of
+from meshwright import tokenizers
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.prepare import preprocess, text
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, **settings):
+    """Run on a file's content (bytes), or on the inputs named; returns stdout and stderr."""
+    if isinstance(given, bytes):
+        (tmp_path / "in.jsonl").write_bytes(given)
+        given = [str(tmp_path / "in.jsonl")]
+    settings = {"output_prefix": str(tmp_path / "out"), **settings}
+    config = PreprocessConfig(
+        Preprocess(input=given, **settings), Tokenizer(tokenizer_type=tokenizer, vocab_size=vocab_size)
+    )
+    stdout, stderr = io.StringIO(), io.StringIO()
+    preprocess.run(config, stdout, stderr)
+    return stdout.getvalue(), stderr.getvalue()
+
+
+def texts(prefix):
+    """The documents, as text, by the document index."""
+    data = Indexed(prefix)
+    return [
+        b"".join(bytes(tokens_of(data, i)[tokens_of(data, i) < 256].tolist()) for i in range(a, b)).decode()
+        for a, b in zip(data.doc_idx[:-1].tolist(), data.doc_idx[1:].tolist(), strict=True)
+    ]
+
+
+def line(text, **more):
+    return json.dumps({"text": text, **more}).encode()
+
+
+def test_documents_in_order_with_eod(tmp_path):
+    stdout, stderr = work(tmp_path, line("ab") + b"\n" + line("é") + b"\n", append_eod=True, log_interval=1)
+    data = Indexed(tmp_path / "out_text_document")
+    assert [tokens_of(data, i).tolist() for i in range(2)] == [[97, 98, 256], [195, 169, 256]]
+    assert (data.dtype, data.doc_idx.tolist()) == (np.dtype("<u2"), [0, 1, 2])
+    lines = stdout.splitlines()
+    assert lines[0] == f"Opening {tmp_path / 'in.jsonl'}"
+    assert lines[1:5] == [
+        "> building ByteTokenizer tokenizer ...",
+        " > padded vocab (size: 257) with 127 dummy tokens (new size: 384)",
+        "Vocab size: 257",
+        f"Output prefix: {tmp_path / 'out'}",
+    ]
+    assert lines[5].startswith("Time to startup: ")
+    assert lines[6] == (
+        f"wrote {tmp_path / 'out'}_text_document.bin/.idx: 2 documents, 2 sequences, 6 tokens, 12 bytes (uint16)"
+    )
+    assert [w.split("(")[0] for w in stderr.splitlines()] == ["Processed 2 documents "] * 2  # a piece, and all
+    assert stderr.endswith(" MB/s).\n")
+
+
+def test_large_vocabulary_is_int32(tmp_path):
+    work(tmp_path, line("65498 1"), "NullTokenizer", 65498)
+    assert Indexed(tmp_path / "out_text_document").dtype == np.uint16
+    work(tmp_path, line("65499 1"), "NullTokenizer", 65499)
+    data = Indexed(tmp_path / "out_text_document")
+    assert (data.dtype, tokens_of(data, 0).tolist()) == (np.dtype("<i4"), [65499, 1])
+
+
+def test_good_lines_of_any_shape_are_kept(tmp_path):
+    big = "z" * 10_000_000
+    content = (
+        b"\xef\xbb\xbf" + line("bom") + b"\r\n"
+        b"\r\n   \n\t\n\n" + line("crlf") + b"\r\n"
+        b'{"text": "nan elsewhere", "score": NaN}\n'
+        b'{"text": "half elsewhere", "title": "\\ud800"}\n'
+        b'{"text": "pair \\ud83d\\ude42", "n": 123456789012345678901234567890}\n'
+        + json.dumps({"text": "line\u2028separator \u0085 \x00"}, ensure_ascii=False).encode()
+        + b"\n"
+        + line(big)
+        + b"\n"
+        + line("last, without a line feed")
+    )
+    _, stderr = work(tmp_path, content)
+    assert "left out" not in stderr
+    assert texts(tmp_path / "out_text_document") == [
+        "bom",
+        "crlf",
+        "nan elsewhere",
+        "half elsewhere",
+        "pair \U0001f642",
+        "line\u2028separator \u0085 \x00",
+        big,
+        "last, without a line feed",
+    ]
+
+
+BAD = {
+    b'{"text": "caf\xe9"}': ("not UTF-8", "byte 0xe9 at column 14"),
+    b'{"text": "x"': ("not JSON", "Expecting ',' delimiter at column 13"),
+    b"[" * 100_000: ("not JSON", "recursion"),
+    b"\xef\xbb\xbf" + line("x"): ("not JSON", "column 1"),  # a byte order mark in the middle of a file
+    b'["text"]': ("not a JSON object", "but a list"),
+    b'{"body": "x"}': ("no key 'text'", "keys: body"),
+    b'{"text": null}': ("null under 'text'", "NoneType"),
+    b'{"text": 5}': ("no text under 'text'", "int"),
+    b'{"text": "\\udc00 x"}': ("lone surrogate under 'text'", r"\\udc00"),
+}
+
+
+def test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost(tmp_path):
+    rng = random.Random(1)
+    lines, good, counts, first = [], [], {}, {}
+    for n in range(1, 3001):
+        if rng.random() < 0.1:
+            bad = rng.choice(list(BAD))
+            kind = BAD[bad][0]
+            lines.append(bad)
+            counts[kind] = counts.get(kind, 0) + 1
+            first.setdefault(kind, n)
+        else:
+            good.append(f"document {n} é")
+            lines.append(line(good[-1]))
+    _, stderr = work(tmp_path, b"\n".join(lines), on_error="skip")
+    assert texts(tmp_path / "out_text_document") == good
+    report = stderr.splitlines()[-1]
+    assert report.startswith(f"left out {sum(counts.values()):,} bad lines: ")
+    for kind, n in counts.items():
+        assert f"{n} {kind}, first {tmp_path / 'in.jsonl'}:{first[kind]}" in report
+    assert set(counts) == {kind for kind, _ in BAD.values()}
+
+
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
+def test_a_bad_line_stops_by_default(tmp_path, bad):
+    kind, detail = BAD[bad]
+    with pytest.raises(UserError, match=rf"in.jsonl:2: {kind} \(.*{detail}.*--on-error skip") as caught:
+        work(tmp_path, line("x") + b"\n" + bad + b"\n")
+    assert caught.value.status == BAD_DATA
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_plain_text_is_told_what_is_expected(tmp_path, monkeypatch, capsys):
+    """And the line of docs/data.md makes it of plain text."""
+    plain = "\nOnce upon a time\nthere was.\n\nThe end.\n"
+    (tmp_path / "plain").write_text(plain)
+    with pytest.raises(UserError, match=r'plain:2: not JSON .*one {"text": "..."} a line is expected'):
+        list(text.read_texts([str(tmp_path / "plain")], ["text"]))
+    with pytest.raises(UserError, match=r"in.jsonl:2: not JSON .*is expected, and docs/data.md"):
+        work(tmp_path, plain.encode())
+    (tmp_path / "later").write_text('{"text": "x"}\nno\n')
+    with pytest.raises(UserError, match=r"later:2: not JSON \([^)]*\)$"):
+        list(text.read_texts([str(tmp_path / "later")], ["text"]))
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    monkeypatch.setattr("sys.stdin", io.StringIO(plain))
+    exec(page.split("python -c '")[1].split("' <")[0], {})
+    assert [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()] == plain.split("\n\n")
+
+
+def test_what_the_tokenizer_refuses_is_a_bad_line(tmp_path):
+    content = line("1 2") + b"\n" + line("3 x") + b"\n" + line("4")
+    with pytest.raises(UserError, match="in.jsonl:2: refused by the tokenizer .*'x'"):
+        work(tmp_path, content, "NullTokenizer", 9)
+    _, stderr = work(tmp_path, content, "NullTokenizer", 9, on_error="skip")
+    assert "1 refused by the tokenizer" in stderr
+    assert Indexed(tmp_path / "out_text_document").tokens.tolist() == [1, 2, 4]
+
+
+def test_keys_stay_aligned_when_a_text_is_empty(tmp_path):
+    content = b"\n".join([line("a", title="A"), line("", title="B"), line("c", title="C"), b'{"text": "d"}'])
+    stdout, _ = work(tmp_path, content, json_keys=["text", "title", "text"], append_eod=True, on_error="skip")
+    assert texts(tmp_path / "out_text_document") == ["a", "", "c"]
+    assert texts(tmp_path / "out_title_document") == ["A", "B", "C"]
+    assert Indexed(tmp_path / "out_text_document").doc_idx.tolist() == [0, 1, 1, 2]
+    assert stdout.count("wrote ") == 2
+    assert "3 documents, 2 sequences, 4 tokens" in stdout
+
+
+def test_several_inputs_patterns_and_standard_input(tmp_path, monkeypatch):
+    for name in ("b1", "b0", "a"):
+        (tmp_path / f"{name}.json").write_bytes(line(name))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line("stdin"))))
+    given = [str(tmp_path / "b*.json"), "-", str(tmp_path / "a.json")]
+    stdout, _ = work(tmp_path, given)
+    assert texts(tmp_path / "out_text_document") == ["b0", "b1", "stdin", "a"]
+    assert [w.split("/")[-1] for w in stdout.splitlines()[:4]] == ["b0.json", "b1.json", "Opening -", "a.json"]
+
+
+def test_a_pipe_is_read_from_its_start(tmp_path):
+    pipe, words = tmp_path / "pipe", line("from a pipe")
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"printf '%s' '{words.decode()}' > {pipe}"]):
+        work(tmp_path, [str(pipe)])
+    assert texts(tmp_path / "out_text_document") == ["from a pipe"]
+
+
+def refused(status, words, act):
+    with pytest.raises(UserError, match=words) as caught:
+        act()
+    assert caught.value.status == status
+
+
+def test_inputs_that_cannot_be_used(tmp_path):
+    refused(BAD_DATA, "--input nowhere does not exist", lambda: work(tmp_path, ["nowhere"]))
+    refused(BAD_DATA, "in.jsonl is cut short or damaged", lambda: work(tmp_path, b"\xfd7zXZ\x00..."))
+    refused(IO, "Is a directory", lambda: work(tmp_path, [str(tmp_path)]))
+    refused(BAD_DATA, "no token under 'text'", lambda: work(tmp_path, b"\n\n"))
+    refused(BAD_DATA, "no token under 'text' .*1 bad lines: 1 not JSON", lambda: work(tmp_path, b"{", on_error="skip"))
+    (tmp_path / "file").write_text("")
+    refused(IO, "cannot be written", lambda: work(tmp_path, line("x"), output_prefix=str(tmp_path / "file" / "x")))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "in.jsonl"]
+
+
+def test_notices(tmp_path):
+    _, stderr = work(tmp_path, line("x"), dataset_impl="lazy")
+    assert "--dataset-impl lazy: written as mmap" in stderr
+
+
+def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([line("x")] * 20))
+    config = PreprocessConfig(
+        Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), log_interval=1),
+        Tokenizer(tokenizer_type="ByteTokenizer"),
+    )
+    stderr = Terminal()
+    preprocess.run(config, io.StringIO(), stderr)
+    assert "━" in stderr.getvalue()
+    assert "Processed 20 documents" in stderr.getvalue().splitlines()[-1]
+
+
+@pytest.mark.whole
+def test_megatrons_command_line(tmp_path):
+    """The documents' command, with the tool's path and flags, in its own process; twice the same bytes."""
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(line(f"the theme {n}") for n in range(50)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+    def call(*command):
+        return subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    trained = call("-m", "meshwright", "train-tokenizer", "--input", "in.jsonl", "--vocab-size", "270", "--output", ".")
+    assert (trained.returncode, trained.stderr) == (0, "")
+    assert trained.stdout == "wrote vocab.json and merges.txt: 270 ids\n"
+    tool = [
+        str(ROOT / "tools" / "preprocess_data.py"),
+        "--input",
+        "in.jsonl",
+        "--output-prefix",
+        "meg-gpt2",
+        "--vocab",
+        "vocab.json",
+        "--dataset-impl",
+        "mmap",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--merge-file",
+        "merges.txt",
+        "--append-eod",
+        "--workers",
+        "8",
+    ]
+    files = [tmp_path / f"meg-gpt2_text_document.{ending}" for ending in ("bin", "idx")]
+    written = []
+    for _ in range(2):
+        done = call(*tool)
+        assert done.returncode == 0, done.stderr
+        written.append([f.read_bytes() for f in files])
+    assert written[0] == written[1]
+    t = tokenizers.build(Tokenizer(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")))
+    data = Indexed(tmp_path / "meg-gpt2_text_document")
+    assert [tokens_of(data, n).tolist() for n in range(50)] == [[*t.encode(f"the theme {n}"), 269] for n in range(50)]
+    (tmp_path / "in.jsonl").write_bytes(b"{}\n")
+    stopped = call(*tool)
+    assert stopped.returncode == BAD_DATA
+    assert "in.jsonl:1: no key 'text'" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert [f.read_bytes() for f in files] == written[0]

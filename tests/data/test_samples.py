@@ -1,0 +1,592 @@
+"""Which tokens are sample k: compared with Megatron's seven steps written as plain slow Python."""
+
+import builtins
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import heard, tokens_of
+from meshwright.data import index_cache, loader, samples
+from meshwright.data.datasets import build_datasets, check_vocabulary
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
+from meshwright.data.loader import Mock, Samples
+from meshwright.data.samples import build_indices, epochs_needed, split_bounds
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
+
+
+def data(prefix, sizes, vocab=1000, dtype=np.uint16):
+    rng = np.random.default_rng(sum(sizes))
+    with Writer(prefix, dtype) as writer:
+        for n in sizes:
+            writer.add(rng.integers(0, vocab, n).tolist())
+            writer.end_document()
+    return Indexed(prefix)
+
+
+def build(sizes, documents, *arguments):
+    return build_indices(sizes, documents, int(sizes[documents.start : documents.stop].sum()), *arguments)
+
+
+def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
+    """The specification, one token at a time."""
+    per_epoch = sum(sizes[d] for d in documents)  # 1
+    epochs = 1  # 2
+    while (epochs * per_epoch - 1) // length < num_samples:
+        epochs += 1
+    rng = np.random.RandomState(seed)  # 3
+    before = ((epochs - 1) * per_epoch - 1) // length  # 4
+    apart = epochs > 1 and num_samples - before < int(cutoff * ((per_epoch - 1) // length))
+    doc_idx = []  # 5
+    for part in [epochs - 1, 1] if apart else [epochs]:
+        order = np.array(list(documents) * part, dtype=np.int32)
+        rng.shuffle(order)
+        doc_idx += order.tolist()
+    total = (epochs * per_epoch - 1) // length
+    rows, place, offset = [(0, 0)], 0, 0  # 6
+    for _ in range(total):
+        remaining = length + 1
+        while remaining > 0:
+            left = sizes[doc_idx[place]] - offset
+            remaining -= left
+            if remaining <= 0:
+                offset += remaining + left - 1
+            else:
+                place, offset = place + 1, 0
+        rows.append((place, offset))
+    shuffle_idx = []  # 7
+    for a, b in [(0, before), (before, total)] if apart else [(0, total)]:
+        order = np.arange(a, b, dtype=np.uint32)
+        rng.shuffle(order)
+        shuffle_idx += order.tolist()
+    return doc_idx, rows, shuffle_idx, epochs, apart
+
+
+@pytest.fixture(params=["numpy", "fast"])
+def way(request, monkeypatch):
+    """Both ways to build."""
+    if request.param == "fast":
+        pytest.importorskip("numba", reason="numba is not there (the extra `fast`)")
+    monkeypatch.setattr(samples, "LARGE", 0 if request.param == "fast" else sys.maxsize)
+    return request.param
+
+
+def test_seven_steps_on_random_cases(monkeypatch, way):
+    monkeypatch.setattr(samples, "BLOCK", 7)  # so that small cases have several blocks
+    rng = np.random.default_rng(1)
+    seen = set()
+    for case in range(400):
+        sizes = rng.integers(0 if case % 3 else 1, rng.choice([2, 5, 60]), rng.integers(1, 40))
+        start = int(rng.integers(0, len(sizes)))
+        documents = range(start, int(rng.integers(start, len(sizes))) + 1)
+        if not sizes[documents.start : documents.stop].sum():
+            continue
+        arguments = (int(rng.integers(0, 80)), int(rng.choice([1, 2, 7, 30])), int(rng.integers(0, 9)))
+        cutoff = float(rng.choice([0.80, 0.95]))
+        doc, rows, shuffle, epochs, apart = seven_steps(sizes.tolist(), documents, *arguments, cutoff)
+        got = build(sizes.astype(np.int32), documents, *arguments, cutoff)
+        assert got[0].tolist() == doc
+        assert got[1].tolist() == [list(row) for row in rows]
+        assert got[2].tolist() == shuffle
+        assert epochs_needed(tokens := int(sizes[documents].sum()), *arguments[:2], cutoff) == (epochs, apart), tokens
+        assert [a.dtype for a in got] == [np.int32, np.int32, np.uint32]
+        seen.add((apart, min(epochs, 3), cutoff))
+    assert len(seen) == 10  # one, two or more epochs, the last apart or not (a single one never is), both cutoffs
+
+
+@pytest.mark.parametrize("n", [2, 511, 512, 513, 1025, 70_000])
+def test_numbas_shuffle_is_numpys(n):
+    fast = pytest.importorskip("meshwright.data.fast", reason="numba is not there (the extra `fast`)")
+    for seed, dtype in enumerate((np.int32, np.uint32, np.int64)):
+        a, b = np.random.RandomState(seed), np.random.RandomState(seed)
+        assert a.randn() == b.randn()  # which leaves half of a pair of normal numbers in the state
+        x, y = np.arange(n, dtype=dtype), np.arange(n, dtype=dtype)
+        a.shuffle(x)
+        fast.shuffle(b, y)
+        assert np.array_equal(x, y)
+        assert a.randn() == b.randn() and a.randint(2**31) == b.randint(2**31)
+
+
+@pytest.mark.parametrize("limit", [5, 255, 256, 2**31 - 1, 2**31, 2**32 - 2, 2**32 + 300, 2**40 + 7])
+def test_numbas_random_numbers_are_numpys(limit):
+    """Up to i, i - 1, ...: also where arrays would be too large to be shuffled in a test."""
+    fast = pytest.importorskip("meshwright.data.fast", reason="numba is not there (the extra `fast`)")
+    for seed in range(3):
+        rng = np.random.RandomState(seed)
+        rng.random_sample(7)
+        _, key, at, *_ = rng.get_state()
+        key, words, out = key.copy(), np.empty(624, np.uint32), np.empty(min(1000, limit) + 1, np.int64)
+        fast._temper(key, words)
+        at = fast.draw(key, words, at, limit, out)
+        for k, got in enumerate(out[:-1].tolist()):  # RandomState.randint draws as its shuffle does, width by width
+            top = limit - k + 1
+            assert got == rng.randint(0, top, dtype=np.uint32 if top <= 2**32 else np.uint64), k
+        assert (at, key.tolist()) == (rng.get_state()[2], rng.get_state()[1].tolist())
+
+
+def test_widths_of_numbers():
+    assert samples.dtypes(2**31, 2**31 - 1, 2**32 - 3) == (np.int32, np.int32, np.uint32)
+    assert samples.dtypes(2**31 + 1, 2**31, 2**32 - 2) == (np.int64, np.int64, np.int64)
+
+
+def test_places_beyond_31_bits(way):
+    """No array of such a size is made: one document, 2^31 + 8 times."""
+    many = np.broadcast_to(np.int32(0), 2**31 + 8)
+    assert [b.dtype for b in samples.cut(np.array([5]), many[:3], 0, 1, 7)] == [np.int32, np.int32]
+    if way == "fast":
+        from meshwright.data import fast
+
+        rows = np.zeros((9, 2), np.int64)
+        made, place, offset = fast.cut(np.array([5], np.int32), many, 2**31 - 2, 1, 7, rows)
+        assert rows[:made].tolist() == [[2**31 - 2 + (1 + 7 * k) // 5, (1 + 7 * k) % 5] for k in range(made)]
+        assert (made, place, offset) == (7, 2**31 + 8, 0)
+    else:
+        assert next(iter(samples.cut(np.array([5]), many, 0, 1, 7))).dtype == np.int64
+
+
+def test_sums_beyond_31_bits(way):
+    sizes = np.array([2**31 - 1, 3, 2**30, 0, 2**31 - 1], np.int32)
+    tokens, length = int(sizes.sum(dtype=np.int64)), 10**7 + 19
+    doc_idx, rows, _ = build_indices(sizes, range(5), tokens, tokens // length, length, 3, 0.8)
+    ends = np.cumsum(sizes[doc_idx], dtype=np.int64).tolist()
+    for k, (place, offset) in enumerate(rows.tolist()[1:], start=1):
+        assert (ends[place - 1] if place else 0) + offset == k * length and k * length < ends[place]
+    assert len(rows) == (tokens - 1) // length + 1
+
+
+def test_lengths_that_are_not_what_the_pointers_say(way):
+    with pytest.raises(UserError, match="sizes of the .idx give 3 samples, its pointers 9: it is damaged") as caught:
+        build_indices(np.array([10, 5], np.int32), range(2), 40, 4, 4, 1, 0.8)
+    assert caught.value.status == BAD_DATA
+
+
+def test_numba_is_for_large_data_and_may_be_absent(monkeypatch):
+    assert samples.compiled(samples.LARGE - 1) is None
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("numba"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    for module in ("numba", "meshwright.data.fast"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.delattr("meshwright.data.fast", raising=False)
+    with heard() as (_, notices):
+        assert samples.compiled(samples.LARGE) is None
+    assert notices == []
+
+
+def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
+    sizes = [3, 0, 10, 1, 1, 25, 7]
+    indexed = data(tmp_path / "x", sizes)
+    made = Samples(indexed, range(0, 7), 20, 4, seed=3)
+    stream = np.concatenate([tokens_of(indexed, d) for d in made.doc_idx]).tolist()
+    assert (len(made), made.epochs) == (23, 2)
+    for k in range(len(made)):
+        j = int(made.shuffle_idx[k])
+        assert made[k].tolist() == stream[j * 4 : j * 4 + 5]
+        assert made[k].dtype == np.int64
+        assert made.read([k]).tolist() == [made[k].tolist()]
+        for position, token in enumerate(made[k].tolist()):
+            at, document = re.match(r"token (\d+) of document (\d+) in ", made.locate(k, position)).groups()
+            assert tokens_of(indexed, int(document))[int(at)] == token
+    numbers = np.random.default_rng(1).permutation(len(made)).tolist()
+    assert made.read(numbers).tolist() == [made[k].tolist() for k in numbers]
+    for k in (-1, len(made)):
+        with pytest.raises(IndexError):
+            made[k]
+
+
+def test_split_golden_numbers():
+    assert split_bounds("700,200,100", 2456, "rounded") == [0, 1719, 2210, 2456]
+    for arithmetic in ("rounded", "cumulative"):
+        assert split_bounds("949,50,1", 79000, arithmetic) == [0, 74971, 78921, 79000]
+    assert split_bounds("949,50,1", 50, "rounded") == [0, 48, 50, 50]
+    assert split_bounds("949,50,1", 50, "cumulative") == [0, 47, 50, 50]
+    assert split_bounds("949,50,1", 500, "rounded") == [0, 475, 500, 500]
+    assert split_bounds("949,50,1", 500, "cumulative") == [0, 474, 500, 500]
+    assert split_bounds("969, 30, 1", 1000, "rounded") == [0, 969, 999, 1000]
+    assert split_bounds("90/10", 10, "rounded") == [0, 9, 10, 10]
+    assert split_bounds("100", 10, "cumulative") == [0, 10, 10, 10]
+    assert split_bounds("0,1,1", 11, "rounded") == [0, 0, 5, 11]  # Megatron's shift gives -1: the last document twice
+
+
+def test_lengths_of_the_345m_log():
+    """A published run of 2023: 10411, 222 and 54 rows for 10000, 120 and 20 samples, with 23, 2 and 1 epochs."""
+    for rows, epochs, wanted in ((10411, 23, 10000), (222, 2, 120), (54, 1, 20)):
+        tokens = ((rows - 1) * 1024 + 1) // epochs + 1
+        sizes = np.full(10, tokens // 10, dtype=np.int32)
+        sizes[0] += tokens % 10
+        got = build(sizes, range(10), wanted, 1024, 1234, 0.8)
+        assert (len(got[1]), len(got[0])) == (rows, 10 * epochs)
+
+
+def config(prefix, **changes):
+    training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
+    seq_length = changes.pop("seq_length", 8)
+    inner = {k: changes.pop(k) for k in list(changes) if k in training or k == "seed"}
+    settings = {"data_path": [str(prefix)], "seq_length": seq_length, "split": "700,200,100", **changes}
+    return TrainConfig(data=Data(**settings), training=Training(**{**training, **inner}), tokenizer=Tokenizer())
+
+
+def said(settings, vocab=1000):
+    with heard() as (lines, notices):
+        made = build_datasets(settings, vocab)
+    return made, lines, notices
+
+
+def test_lines_of_the_log(tmp_path):
+    data(tmp_path / "x", [30] * 20)
+    settings = config(tmp_path / "x")
+    made, first, notices = said(settings)
+    assert notices == []
+    lengths = {name: len(made[name]) for name in made}
+    assert lengths == {"train": 52, "valid": 14, "test": 7}
+    again, lines, _ = said(settings)
+    assert {name: len(again[name]) for name in made} == lengths
+    expected = rf"""
+> building train, validation, and test datasets ...
+ > datasets target sizes \(minimum size\):
+    train:      40
+    validation: 12
+    test:       4
+> building train, validation, and test datasets for GPT ...
+Single data path provided for train, valid & test
+data_prefix: \['{tmp_path}/x'\]
+ > building dataset index ...
+    reading sizes...
+    reading pointers...
+    reading document index...
+    creating numpy buffer of mmap...
+    creating memory view of numpy buffer...
+ > finished creating indexed dataset in \d\.\d{{6}} seconds
+    number of documents: 20
+ > dataset split:
+    train:
+     document indices in \[0, 14\) total of 14 documents
+    validation:
+     document indices in \[14, 18\) total of 4 documents
+    test:
+     document indices in \[18, 20\) total of 2 documents
+""" + "".join(
+        rf""" > loading doc-idx mapping from {tmp_path}/index-cache/[0-9a-f]{{32}}_doc_idx.npy
+ > loading sample-idx mapping from {tmp_path}/index-cache/[0-9a-f]{{32}}_sample_idx.npy
+ > loading shuffle-idx mapping from {tmp_path}/index-cache/[0-9a-f]{{32}}_shuffle_idx.npy
+    loaded indexed file in \d\.\d{{3}} seconds
+    total number of samples: {rows}
+    total number of epochs: 1
+"""
+        for rows in (53, 15, 8)
+    )
+    pattern = (expected + "> finished creating GPT datasets ...").strip("\n").split("\n")
+    assert len(lines) == len(pattern)
+    for line, wanted in zip(lines, pattern, strict=True):
+        assert re.fullmatch(wanted, line), (wanted, line)
+    built = [line for line in first if line not in lines and "loaded" not in line and "finished" not in line]
+    assert built[:6] == [
+        " > WARNING: could not find index map files, building the indices on rank 0 ...",
+        " > only one epoch required, setting separate_last_epoch to False",
+        built[2],
+        built[3],
+        " > building shuffle index with split [0, 52) and [52, 52) ...",
+        built[5],
+    ]
+    for line, part in ((built[2], "doc"), (built[3], "sample"), (built[5], "shuffle")):
+        assert re.fullmatch(rf" > elasped time to build and save {part}-idx mapping \(seconds\): \d\.\d{{6}}", line)
+
+
+def test_line_about_the_last_epoch():
+    with heard() as (lines, _):
+        build(np.array([100]), range(1), 110, 1, 0, 0.95)
+    assert lines[0] == (
+        " > last epoch number of samples (11) is smaller than 95% of number of samples per epoch (99), "
+        "setting separate_last_epoch to True"
+    )
+    assert " > building shuffle index with split [0, 99) and [99, 199) ..." in lines
+    with heard() as (lines, _):
+        build(np.array([100]), range(1), 190, 1, 0, 0.8)
+    assert (
+        "(91) is larger than 80% of number of samples per epoch (99), setting separate_last_epoch to False" in lines[0]
+    )
+
+
+def test_target_sizes_of_the_345m_log(tmp_path):
+    data(tmp_path / "x", [30] * 20)
+    settings = config(tmp_path / "x", train_iters=5000, eval_interval=1000, eval_iters=10)
+    _, lines, _ = said(settings)
+    assert lines[2:5] == ["    train:      10000", "    validation: 120", "    test:       20"]
+
+
+def cache_files(folder):
+    return sorted(p for p in folder.iterdir())
+
+
+def same(a, b):
+    return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("doc_idx", "sample_idx", "shuffle_idx"))
+
+
+def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
+    prefix = tmp_path / "x"
+    indexed, cache, calls = data(prefix, [30, 20, 10, 40]), tmp_path / "cache", []
+    real = samples.build_indices
+    monkeypatch.setattr(loader, "build_indices", lambda *a: calls.append(1) or real(*a))
+
+    def make(indexed, documents=range(0, 4), wanted=12, length=8, seed=1, cutoff=0.8, name="train"):
+        return Samples(indexed, documents, wanted, length, seed, cutoff, cache, name)
+
+    first = make(indexed)
+    assert same(first, make(indexed))
+    assert len(calls) == 1
+    assert not isinstance(first.doc_idx, np.memmap)
+    changes = [
+        {"documents": range(0, 3)},
+        {"documents": range(1, 4)},
+        {"wanted": 13},
+        {"length": 9},
+        {"seed": 2},
+        {"cutoff": 0.95},
+        {"name": "valid"},
+    ]
+    for n, change in enumerate(changes):
+        made = make(indexed, **change)
+        assert len(calls) == 2 + n, change
+        uncached = {"indexed": indexed, "documents": range(0, 4), "num_samples": 12, "seq_length": 8, "seed": 1}
+        renamed = {{"wanted": "num_samples", "length": "seq_length"}.get(k, k): v for k, v in change.items()}
+        assert same(made, Samples(**{**uncached, **renamed}))
+        calls.pop()
+    rebuilt = data(prefix, [30, 20, 40, 10])  # the same sizes of files, in place
+    before = len(calls)
+    assert not same(make(rebuilt), first)
+    assert len(calls) == before + 1
+    assert len(cache_files(cache)) == 4 * (2 + len(changes))
+
+
+def test_damaged_caches_are_rebuilt(tmp_path):
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
+    other = tmp_path / "other"
+    Samples(indexed, range(0, 4), 13, 8, 1, cache_dir=other)
+
+    def make():
+        with heard() as (_, notices):
+            made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
+        return made, notices
+
+    good, _ = make()
+    files = cache_files(cache)
+    assert [p.name.split("_", 1)[-1] for p in files if p.suffix == ".npy"] == [
+        "doc_idx.npy",
+        "sample_idx.npy",
+        "shuffle_idx.npy",
+    ]
+    for path in files:
+        whole = path.read_bytes()
+        [foreign] = [p for p in cache_files(other) if p.name[32:] == path.name[32:]]
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 64
+        damages = [b"", whole[: len(whole) // 2], whole[:-2], foreign.read_bytes() + b" "]
+        damages += [bytes(flipped)] if path.suffix == ".npy" else [b"[]", b'{"crc32": 3}']
+        for damage in damages:
+            path.write_bytes(damage)
+            made, notices = make()
+            assert same(made, good)
+            assert path.read_bytes() == whole
+            assert len(notices) == 1
+            assert "is damaged" in notices[0]
+        if path.suffix == ".npy":
+            path.unlink()
+            assert same(make()[0], good)
+            assert path.exists()
+    assert cache_files(cache) == files  # no temporary file is left
+
+
+def test_a_cache_folder_that_takes_nothing(tmp_path):
+    indexed = data(tmp_path / "x", [30, 20, 10, 40])
+    (tmp_path / "file").write_text("")
+    with heard() as (_, notices):
+        made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "file" / "cache")
+    assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
+    assert len(notices) == 1
+    assert "the indices stay in memory" in notices[0]
+
+
+BUILD = """
+import sys, time, numpy as np
+from meshwright.data.index_cache import cached_indices
+def build(room):
+    print("builds", flush=True)
+    time.sleep(0.5)
+    array = room.array("doc", 3, np.int32)
+    array[:] = 7
+    return [array]
+print(cached_indices(sys.argv[1], {"a": 1}, ["doc"], build)[0].tolist())
+"""
+
+
+def test_processes_of_one_machine_build_once_and_machines_each(tmp_path):
+    """Two processes on one folder stand for a machine, or for two with a shared folder; another folder for another one."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(tmp_path / folder)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for folder in ("one", "one", "one", "two")
+    ]
+    out = [process.communicate(timeout=60)[0].splitlines() for process in started]
+    assert [process.returncode for process in started] == [0] * 4
+    builders = [folder for folder, lines in zip(("one", "one", "one", "two"), out, strict=True) if "builds" in lines]
+    assert builders == ["one", "two"]
+    assert {lines[-1] for lines in out} == {"[7, 7, 7]"}
+    for folder in ("one", "two"):
+        assert [p.suffix for p in cache_files(tmp_path / folder)] == [".json", ".npy"]
+
+
+def test_without_locks_several_build_the_same(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(index_cache.fcntl, "flock", flock)
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
+    real, inner = samples.build_indices, []
+
+    def twice(*a):
+        if not inner:
+            inner.append(None)
+            inner[0] = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)  # another builder, done before this one
+        return real(*a)
+
+    monkeypatch.setattr(loader, "build_indices", twice)
+    made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
+    assert same(made, inner[0])
+    assert [p.suffix for p in cache_files(cache)] == [".json", ".npy", ".npy", ".npy"]
+
+
+def test_what_a_killed_builder_left_is_removed(tmp_path):
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
+    good = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
+    files = cache_files(cache)
+    [record] = [p for p in files if p.suffix == ".json"]
+    record.unlink()
+    for name in (f"{files[-1].name}.0123abcd.tmp", f"{record.stem}.lock"):
+        (cache / name).write_bytes(b"half")
+    assert same(Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache), good)
+    assert cache_files(cache) == files
+
+
+def test_a_full_disk_leaves_the_indices_in_memory(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(index_cache.os, "posix_fallocate", full)
+    indexed = data(tmp_path / "x", [30, 20, 10, 40])
+    with heard() as (_, notices):
+        made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "cache")
+    assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
+    assert len(notices) == 1 and "takes no index cache (No space left on device)" in notices[0]
+    assert cache_files(tmp_path / "cache") == []
+
+
+def test_large_cache_files_are_probed(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_cache, "WHOLE", 1000)
+    monkeypatch.setattr(index_cache, "PROBE", 16)
+    path = tmp_path / "x"
+    content = np.random.default_rng(1).bytes(100_000)
+    path.write_bytes(content)
+    good = index_cache.checksum(path)
+    for damaged in (
+        content[:-1],
+        content + b"0",
+        content[:50_000] + bytes(50_000),
+        content[::-1],
+        bytes(100) + content[100:],
+        content[:-9] + bytes(9),
+    ):
+        path.write_bytes(damaged)
+        assert index_cache.checksum(path) != good
+    path.write_bytes(content)
+    assert index_cache.checksum(path) == good
+
+
+def test_no_sample_can_be_cached(tmp_path):
+    indexed = data(tmp_path / "x", [3])
+    for _ in range(2):
+        assert len(Samples(indexed, range(0, 1), 0, 8, 1, cache_dir=tmp_path)) == 0
+
+
+def test_small_splits(tmp_path):
+    data(tmp_path / "x", [30] * 10 + [5])
+    made, _, notices = said(config(tmp_path / "x", split="10,1,0"))
+    assert made["test"] is None
+    assert len(made["valid"]) >= 12  # 5 tokens again and again, as in Megatron
+    assert len(notices) == 2
+    assert re.search("the valid split of .*/x has 5 tokens", notices[0])
+    assert re.match("--split 10,1,0: the test split of .*/x of 11 documents is empty, so it is left out", notices[1])
+
+    def refused(words, **changes):
+        with pytest.raises(UserError, match=words) as caught:
+            said(config(tmp_path / "x", **changes))
+        assert caught.value.status == BAD_DATA
+
+    refused(
+        r"training split \(10 of 11 documents\) has 300 tokens, .*--seq-length 300 \+ 1", split="10,1", seq_length=300
+    )
+    refused(r"training split \(0 of 11 documents\) has 0 tokens", split="0,1,1")
+    assert said(config(tmp_path / "x", split="10,1", seq_length=299, train_iters=1))[0]["train"]
+
+
+def test_ids_of_another_vocabulary(tmp_path):
+    indexed = data(tmp_path / "x", [10] * 50, vocab=500)
+    top = int(indexed.tokens.max())
+    at = int(indexed.tokens.argmax())
+    check_vocabulary(indexed, top + 1)
+    with pytest.raises(UserError, match=f"id {top} in document {at // 10}, .* ids are 0 ... {top - 1}"):
+        check_vocabulary(indexed, top)
+    with pytest.raises(UserError, match="another tokenizer") as caught:
+        said(config(tmp_path / "x"), vocab=top)
+    assert caught.value.status == BAD_DATA
+    with Writer(tmp_path / "neg", np.int32) as writer:
+        writer.add([1, -1])
+        writer.end_document()
+    with pytest.raises(UserError, match="id -1 in document 0"):
+        check_vocabulary(Indexed(tmp_path / "neg"), 10)
+    large = np.zeros(3_000_000, np.uint16)
+    large[-1] = 9
+    with Writer(tmp_path / "large", np.uint16) as writer:
+        writer.add(large)
+        writer.end_document()
+    with pytest.raises(UserError, match="id 9 in document 0"):
+        check_vocabulary(Indexed(tmp_path / "large"), 9)
+
+
+def test_mock_data():
+    settings = config("", mock_data=True, data_path=[])
+    made, lines, _ = said(settings, vocab=11)
+    assert {name: len(d) for name, d in made.items()} == {"train": 40, "valid": 12, "test": 4}
+    assert lines[0].startswith("> building train") and lines[-1] == "> finished creating GPT datasets ..."
+    train = made["train"]
+    assert train[7].tolist() == Mock(11, 100, 8, 1234)[7].tolist()
+    assert train[7].shape == (9,) and train[7].dtype == np.int64
+    everything = np.stack([train[k] for k in range(40)])
+    assert everything.min() == 0 and everything.max() == 10
+    assert len(np.unique(everything, axis=0)) == 40
+    assert train[0].tolist() != made["valid"][0].tolist()
+    with pytest.raises(IndexError):
+        train[40]
+    # Frozen: a resumed run must see the same data whatever the version of numpy.
+    assert Mock(1000, 5, 3, 1234)[4].tolist() == [983, 227, 693, 541]
+
+
+def test_warm_up_and_cache_path(tmp_path):
+    data(tmp_path / "x", [30] * 20)
+    _, lines, _ = said(config(tmp_path / "x", mmap_warmup=True, data_cache_path=str(tmp_path / "elsewhere")))
+    assert "    warming up data mmap file..." in lines
+    assert not (tmp_path / "index-cache").exists()
+    assert len(os.listdir(tmp_path / "elsewhere")) == 12

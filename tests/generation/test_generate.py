@@ -1,0 +1,676 @@
+"""Writing text with a trained model: the modes and their files, the cache, and what is refused."""
+
+import io
+import json
+import os
+import random
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright import tokenizers
+from meshwright.__main__ import main
+from meshwright.generation import chat, engine, sampling
+from meshwright.model.gpt import GPT, initialise
+from meshwright.settings.schema import Model, Sampling
+
+ROOT = Path(__file__).resolve().parents[2]
+CAT, DOG, BEAR = SENTENCES = ["the cat sat.", "a dog ran.", "ein Bär."]
+LENGTH = 24
+SHAPE = [
+    "--num-layers=2",
+    "--hidden-size=32",
+    "--num-attention-heads=4",
+    f"--seq-length={LENGTH}",
+    f"--max-position-embeddings={LENGTH}",
+]
+
+
+def corpus(path):
+    """Documents of one sentence each, six of eleven the first, three the second, two the third."""
+    order = random.Random(0).choices(SENTENCES, [6, 3, 2], k=4000)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in order))
+
+
+def learn(folder, steps, *tokenizer):
+    """A run in folder/run, on folder/a.jsonl."""
+    corpus(folder / "a.jsonl")
+    prefix = str(folder / "a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
+        files = ["--input", f"{prefix}.jsonl", "--output-prefix", prefix]
+        assert main(["preprocess", *files, "--append-eod", *tokenizer]) == 0
+        assert (
+            main(
+                [
+                    "train",
+                    *SHAPE,
+                    "--micro-batch-size=16",
+                    "--lr=1e-2",
+                    f"--train-iters={steps}",
+                    "--lr-warmup-iters=5",
+                    "--eval-iters=0",
+                    "--num-workers=0",
+                    "--device=cpu",
+                    "--hidden-dropout=0",
+                    "--attention-dropout=0",
+                    "--data-path",
+                    f"{prefix}_text_document",
+                    "--save",
+                    str(folder / "run"),
+                    *tokenizer,
+                ]
+            )
+            == 0
+        )
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model of bytes that knows the three sentences by heart."""
+    return learn(tmp_path_factory.mktemp("learn"), 150, "--tokenizer-type=ByteTokenizer")
+
+
+@pytest.fixture
+def generate(run, capsys, monkeypatch):
+    """generate(flag, ...) -> status, standard output, standard error."""
+
+    def call(*argv, load=run, typed=None):
+        if typed is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        capsys.readouterr()
+        status = main(["generate", str(load), "--device=cpu", *map(str, argv)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def samples(generate, tmp_path):
+    """samples(flag, ...) -> the texts of --num-samples, by default of 12."""
+
+    def call(*argv, n=12):
+        path = tmp_path / "samples.json"
+        status, out, err = generate("--num-samples", n, "--genfile", path, *argv)
+        assert status == 0, err
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
+
+    return call
+
+
+def texts(rows):
+    return [r["text"] for r in rows]
+
+
+# How a token is chosen, seen in the text
+
+
+def test_greedy(generate, samples):
+    """A model that was trained continues its text; without a prompt it takes the likeliest sentence."""
+    assert generate("--greedy", "--prompt", "the c")[:2] == (0, f"{CAT}\n")
+    assert generate("--greedy", "--prompt", "a d")[:2] == (0, f"{DOG}\n")
+    assert set(texts(samples("--greedy", n=3))) == {CAT}
+
+
+def test_temperature(samples):
+    usual = texts(samples(n=60))
+    known = [usual.count(s) for s in SENTENCES]
+    assert known[0] == max(known) and min(known) > 0 and sum(known) > 30
+    assert set(texts(samples("--temperature", "0.01"))) == {CAT}
+    assert not set(texts(samples("--temperature", "50"))) & set(SENTENCES)
+
+
+def beginnings(rows):
+    return {text[0] for text in texts(rows)}
+
+
+def test_top_k(samples):
+    """There are three beginnings, of which the two likeliest are left."""
+    assert beginnings(samples("--top_k", "3", n=60)) == {"t", "a", "e"}
+    assert len(beginnings(samples("--top-k", "2", n=60))) == 2
+    assert set(texts(samples("--top_k", "1"))) == {CAT}
+
+
+def test_top_p(samples):
+    assert beginnings(samples("--top_p", "0.99", n=60)) >= {"t", "a", "e"}
+    assert len(beginnings(samples("--top-p", "0.7", n=60))) == 2
+    assert set(texts(samples("--top_p", "0.1"))) == {CAT}
+
+
+def test_seed(samples):
+    assert samples("--seed", "1") == samples("--seed", "1") != samples("--seed", "2")
+
+
+def test_micro_batch_size(samples):
+    """The samples do not depend on how many are made at once."""
+    assert samples("--micro-batch-size=1") == samples("--micro-batch-size=5") == samples("--micro-batch-size=99")
+
+
+def test_recompute_equals_cache(samples):
+    assert samples() == samples("--recompute")
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--bf16", "--params-dtype=float64"])
+def test_precision(generate, flag):
+    for more in ("--greedy", "--top_p=0.1", "--recompute"):
+        assert generate(flag, more, "--top_k=1" if more == "--recompute" else "--seed=1", "--prompt", "the c")[1] == (
+            f"{CAT}\n"
+        )
+
+
+# Lengths
+
+
+def test_out_seq_length(generate, samples):
+    assert generate("--greedy", "--out-seq-length", "4", "--prompt", "the")[1] == "the cat\n"
+    for row in samples("--out-seq-length", "6", n=5):
+        assert (row["length"], row["finished"]) == (6, False)  # cut short is not finished
+
+
+def test_seq_length_may_be_filled_exactly(samples, generate, tmp_path):
+    """One end-of-document token in front, the rest new; and prompts up to one token below the length."""
+    full = samples("--seq-length", "10", "--greedy", n=1)
+    assert full == [{"text": CAT[:9], "length": 9, "finished": False}]
+    assert generate("--greedy", "--seq-length", "10", "--prompt", CAT[:9])[1] == f"{CAT[:10]}\n"
+    status, _, err = generate("--greedy", "--seq-length", "10", "--prompt", CAT[:10])
+    assert status == 2 and "10 tokens" in err and "reads 10" in err
+
+
+def test_end_of_document_ends_a_row(samples):
+    for row in samples():
+        assert row["finished"] and row["length"] == len(row["text"].encode()) < LENGTH
+
+
+# Files
+
+
+def test_num_samples_and_genfile(generate, tmp_path):
+    path = tmp_path / "samples.json"
+    path.write_text("old\n" * 100)
+    for n in (1, 7, 8, 9):
+        status, out, _ = generate("--num-samples", n, "--genfile", path, "--micro-batch-size", "4")
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
+        assert status == 0 and len(rows) == n and all(set(r) == {"text", "length", "finished"} for r in rows)
+        assert len(re.findall(r"^Avg s/batch: \d+\.\d+$", out, re.M)) == -(-n // 4)
+    status, _, err = generate("--num-samples", "2")
+    assert status == 2 and "--genfile" in err
+
+
+def test_sample_input_file(generate, tmp_path):
+    """Every line, the last one without a newline too; words with "stop" in them are words; an empty line is a prompt."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("the cat\r\n\na dog\nstop\nein Bä".encode())
+    assert generate("--greedy", "--sample-input-file", path)[0] == 0
+    blocks = (tmp_path / "prompts.txt.out").read_text(encoding="utf-8").split("\nContext:")[1:]
+    assert [b.split("\n\nMegatron-LM:")[0] for b in blocks] == ["the cat", "", "a dog", "stop", "ein Bä"]
+    answers = [b.split("\n\nMegatron-LM:")[1] for b in blocks]
+    assert [answers[i] for i in (0, 1, 2, 4)] == [" sat.\n", f"{CAT}\n", " ran.\n", "r.\n"]
+
+
+def test_sample_output_file(generate, tmp_path):
+    path, out = tmp_path / "p", tmp_path / "answers"
+    path.write_text("the ca\nthe c\na\n")
+    contents = set()
+    for size in (1, 2, 3):  # prompts of different lengths in one batch: each as if alone
+        assert generate("--sample-input-file", path, "--sample-output-file", out, "--micro-batch-size", size)[0] == 0
+        contents.add(out.read_text(encoding="utf-8"))
+    assert len(contents) == 1 and not (tmp_path / "p.out").exists()
+    status, _, err = generate("--sample-input-file", path, "--sample-output-file", path)
+    assert status == 2 and "would be lost" in err and path.read_text() == "the ca\nthe c\na\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "no such file"),
+        (b"", "is empty"),
+        (b"good\n\xff\n", "byte 5 is not UTF-8"),
+        (
+            b"a\n" + b"x" * LENGTH + b"\nb\n" + b"y" * 99,
+            f"line 2 has {LENGTH}, line 4 has 99 tokens; the model reads {LENGTH}",
+        ),
+    ],
+)
+def test_bad_input_files(generate, tmp_path, content, told):
+    path = tmp_path / "p"
+    if content is not None:
+        path.write_bytes(content)
+    status, _, err = generate("--sample-input-file", path)
+    assert status == 65 and told in err and "Traceback" not in err
+    assert not (tmp_path / "p.out").exists()
+
+
+# A dialogue
+
+
+def test_prompt(generate):
+    status, out, err = generate("--greedy", "--prompt", "ein B")
+    assert (status, out) == (0, f"{BEAR}\n")  # nothing but the text on standard output
+    assert "loading checkpoint" in err
+    assert generate("--greedy", "--prompt", "")[1] == f"{CAT}\n"
+
+
+def test_interactive(generate):
+    typed = "\n   \ndon't stop\n" + "x" * (LENGTH // 2) + "\nthe cat\n stop \nthe dog\n"
+    status, out, err = generate("--interactive", "--greedy", typed=typed)
+    assert status == 0 and out.count("\nContext prompt (stop to exit) >>> ") == 6
+    assert out.count("Prompt should not be empty!\n") == 2
+    assert "Context: don't stop\n" in out
+    assert f"\nContext length {LENGTH // 2} \nPlease give smaller context (half of the sequence length)!\n" in out
+    assert "\nContext: the cat\n\nMegatron-LM:  sat.\n" in out
+    assert "the dog" not in out and "Press Enter" not in out and "\033" not in out
+
+
+def test_interactive_ends_with_the_input(generate):
+    """Ctrl-D at the prompt; a last line without its newline is still answered."""
+    assert generate(typed="")[0] == 0
+    status, out, _ = generate("--greedy", typed="a dog")
+    assert status == 0 and "Megatron-LM:  ran.\n" in out
+
+
+def test_interactive_in_a_terminal(generate, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(io, "StringIO", Terminal)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    status, out, _ = generate("--greedy", typed="a dog\n\nthe cat\n")
+    assert status == 0 and out.count("\nPress Enter to continue >>>") == 2 and out.count("\033[2J\033[H") == 2
+
+
+def test_answers_of_a_dialogue_differ(generate):
+    """The same prompt twice is another sample, and the whole dialogue repeats with its seed."""
+    out = generate("--temperature=3", typed="a\na\n")[1]
+    first, second = re.findall(r"Megatron-LM: (.*?)\n\nContext prompt", out, re.S)
+    assert first != second and out == generate("--temperature=3", typed="a\na\n")[1]
+
+
+def test_bare_ids(tmp_path, capsys, monkeypatch):
+    """A model of mock data talks in numbers; a slip of the fingers does not end the dialogue."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
+        assert (
+            main(
+                [
+                    "train",
+                    *SHAPE,
+                    "--mock-data",
+                    "--vocab-size=20",
+                    "--micro-batch-size=1",
+                    "--lr=1e-3",
+                    "--train-iters=1",
+                    "--eval-iters=0",
+                    "--device=cpu",
+                    "--save",
+                    str(tmp_path / "r"),
+                ]
+            )
+            == 0
+        )
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n99\n1 2\n"))
+    assert main(["generate", str(tmp_path / "r"), "--device=cpu"]) == 2
+    told = capsys.readouterr().err.split("bare ids, ")[1].split()
+    assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *told]) == 0
+    out = capsys.readouterr().out
+    assert "integers between spaces" in out and "id 99 is not in 0 ... " in out
+    assert re.search(r"Context: 1 2\n\nMegatron-LM: (\d+ ?)*\n", out)
+
+
+def test_interactive_on_several_ranks(generate, run, monkeypatch):
+    """A launcher starts two processes: the first reads, the other says that it idles and ends well, without torch."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, values in (("RANK", ("0", "1")), ("LOCAL_RANK", ("0", "1"))):
+        monkeypatch.setenv(name, values[0])
+        status, out, _ = generate("--greedy", typed="a dog\n")
+        assert status == 0 and "ran." in out
+        environment = dict(os.environ, **{name: values[1]})
+        other = subprocess.run(
+            [sys.executable, str(ROOT / "tools/generate_samples_gpt.py"), "--load", str(run)],
+            input="a dog\n",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert other.returncode == 0 and other.stdout == "" and "nothing to do" in other.stderr
+        monkeypatch.delenv(name)
+
+
+# Characters
+
+
+class Pieces:
+    """A tokenizer of given texts; like some libraries it shows half a character as U+FFFD."""
+
+    def __init__(self, tokens, replaces):
+        self.tokens, self.replaces = tokens, replaces
+
+    def decode_bytes(self, ids):
+        raw = b"".join(self.tokens[i] for i in ids)
+        return raw.decode("utf-8", "replace").encode() if self.replaces else raw
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_no_character_is_broken(replaces):
+    """However a text is cut into tokens, the pieces join to it and none shows half a character."""
+    text = "aé€😀 naïve 中文 👩‍👩‍👧 �?"
+    raw = text.encode()
+    random_ = random.Random(1)
+    for _ in range(60):
+        cuts = sorted({0, len(raw), *random_.choices(range(len(raw)), k=random_.randrange(40))})
+        tokens = [raw[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        pieces = list(chat.pieces(Pieces(tokens, replaces), range(len(tokens))))
+        assert "".join(pieces) == text and sum("�" in p for p in pieces) == 1
+    broken = [b"a", "é".encode()[:1], b"b", "€".encode()[:2]]
+    assert "".join(chat.pieces(Pieces(broken, replaces), range(4))) == "a�b�"
+
+
+def test_pieces_come_as_soon_as_they_are_whole():
+    told = []
+    for piece in chat.pieces(tokenizers.Bytes(), "Bär".encode()):
+        told.append(piece)
+    assert told == ["B", "", "ä", "r", ""]
+
+
+def test_terminal_bytes_that_are_not_utf8(generate):
+    assert chat.clean("a\udcffb") == "a�b"
+    assert generate("--prompt", "a\udcff", "--out-seq-length=1")[0] == 0
+    assert generate(typed="a\udcff\n")[0] == 0
+
+
+# The engine
+
+
+def little(seed=1, dtype=torch.float64):
+    m = Model(num_layers=2, hidden_size=16, num_attention_heads=2, init_method_std=1.0)
+    model = GPT(m, 11, 16, 20)
+    initialise(model.named_parameters(), m, 11, seed)
+    return model.to(dtype).eval()
+
+
+def chooser(settings, n, seen=None):
+    streams = [sampling.generator(3, i) for i in range(n)]
+
+    def choose(row, logits):
+        if seen is not None:
+            seen.append((row, logits.clone()))
+        return sampling.choose(logits, settings, streams[row])
+
+    return choose
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [1] * 18, [2] * 20]
+
+
+@pytest.mark.parametrize("settings", [Sampling(greedy=True), Sampling(temperature=2.0), Sampling(top_p=0.8)])
+def test_cache_and_batch_change_nothing(settings):
+    """Same tokens and close logits from a cache, without it, and each prompt alone, lengths being different."""
+    model, got, seen = little(), [], []
+    for cached in (True, False):
+        seen.append([])
+        got.append(engine.complete(model, PROMPTS, 12, 20, 10, chooser(settings, 5, seen[-1]), cached))
+    assert got[0] == got[1] and len(seen[0]) == len(seen[1]) > 20
+    for (row, a), (other, b) in zip(*seen, strict=True):
+        assert row == other and a.shape == (11,) and torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+    for i, prompt in enumerate(PROMPTS):
+        streams = [sampling.generator(3, i)]
+        alone = engine.complete(model, [prompt], 12, 20, 10, lambda r, x, s=streams: sampling.choose(x, settings, s[r]))
+        assert alone == [got[0][i]]
+    assert len(got[0][3][0]) <= 2 and got[0][4] == ([], False)
+
+
+def test_rows_end_by_themselves():
+    """A row ends at its end of document, after the most new tokens, or when the sequence is full."""
+    script = {0: iter([4, 4, 10]), 1: iter([5] * 99), 2: iter([10])}
+    rows = engine.complete(little(), [[1], [2] * 17, [3] * 4], 5, 20, 10, lambda row, logits: next(script[row]))
+    assert rows == [([4, 4], True), ([5] * 3, False), ([], True)]
+    most = engine.complete(little(), [[1]], 5, 20, 10, lambda row, logits: 4)
+    assert most == [([4] * 5, False)]
+    assert engine.complete(little(), [[1]], 999, 20, 10, lambda row, logits: 4) == [([4] * 19, False)]
+
+
+def test_each_token_comes_when_it_is_chosen():
+    """Nothing is computed ahead: the dialogue shows a token before the next one is chosen."""
+    chosen = []
+
+    def choose(row, logits):
+        chosen.append(row)
+        return 4
+
+    tokens = engine.decode(little(), [[1], [2, 2]], 3, 20, 10, choose)
+    assert next(tokens) == [4, None] and chosen == [0]
+    assert next(tokens) == [4, 4] and chosen == [0, 0, 1]
+    assert list(tokens) == [[4, 4], [None, 4]]
+
+
+# What is refused
+
+
+def test_contradicting_flags_are_listed_together(generate):
+    status, _, err = generate("--num-layers=3", "--hidden-size=64", "--seq-length=99", "--num-attention-heads=4")
+    assert status == 65 and "--num-layers 3, the checkpoint has 2" in err
+    assert "--hidden-size 64, the checkpoint has 32" in err
+    assert f"--seq-length 99, the checkpoint has {LENGTH} positions" in err and "heads" not in err
+
+
+def test_what_the_checkpoint_knows_may_be_said_again(generate):
+    assert generate(*SHAPE, "--ffn-hidden-size=128", "--kv-channels=8", "--greedy", "--prompt", "a d")[0] == 0
+
+
+def test_missing_tokenizer(generate, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer"))
+    status, _, err = generate("--prompt", "a", load=tmp_path / "run")
+    assert status == 2 and "--vocab-file" in err and "NullTokenizer" in err
+    assert generate("--greedy", "--prompt=a d", "--tokenizer-type=ByteTokenizer", load=tmp_path / "run")[1] == (
+        f"{DOG}\n"
+    )
+    status, _, err = generate("--tokenizer-type=NullTokenizer", "--vocab-size=9", load=tmp_path / "run")
+    assert status == 65 and "the vocabulary has 10 ids" in err and "end of documents, the checkpoint 257" in err
+
+
+def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
+    """The same ids would be other words."""
+    tokenizers.train_bpe([" ".join(SENTENCES)] * 3, 270, tmp_path)
+    named = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
+    shutil.copytree(run, tmp_path / "run")
+    tokenizers.save(
+        tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt"), tmp_path / "run" / "tokenizer"
+    )
+    vocab = json.loads((tmp_path / "vocab.json").read_text())
+    a, b = list(vocab)[:2]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {a: vocab[b], b: vocab[a]}))
+    status, _, err = generate("--prompt", "a", *named, load=tmp_path / "run")
+    assert status == 65 and "the same ids would mean other text" in err
+
+
+def test_what_is_not_there_is_said_in_one_line(generate, tmp_path):
+    status, out, err = generate("--prompt", "a", load=tmp_path / "none")
+    assert (status, out) == (65, "") and err.strip().split("\n") == [
+        f"meshwright generate: error: no checkpoint in {tmp_path / 'none'}"
+    ]
+
+
+def test_where_the_model_ends_is_said(generate):
+    _, _, err = generate("--greedy", "--prompt", "a d", "--out-seq-length", "999", "--seq-length", "8")
+    assert "the text ends where the model does, after 8 tokens" in err
+    assert "ends" not in generate("--greedy", "--prompt", "a d", "--out-seq-length", "2")[2]
+
+
+def test_damaged_checkpoint(generate, run, tmp_path):
+    """One flipped bit in the weights: refused, not read aloud."""
+    shutil.copytree(run, tmp_path / "run")
+    (weights,) = (tmp_path / "run").glob("iter_*/*.safetensors")
+    raw = bytearray(weights.read_bytes())
+    raw[-9] ^= 1  # the optimizer's, perhaps: --verify full reads all
+    weights.write_bytes(raw)
+    status, _, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
+    assert status == 65 and weights.name in err and "Traceback" not in err
+    weights.unlink()
+    assert generate("--prompt", "a", load=tmp_path / "run")[0] == 65
+
+
+def test_a_damaged_step_gives_way_to_an_older_one(generate, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (whole,) = (tmp_path / "run").glob("iter_*")
+    shutil.copytree(whole, tmp_path / "run" / "iter_0009999")
+    weights = tmp_path / "run/iter_0009999" / "rank_00000.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-9] ^= 1
+    weights.write_bytes(raw)
+    status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
+    assert (
+        status == 0 and "skipping iter_0009999, it is damaged" in err and out == generate("--prompt", "a", load=run)[1]
+    )
+
+
+def test_several_damaged_steps_give_way(generate, run, tmp_path):
+    """The newest has a bad manifest, the next one a bad chunk, the third is whole."""
+    shutil.copytree(run, tmp_path / "run")
+    (whole,) = (tmp_path / "run").glob("iter_*")
+    for name in ("iter_0009998", "iter_0009999"):
+        shutil.copytree(whole, tmp_path / "run" / name)
+    (tmp_path / "run/iter_0009999/manifest.json").write_text("{}")
+    weights = tmp_path / "run/iter_0009998/rank_00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
+    assert status == 0 and out == generate("--prompt", "a", load=run)[1]
+    assert "skipping iter_0009999" in err and "skipping iter_0009998" in err
+    for path in (whole / "rank_00000.safetensors", weights):
+        path.unlink()
+    status, _, err = generate("--prompt", "a", load=tmp_path / "run")
+    assert status == 65 and whole.name in err and "iter_0009998" in err
+
+
+def test_no_checkpoint(generate, tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "none"):
+        status, _, err = generate("--prompt", "a", load=folder)
+        assert status == 65 and str(folder) in err
+    assert main(["generate", "--prompt", "a"]) == 2
+    assert "--load" in capsys.readouterr().err
+
+
+def test_a_step_can_be_named(generate, run):
+    (step,) = run.glob("iter_*")
+    assert generate("--greedy", "--prompt", "a d", load=step)[:2] == (0, f"{DOG}\n")
+
+
+@pytest.mark.parametrize("flag", ["--greedy", "--top_p=0.9"])
+def test_logits_that_are_not_finite(generate, monkeypatch, flag):
+    load = engine.load
+
+    def damaged(*args):
+        found = load(*args)
+        found.model.wte.weight[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(engine, "load", damaged)
+    status, _, err = generate(flag, "--prompt", "a")
+    assert status == 70 and "not finite" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--micro-batch-size=0"], "--micro-batch-size 0 must be above 0"),
+        (["--seq-length=0"], "--seq-length 0 must be above 0"),
+        (["--temperature=0"], "--temperature 0.0 must be above 0"),
+        (["--top_p=1.5", "--top_k=-1"], "--top_p 1.5 is above 1"),
+        (["--interactive", "--prompt=a"], "four modes"),
+        (["--out-seq-length=0"], "--out-seq-length 0 must be above 0"),
+    ],
+)
+def test_flags_that_make_no_sense(generate, flags, told):
+    status, _, err = generate(*flags, typed="")
+    assert status == 2 and told in err
+
+
+def test_flags_without_effect_are_told(generate, run):
+    """Those that were typed; a run's own file may hold a whole training."""
+    _, _, err = generate("--prompt", "a", "--train-iters=7")
+    assert "note: --train-iters has no effect on this command" in err
+    status, _, err = generate("--prompt", "a", "--config", str(run / "config.toml"))
+    assert status == 0 and "has no effect" not in err
+
+
+def test_dry_run_writes_nothing(generate, tmp_path):
+    status, out, _ = generate("--dry-run", "--num-samples=2", "--genfile", tmp_path / "x", *SHAPE)
+    assert status == 0 and not (tmp_path / "x").exists() and "nothing was loaded" in out
+
+
+# The documents' commands
+
+UNCONDITIONAL = """tools/generate_samples_gpt.py \
+       --tensor-model-parallel-size 1 \
+       --num-layers 24 \
+       --hidden-size 1024 \
+       --load $CHECKPOINT_PATH \
+       --num-attention-heads 16 \
+       --max-position-embeddings 1024 \
+       --tokenizer-type GPT2BPETokenizer \
+       --fp16 \
+       --micro-batch-size 2 \
+       --seq-length 1024 \
+       --out-seq-length 1024 \
+       --temperature 1.0 \
+       --vocab-file $VOCAB_FILE \
+       --merge-file $MERGE_FILE \
+       --genfile unconditional_samples.json \
+       --num-samples 2 \
+       --top_p 0.9 \
+       --recompute"""
+SMALLER = {"24": "2", "1024": str(LENGTH), "16": "4"}
+
+
+def documents_command(text, **variables):
+    """The words of a command, its sizes made smaller, as Python's argv."""
+    for name, value in variables.items():
+        text = text.replace(f"${name}", value)
+    words = shlex.split(text)
+    return [
+        "32" if before == "--hidden-size" else SMALLER.get(word, word)
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+
+
+def test_documents_commands(tmp_path, monkeypatch, capsys):
+    """Two samples into a file; the same with --num-samples 0 is a dialogue, started on two ranks."""
+    (tmp_path / "data").mkdir()
+    tokenizers.train_bpe(SENTENCES * 9, 280, tmp_path / "data")
+    vocabulary = {"VOCAB_FILE": "data/vocab.json", "MERGE_FILE": "data/merges.txt"}
+    monkeypatch.chdir(tmp_path)
+    learn(tmp_path, 20, "--vocab-file=data/vocab.json", "--merge-file=data/merges.txt")
+    capsys.readouterr()
+
+    def script(text):
+        argv = documents_command(text, CHECKPOINT_PATH="run", **vocabulary)
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+        return left.value.code, capsys.readouterr().out
+
+    status, out = script(UNCONDITIONAL)
+    rows = [json.loads(line) for line in Path("unconditional_samples.json").read_text().splitlines()]
+    assert status == 0 and len(rows) == 2 and "Avg s/batch: " in out
+
+    Path("unconditional_samples.json").write_text("kept")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nstop\n"))
+    status, out = script(UNCONDITIONAL.replace("--num-samples 2", "--num-samples 0"))
+    assert status == 0 and "\nContext: the cat\n\nMegatron-LM: " in out
+    assert Path("unconditional_samples.json").read_text() == "kept"
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    assert script(UNCONDITIONAL.replace("--num-samples 2", "--num-samples 0")) == (0, "")

@@ -1,0 +1,322 @@
+"""`meshwright launch` and torch's own launchers start real processes: statuses, signals, retries, machines, words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.commands import launch as launch_command
+from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
+from meshwright.launch import launcher as launch
+from meshwright.launch import outcome as launched
+from meshwright.launch.launcher import Plan
+from meshwright.settings.schema import Parallel
+
+SCRIPT = str(Path(__file__).with_name("one_rank.py"))
+LAUNCH = [sys.executable, "-m", "meshwright", "launch"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests may themselves run under a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(words, capture_output=True, text=True, env=kept | environ, timeout=50)
+
+
+def begin(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+# Real launchers.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spelling", ["torchrun", "local-rank", "local_rank"])
+def test_torch_launchers(spelling: str) -> None:
+    """torch.distributed.launch passes --local-rank; older versions --local_rank."""
+    module = "torch.distributed.run" if spelling == "torchrun" else "torch.distributed.launch"
+    flag = ["--local_rank=5"] if spelling == "local_rank" else []  # wrong on purpose: the environment wins
+    done = run(
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        module,
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+        SCRIPT,
+        *flag,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["launcher"] == "torchrun" and [r[:3] for r in told["ranks"]] == [[0, 0, 2], [1, 1, 2]]
+
+
+@pytest.mark.whole
+def test_ours() -> None:
+    done = run(*LAUNCH, "--nproc-per-node", "3", "--", SCRIPT)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["launcher"] == "meshwright launch" and [r[:3] for r in told["ranks"]] == [[n, n, 3] for n in range(3)]
+    assert re.fullmatch(r"meshwright launch: OMP_NUM_THREADS=\d+ for each of 3 ranks here, .*\n", done.stderr)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "act, status, words",
+    [
+        ("2", USAGE, "rank 1 ended with status 2 (wrong settings); the others were stopped"),
+        ("65", BAD_DATA, "rank 1 ended with status 65 (bad data or checkpoint)"),
+        ("73", LOCKED, "rank 1 ended with status 73 (a folder that another run owns)"),
+        ("143", 143, "rank 1 ended with status 143"),
+        ("kill", 137, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_exit_status(act: str, status: int, words: str) -> None:
+    """The status of the rank that failed, not of those that lost it; and few words."""
+    done = run(*LAUNCH, "--nproc_per_node=2", SCRIPT, act, OMP_NUM_THREADS="1")
+    assert done.returncode == status, done.stderr
+    told = done.stderr.splitlines()
+    assert words in told[-1] and told[-1].startswith("meshwright launch: ")
+    assert all(line.startswith("words: another rank ended") for line in told[:-1]) and len(told) <= 2
+
+
+@pytest.mark.long
+def test_our_commands_in_ranks() -> None:
+    """Their errors keep their status."""
+    done = run(*LAUNCH, "--nproc-per-node", "1", "train", "--no-such-flag")
+    assert done.returncode == USAGE and "--no-such-flag" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_retries() -> None:
+    done = run(*LAUNCH, "--nproc-per-node=2", "--max-restarts=2", SCRIPT, "once")
+    assert done.returncode == DONE and len(done.stdout.splitlines()) == 2, done.stderr
+    assert "rank 1 ended with status 1 (an unexpected error); starting again (1 of at most 2)" in done.stderr
+    done = run(*LAUNCH, "--nproc-per-node=2", "--max-restarts=2", SCRIPT, "65")
+    assert done.returncode == BAD_DATA and "starting again" not in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(number: signal.Signals) -> None:
+    with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as launcher:
+        pids = _ready(launcher, 2)
+        launcher.send_signal(number)
+        out, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + number
+    assert err == ""  # no table, no trace
+    assert sorted(out.split("\n")) == ["", f"rank 0 got {number}", f"rank 1 got {number}"]
+    assert not any(_alive(pid) for pid in pids)
+
+
+@pytest.mark.whole
+def test_ranks_die_with_their_launcher() -> None:
+    with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as launcher:
+        pids = _ready(launcher, 2)
+        assert all(_alive(pid) for pid in pids)
+        launcher.kill()
+        launcher.communicate(timeout=30)
+    until = time.monotonic() + 5
+    while any(_alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _ready(launcher: subprocess.Popen[str], ranks: int) -> list[int]:
+    assert launcher.stdout is not None
+    told = [launcher.stdout.readline() for _ in range(ranks + 1)]
+    pids = [json.loads(line)["ranks"] for line in told if line.startswith("{")]
+    assert len(pids) == 1 and told.count("ready\n") == ranks, told
+    return [rank[3] for rank in pids[0]]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+# Several machines: two launchers on this one.
+
+
+def machines(*words: str, count: int = 2, extra: tuple[str, ...] = ()) -> list[Any]:
+    port = free_port()
+    alike = [
+        "--nnodes",
+        str(count),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "--nproc-per-node",
+        "1",
+        *extra,
+    ]
+    started = [begin(*LAUNCH, *alike, "--node-rank", str(n), *words) for n in range(count)]
+    told = [process.communicate(timeout=50) for process in started]
+    return [(process.returncode, *texts) for process, texts in zip(started, told, strict=True)]
+
+
+@pytest.mark.long
+def test_two_machines() -> None:
+    (status_0, out, err_0), (status_1, _, err_1) = machines(SCRIPT)
+    assert (status_0, status_1) == (DONE, DONE), err_0 + err_1
+    assert [r[:3] for r in json.loads(out)["ranks"]] == [[0, 0, 1], [1, 0, 1]] and not err_0 + err_1
+
+
+@pytest.mark.long
+def test_one_machine_fails() -> None:
+    """Each tells what it saw; both start again if they may."""
+    (status_0, _, err_0), (status_1, _, err_1) = machines(SCRIPT, "1", extra=("--max-restarts", "1"))
+    assert (status_0, status_1) == (HANG, 1), err_0 + err_1
+    assert err_1.count("starting again") == 1 == err_0.count("starting again")
+    assert "frame #" not in err_0 + err_1
+
+
+@pytest.mark.long
+def test_a_machine_does_not_come() -> None:
+    port = free_port()
+    words = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--wait=2", SCRIPT]
+    done = run(*LAUNCH, "--node-rank=0", *words)
+    assert (
+        done.returncode == HANG and "1 of 2 machines came within" in done.stderr and "missing: machine 1" in done.stderr
+    )
+    done = run(*LAUNCH, "--node-rank=1", *words)
+    assert done.returncode == UNAVAILABLE and f"machine 0 at 127.0.0.1:{port} could not be reached" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_port_of_the_machine_is_in_use() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of this machine .* is in use") as told:
+            launch.run(Plan(2, port=port), ["-c", ""])
+    assert told.value.status == UNAVAILABLE
+
+
+# Flags.
+
+
+def plan(*words: str) -> Plan:
+    return launch.plan(launch._parser().parse_args([*words, "train"]))
+
+
+def test_plans() -> None:
+    assert plan("--nproc-per-node=4") == Plan(4)
+    assert plan("--nproc_per_node", "4", "--max-restarts=3") == Plan(4, restarts=3)
+    assert plan("--nproc-per-node=cpu").processes == launch._cores()
+    two = plan("--nproc-per-node=1", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=5")
+    assert two == Plan(1, 2, 1, "a", 5)
+    assert plan("--nproc-per-node=1", "--node-ips", "198.51.100.1, 127.0.0.1") == Plan(1, 2, 1, "198.51.100.1", 29500)
+    assert plan("--nproc-per-node=1", "--node-ips=198.51.100.1,198.51.100.2", "--node-rank=0").address == "198.51.100.1"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--nproc-per-node=0"], "--nproc-per-node 0 is neither a number"),
+        (["--nnodes=2"], "--nnodes 2 needs --master-addr with --node-rank, or --node-ips"),
+        (["--nnodes=2", "--master-addr=a"], "needs --node-rank: which of 0 to 1"),
+        (["--nnodes=2", "--master-addr=a", "--node-rank=2"], "--node-rank 2 does not fit --nnodes 2"),
+        (["--nnodes=3", "--node-ips=a,b"], "--node-ips names 2 addresses, --nnodes is 3"),
+        (
+            ["--node-ips=198.51.100.1,198.51.100.2"],
+            "none of --node-ips 198.51.100.1,198.51.100.2 is an address of this machine",
+        ),
+        (["--node-ips=127.0.0.1,localhost"], "2 of --node-ips are an address of this machine"),
+        (["--node-ips=127.0.0.1,198.51.100.2", "--master-addr=x"], "--master-addr x is not the first of --node-ips"),
+        (["--master-port=70000"], "70000 is no port"),
+        (["--max-restarts=-1"], "--max-restarts -1"),
+        (["--nnodes=1:2"], "invalid int value: '1:2'"),
+        (["--nproc-per-node=²"], "is neither a number from 1 to 9999"),
+        (["--nproc-per-node=2000000000"], "is neither a number from 1 to 9999"),
+        (["--nproc-per-node=1", "--wait=nan"], "--wait nan: above 0 seconds"),
+        (["--nproc-per-node=1", "--node-ips="], "--node-ips is empty"),
+    ],
+)
+def test_wrong_flags(words: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        plan(*words)
+
+
+def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    assert launch.command(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
+    assert launch.command(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
+    for words, told in (
+        (["their.py"], "there is no script their.py"),
+        (["inspect"], "inspect is none of train"),
+        (["--nprocs"], "launch has no flag --nprocs"),
+    ):
+        with pytest.raises(UserError, match=told):
+            launch.command(words)
+    with pytest.raises(UserError, match="what is to be started"):
+        launch_command.main(["--nproc-per-node=2"])
+
+
+def test_the_first_failure_counts() -> None:
+    def of(**failed: int) -> str:
+        return "ab"[launched.first({"ab".index(n): code for n, code in failed.items()})[0]]
+
+    assert of(a=75, b=65) == "b" and of(a=1, b=70) == "b" and of(a=75, b=-9) == "b"  # a lost b
+    assert of(a=75, b=143) == "b" and of(a=-15, b=1) == "b" and of(a=-6, b=1) == "b"
+    assert of(a=75) == of(a=75, b=75) == "a"
+    assert [launched.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and launched.patience(143) == 30
+    assert launched.ending(-40) == "was killed by signal 40" and launched.status(-6) == 75
+
+
+# OneFlow's flags: train starts itself.
+
+
+def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Parallel()
+
+    def asks(**changes: Any) -> list[str] | None:
+        return launch_command.wanted(dataclasses.replace(alone, **changes))
+
+    assert asks() is None and asks(node_ips="") is None and asks(node_ips="10.0.0.1") is None
+    assert asks(num_gpus_per_node=4) == ["--nproc-per-node", "4", "--nnodes", "1"]
+    two = asks(num_gpus_per_node=4, num_nodes=2, node_ips="10.0.0.1, 10.0.0.2")
+    assert two == ["--nproc-per-node", "4", "--nnodes", "2", "--node-ips", "10.0.0.1,10.0.0.2"]
+    for wrong in (dict(num_nodes=2), dict(num_nodes=3, node_ips="a,b"), dict(node_ips="a,b")):
+        with pytest.raises(UserError, match=r"--node-ips names \d addresses, --num-nodes is \d"):
+            asks(**wrong)
+
+    started: list[tuple[Plan, list[str]]] = []
+    monkeypatch.setattr(launch, "run", lambda plan, program: started.append((plan, program)) or 7)
+    assert launch_command.relaunch(alone, ["train", "--lr=1"]) is None and not started
+    assert launch_command.relaunch(dataclasses.replace(alone, num_gpus_per_node=2), ["train", "--lr=1"]) == 7
+    assert started == [(Plan(2), ["-u", "-m", "meshwright", "train", "--lr=1"])]
+
+    for name, value in dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    assert asks() is None and asks(num_gpus_per_node=4) is None  # a rank already
+    with pytest.raises(UserError, match="--num-gpus-per-node 8 x --num-nodes 1 are 8 ranks, but .* started 4"):
+        asks(num_gpus_per_node=8)

@@ -1,0 +1,354 @@
+"""Ranks find one another under every launcher's variables; what hinders them is told in words, soon."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
+from meshwright.launch import rendezvous as start
+from meshwright.launch import world as launchers
+from meshwright.launch.team import Team
+from meshwright.launch.world import World, find
+from ranks import run_programs, run_ranks
+
+SCRIPT = Path(__file__).with_name("one_rank.py")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def started(environ: list[dict[str, str]], folder: Path, *argv: str) -> tuple[list[int], list[str]]:
+    return run_programs(SCRIPT, [list(argv)] * len(environ), environ, folder)
+
+
+# Variables, as each launcher sets them for rank 3 of 4: two machines of two, or one of four.
+TORCH = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="m", MASTER_PORT="29500")
+SLURM = dict(
+    SLURM_PROCID="3",
+    SLURM_NTASKS="4",
+    SLURM_LOCALID="1",
+    SLURM_NODEID="1",
+    SLURM_TASKS_PER_NODE="2(x2)",
+    SLURM_NODELIST="node[07-08]",
+    SLURM_JOB_ID="77",
+    SLURM_STEP_ID="0",
+)
+OMPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))}
+DEEPSPEED = dict(
+    RANK="3",
+    WORLD_SIZE="4",
+    LOCAL_RANK="1",
+    LOCAL_SIZE="2",
+    CROSS_RANK="1",
+    CROSS_SIZE="2",
+    MASTER_ADDR="m",
+    MASTER_PORT="29500",
+)
+HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4")
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        ({}, World()),
+        (TORCH | {"TORCHELASTIC_RUN_ID": "none"}, World(3, 4, 1, 2, "m", 29500, "torchrun")),
+        (TORCH | {"TORCHELASTIC_RUN_ID": "meshwright-1"}, World(3, 4, 1, 2, "m", 29500, "meshwright launch")),
+        (TORCH, World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE")),
+        (TORCH | SLURM | OMPI, World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE")),  # torchrun, started by srun
+        (DEEPSPEED, World(3, 4, 1, 2, "m", 29500, "deepspeed")),
+        (SLURM | {"MASTER_PORT": "1234"}, World(3, 4, 1, 2, "node07", 1234, "srun")),
+        (SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "x", "WORLD_SIZE": "4"}, World(3, 4, 1, 2, "x", 1234, "srun")),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, World()),
+        ({n: v for n, v in SLURM.items() if n != "SLURM_PROCID"}, World()),  # in salloc's shell
+        ({n: v for n, v in SLURM.items() if n != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"}, World()),
+        (OMPI | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "OpenMPI")),
+        (HYDRA | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "MPI")),
+        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_PORT": "1"}, World(3, 4, 1, 2, "node07", 1, "srun")),
+        (dict(RANK="0", WORLD_SIZE="1"), World(0, 1, 0, 1, None, None, "RANK and WORLD_SIZE")),
+        ({"WORLD_SIZE": "1"}, World()),
+    ],
+)
+def test_every_launcher(environ: dict[str, str], expected: World) -> None:
+    assert find(environ) == expected
+
+
+def test_local_rank() -> None:
+    """A flag says it where the environment does not."""
+    without = {n: v for n, v in TORCH.items() if n != "LOCAL_RANK"}
+    assert find(TORCH, 0).local_rank == 1 and find(without, 1).local_rank == 1
+    one_node = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert (find(one_node).local_rank, find(one_node).local_size) == (3, 4)
+
+
+def test_ports_of_jobs() -> None:
+    """All ranks of a job have one port, another job has another, and a step of the same job too."""
+    jobs = [SLURM, SLURM | {"SLURM_JOB_ID": "78"}, SLURM | {"SLURM_STEP_ID": "1"}]
+    assert len({find(j).port for j in jobs}) == 3
+    assert find(SLURM).port == find(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    assert 20000 <= (find(OMPI | {"PMIX_NAMESPACE": "host.7"}).port or 0) < 30000
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("node07", "node07"),
+        ("node[01-03,07]", "node01"),
+        ("a,b", "a"),
+        ("node[01,07],gpu5", "node01"),
+        ("rack[1-2]n[3,5].cluster", "rack1n3.cluster"),
+        ("gpu5,node[01-02]", "gpu5"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert launchers.first_host(nodes) == first
+
+
+def test_tasks_per_node() -> None:
+    assert launchers.tasks_per_node("2(x3),1") == [2, 2, 2, 1] and launchers.tasks_per_node("8") == [8]
+
+
+@pytest.mark.parametrize(
+    "environ, words",
+    [
+        ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set and RANK is not"),
+        (TORCH | {"RANK": "4"}, "RANK=4 does not fit WORLD_SIZE=4: ranks count from 0 to 3"),
+        (TORCH | {"RANK": "one"}, "RANK='one' in the environment is not a number"),
+        (TORCH | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        (TORCH | {"LOCAL_RANK": "2"}, "local rank 2 does not fit 2 ranks"),
+        (TORCH | {"LOCAL_WORLD_SIZE": "8"}, "8 ranks on this node, but WORLD_SIZE=4"),
+        (dict(RANK="0", WORLD_SIZE="2"), "MASTER_ADDR and MASTER_PORT is not"),
+        (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "set MASTER_ADDR"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "two"}, "2(x3),1"),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "2(x0)"}, "x0 is no number of nodes"),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "2(x9999999999)"}, "x9999999999 is no number of nodes"),
+    ],
+)
+def test_contradictions_in_words(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        find(environ)
+
+
+def test_world_size() -> None:
+    launchers.check_size(World(size=4), None)
+    launchers.check_size(World(size=4), 4)
+    with pytest.raises(UserError, match="--world-size 8, but started as 4, by torchrun: start 8"):
+        launchers.check_size(World(size=4, launcher="torchrun"), 8)
+    with pytest.raises(UserError, match="--world-size 2, but started as one process"):
+        launchers.check_size(World(), 2)
+
+
+# Started processes, with each launcher's variables.
+
+
+def variables(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
+    if launcher == "deepspeed":
+        return dict(
+            RANK=f"{rank}",
+            WORLD_SIZE=f"{size}",
+            LOCAL_RANK=f"{rank}",
+            LOCAL_SIZE=f"{size}",
+            CROSS_RANK="0",
+            CROSS_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=f"{port}",
+        )
+    if launcher == "srun":  # the port follows from the job
+        return dict(
+            SLURM_PROCID=f"{rank}",
+            SLURM_NTASKS=f"{size}",
+            SLURM_LOCALID=f"{rank}",
+            SLURM_TASKS_PER_NODE=f"{size}",
+            SLURM_NODELIST="localhost",
+            SLURM_JOB_ID=f"{port}",
+            SLURM_STEP_ID="0",
+            SLURM_NODEID="0",
+        )
+    if launcher == "OpenMPI":
+        names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+        return {f"OMPI_COMM_WORLD_{n}": f"{v}" for n, v in names.items()} | {"PMIX_NAMESPACE": f"job-{port}"}
+    return dict(PMI_RANK=f"{rank}", PMI_SIZE=f"{size}")  # MPI: the port follows from the parent
+
+
+@pytest.mark.parametrize("launcher, size", [("deepspeed", 2), ("srun", 4), ("OpenMPI", 2), ("MPI", 3)])
+def test_started_by(launcher: str, size: int, tmp_path: Path) -> None:
+    port = free_port()
+    flag = ["--local_rank=0"] if launcher == "deepspeed" else []
+    statuses, texts = started([variables(launcher, r, size, port) for r in range(size)], tmp_path, *flag)
+    assert statuses == [0] * size, texts
+    told = json.loads(texts[0])
+    assert told["launcher"] == launcher
+    assert [r[:3] for r in told["ranks"]] == [[r, r, size] for r in range(size)]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_a_second_run_in_the_same_processes(launcher: str, tmp_path: Path) -> None:
+    """The store of the first one, rank 0's or the launcher's, has its traces."""
+    if launcher == "none":
+        port = free_port()
+        statuses, texts = started([torch_variables(port, r, 2) for r in range(2)], tmp_path, "again")
+        assert statuses == [0, 0], texts
+    else:
+        script = Path(__file__).with_name("one_rank.py")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), "again"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+def torch_variables(port: int, rank: int, size: int, **more: str) -> dict[str, str]:
+    return (
+        dict(
+            RANK=f"{rank}",
+            WORLD_SIZE=f"{size}",
+            LOCAL_RANK=f"{rank}",
+            LOCAL_WORLD_SIZE=f"{size}",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=f"{port}",
+        )
+        | more
+    )
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    port, began = free_port(), time.monotonic()
+    statuses, texts = started([torch_variables(port, r, 4) for r in (0, 1, 3)], tmp_path, "--seconds=4")
+    assert statuses == [HANG] * 3 and time.monotonic() - began < 25
+    for text in texts:
+        assert re.fullmatch(r"words: 3 of 4 ranks came within \d s; missing: rank 2\. .*\n", text)
+
+
+def test_the_wait_for_missing_ranks_is_a_flag(tmp_path: Path) -> None:
+    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --num-layers 1 --hidden-size 8 --lr 1 "
+    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --start-timeout-seconds 6"
+    environ = torch_variables(free_port(), 0, 2)
+    [status], [text] = run_programs(Path(__file__).parents[2] / "pretrain_gpt.py", [flags.split()], [environ], tmp_path)
+    assert status == HANG and re.search(r"1 of 2 ranks came within [2-9] s; missing: rank 1", text)
+
+
+def test_the_master_is_not_there(tmp_path: Path) -> None:
+    port, began = free_port(), time.monotonic()
+    absent = torch_variables(port, 1, 2, MASTER_ADDR="nowhere.invalid")
+    statuses, texts = started([torch_variables(port, 1, 2), absent], tmp_path, "--seconds=1")
+    assert statuses == [UNAVAILABLE] * 2 and time.monotonic() - began < 25
+    assert re.search(rf"rank 0 at 127\.0\.0\.1:{port} could not be reached within \d+ s: Connection refused", texts[0])
+    assert "no address is known by the name nowhere.invalid" in texts[1]
+    assert all(text.count("\n") == 1 for text in texts)
+
+
+def test_the_port_is_in_use(tmp_path: Path) -> None:
+    """Rank 0 cannot open it; another rank finds a program there that accepts and never speaks."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        environ = [torch_variables(port, r, 2) for r in range(2)]
+        statuses, texts = started(environ, tmp_path, "--seconds=1")
+    assert statuses == [UNAVAILABLE] * 2
+    assert f"port {port} of this machine" in texts[0] and "is in use" in texts[0]
+    assert f"127.0.0.1:{port} answers, but not as rank 0 of this run" in texts[1]
+    assert all(text.count("\n") == 1 for text in texts)
+
+
+def test_the_number_of_ranks_differs(tmp_path: Path) -> None:
+    port = free_port()
+    statuses, texts = started([torch_variables(port, 0, 2), torch_variables(port, 2, 4)], tmp_path, "--seconds=20")
+    assert statuses == [USAGE] * 2
+    assert "rank 2 was started as one of 4 ranks, others as one of 2" in texts[0] + texts[1]
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(
+        UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface of this machine, which has"
+    ):
+        start._choose_interface("127.0.0.1", 1)
+
+
+def test_two_of_one_number(tmp_path: Path) -> None:
+    port = free_port()
+    statuses, texts = started([torch_variables(port, r, 3) for r in (0, 1, 1)], tmp_path, "--seconds=20")
+    assert statuses == [UNAVAILABLE] * 3
+    assert all("two processes came as rank 1 of 3" in text for text in texts)
+
+
+# Comparing.
+
+
+def _unlike() -> None:
+    rank, team = dist.get_rank(), Team(dist.get_rank(), 4, dist.group.WORLD)
+    start.compare(team, {"a": 1, "b": [1, None]})
+    mine: dict[str, Any] = {
+        "seed": 1,
+        "global_batch_size": 512 if rank < 2 else 1024,
+        "torch": "2.13" if rank else "2.11",
+    }
+    if rank == 2:
+        mine["extra"] = None
+    with pytest.raises(UserError) as told:
+        start.compare(team, mine)
+    assert told.value.status == USAGE and str(told.value).split("\n  ")[1:] == [
+        "global_batch_size: 512 on ranks 0-1, 1024 on ranks 2-3",
+        "torch: 2.11 on rank 0, 2.13 on ranks 1-3",
+        "extra: nothing on ranks 0-1, 3, none on rank 2",
+    ]
+    with pytest.raises(UserError, match=r"f19: .*\n  and 30 more$"):
+        start.compare(team, {f"f{n}": rank for n in range(50)})
+
+
+def test_compare() -> None:
+    run_ranks(_unlike, 4)
+    start.compare(Team(), {"a": 1})
+
+
+# Losing.
+
+SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+
+
+@pytest.mark.parametrize(
+    "error, gone",
+    [
+        (RuntimeError(SOURCES + "Connection closed by peer [10.0.0.2]:1. This is typically caused by"), True),
+        (RuntimeError(SOURCES + "Read error [10.0.0.2]:1: Connection reset by peer"), True),
+        (RuntimeError(SOURCES + "Timed out waiting 3000ms for recv operation to complete"), True),
+        (dist.DistStoreError("wait timeout after 1000ms, keys: /x"), True),
+        (dist.DistNetworkError("Connection reset by peer"), True),
+        (dist.DistBackendError("NCCL error ... ncclRemoteError: A call failed possibly due to a network error"), True),
+        (
+            dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device"),
+            False,
+        ),
+        (
+            RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+            False,
+        ),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (RuntimeError("download timed out"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_lost(error: BaseException, gone: bool) -> None:
+    words = start.lost(error)
+    assert (words is not None) == gone
+    if words is not None:
+        assert words.status == HANG and "--distributed-timeout-minutes" in str(words) and "/pytorch/" not in str(words)
+
+
+def test_leave_without_having_joined() -> None:
+    start.leave()
+    assert start.join(World(), "gloo", 1) == Team()

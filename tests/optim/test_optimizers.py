@@ -1,0 +1,425 @@
+"""SGD, Muon and AdamW over flat buffers: which rule has which parameter, equal to torch's, kept, skipped, offloaded."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from test_flag_effects import run  # noqa: F401, a fixture
+from test_zero import (
+    CPU,
+    VOCAB,
+    gradient,
+    kinds,
+    losses_of,
+    make,
+    one_of_each_kind,
+    same,
+    separate,
+    snapshot,
+    state,
+    tokens,
+    view,
+)
+from torch import nn
+
+from conftest import TINY
+from meshwright.checkpoint import loading, native
+from meshwright.optim import rules as optimizer
+from meshwright.parallel.zero import ParameterStore
+from meshwright.settings.schema import Optimizer
+
+pytestmark = pytest.mark.whole  # seconds, not moments
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the offload's copies need a GPU")
+GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
+RULES = ["adam", "sgd", "muon"]
+
+
+def batches(step, count=2):
+    return [(tokens() + step + 3 * k) % VOCAB for k in range(count)]
+
+
+def steps(model, store, n, lr=1e-2, wd=0.1, first=0, device=CPU, scale=1.0):
+    """A few steps; the loss of each."""
+    losses = []
+    for i in range(first, first + n):
+        store.clear_gradients()
+        losses.append(losses_of(model, batches(i), scale, device))
+        store.step(lr, wd, scale)
+    return losses
+
+
+# Who has which rule
+
+
+def kind_of_piece(store, piece):
+    (kind,) = (
+        (k.rule, k.decays)
+        for bucket in store.buckets.values()
+        for k, begin, end in bucket.kinds
+        if bucket.begin + begin == piece.begin and end - begin == piece.master.numel()
+    )
+    return kind
+
+
+def test_every_parameter_has_its_rule():
+    """Muon: the layers' matrices; AdamW: the embeddings, the head, every norm and bias, a gate's two of them too."""
+    m = dataclasses.replace(GATED, qk_layernorm=True, embed_layernorm=True)
+    model, store = make(m, Optimizer(optimizer="muon"))
+    found = kinds(store)
+    layers = [f"h.{i}" for i in range(2)]
+    matrices = {f"{i}.{n}.weight" for i in layers for n in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")}
+    tables = {"wte.weight", "wpe.weight", "lm_head.weight"}
+    vectors = {f"{n}.{p}" for n in ("ln_f", "ln_emb") for p in ("weight", "bias")}
+    vectors |= {
+        f"{i}.{n}.{p}" for i in layers for n in ("ln_1", "ln_2", "attn.ln_q", "attn.ln_k") for p in ("weight", "bias")
+    }
+    vectors |= {n.replace("weight", "bias") for n in matrices}
+    assert found == (
+        dict.fromkeys(matrices, ("muon", True))
+        | dict.fromkeys(tables, ("adamw", True))
+        | dict.fromkeys(vectors, ("adamw", False))
+    )
+    assert model.get_parameter("h.0.mlp.fc.bias").ndim == 2 == len(model.get_parameter("h.0.mlp.fc.bias"))
+    for rule, torchs in (("sgd", "sgd"), ("adam", "adamw"), ("adamw", "adamw")):
+        _, store = make(m, Optimizer(optimizer=rule))
+        assert kinds(store) == (
+            dict.fromkeys(matrices | tables, (torchs, True)) | dict.fromkeys(vectors, (torchs, False))
+        )
+        assert store.updates.keys() == {(torchs, True), (torchs, False)}
+        for kind, update in store.updates.items():  # and is updated by it, once
+            masters = [id(p.master) for p in store.pieces if kind_of_piece(store, p) == kind]
+            assert list(map(id, update.param_groups[0]["params"])) == masters != []
+
+
+def test_a_gate_is_two_matrices():
+    p = torch.arange(24.0).view(2, 3, 4)
+    assert [torch.equal(a, b) for a, b in zip(optimizer.matrices(p), p, strict=True)] == [True, True]
+    assert len(optimizer.matrices(p[0])) == 1
+    _, store = make(GATED, Optimizer(optimizer="muon"))
+    shapes = [tuple(p.shape) for p in the_muon(store).param_groups[0]["params"]]
+    assert shapes.count((64, 32)) == 6 and shapes.count((32, 32)) == 2 and shapes.count((32, 64)) == 2
+
+
+# SGD
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sgd_equals_torchs(momentum, clip, dtype):
+    """Ten steps over separate parameters, clipped; the decay is torch's, added to the gradient."""
+    ours, store = make(o=Optimizer(optimizer="sgd", sgd_momentum=momentum, clip_grad=clip), dtype=dtype)
+    plain = separate(ours)
+    named = dict(plain.named_parameters())
+    kinds = [(0.1, [p for p in named.values() if p.ndim > 1]), (0.0, [p for p in named.values() if p.ndim == 1])]
+    sgd = torch.optim.SGD([{"params": p, "weight_decay": wd} for wd, p in kinds], lr=0.3, momentum=momentum)
+    for i in range(10):
+        steps(ours, store, 1, 0.3, 0.1, i)
+        sgd.zero_grad()
+        losses_of(plain, batches(i))
+        torch.nn.utils.clip_grad_norm_(named.values(), clip or math.inf)
+        sgd.step()
+    tolerance = {"rtol": 1e-10, "atol": 1e-13} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    moved = store.named_state()
+    for name, p in store.masters():
+        torch.testing.assert_close(p, named[name].detach(), **tolerance, msg=name)
+        buffer = sgd.state[named[name]].get("momentum_buffer")
+        rows = VOCAB if name == "wte.weight" else p.shape[0]
+        want = torch.zeros_like(p) if buffer is None else buffer
+        torch.testing.assert_close(moved[f"{name}/momentum"][2], want[:rows], **tolerance, msg=name)
+    assert store.steps == 0  # Adam's t
+
+
+# Muon
+
+
+def newton_schulz(x, low, count=5):
+    """The nearest orthogonal matrix, roughly: the quintic of Keller Jordan's Muon. `low`: each term rounded to bfloat16."""
+    a, b, c = 3.4445, -4.775, 2.0315
+
+    def rounded(y):
+        return y.bfloat16().double() if low else y
+
+    x = rounded(x.double())
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = rounded(x / rounded(x.norm().clamp(min=1e-7)))
+    for _ in range(count):
+        gram = rounded(x @ x.T)
+        x = rounded(a * x + rounded(b * gram + c * gram @ gram) @ x)
+    return x.T if tall else x
+
+
+def muon_step(weight, grad, moment, lr, wd, beta=0.95, low=False, count=5):
+    """New weight and momentum, in float64 but for the quintic."""
+    moment = beta * moment + (1 - beta) * grad
+    ahead = beta * moment + (1 - beta) * grad  # Nesterov
+    size = 0.2 * math.sqrt(max(weight.shape))
+    return weight * (1 - lr * wd) - lr * size * newton_schulz(ahead, low, count), moment
+
+
+def momentum(store, name):
+    return state(store, name)["momentum_buffer"]
+
+
+def the_muon(store):
+    (update,) = (u for (rule, _), u in store.updates.items() if rule == "muon")
+    return update
+
+
+@pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_muon_follows_its_formula(m, dtype):
+    """Three steps, each from our own weights and momentum: within the order of bfloat16's sums, and its rounding."""
+    model, store = make(m, Optimizer(optimizer="muon", clip_grad=0.5), dtype=dtype)
+    names = [n for n, (rule, _) in kinds(store).items() if rule == "muon"]
+    assert len(names) == 8
+    lr, wd = 0.02, 0.3
+    for i in range(3):
+        store.clear_gradients()
+        losses_of(model, batches(i))
+        norm = math.sqrt(float(store.gradients.double().square().sum()))
+        shrink = min(1.0, 0.5 / (norm + 1e-6))
+        before = {
+            n: [x.double().clone() for x in (view(store, store.master, n), gradient(store, n), momentum(store, n))]
+            for n in names
+        }
+        assert store.step(lr, wd, 1.0) == pytest.approx(norm, rel=1e-5)
+        for name, (weight, grad, moment) in before.items():
+            parts = [(weight, grad, moment, view(store, store.master, name), momentum(store, name))]
+            parts = list(zip(*parts[0], strict=True)) if weight.ndim == 3 else parts
+            assert len(parts) == (2 if m is GATED and name.endswith("mlp.fc.weight") else 1)
+            for w, dw, v, new, new_v in parts:
+                exact, want_v = muon_step(w, dw * shrink, v, lr, wd)
+                rounded, _ = muon_step(w, dw * shrink, v, lr, wd, low=True)
+                torch.testing.assert_close(new_v.double(), want_v, rtol=1e-5, atol=1e-9)
+                update = lr * 0.2 * math.sqrt(max(w.shape))  # of each singular value, roughly
+                moved = (exact - w * (1 - lr * wd)).norm()
+                assert (new - rounded).norm() < 0.02 * moved and (new - exact).norm() < 0.25 * moved, name
+                singular = torch.linalg.svdvals((w * (1 - lr * wd) - new).double()) / update
+                assert 0.6 < singular.max() < 1.3, name
+
+
+@pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
+def test_muon_equals_torchs(m):
+    """Bit for bit torch.optim.Muon over separate matrices, beside torch's AdamW for the others; no clipping."""
+    o = Optimizer(optimizer="muon", clip_grad=0.0, muon_momentum=0.9, muon_num_ns_steps=4, adam_beta2=0.95)
+    ours, store = make(m, o)
+    named = {n: p.detach().clone() for n, p in ours.named_parameters()}
+    split = {n: list(p.unbind()) if p.ndim == 3 else [p] for n, p in named.items()}
+    kind_of = kinds(store)
+    groups = {kind: [p for n in kind_of if kind_of[n] == kind for p in split[n]] for kind in set(kind_of.values())}
+    muon = torch.optim.Muon(
+        groups["muon", True], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=4, adjust_lr_fn="match_rms_adamw"
+    )
+    others = [{"params": groups["adamw", d], "weight_decay": 0.1 * d} for d in (True, False)]
+    adamw = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
+    for i in range(4):
+        store.clear_gradients()
+        losses_of(ours, batches(i))
+        for n in kind_of:
+            grad = gradient(store, n).clone()
+            for p, x in zip(split[n], grad.unbind() if grad.ndim == 3 else [grad], strict=True):
+                p.grad = x
+        store.step(0.02, 0.1, 1.0)
+        muon.step()
+        adamw.step()
+        for name, p in store.masters():
+            if kind_of[name][0] == "muon":
+                assert torch.equal(p, named[name]), (i, name)
+            else:  # the fused kernel rounds otherwise than the plain one
+                torch.testing.assert_close(p, named[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_muon_settings_reach_torch(run):  # noqa: F811
+    """--muon-momentum and --muon-num-ns-steps from the second step on; the first sees the first weights."""
+    base = run("--optimizer", "muon").losses
+    for flags in (["--muon-momentum", "0.5"], ["--muon-num-ns-steps", "2"]):
+        got = run("--optimizer", "muon", *flags).losses
+        assert got[0] == base[0] and all(a != b for a, b in zip(got[1:], base[1:], strict=True)), flags
+    _, store = make(o=Optimizer(optimizer="muon", muon_momentum=0.7, muon_num_ns_steps=3))
+    settings = the_muon(store).param_groups[0]
+    assert (settings["momentum"], settings["ns_steps"]) == (0.7, 3)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_loaded_it_goes_on_bit_for_bit(rule, dtype, tmp_path):
+    o = Optimizer(optimizer=rule)
+    model, store = make(GATED, o, dtype=dtype)
+    steps(model, store, 3)
+    native.save(tmp_path, 3, store.named_state(), {"iteration": 3}, {})
+    named = store.named_state()
+    names = {n for n, _ in model.named_parameters()}
+    want = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum"}, "muon": {"momentum"}}
+    assert named.keys() == names | {f"{n}/{suffix}" for n, (rule, _) in kinds(store).items() for suffix in want[rule]}
+    assert all(t.any() for n, (_, _, t) in named.items() if "/" in n and not n.startswith("wpe"))
+    assert all(t.dtype is torch.float32 for _, _, t in named.values())
+
+    other, again = make(GATED, o, dtype=dtype, seed=2)
+    loading.load(tmp_path, again.named_state())
+    again.publish_weights()
+    again.steps = store.steps
+    assert same(snapshot(store), snapshot(again))
+    assert steps(model, store, 3, first=3) == steps(other, again, 3, first=3)
+    assert same(snapshot(store), snapshot(again)) and again.steps == (0 if rule == "sgd" else 6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):  # noqa: F811
+    """By command: three steps and three more are six."""
+    save = str(tmp_path / "save")
+    flags = ("--optimizer", rule, "--eval-iters", "0", "--lr-decay-iters", "6")
+    whole = run(*flags).losses
+    first = run(*flags, "--save", save, "--train-iters", "3").losses
+    rest = run(*flags, "--load", save).losses
+    assert first + rest == whole
+    assert run(*flags, "--load", save, "--no-load-optim").losses != rest
+
+
+# Nothing moves in a step that is not finite
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_non_finite_gradients_leave_everything(rule, bad, offload, dtype):
+    """Weights, masters, momentum, both moments and t, whichever kind has the number; the next step is made."""
+    model, store = make(GATED, Optimizer(optimizer=rule), dtype=dtype, offload=offload)
+    steps(model, store, 2)
+    before, weights = snapshot(store), store.weights.clone()
+    names = one_of_each_kind(store)
+    assert len(names) == len(store.updates) == (3 if rule == "muon" else 2)
+    for name in names:
+        store.clear_gradients()
+        losses_of(model, batches(2))
+        gradient(store, name).view(-1)[5] = bad
+        assert not store.step(1e-2, 0.1, 1.0).isfinite()
+        assert same(before, snapshot(store)), name
+        assert torch.equal(weights, store.weights), name
+    other, undisturbed = make(GATED, Optimizer(optimizer=rule), dtype=dtype, offload=offload)
+    steps(other, undisturbed, 2)
+    assert steps(model, store, 2, first=2) == steps(other, undisturbed, 2, first=2)
+    assert same(snapshot(store), snapshot(undisturbed))
+
+
+# Masters and state in host memory
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 256.0)])
+def test_offload_on_a_cpu_is_the_same(rule, dtype, scale):
+    """Bit for bit, checkpoint and weights, though masters are apart from the weights in every format."""
+    outcomes = []
+    for offload in (False, True):
+        model, store = make(GATED, Optimizer(optimizer=rule, clip_grad=0.5), dtype=dtype, offload=offload)
+        losses = steps(model, store, 5, scale=scale)
+        outcomes.append((losses, snapshot(store), {n: p.detach().clone() for n, p in model.named_parameters()}))
+        assert (store.master.data_ptr() == store.weights.data_ptr()) == (not offload and dtype is torch.float32)
+        assert (store.host_share.data_ptr() == store.share.data_ptr()) == (not offload)
+    (a, kept_a, weights_a), (b, kept_b, weights_b) = outcomes
+    assert a == b and a[-1] < a[0] and same(kept_a, kept_b) and same(weights_a, weights_b)
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--bf16"], ["--fp16"], ["--optimizer", "sgd"]], ids=lambda f: "".join(f) or "fp32"
+)
+def test_offload(run, tmp_path, monkeypatch, flags):  # noqa: F811
+    """--cpu-optimizer in a run by command, saved with it and resumed without it: the losses of a run without."""
+    made, real = [], ParameterStore.__init__
+
+    def init(self, *args):
+        real(self, *args)
+        made.append(self.offload)
+
+    monkeypatch.setattr(ParameterStore, "__init__", init)
+    flags, save = [*flags, "--eval-iters", "0", "--lr-decay-iters", "6"], str(tmp_path / "save")
+    if "--fp16" in flags:
+        flags += ["--initial-loss-scale", "1024"]
+    whole = run(*flags)
+    first = run(*flags, "--cpu-optimizer", "--train-iters", "3", "--save", save)
+    rest = run(*flags, "--load", save)
+    assert made == [False, True, False] and first.losses + rest.losses == whole.losses
+    assert first.column("grad_norm") + rest.column("grad_norm") == whole.column("grad_norm")
+
+
+@gpu
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offload_from_a_gpu(rule, dtype):
+    """Masters and moments lie in host memory, gradients come through pinned memory, weights stay on the device."""
+    device = torch.device("cuda")
+    outcomes = []
+    for offload in (False, True):
+        model, store = make(o=Optimizer(optimizer=rule), dtype=dtype, device=device, offload=offload)
+        assert store.weights.device.type == store.gradients.device.type == store.share.device.type == "cuda"
+        assert store.host_share.is_pinned() == offload
+        for p in store.pieces:
+            kept = [store.master, store.host_share, p.master, p.master.grad, *p.state.values()]
+            assert {x.device.type for x in kept} == {"cpu" if offload else "cuda"}
+            assert p.master.grad.is_pinned() == offload
+        first = {n: p.detach().cpu().clone() for n, p in store.masters()}
+        losses = steps(model, store, 8, device=device)
+        assert {p.device.type for p in model.parameters()} == {"cuda"}
+        outcomes.append((losses, torch.cat([(p.detach().cpu() - first[n]).flatten() for n, p in store.masters()])))
+        assert torch.equal(store.weights.cpu(), store.master.to(dtype).cpu())
+    (a, moved_a), (b, moved_b) = outcomes
+    exact = dtype is torch.float32
+    assert a == pytest.approx(b, rel=1e-4 if exact else 2e-2) and a[-1] < a[0]
+    assert (moved_a - moved_b).norm() < (0.02 if exact else 0.2) * moved_a.norm()
+
+
+# What is told of weights and gradients
+
+
+class Odd(nn.Module):
+    """Sizes that leave gaps behind every parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(5, 7, device="meta")
+        self.b = nn.Linear(3, 43, device="meta")
+        self.norm = nn.LayerNorm(5, device="meta")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_and_norm_count_no_gaps(rule, dtype):
+    model = Odd()
+    store = ParameterStore(model, Optimizer(optimizer=rule), dtype, CPU, 5)
+    g = torch.Generator().manual_seed(4)
+    squares = 0.0
+    for _, p in store.masters():
+        p.normal_(generator=g)
+        squares += float(p.double().square().sum())
+    store.publish_weights()
+    store.clear_gradients()
+    zeros = total = 0
+    for p in model.parameters():
+        factor = (torch.rand(p.shape, generator=g) < 0.6).to(dtype)
+        (p * factor).sum().backward()
+        zeros += int((factor == 0).sum())
+        total += p.numel()
+    assert int(store.zeros()) == zeros and 0 < zeros < total
+    assert store.weights.numel() > total
+    assert float(store.norm()) == pytest.approx(math.sqrt(squares), rel=1e-6)
+    store.step(0.0, 0.0, 1.0)
+    assert int(store.zeros()) == zeros  # clipping changes none
+    store.clear_gradients()
+    store.step(0.0, 0.0, 1.0)
+    assert int(store.zeros()) == total
+
+
+def test_zeros_and_norm_in_a_run(run):  # noqa: F811
+    """Zeros are those of the true vocabulary, and the norm is that of the weights after the step."""
+    got = run("--log-num-zeros-in-grad", "--log-params-norm", "--train-iters", "2", "--eval-iters", "0")
+    assert all(0 <= n < 64 * 32 for n in got.column("num_zeros"))  # less than 64 rows of padding, 32 wide, would have
+    norms = got.column("params_norm")
+    assert len(set(norms)) == 2 and all(0 < n < 100 for n in norms)
+    assert "num zeros: " in got.out and "params norm: " in got.out

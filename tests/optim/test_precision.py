@@ -1,0 +1,286 @@
+"""fp16's loss scale against the rule written out by hand, and what becomes of steps that are not finite."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from test_flag_effects import run  # noqa: F401, a fixture
+from test_zero import CPU, gradient, kinds, one_of_each_kind, same, snapshot
+from torch import nn
+
+from conftest import opened
+from meshwright.optim.loss_scale import LossScale, dtype
+from meshwright.parallel.zero import ParameterStore
+from meshwright.settings.schema import Optimizer, Precision
+from meshwright.training import network
+
+pytestmark = pytest.mark.whole  # seconds, not moments
+
+
+def test_formats():
+    assert dtype(Precision()) is torch.float32
+    assert dtype(Precision(bf16=True)) is torch.bfloat16
+    assert dtype(Precision(fp16=True)) is torch.float16
+    assert dtype(Precision(params_dtype="float64")) is torch.float64
+
+
+class ByHand:
+    """Megatron's DynamicGradScaler."""
+
+    def __init__(self, scale, least, window, hysteresis):
+        self.scale, self.least, self.window, self.first = scale, least, window, hysteresis
+        self.growth, self.hysteresis = 0, hysteresis
+
+    def update(self, overflow):
+        if overflow:
+            self.growth = 0
+            self.hysteresis -= 1
+            if self.hysteresis <= 0:
+                self.scale = max(self.scale * 0.5, self.least)
+        else:
+            self.growth += 1
+            if self.growth == self.window:
+                self.growth, self.hysteresis = 0, self.first
+                self.scale *= 2
+
+
+@pytest.mark.parametrize(("window", "hysteresis", "least"), [(3, 2, 1.0), (7, 1, 1.0), (1000, 2, 1.0), (2, 3, 64.0)])
+def test_dynamic_scale(window, hysteresis, least):
+    """4,000 seeded overflows and clean steps; resumed in the middle."""
+    p = Precision(
+        fp16=True, loss_scale_window=window, hysteresis=hysteresis, initial_loss_scale=2.0**10, min_loss_scale=least
+    )
+    ours, want = LossScale(p), ByHand(2.0**10, least, window, hysteresis)
+    rng = random.Random(0)
+    for step in range(4000):
+        overflow = rng.random() < 0.2
+        ours.update(overflow)
+        want.update(overflow)
+        assert (ours.scale, ours.clean, ours.hysteresis) == (want.scale, want.growth, want.hysteresis), step
+        if step == 2000:
+            state = json.loads(json.dumps(ours.state()))
+            ours = LossScale(p)
+            ours.load(state)
+
+
+def test_the_first_overflow_is_forgiven():
+    s = LossScale(Precision(fp16=True))
+    scales = []
+    for _ in range(3):
+        s.update(True)
+        scales.append(s.scale)
+    assert scales == [2.0**32, 2.0**31, 2.0**30]
+
+
+def test_a_scale_of_another_kind_is_not_taken_over():
+    """Of a run in another format, or of a constant scale."""
+    dynamic, constant = Precision(fp16=True), Precision(fp16=True, loss_scale=128.0)
+    s = LossScale(dynamic)
+    for p in (Precision(bf16=True), Precision(), constant):
+        s.load(LossScale(p).state())
+        assert s.scale == 2.0**32
+    s = LossScale(constant)
+    s.load(LossScale(dynamic).state())
+    assert s.scale == 128.0
+
+
+def test_constant_scale_and_other_formats_never_move():
+    for p, want in ((Precision(fp16=True, loss_scale=128.0), 128.0), (Precision(bf16=True), 1.0), (Precision(), 1.0)):
+        s = LossScale(p)
+        for overflow in (True, False, True):
+            s.update(overflow)
+        assert s.scale == want
+
+
+class One(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 2, device="meta")
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd", "muon"])
+def test_forced_overflows(rule):
+    """3,200 steps of a real store in fp16: the gradients overflow at random, and wherever the scale has grown too high.
+
+    At each step the scale, the hysteresis and the growth counter are those of the rule, the step is applied exactly if
+    nothing overflowed, and otherwise no number moved.
+    """
+    model = One()
+    p = Precision(fp16=True, initial_loss_scale=2.0**32, loss_scale_window=5, hysteresis=2)
+    store, ours = ParameterStore(model, Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2), LossScale(p)
+    for _, master in store.masters():
+        master.normal_(generator=torch.Generator().manual_seed(1))
+    store.publish_weights()
+    names = one_of_each_kind(store)
+    assert len(names) == len(kinds(store)) == 2
+    want, rng = ByHand(2.0**32, 1.0, 5, 2), random.Random(1)
+    forced = [rng.random() < 0.08 for _ in range(3200)]
+    forced[1000:1030] = [True] * 30  # down to the least scale
+    applied = overflows = too_high = least = 0
+    for step, inject in enumerate(forced):
+        x = torch.tensor([[0.25 + step % 7, -0.5, 1.0]], dtype=torch.float16)
+        store.clear_gradients()
+        scale = ours.scale
+        (nn.functional.linear(x, model.line.weight, model.line.bias).float().sin().sum() * scale).backward()
+        if inject:
+            at = gradient(store, rng.choice(names)).view(-1)
+            at[rng.randrange(2)] = rng.choice([math.inf, -math.inf, math.nan])
+        before, weights, t = snapshot(store), store.weights.clone(), store.steps
+        overflow = not bool(store.step(1e-3, 0.1, scale, torch.tensor(1.0)).isfinite())
+        unmoved = same(before, snapshot(store))
+        assert unmoved == overflow >= inject, step
+        assert torch.equal(weights, store.weights) or not overflow, step
+        assert store.weights.isfinite().all(), step
+        assert store.steps == t + (rule != "sgd" and not overflow), step
+        ours.update(overflow)
+        want.update(overflow)
+        assert (ours.scale, ours.clean, ours.hysteresis) == (want.scale, want.growth, want.hysteresis), step
+        applied += not overflow
+        overflows += overflow
+        too_high += overflow and not inject
+        least += scale == 1.0
+    assert applied + overflows == 3200 and applied > 2000 and overflows > 200
+    assert too_high > 10 and least > 0 and forced[0] is False and ours.scale > 1.0
+
+
+# By command
+
+
+@pytest.fixture
+def breaking(monkeypatch):
+    """breaking({iterations}): the loss of these, from 1 in each attempt, becomes NaN or `value`; `alone`: no gradient."""
+
+    real = network.loss_sum
+
+    def arrange(iterations, value=math.nan, alone=False):
+        calls = []
+
+        def broken(*args):
+            total = real(*args)
+            if not torch.is_grad_enabled():
+                return total
+            calls.append(total)
+            hit = (len(calls) + 1) // 2 in iterations and len(calls) % 2 == 0  # the second of two micro-batches
+            return (total + value if alone else total * value) if hit else total
+
+        monkeypatch.setattr(network, "loss_sum", broken)
+
+    return arrange
+
+
+def saved(folder, step):
+    """Every tensor of a checkpoint, and its counters."""
+    import safetensors.torch
+
+    tensors = {}
+    for path in sorted((folder / f"iter_{step:07d}").glob("*.safetensors")):
+        tensors |= safetensors.torch.load_file(path)
+    assert tensors
+    return tensors, opened(folder, step).state
+
+
+BASE = ("--eval-iters", "0", "--lr-decay-style", "constant", "--lr-decay-iters", "9")
+
+
+def saving(folder):
+    return "--save", str(folder), "--save-interval", "1"
+
+
+FORMATS = [
+    [],
+    ["--bf16"],
+    ["--params-dtype", "float64"],
+    ["--optimizer", "sgd"],
+    ["--optimizer", "muon"],
+    ["--cpu-optimizer"],
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "alone"), [(math.nan, False), (math.inf, False), (math.nan, True), (-math.inf, True)]
+)
+@pytest.mark.parametrize("flags", FORMATS, ids=lambda f: "".join(f) or "fp32")
+def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, value, alone):  # noqa: F811
+    """Iteration 3 of 4: with skip:1 its checkpoint holds the tensors of iteration 2, bit for bit, and 4 goes on."""
+    breaking({3}, value, alone)
+    got = run(*BASE, *flags, "--train-iters", "4", "--on-nonfinite", "skip:1", *saving(tmp_path))
+    assert got.status == 0 and got.column("skipped") == [False, False, True, False]
+    assert got.losses[2] == str(value) and all(isinstance(x, float) for x in got.losses[:2] + got.losses[3:])
+    (a, before), (b, after), (c, end) = (saved(tmp_path, i) for i in (2, 3, 4))
+    assert same(a, b) and not same(b, c) and all(x.isfinite().all() for x in c.values())
+    told = [(s["iteration"], s["consumed_train_samples"], s["schedule_samples"]) for s in (before, after, end)]
+    assert told == [(2, 8, 8), (3, 12, 8), (4, 16, 12)]
+    assert before["optimizer_steps"] == after["optimizer_steps"] == end["optimizer_steps"] - ("sgd" not in flags)
+    assert [s["nonfinite_in_a_row"] for s in (before, after, end)] == [0, 1, 0]
+    lines = [line for line in got.out.splitlines() if line.startswith(" iteration ")]
+    assert ["skipped iterations:   1" in x and "nan iterations:   1" in x for x in lines] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("flags", FORMATS[:3], ids=lambda f: "".join(f) or "fp32")
+def test_stop(run, breaking, tmp_path, flags):  # noqa: F811
+    """The default: exit 70, said why, nothing saved of that step; the run goes on from the checkpoint before it."""
+    clean = run(*BASE, *flags)
+    breaking({4})
+    got = run(*BASE, *flags, *saving(tmp_path))
+    assert got.status == 70 and got.column("skipped") == [False, False, False, True]
+    assert "iteration 4 (samples up to 16): the loss is nan, so this step was not applied" in got.err
+    assert f"the checkpoints in {tmp_path} are as before it" in got.err and "--lr (now 0.01)" in got.err
+    assert got.column("status", "end") == [70]
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    breaking(set())
+    rest = run(*BASE, *flags, "--load", str(tmp_path))
+    assert rest.losses == clean.losses[3:] and len(rest.losses) == 3
+
+
+def test_on_nonfinite(run, breaking, tmp_path):  # noqa: F811
+    """--on-nonfinite skip:2: two in a row are skipped, again and again; the third ends the run; resuming keeps count."""
+    breaking({2, 3, 5, 6})
+    got = run(*BASE, "--on-nonfinite", "skip:2", "--train-iters", "7")
+    assert got.status == 0 and got.column("skipped") == [i in (2, 3, 5, 6) for i in range(1, 8)]
+    breaking({2, 3, 4})
+    got = run(*BASE, "--on-nonfinite", "skip:2", "--train-iters", "7", *saving(tmp_path / "a"))
+    assert got.status == 70 and got.column("iteration") == [1, 2, 3, 4] and "iteration 4 " in got.err
+    breaking({2})
+    assert run(*BASE, "--train-iters", "7").status == 70  # stop
+    save = str(tmp_path / "b")
+    breaking({1, 2})
+    got = run(*BASE, "--on-nonfinite", "skip:2", "--train-iters", "2", *saving(save))
+    assert got.status == 0 and opened(save, 2).state["nonfinite_in_a_row"] == 2
+    breaking({1})  # the third in a row, the first of this attempt
+    got = run(*BASE, "--on-nonfinite", "skip:2", "--load", save)
+    assert got.status == 70 and got.column("iteration") == [3]
+    breaking({2})
+    got = run(*BASE, "--on-nonfinite", "skip:2", "--load", save)
+    assert got.status == 0 and got.column("skipped") == [False, True, False, False]
+
+
+def test_an_overflow_is_not_a_non_finite_step(run):  # noqa: F811
+    """fp16 from 2^32 skips on its way down under `stop`; samples are consumed, the schedule stands still."""
+    got = run(
+        "--fp16", "--train-iters", "24", "--eval-iters", "0", "--lr-decay-style", "constant", "--lr-warmup-iters", "8"
+    )
+    skipped, scales = got.column("skipped"), got.column("loss_scale")
+    first = skipped.index(False)
+    assert got.status == 0 and 5 < first < 23 and skipped == [True] * first + [False] * (24 - first)
+    assert scales == [2.0 ** (32 - max(0, i - 1)) for i in range(first)] + [2.0 ** (33 - first)] * (24 - first)
+    assert got.column("consumed_samples") == [4 * i for i in range(1, 25)]
+    assert got.column("lr") == pytest.approx([0.01 * min(1, max(0, i - first) / 8) for i in range(24)])
+    assert all(isinstance(x, float) for x in got.losses)
+
+
+def test_a_constant_scale_that_never_fits(run):  # noqa: F811
+    """Skipped nineteen times; the twentieth overflow in a row is the end."""
+    got = run("--fp16", "--loss-scale", str(2.0**40), "--train-iters", "30", "--eval-iters", "0")
+    assert got.status == 70 and got.column("loss_scale") == [2.0**40] * 20 and "the gradient norm is" in got.err
+
+
+def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):  # noqa: F811
+    """In fp16, with a window of 3: the scale doubles after three steps that were applied, not after two and a NaN."""
+    breaking({2})
+    flags = ("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "3", "--on-nonfinite", "skip:1")
+    got = run(*BASE, *flags, "--train-iters", "3", *saving(tmp_path))
+    assert got.status == 0 and got.column("skipped") == [False, True, False]
+    state = opened(tmp_path, 3).state["loss_scale"]
+    assert state["scale"] <= 256 and state["growth_tracker"] < 3

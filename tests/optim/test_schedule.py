@@ -1,0 +1,411 @@
+"""Learning rate, weight decay and batch ramp-up against Megatron's formulas written out again; changed ones on resume."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+from test_flag_effects import run  # noqa: F401, a fixture
+
+from meshwright.errors import UserError
+from meshwright.optim import schedule as lr_schedule
+from meshwright.optim.schedule import Schedule, from_config, resume
+from meshwright.settings import checks
+from meshwright.settings import schema as config
+
+LR, LEAST = 1.5e-4, 1e-5
+
+
+def settings(batch=2, iters=5000, seq=None, ramp=(), samples=None, tokens=None, **optimizer):
+    o = config.Optimizer(**{"lr": LR, "min_lr": LEAST, **optimizer})
+    t = config.Training(
+        micro_batch_size=1,
+        global_batch_size=batch,
+        train_iters=None if samples or tokens else iters,
+        train_samples=samples,
+        train_tokens=tokens,
+        rampup_batch_size=list(ramp),
+    )
+    return config.TrainConfig(optimizer=o, training=t, data=config.Data(seq_length=seq))
+
+
+def megatron_lr(n, style, w, d, init=0.0, wsd=0, wsd_style="exponential", high=LR, low=LEAST):
+    """After n samples, with w of warm-up and d of decay."""
+    if w > 0 and n <= w:
+        return init + (high - init) * n / w
+    if style == "constant":
+        return high
+    if n > d:
+        return low
+    if style == "inverse-square-root":
+        return max(low, high * max(w, 1) ** 0.5 / max(n, 1) ** 0.5)
+    ratio = (n - w) / (d - w)
+    assert 0 <= ratio <= 1
+    if style == "linear":
+        share = 1.0 - ratio
+    elif style == "cosine":
+        share = 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    else:
+        start, share = d - wsd, 1.0
+        if n > start:
+            r = (n - start) / wsd
+            share = {
+                "linear": 1.0 - r,
+                "cosine": 0.5 * (math.cos(math.pi * r) + 1.0),
+                "exponential": 2.0 * math.pow(0.5, r) - 1.0,
+                "minus_sqrt": 1.0 - math.sqrt(r),
+            }[wsd_style]
+    return low + share * (high - low)
+
+
+def megatron_wd(n, style, start, end, length):
+    if n > length or style == "constant":
+        return end
+    r = n / length
+    return start + (end - start) * (r if style == "linear" else 0.5 * (math.cos(math.pi * (1 - r)) + 1.0))
+
+
+def near(value):
+    return pytest.approx(value, rel=1e-12, abs=1e-18)
+
+
+# The curves
+
+STYLES = [("linear", ""), ("cosine", ""), ("constant", ""), ("inverse-square-root", "")]
+STYLES += [("cosine", "linear")]  # which has no effect
+STYLES += [("WSD", shape) for shape in ("exponential", "linear", "cosine", "minus_sqrt")]
+
+
+@pytest.mark.parametrize(("style", "wsd"), STYLES)
+@pytest.mark.parametrize("warmup", [0, 10])
+@pytest.mark.parametrize("init", [0.0, 3e-5])
+def test_curve(style, wsd, warmup, init):
+    """Every sample from before the warm-up's end to beyond the decay."""
+    more = {"lr_wsd_decay_style": wsd, "lr_wsd_decay_iters": 25} if wsd else {}
+    c = settings(
+        batch=4, iters=100, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=80, lr_warmup_init=init, **more
+    )
+    assert not [p for p in checks.problems(c) if "--lr" in p]
+    s = from_config(c)
+    for n in range(420):
+        want = megatron_lr(n, style, 4 * warmup, 320, init, 100, wsd)
+        assert s.lr(n) == near(want), n
+        assert s.wd(n) == 0.01
+
+
+def test_borders():
+    """The values themselves: at the end of the warm-up, of the decay, one after it, at the start of the anneal."""
+
+    def at(n, **more):
+        s = {"lr_warmup_iters": 10, "lr_decay_iters": 80, **more}
+        return from_config(settings(batch=4, iters=100, **s)).lr(n)
+
+    for style, _ in STYLES[:4]:
+        assert at(0, lr_decay_style=style) == 0 and at(40, lr_decay_style=style) == LR
+        assert at(20, lr_decay_style=style) == near(LR / 2)
+        assert at(20, lr_decay_style=style, lr_warmup_init=1e-4) == near(1.25e-4)
+    for style in ("linear", "cosine"):
+        assert at(180, lr_decay_style=style) == near((LR + LEAST) / 2)  # half-way from 40 to 320
+        assert at(320, lr_decay_style=style) == near(LEAST) and at(321, lr_decay_style=style) == LEAST
+        assert at(41, lr_decay_style=style) < LR and at(319, lr_decay_style=style) > LEAST
+    assert at(320, lr_decay_style="constant") == at(10**9, lr_decay_style="constant") == LR
+    root = {"lr_decay_style": "inverse-square-root"}
+    assert at(160, **root) == near(LR / 2) and at(320, **root) == near(LR / 8**0.5) and at(321, **root) == LEAST
+    assert at(160, **root, min_lr=1.4e-4) == 1.4e-4
+    assert at(0, **root, lr_warmup_iters=0) == at(1, **root, lr_warmup_iters=0) == LR
+    middle = {"exponential": 2**0.5 - 1, "linear": 0.5, "cosine": 0.5, "minus_sqrt": 1 - 0.5**0.5}
+    for shape, share in middle.items():
+        wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_style": shape, "lr_wsd_decay_iters": 20}
+        assert at(41, **wsd) == at(239, **wsd) == at(240, **wsd) == LR  # 320 - 80
+        assert at(241, **wsd) < LR
+        assert at(280, **wsd) == near(LEAST + share * (LR - LEAST))
+        assert at(320, **wsd) == near(LEAST) and at(321, **wsd) == LEAST
+        whole = wsd | {"lr_wsd_decay_iters": 70}  # from the end of the warm-up on
+        assert at(40, **whole) == LR > at(41, **whole)
+
+
+def test_first_step_of_a_warm_up_is_zero():
+    assert from_config(settings(lr_warmup_fraction=0.01)).lr(0) == 0.0
+    assert from_config(settings(lr_warmup_fraction=0.01, lr_warmup_init=1e-6)).lr(0) == 1e-6
+    assert from_config(settings()).lr(0) == LR
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_weight_decay_ramp(style):
+    ramp = {"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.9}
+    s = from_config(settings(batch=4, iters=100, **ramp))
+    for n in range(500):
+        assert s.wd(n) == near(megatron_wd(n, style, 0.1, 0.9, 400)), n
+    assert s.wd(0) == near(0.1) and s.wd(200) == near(0.5) and s.wd(400) == near(0.9) and s.wd(401) == 0.9
+    assert (s.wd(100) == near(0.3)) == (style == "linear")
+    assert from_config(settings(samples=777, **ramp)).wd_samples == 777
+    down = from_config(settings(batch=4, iters=100, **ramp | {"start_weight_decay": 0.9, "end_weight_decay": 0.0}))
+    assert down.wd(200) == near(0.45) and down.wd(400) == pytest.approx(0, abs=1e-15)
+
+
+# Lengths
+
+
+def test_golden_numbers_of_the_345m_run():
+    s = from_config(settings(lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_decay_style="cosine"))
+    assert (s.warmup, s.decay, s.wd_samples) == (6400.0, 640000, 10000)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),  # warm-up, decay, anneal, weight decay in samples
+    [
+        ({"iters": 50}, (0, 200, 0, 200)),
+        ({"iters": 50, "lr_decay_iters": 40}, (0, 160, 0, 200)),
+        ({"iters": 50, "lr_decay_iters": 40, "lr_warmup_iters": 3}, (12, 160, 0, 200)),
+        ({"iters": 50, "lr_decay_iters": 40, "lr_warmup_fraction": 0.1}, (16, 160, 0, 200)),
+        ({"iters": 50, "lr_warmup_fraction": 0.0}, (0, 200, 0, 200)),
+        ({"iters": 50, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 7}, (0, 200, 28, 200)),
+        ({"samples": 203}, (0, 203, 0, 203)),
+        ({"samples": 203, "lr_warmup_samples": 11}, (11, 203, 0, 203)),
+        ({"samples": 203, "lr_decay_samples": 150, "lr_warmup_fraction": 0.1}, (15, 150, 0, 203)),
+        ({"samples": 203, "lr_decay_tokens": 1509, "lr_warmup_tokens": 119}, (11, 150, 0, 203)),
+        ({"samples": 203, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 30}, (0, 203, 30, 203)),
+        ({"tokens": 2039}, (0, 203, 0, 203)),
+        ({"tokens": 2039, "lr_decay_samples": 150, "lr_warmup_tokens": 200}, (20, 150, 0, 203)),
+        ({"tokens": 2039, "ramp": (2, 2, 40), "lr_decay_tokens": 1500}, (0, 150, 0, 203)),
+    ],
+)
+def test_lengths(given, want):
+    """A batch of 4 samples of 10 tokens; a sample cut short is none."""
+    c = settings(batch=4, seq=10, **given)
+    assert not [p for p in checks.problems(c) if "--lr" in p or "--train" in p or "--rampup" in p]
+    s = from_config(c)
+    assert (s.warmup, s.decay, s.wsd_samples, s.wd_samples) == pytest.approx(want)
+
+
+# The batch ramp-up
+
+
+def megatron_batches(start, increment, ramp, whole, samples):
+    """The global batch of every step, by Megatron's calculator and its count of iterations."""
+    per_increment = ramp / ((whole - start) // increment)
+
+    def current(consumed):
+        return whole if consumed > ramp else start + int(consumed / per_increment) * increment
+
+    consumed, sizes = 0, []
+    while consumed <= ramp:
+        sizes.append(current(consumed))
+        consumed += sizes[-1]
+    return sizes + [whole] * ((samples - consumed) // whole)
+
+
+def test_ramp_up_is_megatrons():
+    rng, unlike = random.Random(0), set()
+    for _ in range(400):
+        start, increment = rng.randint(1, 24), rng.randint(1, 24)
+        whole = start + increment * rng.randint(1, 12)
+        ramp = rng.randint(1, 5000)
+        samples = ramp + whole * rng.randint(2, 40) + rng.randrange(whole)
+        c = settings(batch=whole, ramp=(start, increment, ramp), samples=samples)
+        assert not [p for p in checks.problems(c) if "--rampup" in p or "--train" in p]
+        sizes = megatron_batches(start, increment, ramp, whole, samples)
+        before = list(itertools.accumulate(sizes, initial=0))
+        assert [c.batch(n) for n in before[:-1]] == sizes, (start, increment, ramp, whole)
+        assert c.steps == len(sizes), (start, increment, ramp, whole, samples)
+        assert before[-1] <= samples < before[-1] + whole
+        unlike.add(tuple(sizes))
+    assert len(unlike) > 350
+
+
+def test_a_run_that_ends_within_its_ramp():
+    """A batch that does not fit in whole is left out."""
+    c = settings(batch=8, ramp=(2, 2, 12), samples=19)
+    assert [c.batch(n) for n in (0, 2, 4, 8, 12, 13, 100)] == [2, 2, 4, 6, 8, 8, 8]
+    assert c.steps == 4  # 2, 2, 4, 6 are 14; 8 more would be 22
+    assert settings(batch=8, ramp=(2, 2, 12), samples=22).steps == 5
+    assert settings(batch=8, ramp=(8, 2, 12), samples=24).steps == 3  # from 8 to 8
+
+
+def test_a_run_follows_schedule_and_ramp(run):  # noqa: F811
+    """By command: 2 2 4 4 and then 6, the rate of each step at the samples before it, the last batch only if whole."""
+    got = run(
+        "--train-iters",
+        "none",
+        "--train-samples",
+        "41",
+        "--rampup-batch-size",
+        "2",
+        "2",
+        "8",
+        "--global-batch-size",
+        "6",
+        "--lr-decay-style",
+        "WSD",
+        "--lr-wsd-decay-samples",
+        "14",
+        "--lr-wsd-decay-style",
+        "minus_sqrt",
+        "--lr",
+        "0.01",
+        "--lr-warmup-samples",
+        "5",
+        "--lr-warmup-init",
+        "0.001",
+        "--min-lr",
+        "0.002",
+        "--lr-decay-samples",
+        "37",
+        "--eval-iters",
+        "0",
+    )
+    sizes = megatron_batches(2, 2, 8, 6, 41)
+    assert sizes == [2, 2, 4, 6, 6, 6, 6, 6]
+    before = list(itertools.accumulate(sizes, initial=0))
+    assert got.status == 0 and got.column("batch") == sizes and got.column("consumed_samples") == before[1:]
+    want = [megatron_lr(n, "WSD", 5, 37, 0.001, 14, "minus_sqrt", 0.01, 0.002) for n in before[:-1]]
+    assert got.column("lr") == near(want)
+    assert f"iteration {len(sizes):8d}/{len(sizes):8d} | consumed samples: {before[-1]:12d} |" in got.out
+
+
+# What a resumed run does with a changed schedule
+
+
+def test_resume_prints_megatrons_nine_lines():
+    c = settings(lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_decay_style="cosine")
+    s, lines = resume(from_config(c), dataclasses.asdict(from_config(c)), c)
+    assert s == from_config(c)
+    assert lines == [
+        " > using checkpoint value 0.00015 for learning rate",
+        " > using checkpoint value 1e-05 for minimum learning rate",
+        " > using checkpoint value 6400.0 for warmup iterations",
+        " > using checkpoint value 640000 for total number of iterations",
+        " > using checkpoint value cosine for learning rate decay style",
+        " > using checkpoint value 0.01 for start weight decay",
+        " > using checkpoint value 0.01 for end weight decay",
+        " > using checkpoint value 10000 for total number of weight decay iterations",
+        " > using checkpoint value constant for weight decay incr style",
+    ]
+
+
+FULL = Schedule(
+    max_lr=0.125,
+    min_lr=0.0625,
+    warmup=11,
+    decay=222,
+    style="WSD",
+    start_wd=0.25,
+    end_wd=0.75,
+    wd_samples=333,
+    wd_style="linear",
+    init_lr=0.03125,
+    wsd_samples=44,
+    wsd_style="cosine",
+)
+ONE_BY_ONE = [
+    ("max_lr", 0.5, "--lr"),
+    ("min_lr", 0.015625, "--min-lr"),
+    ("warmup", 17, "--lr-warmup-"),
+    ("decay", 777, "--lr-decay-iters"),
+    ("style", "constant", "--lr-decay-style"),
+    ("start_wd", 0.375, "--start-weight-decay"),
+    ("end_wd", 0.875, "--end-weight-decay"),
+    ("wd_samples", 999, "--train-samples"),
+    ("wd_style", "cosine", "--weight-decay-incr-style"),
+    ("init_lr", 0.0078125, "--lr-warmup-init"),
+    ("wsd_samples", 55, "--lr-wsd-decay-iters"),
+    ("wsd_style", "minus_sqrt", "--lr-wsd-decay-style"),
+]
+
+
+def test_each_value_is_there():
+    assert [n for n, _, _ in ONE_BY_ONE] == [f.name for f in dataclasses.fields(Schedule)]
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), ONE_BY_ONE)
+def test_each_value_alone_needs_a_decision(name, value, flag):
+    """Both values, the flag and both ways out are named; override takes ours, use-checkpoint takes theirs."""
+    ours, saved = dataclasses.replace(FULL, **{name: value}), dataclasses.asdict(FULL)
+    with pytest.raises(UserError) as e:
+        resume(ours, saved, settings())
+    head, told, way_out = str(e.value).split("\n")
+    assert e.value.status == 2 and "differs from the checkpoint's" in head
+    before, now = (f"{x:,.10g} samples = " if name in lr_schedule._LENGTHS else x for x in (getattr(FULL, name), value))
+    assert f"the checkpoint has {before}" in told and f", the flags say {now}" in told and flag in told
+    assert "--override-opt_param-scheduler" in way_out and "--use-checkpoint-opt_param-scheduler" in way_out
+
+    kept, lines = resume(ours, saved, settings(override_opt_param_scheduler=True))
+    assert kept == ours and all(line.startswith(" > overriding ") for line in lines)
+    assert sum(line.endswith(f" value to {value}") for line in lines) == 1
+    kept, lines = resume(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
+    assert kept == FULL and sum(f" checkpoint value {getattr(FULL, name)} for " in line for line in lines) >= 1
+    assert resume(FULL, saved, settings())[0] == FULL
+
+
+def test_a_changed_schedule_needs_a_decision():
+    """Several at once, from flags: --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler."""
+    saved = dataclasses.asdict(from_config(settings(lr_decay_iters=100)))
+    ours = settings(lr=3e-4, lr_decay_iters=200)
+    with pytest.raises(UserError) as e:
+        resume(from_config(ours), saved, ours)
+    text = str(e.value)
+    for part in (
+        "0.00015",
+        "0.0003",
+        "(--lr)",
+        "200 samples = 100 steps of 2, the flags say 400 samples = 200 steps",
+        "--lr-decay-iters 100 keeps",
+        "length of the learning rate's decay",
+        "--override-opt_param",
+    ):
+        assert part in text and "iterations" not in text
+    ours = settings(lr=3e-4, override_opt_param_scheduler=True)
+    assert resume(from_config(ours), saved, ours)[0].max_lr == 3e-4
+    theirs = settings(lr=3e-4, use_checkpoint_opt_param_scheduler=True)
+    s, lines = resume(from_config(theirs), saved, theirs)
+    assert s == dataclasses.replace(Schedule(**saved), wd_samples=s.wd_samples) and "0.00015" in lines[0]
+
+
+def test_the_checkpoints_ramp_has_the_checkpoints_length():
+    """Its style decides whether the length matters, the flags' constant does not."""
+    saved = dataclasses.asdict(dataclasses.replace(FULL, wd_style="linear", wd_samples=2000))
+    ours = dataclasses.replace(FULL, wd_style="constant", wd_samples=4000)
+    kept, lines = resume(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
+    assert (
+        kept == Schedule(**saved)
+        and " > using checkpoint value 2000 for total number of weight decay iterations" in lines
+    )
+
+
+def test_a_longer_run_with_constant_decay_needs_none():
+    saved = dataclasses.asdict(from_config(settings(iters=100, lr_decay_iters=1000)))
+    longer = settings(iters=200, lr_decay_iters=1000)
+    assert resume(from_config(longer), saved, longer)[0].wd_samples == 400
+
+
+def test_an_anneal_without_wsd_needs_none():
+    saved = dataclasses.asdict(dataclasses.replace(FULL, style="linear"))
+    ours = dataclasses.replace(FULL, style="linear", wsd_samples=1, wsd_style="linear")
+    s, lines = resume(ours, saved, settings())
+    assert len(lines) == 9 and [s.lr(n) for n in range(230)] == [Schedule(**saved).lr(n) for n in range(230)]
+
+
+def test_checkpoints_from_before_the_newer_three():
+    """They warmed up from 0 and knew no WSD."""
+    before = from_config(settings(lr_warmup_iters=5))
+    saved = dataclasses.asdict(before)
+    for name in ("init_lr", "wsd_samples", "wsd_style"):
+        del saved[name]
+    s, lines = resume(before, saved, settings())
+    assert s == before and len(lines) == 9
+    with pytest.raises(UserError, match=r"has 0\.0, the flags say 1e-06 \(--lr-warmup-init\)"):
+        resume(dataclasses.replace(before, init_lr=1e-6), saved, settings())
+
+
+@pytest.mark.parametrize("flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None])
+def test_resume_by_command(run, tmp_path, flag):  # noqa: F811
+    """The second run asks for another rate; what its steps are made with is what the flag says."""
+    save = str(tmp_path / "save")
+    base = ("--lr-decay-style", "constant", "--eval-iters", "0")
+    assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0
+    got = run(*base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else []))
+    if flag is None:
+        assert got.status == 2 and "has 0.01, the flags say 0.002 (--lr)" in got.err and not got.rows
+    else:
+        assert got.status == 0 and got.column("lr") == [0.002 if "override" in flag else 0.01] * 2

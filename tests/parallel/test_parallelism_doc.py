@@ -1,0 +1,58 @@
+"""docs/parallelism.md: pictures and tables are what the code makes, formulas what a count by hand gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.settings import flags
+from meshwright.settings import schema as config
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def document():
+    spec = importlib.util.spec_from_file_location("parallelism", DOCS / "parallelism.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "context"])
+def test_pictures_are_what_the_code_draws(document, name):
+    drawn = document.path(name).read_text(encoding="utf-8")
+    assert drawn == document.draw(name), "make the pictures anew: python docs/parallelism.py"
+    assert f"]({document.path(name).name})" in document.PAGE.read_text(encoding="utf-8")
+
+
+def test_every_picture_is_tested(document):
+    assert list(document.PICTURES) == ["data", "tensor", "pipeline", "context"]
+
+
+def test_tables_are_what_the_code_reckons(document):
+    assert document.PAGE.read_text(encoding="utf-8") == document.page(), "make them anew: python docs/parallelism.py"
+
+
+def test_bytes_of_a_ring_passed_by_hand(document):
+    """Four ranks, 12 weights: chunks of 3 go around, 3 rounds to reduce them and 3 to gather them."""
+    size = {"n": 4, "weights": 12, "layers": 1, "hidden": 8, "tokens": 16}
+    assert document.moved("ZeRO 0", **size) == (3 + 3) * 3 * 4
+    assert document.moved("ZeRO 1", **size) == 3 * 3 * 4 + 3 * 3 * 2
+    assert document.moved("ZeRO 2", **size, micro_batches=5) == 5 * 3 * 3 * 4 + 3 * 3 * 2
+    assert document.moved("ZeRO 3", **size, micro_batches=5) == 5 * (3 * 3 * 4 + 2 * 3 * 3 * 2)
+    stream = 16 * 8 * 2
+    assert document.moved("tensor", **size) == 6 * (6 * stream + 3 * 16 * 4) / 4
+    assert document.moved("pipeline", **size, chunks=2) == 2 * 2 * stream
+    assert document.moved("context", **size) == 2 * 4 * 3 * (stream // 16)  # to each of three, its heads of own tokens
+    alone = size | {"n": 1}
+    assert [document.moved(what, **alone) for what in ("ZeRO 0", "ZeRO 1", "tensor", "pipeline", "context")] == [0] * 5
+
+
+def test_flags_exist(document):
+    named = set(re.findall(r"`(--[a-z0-9_-]+)", document.PAGE.read_text(encoding="utf-8")))
+    assert len(named) >= 14
+    assert named <= {config.spelling(name) for name in flags.fields(config.TrainConfig)} | {"--dry-run"}

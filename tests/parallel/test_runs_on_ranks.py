@@ -1,0 +1,218 @@
+"""Whole runs on several ranks: continued in other layouts, ended by a signal or a file, stopped by a NaN, validated alone."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import TINY_FLAGS, opened
+from meshwright.__main__ import main
+from meshwright.data.format.writer import Writer
+from ranks import run_programs
+
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
+SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
+FLAGS = [
+    *TINY_FLAGS,
+    "--num-layers=4",
+    "--params-dtype=float64",
+    "--attention-dropout=0",
+    "--global-batch-size=8",
+    "--lr-decay-iters=9",
+    "--train-iters=9",
+    "--eval-interval=3",
+]
+
+
+def on_ranks(world, *flags, folder):
+    """Exit statuses and output of `pretrain_gpt.py` on so many ranks."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    environ = [shared | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(world)]
+    return run_programs(SCRIPT, [[*FLAGS, *map(str, flags)]] * world, environ, folder)
+
+
+def curve(folder):
+    """Losses, norms and validations by iteration, the last attempt's."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = {r["iteration"]: (r["loss"], r["grad_norm"]) for r in rows if r["event"] == "step"}
+    valid = {r["iteration"]: r["loss"] for r in rows if r["event"] == "validation" and r["name"] == "validation"}
+    return steps, valid
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    assert main(["train", *FLAGS, "--run-dir", str(folder)]) == 0
+    return curve(folder)
+
+
+CHAINS = [
+    [(4, "--tensor-model-parallel-size=2 --pipeline-model-parallel-size=2"), (2, "--zero-stage=2"), (1, "")],
+    [
+        (1, ""),
+        (4, "--zero-stage=3 --tensor-model-parallel-size=2 --sequence-parallel"),
+        (2, "--pipeline-model-parallel-size=2"),
+    ],
+    [
+        (4, "--pipeline-model-parallel-size=2 --pipeline-schedule=zbv --zero-stage=1"),
+        (2, "--context-parallel-size=2"),
+        (4, ""),
+    ],
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=["tp2pp2-zero2-one", "one-zero3tp2-pp2", "zbv-cp2-dp4"])
+def test_a_run_goes_on_in_another_layout(tmp_path, uninterrupted, chain):
+    """Three attempts of three steps, each in its own layout: losses, norms and validations are those of one process."""
+    for n, (world, layout) in enumerate(chain, 1):
+        flags = [*layout.split(), "--save", "run", "--load", "run", *(["--exit-interval=3"] if n < len(chain) else [])]
+        statuses, told = on_ranks(world, *flags, folder=tmp_path)
+        assert statuses == [0] * world, told[0][-3000:]
+        assert not any(text.strip() for text in told[1:]), told[1]  # rank 0 speaks
+    steps, valid = curve(tmp_path / "run")
+    assert len(steps) == 9
+    for i, want in uninterrupted[0].items():
+        assert steps[i] == pytest.approx(want, rel=1e-9), i
+    assert valid == pytest.approx(uninterrupted[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, "--global-batch-size=16"),
+        (2, "--pipeline-model-parallel-size=2"),
+        (2, "--context-parallel-size=2"),
+        (4, "--tensor-model-parallel-size=2 --zero-stage=1"),
+    ],
+    ids=["dp2", "pp2", "cp2", "tp2dp2"],
+)
+def test_whole_validation_sets_on_ranks(tmp_path, world, layout):
+    """Sets whose samples are no multiple of any batch, with ends of documents masked: every sample counts once."""
+    for n, tokens in enumerate((400, 333)):
+        with Writer(tmp_path / f"d{n}", np.uint16) as writer:
+            for k in range(0, tokens, 20):
+                writer.add([*((k + n + i) * 7 % 63 for i in range(19)), 63])
+                writer.end_document()
+    data = [
+        "--no-mock-data",
+        "--tokenizer-type=NullTokenizer",
+        "--vocab-size=63",
+        "--eod-mask-loss",
+        "--full-validation",
+        "--train-iters=2",
+        "--eval-interval=2",
+        f"--train-data-path={tmp_path}/d0",
+        "--valid-data-path",
+        f"{tmp_path}/d0",
+        f"{tmp_path}/d1",
+        "--multiple-validation-sets",
+    ]
+    one = [flag for flag in layout.split() if flag.startswith("--global")]
+    assert main(["train", *FLAGS, *data, *one, "--run-dir", str(tmp_path / "one")]) == 0
+    statuses, told = on_ranks(world, *data, *layout.split(), "--run-dir", "many", folder=tmp_path)
+    assert statuses == [0] * world, told[0][-3000:]
+    read = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "many")
+    ]
+    want, got = ([(r["set"], r["loss"]) for r in rows if r["event"] == "validation"] for rows in read)
+    assert [name for name, _ in got] == ["d0", "d1"] * 2 == [name for name, _ in want]
+    assert [loss for _, loss in got] == pytest.approx([loss for _, loss in want], rel=1e-9)
+
+
+def strike(folder, number):
+    """Send a signal to the last rank once the first step is in the log."""
+
+    def wait():
+        log = folder / "run/metrics.jsonl"
+        while not log.exists() or '"step"' not in log.read_text():
+            time.sleep(0.05)
+        os.kill(max(p.pid for p in multiprocessing.active_children() if p.pid), number)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_one_ranks_signal_ends_all(tmp_path):
+    """Only one rank gets it: all finish the same step, save it and leave as the signal says."""
+    thread = strike(tmp_path, signal.SIGTERM)
+    statuses, told = on_ranks(
+        2,
+        "--pipeline-model-parallel-size=2",
+        "--save=run",
+        "--train-iters=100000",
+        "--lr-decay-iters=100000",
+        folder=tmp_path,
+    )
+    thread.join(10)
+    assert statuses == [143] * 2, told
+    assert len(list((tmp_path / "run").glob("iter_*"))) == 1 and "SIGTERM" in told[0]
+
+
+def test_the_clock_ends_all(tmp_path):
+    """The time is over on every rank at another moment: all save the same step and leave together."""
+    statuses, told = on_ranks(
+        4,
+        "--tensor-model-parallel-size=2",
+        "--save",
+        "run",
+        "--train-iters=100000",
+        "--lr-decay-iters=100000",
+        "--exit-duration-in-mins=0.05",
+        "--eval-iters=0",
+        folder=tmp_path,
+    )
+    assert statuses == [0] * 4, told[0][-3000:]
+    (step,) = (tmp_path / "run").glob("iter_*")
+    assert 0 < opened(tmp_path / "run", int(step.name[5:])).state["iteration"] < 100000
+    assert "exiting program at iteration" in told[0]
+
+
+def test_not_finite_on_all(tmp_path):
+    """A rate that makes everything infinite: every rank ends with 70, one tells it in words."""
+    statuses, told = on_ranks(2, "--lr=1e300", "--tensor-model-parallel-size=2", "--save=run", folder=tmp_path)
+    assert statuses == [70] * 2, told[0][-2000:]
+    assert "was not applied" in told[0] and not told[1].strip()
+
+
+def test_validation_without_training(tmp_path, uninterrupted):
+    """A pipeline that validates and tests a checkpoint of one process, and takes no step."""
+    assert main(["train", *FLAGS, "--save", str(tmp_path / "run")]) == 0
+    statuses, told = on_ranks(
+        2, "--pipeline-model-parallel-size=2", "--skip-train", "--load=run", "--run-dir=again", folder=tmp_path
+    )
+    assert statuses == [0] * 2, told[0][-3000:]
+    found = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("run", "again")
+    ]
+    want, got = ({r["name"]: r["loss"] for r in rows if r["event"] == "validation"} for rows in found)
+    assert got["test"] == pytest.approx(want["test"], rel=1e-9) and math.isfinite(got["validation"])
+    assert not [r for r in found[1] if r["event"] == "step"]
+
+
+def test_a_rank_that_is_gone_is_told(tmp_path):
+    """Killed in the middle: the other ends with 75, in words, at once."""
+    thread = strike(tmp_path, signal.SIGKILL)
+    statuses, told = on_ranks(
+        2, "--train-iters=100000", "--lr-decay-iters=100000", "--run-dir=run", "--eval-iters=0", folder=tmp_path
+    )
+    thread.join(10)
+    assert sorted(statuses) == [-9, 75] and any("rank" in text and "answer" in text for text in told), told

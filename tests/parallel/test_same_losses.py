@@ -1,0 +1,513 @@
+"""The layout never changes the result: losses, gradient norms and the validation of every layout are one process's.
+
+float64, steps of AdamW whose clipping is active, hidden dropout on. `make test-long` runs every layout of the five sizes for
+ten steps, `make test` a set of flags in which every legal pair of values occurs for six. What is compared would notice:
+test_what_is_broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layouts import (
+    MOST,
+    NEAR,
+    alone,
+    check,
+    compared,
+    config_of,
+    covering,
+    furthest,
+    line_of,
+    pairs,
+    parse,
+    rows_of,
+    run_all,
+    trained,
+)
+from meshwright.errors import UserError
+from meshwright.settings import checks
+
+# Every layout
+
+
+SIZES = [s for s in itertools.product("124", "124", "12", "124") if math.prod(map(int, s)) <= MOST]
+
+
+def layout(sizes, stage):
+    return dict(zip(("tensor", "pipeline", "context", "data"), sizes, strict=True), zero=str(stage))
+
+
+@pytest.mark.parametrize(
+    ("more", "legal"),
+    [
+        ("", 27),  # all combinations
+        ("--num-query-groups 4", 26),  # without tensor 4 x context 2, which would divide 4 groups by 8
+        ("--num-query-groups 2", 20),  # without tensor 4, and without tensor 2 x context 2
+        ("--num-layers 3", 23),  # without pipeline 4
+        ("--seq-length 15", 17),  # without context 2
+        ("--micro-batch-size 2", 23),  # without data 4
+        ("--attention-dropout 0.1", 17),  # without context 2
+        ("--optimizer muon", 14),  # without tensor 2 and 4; and without ZeRO
+    ],
+)
+def test_how_many_layouts_are_legal(more, legal):
+    for stage in range(4):
+        said = [checks.problems(config_of(layout(sizes, stage), more)) for sizes in SIZES]
+        assert said.count([]) == (0 if stage and "muon" in more else legal)
+
+
+def test_none_is_left_out():
+    assert sum(len(of_sizes(sizes)) for sizes in SIZES) == 108
+
+
+def of_sizes(sizes):
+    return [line_of(layout(sizes, stage)) for stage in range(4) if not checks.problems(config_of(layout(sizes, stage)))]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "tp{}-pp{}-cp{}-dp{}".format(*s))
+def test_every_layout(sizes):
+    print(f"{sizes}: {check(of_sizes(sizes)):.1e}")
+
+
+# Every pair of values
+
+PARTS = 8
+
+
+def test_every_pair_is_covered():
+    cases, wanted = covering()
+    assert set().union(*map(pairs, cases)) == set(wanted)
+    assert all(parse(line_of(c)) == config_of(c) and not checks.notices(config_of(c)) for c in cases)  # parse checks
+    assert (len(cases), len(wanted)) == (40, 862)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_layouts(part):
+    """A set of legal flags in which every pair of values occurs that occurs in any."""
+    lines = [line_of(c) for c in covering()[0]][-1 - part :: -PARTS]
+    print(f"{len(lines)} cases, at most {check(lines, steps=6):.1e} from one process")
+
+
+MORE = {
+    # Muon wants whole matrices; one of a gate's two is a matrix.
+    "muon": "--optimizer muon --swiglu --ffn-hidden-size 48",
+    "sgd": "--optimizer sgd --lr 0.3",
+    "microbatch": "--loss-mean microbatch --eod-mask-loss --micro-batch-size 2 --global-batch-size 8",
+    "xavier": "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --apply-layernorm-1p",
+}
+WITH = {
+    "muon": [
+        "--world-size 2",
+        "--world-size 2 --pipeline-model-parallel-size 2",
+        "--world-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2",
+    ],
+    "sgd": [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
+        "--world-size 4 --context-parallel-size 2 --zero-stage 2 --cpu-optimizer",
+    ],
+    "microbatch": ["--world-size 2 --zero-stage 2", "--world-size 4 --context-parallel-size 2"],
+    "xavier": ["--world-size 2 --tensor-model-parallel-size 2", "--world-size 2 --pipeline-model-parallel-size 2"],
+}
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_one_micro_batch():
+    """The backward pass of each stage waits for its only forward pass."""
+    check(
+        [
+            "--world-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4",
+            "--world-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 2 --pipeline-schedule gpipe",
+        ],
+        steps=2,
+    )
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_other_rules():
+    check([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], steps=4)
+
+
+V_SHAPED = [  # the first and the last stage are one rank's, which hands itself what goes from the one to the other
+    "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv --recompute-granularity full",
+    "--world-size 4 --pipeline-model-parallel-size 4 --pipeline-schedule zbv --num-layers 8 --eod-mask-loss",
+    "--world-size 8 --pipeline-model-parallel-size 2 --pipeline-schedule zbv --num-layers 5 --zero-stage 2 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --untie-embeddings-and-output-weights",
+    "--world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zbv --context-parallel-size 2 --cpu-optimizer "
+    "--pipeline-layout 2,1,1,1 --num-layers 5",
+    # and zero-bubble with several stages a rank
+    "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble "
+    "--num-layers-per-virtual-pipeline-stage 1 --recompute-granularity selective",
+]
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_zero_bubble():
+    check(V_SHAPED, steps=4)
+
+
+# Compiled layers
+
+
+@contextlib.contextmanager
+def traced(name, trainer, step):
+    """As kernels.pick compiles layers, but for a CPU's patience; an error where a graph would break."""
+    if step == 0:
+        torch._dynamo.config.recompile_limit = 32
+        for part in trainer.net.parts:
+            for block in part.h.children():
+                block.forward = torch.compile(block.forward, dynamic=False, backend="aot_eager", fullgraph=True)
+    yield
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu --ffn-hidden-size 48",
+        pytest.param("--world-size 4 --context-parallel-size 2 --zero-stage 3", marks=pytest.mark.long),
+        pytest.param("--world-size 2 --zero-stage 1", marks=pytest.mark.long),
+        pytest.param(
+            "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_compiled_layers_are_whole_graphs(line):
+    check([line], steps=2, around=traced)
+
+
+# A vocabulary that nothing divides
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_uneven_vocabulary():
+    """37 ids over four ranks: padded to 40, the last rank has 7 of its 10 rows; to 64, it has padding alone; to 128, the last
+    two do."""
+    kinds = ["", f"{UNTIED} --sequence-parallel"]
+    lines = [
+        f"--world-size 4 --tensor-model-parallel-size 4 --global-batch-size 2 --make-vocab-size-divisible-by {n} {kind}"
+        for n, kind in ((1, kinds[0]), (8, kinds[1]), (32, kinds[0]), (32, kinds[1]))
+    ]
+    (want,) = run_all({"": alone(parse("--global-batch-size 2"))}, 1, 4)[""]
+    (untied,) = run_all({"": alone(parse(f"--global-batch-size 2 {UNTIED}"))}, 1, 4)[""]
+    per_rank = {1: (40, [0, 0, 0, 3]), 8: (64, [0, 0, 11, 16]), 32: (128, [0, 27, 32, 32])}
+    for line, ranks in run_all({line: parse(line) for line in lines}, 4, 4, look=rows_and_padding).items():
+        padded, padding = per_rank[parse(line).model.make_vocab_size_divisible_by]
+        for (rows, *table), beyond in zip(ranks, padding, strict=True):
+            assert table == [padded // 4, beyond, 0.0], line
+            assert furthest(rows, untied if UNTIED in line else want) < NEAR, line
+
+
+def rows_and_padding(trainer):
+    """And of the token table: rows of this rank, how many are padding, and their largest number."""
+    table, vocab = trainer.net.parts[0].wte.weight, trainer.vocab
+    first = trainer.layout.at("tp") * len(table)
+    beyond = table[min(max(vocab - first, 0), len(table)) :]
+    return [trainer.metrics.rows, len(table), len(beyond), float(beyond.abs().max()) if len(beyond) else 0.0]
+
+
+# What is broken is noticed
+
+TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+BROKEN = {
+    "nothing": f"{TP} --sequence-parallel",
+    "one rank's seed": "",
+    "one rank's samples": "--zero-stage 1",
+    "no sum of parts of gradients": f"{TP} --sequence-parallel",
+    "no sum of the tied table": PP,
+    "no sum over data": "",
+    "no sum over context": CP,
+    "columns from 0 on": CP,
+    "norm with copies": TP,
+    "new weights are kept": "--zero-stage 2",
+}
+
+
+@contextlib.contextmanager
+def broken(name, trainer, step):
+    """One thing goes wrong on one rank or on all; nothing in one process."""
+    net, layout = trainer.net, trainer.layout
+    groups, store = dict(layout.groups), net.store
+    if layout.world > 1:
+        if name == "one rank's seed" and layout.rank:
+            t = dataclasses.replace(trainer.config.training, seed=8)
+            trainer.config = dataclasses.replace(trainer.config, training=t)
+        elif name == "one rank's samples" and layout.rank:
+            trainer.data["train"].seed = 5
+        elif name == "no sum of parts of gradients":
+            del layout.groups["tp"]
+        elif name == "no sum of the tied table":
+            del layout.groups["embedding"]
+        elif name in ("no sum over data", "no sum over context"):
+            del layout.groups["gradients"]
+        elif name == "columns from 0 on":
+            where = type(net).where
+            net.where = lambda b, seed: dataclasses.replace(where(net, b, seed), columns=None)
+        elif name == "norm with copies":
+            store.pieces = [p._replace(counted=True) for p in store.pieces]
+        elif name == "new weights are kept":
+            store.publish_weights = lambda: None
+    yield
+    layout.groups.update(groups)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_what_is_broken_is_noticed():
+    lines = {name: f"--world-size 2 --micro-batch-size 2 {more}" for name, more in BROKEN.items()}
+    got = run_all({name: parse(line) for name, line in lines.items()}, 2, 3, broken)
+    (want,) = run_all({"": parse("--micro-batch-size 2")}, 1, 3)[""]
+    far = {name: furthest(ranks[0], want) for name, ranks in got.items()}
+    assert far.pop("nothing") < NEAR
+    assert all(x > 1e3 * NEAR for x in far.values()), far
+
+
+# Dropout inside of attention
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_attention_dropout():
+    """Exact in the reference attention, wherever a rank has whole sequences."""
+    layouts = [
+        "--world-size 2 --tensor-model-parallel-size 2",
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective",
+        "--world-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
+        "--world-size 2 --zero-stage 2",
+        "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --micro-batch-size 2",
+        "--world-size 2 --tensor-model-parallel-size 2 --num-query-groups 2 --position-embedding-type alibi",
+    ]
+    check([f"{line} --attention-dropout 0.1 --attention-impl reference" for line in layouts], steps=4)
+    check([f"{layouts[0]} --attention-dropout 0.1"], steps=2)  # on a CPU it is chosen by itself
+
+
+def test_attention_dropout_over_context_is_refused():
+    line = "--world-size 2 --context-parallel-size 2 --attention-dropout 0.1"
+    with pytest.raises(
+        UserError, match="--context-parallel-size 2 with --attention-dropout 0.1: its mask would depend"
+    ):
+        parse(line)
+
+
+# fp16
+
+# Sums of float16 gradients differ with the layout, and so may the scale at which one overflows:
+# 1.15e6 does in all of these,
+# 5.75e5 in none, and the scale is tried again only in the step that is spoilt.
+FP16 = (
+    "--params-dtype float32 --fp16 --initial-loss-scale 9.2e6 --hysteresis 1 --loss-scale-window 5 --lr 1e-3 "
+    "--micro-batch-size 2 --global-batch-size 8"
+)
+OVERFLOWS = [
+    "--world-size 2 --tensor-model-parallel-size 2",
+    "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "--world-size 2 --pipeline-model-parallel-size 2",
+    "--world-size 2 --context-parallel-size 2",
+    "--world-size 2",
+    "--world-size 2 --cpu-optimizer",
+    *(f"--world-size 4 --zero-stage {stage}" for stage in (1, 2, 3)),
+    "--world-size 4 --zero-stage 1 --num-distributed-optimizer-instances 2",
+    "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
+    "--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 2 --zero-stage 2 --sequence-parallel",
+]
+
+
+@contextlib.contextmanager
+def infinite(name, trainer, step):
+    """In one step the last rank alone has a gradient that is infinite."""
+    hooks = []
+    if step == 9 and trainer.layout.rank == trainer.layout.world - 1:
+
+        def spoil(module, inputs, output):
+            output.register_hook(lambda grad: grad * math.inf)
+
+        hooks = [block.mlp.fc.register_forward_hook(spoil) for block in trainer.net.parts[-1].h.children()]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_overflows_are_everybodys():
+    for line, (ranks, want) in compared([f"{line} {FP16}" for line in OVERFLOWS], 11, infinite).items():
+        assert all(same(rows, ranks[0]) for rows in ranks), line
+        for (loss, norm, _, *fate), (loss_of_one, norm_of_one, _, *fate_of_one) in zip(ranks[0], want, strict=True):
+            assert fate == fate_of_one, (line, ranks[0], want)  # the scale, and whether the step was skipped
+            assert loss == pytest.approx(loss_of_one, rel=1e-3), line
+            assert fate[1] or norm == pytest.approx(norm_of_one, rel=1e-2, abs=0), line
+        scales, skipped = zip(*(row[3:] for row in want[:-1]), strict=True)
+        assert skipped == (1,) * 4 + (0,) * 5 + (1, 0), want
+        assert [scale / scales[4] for scale in scales] == [16, 8, 4, 2, 1, 1, 1, 1, 1, 2, 1], want
+
+
+def same(a, b):
+    """NaN is NaN."""
+    return all(x == y or (x != x and y != y) for x, y in zip(itertools.chain(*a), itertools.chain(*b), strict=True))
+
+
+# What is sent
+
+KINDS = {  # torch's names, with and without gradients
+    "all-reduce": ("allreduce_", "all_reduce"),
+    "all-gather": ("_allgather_base_", "all_gather_into_tensor"),
+    "reduce-scatter": ("_reduce_scatter_base_", "reduce_scatter_tensor"),
+    "all-to-all": ("alltoall_base_", "all_to_all_single"),
+    "send": ("send",),
+    "receive": ("recv_",),
+}
+
+
+class Sent(TorchDispatchMode):
+    """Counts what goes to other ranks, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional") and not function._opname.startswith(("wait", "_wrap")):
+            self.counts[next((k for k, names in KINDS.items() if function._opname in names), str(function))] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counting(name, trainer, step):
+    """What the second step sends."""
+    if step != 1:
+        yield
+        return
+    with Sent() as sent:
+        yield
+    trainer.metrics.sent = dict(sent.counts)
+
+
+def sent_by(trainer):
+    return trainer.metrics.sent
+
+
+def formula(c, layout):
+    """What a rank sends in a step, of the network of FLAGS: layers `l`, micro-batches `m`."""
+    p, at, n = c.parallel, layout.at, Counter()
+    m = c.micro_batches(c.global_batch)
+    mine = range(at("pp"), len(c.stages), layout.pp)
+    l, first, last = sum(c.stages[s] for s in mine), at("pp") == 0, at("pp") == layout.pp - 1  # noqa: E741
+    sequence = p.sequence_parallel and layout.tp > 1
+    n["all-reduce"] += 2 * (layout.world > 1)  # loss, gradient norm, wish to stop; for the log the weights' norm
+    if layout.tp > 1:  # twice a layer on the way in, and on the way out; the embedding's end, the head's beginning
+        rows = m * (4 * l + first + last)
+        if sequence:
+            n["all-gather"] += rows + m * (
+                2 * l + last
+            )  # rows that come in are gathered again for the weights' gradients
+            n["reduce-scatter"] += rows
+            n["all-reduce"] += 1  # gradients of norms and biases
+        else:
+            n["all-reduce"] += rows
+        n["all-reduce"] += 2 * m * last  # the loss
+    n["all-to-all"] += 4 * m * l * (layout.cp > 1)
+    n["send"] = n["receive"] = m * sum((s > 0) + (s < len(c.stages) - 1) for s in mine) * (layout.pp > 1)
+    n["all-reduce"] += layout.pp > 1 and (first or last)  # the table, which both have
+    n["all-reduce"] += c.data.eod_mask_loss and layout.dp > 1  # how many tokens count
+    if layout.dp * layout.cp == 1:
+        pass
+    elif p.zero == 3 and layout.shard * layout.cp > 1:  # weights before a layer or the rest, both ways; then gradients
+        units = l + (first or last)
+        kept = 2 * (layout.pp == 1)  # from the forward pass to the backward pass: the last layer and the rest
+        n["all-gather"] += m * (2 * units - kept)
+        n["reduce-scatter"] += m * units
+        n["all-reduce"] += units * (layout.replicas > 1)
+    else:
+        # A bucket for each layer, the table, the positions and the last norm; under
+        # sequence parallelism what every tensor rank
+        # holds is a bucket of its own, summed once over these too.
+        buckets = l + (first or last) + (1 if sequence else first + last)
+        if p.zero == 0 or layout.shard * layout.cp == 1:
+            n["all-reduce"] += buckets
+        else:
+            n["all-gather"] += buckets
+            n["reduce-scatter"] += buckets if p.zero == 1 else m * (buckets - sequence) + sequence
+            n["all-reduce"] += layout.replicas > 1
+    return {kind: count for kind, count in n.items() if count}
+
+
+COUNTED = [
+    "--world-size 2",
+    "--world-size 2 --eod-mask-loss",
+    "--world-size 2 --micro-batch-size 2",
+    "--world-size 2 --zero-stage 1",
+    "--world-size 2 --zero-stage 1 --micro-batch-size 2",
+    "--world-size 2 --zero-stage 2",
+    "--world-size 2 --zero-stage 2 --micro-batch-size 2",
+    "--world-size 2 --zero-stage 3",
+    "--world-size 2 --zero-stage 3 --micro-batch-size 2",
+    "--world-size 2 --tensor-model-parallel-size 2",
+    "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "--world-size 2 --context-parallel-size 2",
+    "--world-size 2 --context-parallel-size 2 --zero-stage 1",
+    "--world-size 2 --pipeline-model-parallel-size 2",
+    "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "--world-size 4 --zero-stage 1 --num-distributed-optimizer-instances 2",
+    "--world-size 4 --zero-stage 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "--world-size 4 --zero-stage 3 --num-distributed-optimizer-instances 2",
+    "--world-size 4 --zero-stage 3 --tensor-model-parallel-size 2 --sequence-parallel",
+    "--world-size 4 --zero-stage 3 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "--world-size 4 --pipeline-model-parallel-size 4 --num-layers 5",
+    "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --sequence-parallel",
+]
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_what_is_sent(record_property):
+    """Counted on every rank, equal to the formula, and told."""
+    from meshwright.parallel.layout import layout_of
+
+    table = [f"sent by one rank in a step of {parse('').global_batch} samples:", " ".join(f"{k:>14}" for k in KINDS)]
+    for world in (2, 4, 8):
+        configs = {line: parse(line) for line in COUNTED if parse(line).world == world}
+        for line, ranks in run_all(configs, world, 2, counting, sent_by).items():
+            want = [formula(configs[line], layout_of(configs[line], rank)) for rank in range(world)]
+            assert ranks == want, (line, ranks, want)
+            most = [max(sent.get(kind, 0) for sent in ranks) for kind in KINDS]
+            table.append(" ".join(f"{number:14}" for number in most) + f"  {line}")
+    print("\n".join(["", *table]))
+    record_property("table", "\n".join(table))
+
+
+def test_one_process_sends_nothing_and_has_plain_modules(capsys):
+    """With all sizes 1 there is no group, no collective, and nothing put onto the model."""
+    assert not dist.is_initialized()
+    steps = []
+    trainer = trained(parse(""), 2, lambda *_: steps.append(Sent()) or steps[-1])
+    assert not dist.is_initialized() and not trainer.layout.groups and len(steps) == 2
+    assert all(not sent.counts for sent in steps)
+    (model,) = trainer.net.parts
+    homes = {type(module).__module__ for module in model.modules()}
+    assert all(home.startswith(("meshwright.model.", "torch.nn.modules.")) for home in homes), homes
+    assert type(model.h["0"].attn.attend).__name__ == "Attend" and trainer.net.pipeline is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+    assert [row[4] for row in rows_of(trainer)] == [0.0] * 3

@@ -1,0 +1,492 @@
+"""ZeRO 0, 1 and 2, and replicas of a divided store: each is one process that was fed with every rank's samples."""
+
+import dataclasses
+import faulthandler
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_zero import VOCAB, gradient, kinds, losses_of, make, same, snapshot, tokens
+
+from conftest import TINY
+from meshwright.model.gpt import GPT
+from meshwright.parallel.layout import Layout, connect
+from meshwright.parallel.zero import ALIGN
+from meshwright.settings.schema import Optimizer
+from ranks import run_ranks
+
+pytestmark = pytest.mark.whole  # seconds, not moments
+
+GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
+LAYOUTS = [{"shard": 2}, {"shard": 4}, {"replicas": 2, "shard": 2}, {"replicas": 2}]
+NAMES = {"ids": lambda s: "x".join(f"{k}{v}" for k, v in s.items())}
+layouts = pytest.mark.parametrize("sizes", LAYOUTS, **NAMES)
+# Two of them, and in `make test-long` the others: what has nothing of its own on more ranks of one kind.
+few = pytest.mark.parametrize(
+    "sizes",
+    [LAYOUTS[0], LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (LAYOUTS[1], LAYOUTS[3]))],
+    **NAMES,
+)
+hybrid = pytest.mark.parametrize(
+    "sizes", [LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (*LAYOUTS[:2], LAYOUTS[3]))], **NAMES
+)
+hybrid = pytest.mark.parametrize(
+    "sizes", [LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (*LAYOUTS[:2], LAYOUTS[3]))], **NAMES
+)
+STEPS = 4
+
+# The parameters that a micro-batch's loss does not depend on: the first and the last of a layer that the backward pass
+# reaches, some of a part, a whole part, a whole layer.
+SOME = {"h.0.mlp.proj.weight", "h.0.mlp.proj.bias", "h.0.ln_1.bias", "ln_f.weight", "wpe.weight"}
+LAYER = {
+    f"h.1.{n}.{p}" for n in ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.fc", "mlp.proj") for p in ("weight", "bias")
+}
+UNUSED = {
+    "none": lambda step, k, micro: set(),
+    "on odd steps": lambda step, k, micro: SOME if step % 2 else set(),
+    "in the first": lambda step, k, micro: SOME | LAYER if k == 0 else set(),
+    "in the last": lambda step, k, micro: SOME | LAYER if k == micro - 1 else set(),
+    "in all but one": lambda step, k, micro: SOME if k != step % micro else set(),
+    "ever": lambda step, k, micro: SOME | LAYER,
+    "in turn": lambda step, k, micro: {n for i, n in enumerate(sorted(SOME)) if i % 3 == (k + step) % 3},
+}
+
+
+def on_ranks(body, sizes, *args):
+    run_ranks(guarded, math.prod(sizes.values()), body, sizes, *args)
+
+
+def guarded(body, sizes, *args):
+    """A rank that waits for ever tells where, and ends the test."""
+    faulthandler.dump_traceback_later(240, exit=True)
+    body(connect(Layout(**sizes, rank=dist.get_rank())), *args)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def work(step, layout, micro, unused="none"):
+    """What the data ranks do in a step: rank by rank and micro-batch by micro-batch, a batch and what it leaves out."""
+    return [
+        [
+            ((tokens() + 5 * (micro * (step * layout.dp + r) + k)) % VOCAB, UNUSED[unused](step, k, micro))
+            for k in range(micro)
+        ]
+        for r in range(layout.dp)
+    ]
+
+
+def one_step(model, store, mine, lr=1e-2):
+    """The norm, and the sums that all ranks are told: of losses and of micro-batches."""
+    store.clear_gradients()
+    total = 0.0
+    for i, (batch, unused) in enumerate(mine):
+        store.last = i == len(mine) - 1
+        left_out = [p for n, p in model.named_parameters() if n in unused]
+        for p in left_out:
+            p.requires_grad_(False)
+        total += losses_of(model, [batch])
+        for p in left_out:
+            p.requires_grad_(True)
+    told = torch.tensor([total, len(mine)], dtype=torch.float64)
+    return store.step(lr, 0.1, 1.0, told), told
+
+
+def assembled(parts):
+    """What several ranks hold, put together; how many hold each number. What two of them hold must be equal."""
+    values, counts = {}, {}
+    for part in parts:
+        for name, (shape, boxes, tensor) in part.items():
+            value = values.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
+            count = counts.setdefault(name, torch.zeros(shape, dtype=torch.int))
+            assert value.shape == shape and value.dtype == tensor.dtype
+            numbers = tensor.flatten().split([math.prod(size) for _, size in boxes]) if boxes else [tensor]
+            assert boxes or tensor.numel() == 0
+            for (offsets, size), x in zip(boxes, numbers, strict=False):
+                box = tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))
+                assert count[box].shape == size
+                assert torch.equal(torch.where(count[box] == 0, x.view(size), value[box]), x.view(size)), name
+                value[box] = x.view(size)
+                count[box] += 1
+    return values, counts
+
+
+def all_ranks(layout, named):
+    """Each rank's dictionary of tuples that end in a tensor."""
+    parts = [None] * layout.world  # as arrays, which are pickled faster
+    dist.all_gather_object(parts, {name: (*more, x.numpy()) for name, (*more, x) in named.items()})
+    return [{name: (*more, torch.from_numpy(x)) for name, (*more, x) in part.items()} for part in parts]
+
+
+def everything(store, with_optimizer=True):
+    """All ranks' numbers by name; every one of them is saved by exactly one rank, and held by as many as there are copies."""
+    held, saved = store.named_state(with_optimizer), store.named_state(with_optimizer, to_save=True)
+    for name, (shape, boxes, x) in saved.items():
+        assert (shape, boxes) == held[name][:2] and torch.equal(x, held[name][2])
+    parts = all_ranks(store.layout, {name: (*held[name][:2], name in saved, held[name][2]) for name in held})
+    values, counts = assembled([{n: (s, b, x) for n, (s, b, _, x) in part.items()} for part in parts])
+    assert all((c == store.layout.world // store.parts).all() for c in counts.values())
+    once, counts = assembled([{n: (s, b, x) for n, (s, b, mine, x) in part.items() if mine} for part in parts])
+    assert same(once, values) and all((c == 1).all() for c in counts.values())
+    return values
+
+
+def summed(store):
+    """The gradients of all ranks, put together from the ranks' parts."""
+    mine = {}
+    for bucket in store.buckets.values():
+        for name, (_, shape) in bucket.spans.items():
+            to, low, high = store.mine(name)
+            mine[name] = (shape, low, store.share[to : to + high - low])
+    out = {name: torch.full((shape.numel(),), math.nan, dtype=store.full) for name, (shape, _, _) in mine.items()}
+    for part in all_ranks(store.layout, mine):
+        for name, (_, low, x) in part.items():
+            out[name][low : low + len(x)] = x
+    return {name: x.view(mine[name][0]) for name, x in out.items()}
+
+
+def check_published(model, store, values):
+    """Every rank's weights are all ranks' masters in the weights' format."""
+    store._wait_for(store.buckets)
+    for name, p in model.named_parameters():
+        want = values[name].to(p.dtype)
+        assert torch.equal(p.detach()[: len(want)], want) and not p[len(want) :].any(), name
+
+
+def close(a, b, bound):
+    """Largest difference, as a part of the largest number."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name] - b[name]).abs().max() <= bound * b[name].abs().max(), (name, a[name], b[name])
+
+
+def check_exact(layout, micro, unused, rule, m):
+    """Float64: every number of all steps is one process's."""
+    o = Optimizer(optimizer=rule, clip_grad=0.5)
+    one, alone = make(m, o, torch.float64)
+    divided = [
+        make(m, o, torch.float64, layout=layout, stage=stage) for stage in ((0,) if rule == "muon" else (0, 1, 2))
+    ]
+    for stage, (_, store) in enumerate(divided):
+        assert same(everything(store), assembled([alone.named_state()])[0])
+        part = store.size // layout.shard if stage else store.size
+        assert (
+            store.share.numel()
+            == store.master.numel()
+            == sum(p.master.numel() for p in store.pieces) + gaps(store)
+            == part
+        )
+        assert store.gradients.numel() == (0 if stage == 2 and layout.shard > 1 else store.size)
+    for step in range(STEPS):
+        every = work(step, layout, micro, unused)
+        want = one_step(one, alone, list(itertools.chain(*every)))
+        for stage, (model, store) in enumerate(divided):
+            got = one_step(model, store, every[layout.at("replicas", "shard")])
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+            torch.testing.assert_close(store.norm(), alone.norm(), rtol=1e-12, atol=0)
+            assert store.steps == alone.steps
+            if 0 < step < STEPS - 1:
+                continue
+            values = everything(store)
+            close(values, assembled([alone.named_state()])[0], 1e-12)
+            check_published(model, store, values)
+            sums = summed(store)
+            close(sums, {name: gradient(alone, name) for name in sums}, 1e-12)
+            assert int(store.zeros()) == zeros_of(sums), (step, stage)
+
+
+def zeros_of(sums):
+    """Without the rows beyond the vocabulary."""
+    return sum(
+        int((g[:VOCAB] == 0).sum() if n in ("wte.weight", "lm_head.weight") else (g == 0).sum())
+        for n, g in sums.items()
+    )
+
+
+def gaps(store):
+    """Numbers of this rank's part that belong to no piece: what fills a bucket up."""
+    part = [
+        (b.size // store.parts * store.place, b.size // store.parts, b.kinds[-1][2]) for b in store.buckets.values()
+    ]
+    return sum(max(0, min(size, first + size - end)) for first, size, end in part)
+
+
+@layouts
+@pytest.mark.parametrize("micro", [1, 3])
+def test_float64_equals_one_process(sizes, micro):
+    on_ranks(check_exact, sizes, micro, "none", "adam", GATED)
+
+
+def check_shared_out(layout):
+    from meshwright.parallel.zero3 import FullyShardedStore
+
+    m = dataclasses.replace(GATED, num_layers=8)
+    with torch.device("meta"):
+        model = GPT(m, VOCAB, 64, 16)
+    store = FullyShardedStore(
+        [model], Optimizer(), torch.float32, torch.device("cpu"), VOCAB, False, layout, False, False
+    )
+    here = sum(p.master.numel() for p in store.pieces)
+    assert here * layout.shard == sum(shape.numel() for shape in store.shapes.values()), (layout.rank, here)
+
+
+def test_zero_3_shares_out_evenly():
+    """A gate's weight [2, F, H] too, of which torch would give two ranks all."""
+    on_ranks(check_shared_out, {"shard": 4})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unused"),
+    [(LAYOUTS[0], u) for u in UNUSED if u != "none"] + [(LAYOUTS[2], "in turn")],
+    ids=lambda x: x if isinstance(x, str) else f"{math.prod(x.values())} ranks",
+)
+def test_parameters_that_some_losses_do_not_depend_on(sizes, unused):
+    on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
+
+
+@hybrid
+@pytest.mark.parametrize("rule", ["sgd", "muon"])
+def test_other_rules_equal_one_process(sizes, rule):
+    on_ranks(check_exact, sizes, 2, "none", rule, GATED)
+
+
+def check_low(layout, micro, dtype):
+    """Bit for bit where the sums have one order, of one process too if there are two numbers to add; elsewhere close."""
+    o = Optimizer(clip_grad=0.0)
+    one, alone = make(TINY, o, dtype, padded=128)  # of four ranks two hold nothing that counts of the token table
+    first = assembled([alone.named_state(False)])[0]
+    divided = [make(TINY, o, dtype, padded=128, layout=layout, stage=stage) for stage in (0, 1, 2)]
+    for step in range(STEPS):
+        every = work(step, layout, micro)
+        norm, told = one_step(one, alone, list(itertools.chain(*every)), 1e-3)
+        for model, store in divided:
+            assert store.share.dtype is store.master.dtype is torch.float32 and store.weights.dtype is dtype
+            got, sums = one_step(model, store, every[layout.at("replicas", "shard")], 1e-3)
+            assert got.item() == pytest.approx(norm.item(), rel=1e-2 if step else 1e-6)
+            assert sums.tolist() == pytest.approx(told.tolist(), rel=1e-2 if step else 1e-6)
+            zeros = zeros_of(summed(store))
+            assert int(store.zeros()) == zeros
+            if step == 0:
+                assert zeros == pytest.approx(int(alone.zeros()), abs=8)  # keys' biases have rounding errors only
+    stages = [everything(store) for _, store in divided]
+    for (model, store), values in zip(divided, stages, strict=True):
+        check_published(model, store, values)
+        assert store.norm().item() == pytest.approx(alone.norm().item(), rel=1e-4) and store.steps == STEPS
+    want = assembled([alone.named_state()])[0]
+    if micro == 1:
+        assert same(stages[1], stages[2])
+    if layout.world == 2:
+        assert same(stages[0], stages[1])
+        assert micro > 1 or same(stages[0], want)
+    for values in stages:
+        assert values.keys() == want.keys()
+        apart, moved = (
+            sum((a[n] - b[n]).square().sum() for n in first).sqrt() for a, b in ((values, want), (want, first))
+        )
+        assert apart < 0.1 * moved, (apart, moved)
+
+
+@hybrid
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision(sizes, micro, dtype):
+    on_ranks(check_low, sizes, micro, dtype)
+
+
+def check_non_finite(layout, dtype):
+    """A gradient's number, or the loss, of the last rank only: no rank moves, and the next steps are as if it had not been."""
+    here = layout.rank == layout.world - 1
+    bad = itertools.cycle([math.nan, math.inf, -math.inf])
+    for stage in (0, 1, 2):
+        model, store = make(GATED, dtype=dtype, layout=layout, stage=stage)
+        other, undisturbed = make(GATED, dtype=dtype, layout=layout, stage=stage)
+        mine = [work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(STEPS)]
+        for m, s in ((model, store), (other, undisturbed)):
+            assert one_step(m, s, mine[0])[0].isfinite()
+        store._wait_for(store.buckets)
+        before, weights = snapshot(store), store.weights.clone()
+        for name, at in [
+            ("wte.weight", 0),
+            ("h.1.mlp.fc.weight", -1),
+            ("h.0.ln_1.bias", 3),
+            ("ln_f.weight", -1),
+            (None, 0),
+        ]:
+            for micro in (0, 1):
+                value, calls = next(bad), []
+
+                def spoil(gradient, at=at, value=value, calls=calls, micro=micro):
+                    calls.append(gradient)
+                    gradient = gradient.clone()
+                    if len(calls) == micro + 1:
+                        gradient.view(-1)[at] = value
+                    return gradient
+
+                hook = model.get_parameter(name).register_hook(spoil) if here and name else None
+                store.clear_gradients()
+                for i, (batch, _) in enumerate(mine[1]):
+                    store.last = i == 1
+                    losses_of(model, [batch])
+                told = torch.tensor([value if here and name is None else 1.0, 2.0])
+                norm = store.step(1e-2, 0.1, 1.0, told)
+                assert norm.isfinite() == (name is None), (stage, name)
+                assert told[0].isfinite() == (name is not None) and told[1] == 2 * layout.world
+                store._wait_for(store.buckets)
+                assert same(before, snapshot(store)) and torch.equal(weights, store.weights), (stage, name, value)
+                if hook is not None:
+                    hook.remove()
+        for i in (1, 2, 3):
+            got, want = one_step(model, store, mine[i]), one_step(other, undisturbed, mine[i])
+            assert torch.equal(got[0], want[0]) and got[0].isfinite() and torch.equal(got[1], want[1])
+            assert int(store.zeros()) == int(undisturbed.zeros())
+        assert same(snapshot(store), snapshot(undisturbed)) and same(everything(store), everything(undisturbed))
+
+
+@few
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_non_finite_number_on_one_rank_stops_all(sizes, dtype):
+    on_ranks(check_non_finite, sizes, dtype)
+
+
+def check_offload(layout):
+    for dtype, stage in itertools.product((torch.float32, torch.bfloat16), (0, 1, 2)):
+        outcomes = []
+        for offload in (False, True):
+            model, store = make(GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, stage=stage, offload=offload)
+            told = [one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")]) for i in range(STEPS)]
+            check_published(model, store, everything(store))
+            outcomes.append(snapshot(store) | {f"told {i}": torch.cat([n[None], t]) for i, (n, t) in enumerate(told)})
+        assert same(*outcomes), (dtype, stage)
+
+
+@few
+def test_offload_is_the_same(sizes):
+    on_ranks(check_offload, sizes)
+
+
+def check_taken_over(layout):
+    """What one process or another stage held is continued, from what `named_state` lets a loader fill."""
+
+    def hand_over(values, store):
+        for name, (shape, boxes, tensor) in store.named_state().items():
+            assert values[name].shape == shape
+            at = 0
+            for offsets, size in boxes:
+                box = values[name][tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))]
+                tensor.view(-1)[at : at + box.numel()] = box.flatten()
+                at += box.numel()
+        store.publish_weights()
+
+    o = Optimizer(clip_grad=0.5)
+    one, alone = make(GATED, o, torch.float64)
+    every = [work(step, layout, 2) for step in range(6)]
+    for i in range(2):
+        one_step(one, alone, list(itertools.chain(*every[i])))
+    taken = []
+    for stage in (0, 1, 2):
+        model, store = make(GATED, o, torch.float64, seed=2 + stage, layout=layout, stage=stage)
+        hand_over(assembled([alone.named_state()])[0], store)
+        store.steps = alone.steps
+        assert same(everything(store), assembled([alone.named_state()])[0])
+        taken.append((model, store))
+    for i in range(2, 6):
+        one_step(one, alone, list(itertools.chain(*every[i])))
+        for model, store in taken:
+            one_step(model, store, every[i][layout.at("replicas", "shard")])
+            close(everything(store), assembled([alone.named_state()])[0], 1e-12)
+        taken.append(taken.pop(0))
+        hand_over(everything(taken[0][1]), taken[1][1])  # from stage to stage
+
+
+@hybrid
+def test_a_state_is_taken_over(sizes):
+    on_ranks(check_taken_over, sizes)
+
+
+def check_memory(layout):
+    """Parts are whole multiples of ALIGN; ZeRO 2 keeps no whole gradients, and few sums under way."""
+    for stage in (0, 1, 2):
+        model, store = make(GATED, dtype=torch.bfloat16, layout=layout, stage=stage)
+        assert store.parts == (layout.shard if stage else 1) and store.keeps_whole == (stage < 2)
+        for bucket in store.buckets.values():
+            assert bucket.size % (ALIGN * store.parts) == 0 and bucket.begin % (ALIGN * store.parts) == 0
+            assert all(offset % ALIGN == 0 for offset, _ in bucket.spans.values())
+        assert kinds(store) == kinds(make(GATED)[1])
+        most = []
+
+        def look(grad, store=store, most=most):
+            most.append(sum(b.gradients is not None or bool(b.sums) for b in store.buckets.values()))
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(look)
+        one_step(model, store, work(0, layout, 3)[layout.at("replicas", "shard")])
+        if stage == 2:
+            assert 1 <= max(most) <= 3 < len(store.buckets) and store.gradients.numel() == 0
+            assert not any(b.gradients is not None or b.sums for b in store.buckets.values())
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS[:3])
+def test_what_is_held(sizes):
+    on_ranks(check_memory, sizes)
+
+
+class Later:
+    """A collective that begins when it is waited for."""
+
+    def __init__(self, begin):
+        self.begin = begin
+
+    def wait(self):
+        begin, self.begin = self.begin, None
+        if begin is not None:
+            begin()
+
+
+def late(collective):
+    def begin_later(*args, async_op=False, **more):
+        return Later(lambda: collective(*args, **more)) if async_op else collective(*args, **more)
+
+    return begin_later
+
+
+def check_late(layout, dtype):
+    """Nothing is read, and nothing overwritten, before what is under way has been waited for."""
+    mine = [work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(STEPS)]
+    for stage in (0, 1, 2):
+        outcomes = []
+        for names in ([], ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]):
+            model, store = make(TINY, Optimizer(clip_grad=0.0), dtype, layout=layout, stage=stage)
+            with pytest.MonkeyPatch.context() as patch:
+                for name in names:
+                    patch.setattr(dist, name, late(getattr(dist, name)))
+                told = [torch.cat([norm[None], sums]) for norm, sums in (one_step(model, store, some) for some in mine)]
+                values = everything(store)
+                check_published(model, store, values)
+            outcomes.append(values | {f"told {i}": x for i, x in enumerate(told)})
+        assert same(*outcomes), stage
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS[1:3], ids=["shard4", "hybrid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_under_way_is_waited_for(sizes, dtype):
+    on_ranks(check_late, sizes, dtype)
+
+
+def check_uneven(layout, micro):
+    """The last rank's losses do not depend on what the others' do. (ZeRO 2 is refused for a network that may do this.)"""
+    for stage in (0, 1):
+        one, alone = make(TINY, Optimizer(clip_grad=0.5), torch.float64)
+        model, store = make(TINY, Optimizer(clip_grad=0.5), torch.float64, layout=layout, stage=stage)
+        for step in range(STEPS):
+            every = work(step, layout, micro)
+            every[-1][0] = (every[-1][0][0], SOME | LAYER if step % 2 else SOME)
+            want = one_step(one, alone, list(itertools.chain(*every)))
+            got = one_step(model, store, every[layout.at("replicas", "shard")])
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0, msg=f"stage {stage}, step {step}")
+            close(everything(store), assembled([alone.named_state()])[0], 1e-12)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_parameters_that_one_ranks_losses_do_not_depend_on(micro):
+    on_ranks(check_uneven, LAYOUTS[0], micro)

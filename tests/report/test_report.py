@@ -1,0 +1,245 @@
+"""The report reads what runs write: repeated steps, cut lines, NaN; its page needs nothing from outside."""
+
+import html.parser
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.report import page as report
+
+EVIL = "<script>alert('1')</script>"
+
+
+def start(attempt, iteration, **more):
+    return {
+        "event": "start",
+        "attempt": attempt,
+        "iteration": iteration,
+        "time": 1.8e9,
+        "command": ["train", EVIL],
+        "parameters": 1234567,
+        "device": "cpu" + EVIL,
+        "dtype": "float32",
+        "version": "0.1.0",
+        **more,
+    }
+
+
+def step(attempt, i, loss, **more):
+    return {
+        "event": "step",
+        "attempt": attempt,
+        "iteration": i,
+        "consumed_samples": 4 * i,
+        "loss": loss,
+        "grad_norm": 0.5,
+        "lr": 0.1 / i,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "ms": 10.0,
+        "tokens_per_second": 6400.0,
+        "tflops": 0.1,
+        "mfu": None,
+        "memory": None,
+        **more,
+    }
+
+
+def check(attempt, i, loss, name="validation"):
+    row = {"event": "validation", "attempt": attempt, "iteration": i, "name": name, "loss": loss, "ppl": math.exp(loss)}
+    return row
+
+
+# Killed after step 5 with a checkpoint of step 3; the second attempt repeats 4 and 5.
+ROWS = [
+    start(1, 0),
+    *(step(1, i, 5 - i / 3) for i in range(1, 6)),
+    check(1, 3, 2.5),
+    check(1, 5, 1.0),
+    start(2, 3),
+    *(step(2, i, 4 - i / 7) for i in range(4, 7)),
+    check(2, 6, 3.0),
+    check(2, 6, 3.5, "test"),
+    {"event": "later", "iteration": 6},
+    {"event": "end", "attempt": 2, "iteration": 6, "reason": "all iterations done", "status": 0},
+]
+
+
+def run_folder(tmp_path, rows, tail=""):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + tail)
+    (folder / "config.toml").write_text(f'[model]\nnum_layers = 2\n[data]\nseq_length = 16\npath = "{EVIL}"\n')
+    return folder
+
+
+def losses(folder, capsys):
+    assert main(["report", "--losses", str(folder)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_losses_are_exact_and_the_last_of_each_iteration(tmp_path, capsys):
+    expected = [5 - i / 3 for i in range(1, 4)] + [4 - i / 7 for i in range(4, 7)]
+    assert losses(run_folder(tmp_path, ROWS), capsys) == [
+        f"{i} {loss.hex()} {(0.5).hex()} {(0.1 / i).hex()}" for i, loss in enumerate(expected, 1)
+    ]
+
+
+def test_numbers_that_are_not_finite(tmp_path, capsys):
+    rows = [start(1, 0), step(1, 1, "nan", grad_norm="inf"), step(1, 2, "-inf")]
+    lines = losses(run_folder(tmp_path, rows), capsys)
+    assert lines == [f"1 nan inf {(0.1).hex()}", f"2 -inf {(0.5).hex()} {(0.05).hex()}"]
+
+
+def test_a_later_start_undoes_what_came_after_it(tmp_path, capsys):
+    rows = [start(1, 0), *(step(1, i, 1.0) for i in range(1, 6)), check(1, 5, 0.1), start(2, 2), step(2, 3, 2.0)]
+    folder = run_folder(tmp_path, rows)
+    assert [line.split()[0] for line in losses(folder, capsys)] == ["1", "2", "3"]
+    assert report.read_rows(folder).validations == []
+
+
+@pytest.mark.parametrize("tail", ['{"event": "ste', '{"event": "step", "iteration": 7', "\0\0\0"])
+def test_a_last_line_cut_by_a_kill_is_no_row(tmp_path, capsys, tail):
+    assert len(losses(run_folder(tmp_path, ROWS, tail), capsys)) == 6
+
+
+@pytest.mark.parametrize(
+    "damage", ["garbage", "", "3", '{"event": "step", "iteration": 2}', json.dumps(step(1, 2, "many")), "\udcff"]
+)
+def test_any_other_damaged_line_is_an_error_that_names_it(tmp_path, capsys, damage):
+    folder = run_folder(tmp_path, ROWS)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[2] = damage
+    (folder / "metrics.jsonl").write_bytes(("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+    assert main(["report", "--losses", str(folder)]) == 65
+    assert "metrics.jsonl:3:" in capsys.readouterr().err
+
+
+def test_missing_folder_metrics_and_broken_settings(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "none")]) == 2 and "there is no folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 65 and "metrics.jsonl: no such file" in capsys.readouterr().err
+    folder = run_folder(tmp_path, ROWS)
+    (folder / "config.toml").write_text("[model")
+    assert main(["report", str(folder)]) == 65 and "config.toml is damaged" in capsys.readouterr().err
+    assert not (folder / "report.html").exists()
+
+
+class Strict(html.parser.HTMLParser):
+    """Fails on tags that do not close in order, on scripts, and on anything fetched from outside; collects the text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.ids, self.said = [], [], ""
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in ("script", "link", "img", "iframe", "image")
+        for name, value in attrs:
+            assert name not in ("src", "srcset") and not name.startswith("on")
+            if name in ("href", "xlink:href"):
+                assert value.startswith("#")
+            if name == "id":
+                self.ids.append(value)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.said += data + "\n"
+
+
+def test_page(tmp_path, capsys):
+    folder = run_folder(tmp_path, ROWS)
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}/report.html\n"
+    text = (folder / "report.html").read_text()
+    parsed = Strict(text)
+    for said in (
+        "1,234,567",
+        "3.1429",
+        "3.0000",
+        "20.09",
+        "2.5000 at 3",
+        "6,400",
+        "384",
+        "2027-01-15 08:00:00 UTC",
+        "0 to 5",
+        "3 to 6",
+        "killed: no end recorded",
+        "all iterations done (exit status 0)",
+        EVIL,
+        "resumed",
+        f"meshwright train --config '{folder}/config.toml'",
+        "seq_length",
+        "validation",
+        "test",
+    ):
+        assert said in parsed.said, said
+    assert text.count("<svg") == 5 and "Peak memory" not in text
+    assert len(set(parsed.ids)) == len(parsed.ids)
+    assert not re.search(r"@import|url\((?!#)|#01000\d", text)
+    assert set(re.findall(r"var\((--\w+)\)", text)) <= set(re.findall(r"(--\w+):", text))
+    first = (folder / "report.html").read_bytes()
+    report.write(folder)
+    assert (folder / "report.html").read_bytes() == first  # the same run, the same page
+    assert sorted(p.name for p in folder.iterdir()) == ["config.toml", "metrics.jsonl", "report.html"]
+
+
+def test_output_elsewhere(tmp_path, capsys):
+    folder = run_folder(tmp_path, [start(1, 0), step(1, 1, 2.0, memory=3 * 2**30, mfu=0.5)])
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+    said = Strict((tmp_path / "page.html").read_text()).said
+    assert "Peak memory" in said and "3.00 GiB" in said and "50.0%" in said
+    assert not (folder / "report.html").exists()
+    assert main(["report", str(folder), "--output", str(tmp_path / "none" / "page.html")]) == 74
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        ROWS[:1],
+        ROWS[:2],
+        [start(1, 0), step(1, 1, "nan"), step(1, 2, "inf")],
+        [{"event": "start", "attempt": 1, "iteration": 0}],
+    ],
+)
+def test_runs_that_hardly_began(tmp_path, rows):
+    folder = run_folder(tmp_path, rows)
+    (folder / "config.toml").unlink()
+    said = Strict(report.write(folder).read_text()).said
+    assert ("nothing to draw" in said) == (len(rows) < 2)
+
+
+def test_a_command_line_of_bytes_that_are_no_text(tmp_path):
+    folder = run_folder(tmp_path, [start(1, 0, command=["train", "--save", "\udcff"])])
+    assert "--save" in report.write(folder).read_text()
+
+
+def test_a_long_run_gives_a_small_page_and_keeps_its_spike(tmp_path):
+    rows = [start(1, 0), *(step(1, i, 2.0 + i % 7 / 10) for i in range(1, 6001))]
+    rows[4325]["loss"] = 99.0
+    text = report.write(run_folder(tmp_path, rows)).read_text()
+    assert len(text) < 400_000
+    loss = text[text.index("<figcaption>Loss") : text.index("<figcaption>Learning")]
+    assert "training, median of 241 steps" in loss and re.search(r">\s*100\s*<", loss)
+
+
+def test_losses_start_without_heavy_libraries(tmp_path):
+    code = (
+        "import sys; from meshwright.commands.report import main; main(['--losses', sys.argv[1]]); "
+        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run_folder(tmp_path, ROWS))], check=True, stdout=subprocess.DEVNULL)

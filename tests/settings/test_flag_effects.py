@@ -1,0 +1,450 @@
+"""Each flag of training changes what it says, seen from outside: in a tiny run's log, rows and files."""
+
+import io
+import json
+import math
+import signal
+
+import pytest
+import torch
+
+from conftest import TINY_FLAGS
+from meshwright.__main__ import main
+from meshwright.data.prepare import preprocess
+from meshwright.settings.flags import parse
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer, TrainConfig
+
+
+class Run:
+    """What a run left: its status, standard output and rows."""
+
+    def __init__(self, folder, capsys, *argv):
+        capsys.readouterr()
+        self.status = main(["train", *TINY_FLAGS, "--run-dir", str(folder), *argv])
+        captured = capsys.readouterr()
+        self.out, self.err = captured.out, captured.err
+        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+        self.rows = [json.loads(line) for line in lines]
+
+    def column(self, name, event="step"):
+        return [r[name] for r in self.rows if r["event"] == event]
+
+    @property
+    def losses(self):
+        return self.column("loss")
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(flag, ...) -> Run, each in a folder of its own."""
+    count = iter(range(99))
+    return lambda *argv: Run(tmp_path / f"run{next(count)}", capsys, *argv)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The losses without any further flag."""
+    folder = tmp_path_factory.mktemp("base")
+    assert main(["train", *TINY_FLAGS, "--run-dir", str(folder)]) == 0
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [r["loss"] for r in rows if r["event"] == "step"]
+
+
+def parameters(
+    layers=2,
+    h=32,
+    ffn=128,
+    inner=32,
+    kv=None,
+    positions=16,
+    vocab=64,
+    untied=False,
+    gate=1,
+    biases=(1, 1, 1, 1),
+    norm=2,
+    more=0,
+):
+    rows = inner + 2 * (kv or inner)
+    weights = h * rows + inner * h + (gate + 1) * h * ffn
+    biased = sum(b * n for b, n in zip(biases, (rows, h, gate * ffn, h), strict=True))
+    block = weights + biased + 2 * norm * h
+    return vocab * h * (2 if untied else 1) + positions * h + layers * block + norm * h + more
+
+
+RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.9"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        ([], parameters()),
+        (["--num-layers", "3"], parameters(layers=3)),
+        (["--hidden-size", "48"], parameters(h=48, ffn=192, inner=48)),
+        (["--ffn-hidden-size", "40"], parameters(ffn=40)),
+        (["--kv-channels", "4"], parameters(inner=16)),
+        (["--max-position-embeddings", "20"], parameters(positions=20)),
+        (["--vocab-size", "70"], parameters(vocab=70)),
+        (["--untie-embeddings-and-output-weights"], parameters(untied=True)),
+        (["--num-query-groups", "2"], parameters(kv=16)),
+        (["--group-query-attention"], parameters(kv=8)),
+        (["--position-embedding-type", "alibi"], parameters(positions=0)),
+        (["--use-rotary-position-embeddings"], parameters(positions=0)),
+        (["--position-embedding-type", "none"], parameters(positions=0)),
+        (["--swiglu"], parameters(ffn=64, gate=2)),
+        (["--glu-activation", "geglu"], parameters(gate=2)),
+        (["--normalization", "RMSNorm"], parameters(norm=1)),
+        (["--disable-bias-linear"], parameters(biases=(0, 0, 0, 0))),
+        (["--no-add-bias-linear", "--add-qkv-bias"], parameters(biases=(1, 0, 0, 0))),
+        (["--qk-layernorm"], parameters(more=2 * 2 * 2 * 8)),
+        (["--embed-layernorm"], parameters(more=2 * 32)),
+    ],
+)
+def test_sizes(run, flags, want):
+    """The number of parameters, of the true vocabulary, against a formula written here once more."""
+    assert run("--train-iters", "1", "--eval-iters", "0", *flags).column("parameters", "start") == [want]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num-attention-heads", "2"],
+        ["--layernorm-epsilon", "0.1"],
+        ["--init-method-std", "0.05"],
+        ["--hidden-dropout", "0"],
+        ["--attention-dropout", "0"],
+        ["--no-bias-gelu-fusion"],
+        ["--attention-impl", "sdpa"],
+        ["--seq-length", "8"],
+        ["--seed", "5"],
+        ["--weight-decay", "10"],
+        ["--clip-grad", "0.01"],
+        ["--adam-beta1", "0.5"],
+        ["--adam-beta2", "0.5"],
+        ["--adam-eps", "0.1"],
+        ["--bf16"],
+        ["--params-dtype", "float64"],
+        ["--squared-relu"],
+        ["--no-bias-gelu-fusion", "--squared-relu"],
+        ["--normalization", "RMSNorm"],
+        ["--qk-layernorm"],
+        ["--embed-layernorm"],
+        ["--apply-residual-connection-post-layernorm"],
+        ["--init-method-xavier-uniform"],
+        ["--optimizer", "sgd"],
+        ["--optimizer", "muon"],
+        ["--bf16", "--fp32-residual-connection"],
+        ["--dataloader-type", "cyclic"],
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_changes_the_losses(run, base, flags):
+    got = run(*flags)
+    assert got.status == 0 and len(got.losses) == len(base) and got.losses != base
+    first = ("weight-decay", "clip-grad", "adam", "optimizer")  # these act from the second step on
+    assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--attention-impl", "reference"],  # what `auto` takes on a CPU with attention dropout
+        ["--no-bias-gelu-fusion", "--openai-gelu"],
+        ["--position-embedding-type", "absolute"],
+        ["--optimizer", "adamw"],
+        ["--data-impl", "infer"],
+        ["--num-workers", "2"],
+        ["--distributed-backend", "gloo", "--distributed-timeout-minutes", "3", "--local-rank", "0"],
+        ["--micro-batch-size", "2", "--make-vocab-size-divisible-by", "1"],
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_another_word_for_the_same(run, base, flags):
+    assert run(*flags).losses == pytest.approx(base, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "other"),
+    [
+        (["--rotary-percent", "0.5"], ["--position-embedding-type", "rope"]),
+        (["--rotary-base", "100"], ["--position-embedding-type", "rope"]),
+        (["--fp32-residual-connection"], ["--bf16"]),
+        (["--sgd-momentum", "0"], ["--optimizer", "sgd"]),
+        (["--muon-momentum", "0.5"], ["--optimizer", "muon"]),
+        (["--muon-num-ns-steps", "2"], ["--optimizer", "muon"]),
+        (["--lr-wsd-decay-style", "linear"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
+        (["--lr-wsd-decay-iters", "3"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
+        (["--lr-warmup-init", "0.001"], ["--lr-warmup-iters", "3"]),
+        (["--weight-decay-incr-style", "cosine"], RAMP),
+        (["--start-weight-decay", "0.2"], RAMP),
+        (["--end-weight-decay", "0.7"], RAMP),
+        (["--apply-layernorm-1p"], ["--weight-decay", "0.3"]),
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_changes_the_losses_of_another_run(run, flags, other):
+    a, b = run(*other), run(*other, *flags)
+    assert a.status == b.status == 0 and (a.losses == b.losses) == (flags == ["--apply-layernorm-1p"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--train-samples", "24", "--lr-decay-samples", "20", "--lr-warmup-samples", "8"],
+        ["--train-tokens", "384", "--lr-decay-tokens", "320", "--lr-warmup-tokens", "128"],
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_lengths_in_samples_and_tokens(run, flags):
+    """The same run as in steps of 4 samples of 16 tokens."""
+    want = run("--lr-decay-iters", "5", "--lr-warmup-iters", "2")
+    got = run("--train-iters", "none", *flags)
+    assert got.losses == want.losses and got.column("lr") == want.column("lr")
+
+
+def test_wsd_in_samples(run):
+    a = run("--train-iters", "none", "--train-samples", "24", "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "8")
+    assert a.column("lr") == run("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2").column("lr")
+
+
+def test_smaller_initial_weights(run):
+    assert run("--init-method-std", "1e-5", "--train-iters", "1").losses[0] == pytest.approx(math.log(64), abs=1e-4)
+
+
+def test_padded_vocabulary(run):
+    few = ["--train-iters", "1", "--eval-iters", "0"]
+    assert "with 64 dummy tokens (new size: 128)" in run(*few).out
+    assert "with 16 dummy tokens (new size: 80)" in run(*few, "--make-vocab-size-divisible-by", "40").out
+    assert "with 192 dummy tokens (new size: 256)" in run(*few, "--pad-vocab-size-to", "256").out
+
+
+def test_batch_sizes(run):
+    got = run("--micro-batch-size", "4", "--global-batch-size", "12", "--train-iters", "2")
+    assert "setting number of micro-batches to constant 3\n" in got.out
+    assert got.column("consumed_samples") == [12, 24]
+    got = run("--global-batch-size", "none", "--train-iters", "2")
+    assert "setting global batch size to 2\n" in got.out and got.column("consumed_samples") == [2, 4]
+
+
+def test_length_and_validations(run):
+    got = run("--train-iters", "5", "--eval-interval", "2", "--eval-iters", "3", "--log-interval", "2")
+    assert got.column("iteration") == [1, 2, 3, 4, 5]
+    assert got.column("iteration", "validation") == [2, 4, 5, 5]
+    assert got.column("name", "validation") == ["validation"] * 3 + ["test"]
+    assert f"    validation: {3 * 3 * 4}\n    test:       {3 * 4}\n" in got.out
+    shown = [line.split("/")[0].split()[1] for line in got.out.splitlines() if line.startswith(" iteration ")]
+    assert shown == ["2", "4", "5"]  # and the last
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        (["--lr", "0.02"], {"max_lr": 0.02}),
+        (["--min-lr", "0.005"], {"min_lr": 0.005}),
+        (["--lr-decay-style", "cosine"], {"style": "cosine"}),
+        (["--lr-decay-style", "constant"], {"style": "constant"}),
+        (["--lr-decay-iters", "3"], {"decay": 12}),
+        (["--lr-warmup-iters", "2"], {"warmup": 8}),
+        (["--lr-warmup-fraction", "0.5"], {"warmup": 12}),
+    ],
+    ids=lambda x: x[0].strip("-") if isinstance(x, list) else "",
+)
+def test_learning_rates(run, flags, schedule):
+    """Of each step, at the samples before it; warm-up is linear, then comes the decay of its style."""
+    s = {"max_lr": 0.01, "min_lr": 0.0, "style": "linear", "decay": 24, "warmup": 0} | schedule
+    want = []
+    for n in range(0, 24, 4):
+        left = 1 - min(1, (n - s["warmup"]) / (s["decay"] - s["warmup"]))
+        shape = {"linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))), "constant": 1.0}[s["style"]]
+        lr = s["min_lr"] + shape * (s["max_lr"] - s["min_lr"])
+        want.append(s["max_lr"] * n / s["warmup"] if n < s["warmup"] else lr)
+    assert run(*flags).column("lr") == pytest.approx(want, rel=1e-9, abs=1e-12)
+
+
+def test_constant_loss_scale(run):
+    assert run("--fp16", "--loss-scale", "128").column("loss_scale") == [128.0] * 6
+
+
+def test_dynamic_loss_scale(run):
+    got = run("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "2")
+    assert got.column("loss_scale") == [256.0, 256.0, 512.0, 512.0, 1024.0, 1024.0]
+    assert run("--fp16", "--train-iters", "3").column("loss_scale") == [2.0**32, 2.0**32, 2.0**31]
+    assert run("--fp16", "--train-iters", "3", "--hysteresis", "1").column("loss_scale") == [2.0**32, 2.0**31, 2.0**30]
+
+
+def test_least_loss_scale(run):
+    got = run("--fp16", "--hysteresis", "1", "--min-loss-scale", str(2.0**31))
+    assert got.status == 70 and "least loss scale" in got.err and got.column("loss_scale") == [2.0**32, 2.0**31]
+
+
+@pytest.mark.parametrize(
+    ("flags", "again"),
+    [
+        (["--checkpoint-activations"], 2),
+        (["--deepspeed-activation-checkpointing"], 2),
+        (["--recompute-granularity", "full"], 2),
+        (["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"], 2),
+        (["--recompute-granularity", "full", "--recompute-method", "block", "--checkpoint-num-layers", "1"], 1),
+        (["--recompute-activations"], 0),
+        ([], 0),
+    ],
+)
+def test_recompute_runs_blocks_again(run, monkeypatch, flags, again):
+    """How many of two layers run a second time; selective recomputation runs the attention alone again."""
+    from meshwright.model import attention, gpt
+
+    calls, real = {"block": 0, "attention": 0}, {"block": gpt.Block.forward, "attention": attention.reference}
+
+    def counting(name):
+        def call(*a, **k):
+            calls[name] += 1
+            return real[name](*a, **k)
+
+        return call
+
+    monkeypatch.setattr(gpt.Block, "forward", counting("block"))
+    monkeypatch.setattr(attention, "reference", counting("attention"))
+    assert run(*flags, "--train-iters", "1", "--eval-iters", "0").status == 0
+    assert calls["block"] == 2 * (2 + again)  # micro-batches, layers
+    assert calls["attention"] == 2 * (2 + (2 if flags == ["--recompute-activations"] else again))
+
+
+def test_compile(run, base, monkeypatch):
+    """`on` hands each block to the compiler, `off` and, on a CPU, `auto` do not."""
+    import torch
+
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(how) or f)
+    fused = ["--attention-impl", "sdpa"]
+    assert run("--compile", "off").losses == run().losses == base and not made
+    got = run("--compile", "on", *fused)
+    assert made == [{"dynamic": False}] * 2 and "running the compiled PyTorch block" in got.out
+    assert got.losses == run(*fused).losses
+    told = run("--compile", "on")
+    assert "--compile on has no effect on layers with the reference attention" in told.out and len(made) == 2
+
+
+def test_loss_mean_weighs_tokens_or_micro_batches():
+    """Two micro-batches, one of them nearly all masked."""
+    from conftest import TINY
+    from meshwright.data.loader import Batch
+    from meshwright.model.gpt import GPT, initialise
+    from meshwright.model.loss import token_losses
+    from meshwright.model.pick import pick
+    from meshwright.parallel.zero import ParameterStore
+    from meshwright.settings.schema import Optimizer
+    from meshwright.training.network import Network
+    from meshwright.training.step import train_step
+
+    def loss(logits, batch):
+        return token_losses(logits, batch.labels, 64)
+
+    cpu, losses = torch.device("cpu"), {}
+    tokens = torch.arange(64).view(2, 2, 16)
+    masks = torch.ones(2, 2, 16)
+    masks[1, :, 1:] = 0
+    for how, parts in (("global", [0, 1]), ("microbatch", [0, 1]), ("first", [0]), ("second", [1])):
+        with torch.device("meta"):
+            model = GPT(TINY, 64, 64, 16, pick(TINY, cpu)[0])
+        params = ParameterStore(model, Optimizer(lr=1.0), torch.float32, cpu, 64)
+        initialise(params.masters(), TINY, 64, 1)
+        params.publish_weights()
+        batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
+        flag = ["--loss-mean", how] if how in ("global", "microbatch") else []
+        mean = parse(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
+        losses[how] = float(train_step(Network([model], params, loss, cpu), batches, 1, 0.0, 0.0, 1.0, mean)[0])
+    assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
+    assert losses["global"] == pytest.approx((32 * losses["first"] + 2 * losses["second"]) / 34)
+    assert losses["global"] != pytest.approx(losses["microbatch"], rel=1e-6)
+
+
+@pytest.mark.parametrize("flag", ["--exit-signal-handler", "--no-exit-signal-handler"])
+def test_exit_signal_handler(run, monkeypatch, flag):
+    """Whose handler SIGTERM has during a step; afterwards the old one is back."""
+    from meshwright.training import loop
+
+    seen, real, before = [], loop.train_step, signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(loop, "train_step", lambda *a: seen.append(signal.getsignal(signal.SIGTERM)) or real(*a))
+    assert run(flag, "--train-iters", "1").status == 0
+    assert (seen[0] is before) == flag.startswith("--no-") and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_files(run, tmp_path):
+    """--save holds checkpoints, --run-dir the rest; --save-interval says when, and the end is always saved."""
+    save = tmp_path / "save"
+    assert run("--save", str(save), "--save-interval", "4").status == 0
+    shown = sorted(p.name for p in save.iterdir() if not p.name.startswith("."))
+    assert shown == ["iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
+    assert {"config.toml", "metrics.jsonl"} <= {p.name for p in (tmp_path / "run0").iterdir()}
+    assert not list((tmp_path / "run0").glob("iter_*"))
+    got = run("--load", str(save), "--train-iters", "8", "--override-opt_param-scheduler")
+    assert got.column("iteration") == [7, 8] and len(list(save.glob("iter_*"))) == 2
+
+
+@pytest.mark.parametrize("flag", ["--progress", "--no-progress"])
+def test_progress_bar(run, monkeypatch, flag):
+    from meshwright.training import metrics
+
+    class Bar:
+        def stop(self):
+            pass
+
+        def update(self, *args, **kwargs):
+            pass
+
+    bars = []
+    monkeypatch.setattr(metrics, "_bar", lambda total: bars.append(total) or (Bar(), 0))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert run(flag).status == 0
+    assert bars == ([6] if flag == "--progress" else [])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two token files of bytes."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in "ab":
+        lines = [json.dumps({"text": f"document {n} of {name}, " * 4}) for n in range(40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        settings = Preprocess(input=[str(folder / f"{name}.jsonl")], output_prefix=str(folder / name), append_eod=True)
+        preprocess.run(
+            PreprocessConfig(settings, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), io.StringIO()
+        )
+    return folder
+
+
+@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
+def test_ends_of_documents(run, files, flag):
+    """Each changes the losses, and needs a tokenizer that knows the end of a document."""
+    flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--data-path", str(files / "a_text_document")]
+    flags += ["--vocab-size", "none", "--seq-length", "40", "--max-position-embeddings", "40"]
+    a, b = run(*flags), run(*flags, flag)
+    assert a.status == b.status == 0 and a.losses != b.losses
+    alibi = [*flags, "--position-embedding-type", "alibi"]
+    c, e = run(*alibi), run(*alibi, flag)
+    assert c.status == e.status == 0 and (c.losses == e.losses) == (flag == "--reset-position-ids")
+    refused = run(flag)
+    assert refused.status == 2 and f"{flag}" in refused.err and "need a tokenizer" in refused.err
+
+
+def test_data_path_and_split(run, files):
+    flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--vocab-size", "none", "--split", "80,10,10"]
+    a = run(*flags, "--data-path", str(files / "a_text_document"))
+    b = run(*flags, "--data-path", str(files / "b_text_document"))
+    assert a.status == b.status == 0 and a.losses[0] != b.losses[0]
+    assert "> building ByteTokenizer tokenizer ..." in a.out
+    for line in ("[0, 32) total of 32 documents", "[32, 36) total of 4", "[36, 40) total of 4"):
+        assert f"     document indices in {line}" in a.out
+    half = run(*flags, "--data-path", str(files / "a_text_document"), "--split", "50,25,25")
+    assert "[0, 20) total of 20 documents" in half.out
+    train, valid, test = (
+        ["--train-data-path", str(files / "a_text_document")],
+        ["--valid-data-path", str(files / "b_text_document")],
+        ["--test-data-path", str(files / "a_text_document")],
+    )
+    apart = run(*flags, *train, *valid, *test)
+    assert apart.column("name", "validation") == ["validation"] * 3 + ["test"] and apart.losses != a.losses
+    assert run(*flags, *train).column("name", "validation") == []
+    blend = run(*flags, "--data-path", "0.3", str(files / "a_text_document"), "0.7", str(files / "b_text_document"))
+    assert blend.status == 0 and blend.losses not in (a.losses, b.losses) and "dataset 1, input: 0.7" in blend.out
+    infer = run(*flags, "--data-path", str(files / "a_text_document"), "--data-impl", "infer")
+    assert infer.losses == a.losses

@@ -1,0 +1,391 @@
+"""THE table: each flag and the test that observes what it changes, or "not yet".
+
+A field without an entry, an entry without a field, a test that does not exist, a "not yet" that is not one, and a flag
+of which only the default works that does not say so are failures. The run prints what is not yet there.
+"""
+
+import ast
+import functools
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.settings import flags
+from meshwright.settings import schema as settings
+
+TESTS = Path(__file__).parents[1]
+CONFIGS = settings.EVERY
+E = "test_flag_effects.py::"
+SAME = E + "test_another_word_for_the_same"  # another spelling, or nothing to do for one process: equal losses
+LOSSES = E + "test_changes_the_losses"
+LAYOUTS = "test_same_losses.py::test_layouts"  # which change nothing but where the work is done
+
+TABLE = {
+    "model": {
+        "num_layers": E + "test_sizes",
+        "hidden_size": E + "test_sizes",
+        "num_attention_heads": LOSSES,
+        "ffn_hidden_size": E + "test_sizes",
+        "kv_channels": E + "test_sizes",
+        "max_position_embeddings": E + "test_sizes",
+        "make_vocab_size_divisible_by": E + "test_padded_vocabulary",
+        "pad_vocab_size_to": E + "test_padded_vocabulary",
+        "layernorm_epsilon": LOSSES,
+        "init_method_std": E + "test_smaller_initial_weights",
+        "hidden_dropout": LOSSES,
+        "attention_dropout": LOSSES,
+        "untie_embeddings_and_output_weights": E + "test_sizes",
+        "bias_gelu_fusion": LOSSES,
+        "openai_gelu": SAME,
+        "attention_impl": LOSSES,
+        "num_query_groups": E + "test_sizes",
+        "group_query_attention": E + "test_sizes",
+        "position_embedding_type": E + "test_sizes",
+        "use_rotary_position_embeddings": E + "test_sizes",
+        "rotary_percent": E + "test_changes_the_losses_of_another_run",
+        "rotary_base": E + "test_changes_the_losses_of_another_run",
+        "swiglu": E + "test_sizes",
+        "squared_relu": LOSSES,
+        "glu_activation": E + "test_sizes",
+        "normalization": LOSSES,
+        "apply_layernorm_1p": E + "test_changes_the_losses_of_another_run",
+        "qk_layernorm": LOSSES,
+        "add_bias_linear": E + "test_sizes",
+        "add_qkv_bias": E + "test_sizes",
+        "embed_layernorm": LOSSES,
+        "apply_residual_connection_post_layernorm": LOSSES,
+        "init_method_xavier_uniform": LOSSES,
+        "num_experts": "not yet",
+    },
+    "tokenizer": {
+        "tokenizer_type": "test_tokenizers.py::test_bytes_and_null",
+        "vocab_file": "test_tokenizers.py::test_trained_bpe_equals_the_library_and_ends_with_eod",
+        "merge_file": "test_tokenizers.py::test_trained_bpe_equals_the_library_and_ends_with_eod",
+        "tokenizer_model": "test_tokenizers.py::test_tokenizer_json_of_a_file_or_folder",
+        "vocab_size": E + "test_sizes",
+    },
+    "data": {
+        "data_path": E + "test_data_path_and_split",
+        "seq_length": LOSSES,
+        "split": E + "test_data_path_and_split",
+        "split_arithmetic": "test_samples.py::test_split_golden_numbers",
+        "last_epoch_cutoff": "test_samples.py::test_line_about_the_last_epoch",
+        "data_cache_path": "test_samples.py::test_warm_up_and_cache_path",
+        "mock_data": "test_samples.py::test_mock_data",
+        "data_impl": E + "test_data_path_and_split",
+        "mmap_warmup": "test_samples.py::test_warm_up_and_cache_path",
+        "dataloader_type": LOSSES,
+        "num_workers": "test_loader.py::test_reading_ahead_is_bounded_and_in_a_thread_that_ends",
+        "train_data_path": E + "test_data_path_and_split",
+        "valid_data_path": E + "test_data_path_and_split",
+        "test_data_path": E + "test_data_path_and_split",
+        "data_args_path": "test_datasets_blends.py::test_paths_from_files",
+        "per_split_data_args_path": "test_datasets_blends.py::test_paths_from_files",
+        "train_weighted_split_paths": "test_datasets_blends.py::test_groups_are_ranges_of_documents",
+        "valid_weighted_split_paths": "test_datasets_blends.py::test_groups_are_ranges_of_documents",
+        "test_weighted_split_paths": "test_datasets_blends.py::test_groups_are_ranges_of_documents",
+        "train_weighted_split_paths_path": "test_datasets_blends.py::test_groups_from_a_file",
+        "valid_weighted_split_paths_path": "test_datasets_blends.py::test_groups_from_a_file",
+        "test_weighted_split_paths_path": "test_datasets_blends.py::test_groups_from_a_file",
+        "multiple_validation_sets": "test_datasets_blends.py::test_multiple_validation_sets",
+        "validation_set_names": "test_datasets_blends.py::test_multiple_validation_sets",
+        "full_validation": "test_datasets_blends.py::test_full_validation_is_the_mean_over_all",
+        "blend_change_at": "test_datasets_blends.py::test_a_resumed_run_goes_on_with_its_blends",
+        "eod_mask_loss": E + "test_ends_of_documents",
+        "reset_position_ids": E + "test_ends_of_documents",
+        "reset_attention_mask": E + "test_ends_of_documents",
+        "skip_train_iteration_range": "test_loop.py::test_skipped_iterations_use_up_their_samples",
+    },
+    "training": {
+        "micro_batch_size": E + "test_batch_sizes",
+        "global_batch_size": E + "test_batch_sizes",
+        "num_accumulation_steps": "test_loop.py::test_accumulation_steps",
+        "train_iters": E + "test_length_and_validations",
+        "train_samples": "test_loop.py::test_length_in_samples",
+        "train_tokens": "test_loop.py::test_length_in_samples",
+        "rampup_batch_size": "test_loop.py::test_rampup_batch_size",
+        "seed": LOSSES,
+        "eval_interval": E + "test_length_and_validations",
+        "eval_iters": E + "test_length_and_validations",
+        "exit_interval": "test_train.py::test_exit_interval_saves_and_leaves",
+        "exit_duration_in_mins": "test_loop.py::test_exit_duration_in_mins",
+        "exit_signal_handler": E + "test_exit_signal_handler",
+        "kill_switch_path": "test_loop.py::test_kill_switch",
+        "skip_train": "test_loop.py::test_only_validated",
+        "loss_mean": E + "test_loss_mean_weighs_tokens_or_micro_batches",
+        "on_nonfinite": "test_precision.py::test_on_nonfinite",
+        "recompute_granularity": E + "test_recompute_runs_blocks_again",
+        "recompute_method": E + "test_recompute_runs_blocks_again",
+        "recompute_num_layers": E + "test_recompute_runs_blocks_again",
+        "checkpoint_activations": E + "test_recompute_runs_blocks_again",
+        "recompute_activations": E + "test_recompute_runs_blocks_again",
+        "deepspeed_activation_checkpointing": E + "test_recompute_runs_blocks_again",
+        "compile": E + "test_compile",
+    },
+    "optimizer": {
+        "optimizer": LOSSES,
+        "lr": E + "test_learning_rates",
+        "min_lr": E + "test_learning_rates",
+        "lr_decay_style": E + "test_learning_rates",
+        "lr_wsd_decay_style": E + "test_changes_the_losses_of_another_run",
+        "lr_wsd_decay_iters": E + "test_changes_the_losses_of_another_run",
+        "lr_wsd_decay_samples": E + "test_wsd_in_samples",
+        "lr_decay_iters": E + "test_learning_rates",
+        "lr_decay_samples": E + "test_lengths_in_samples_and_tokens",
+        "lr_decay_tokens": E + "test_lengths_in_samples_and_tokens",
+        "lr_warmup_fraction": E + "test_learning_rates",
+        "lr_warmup_iters": E + "test_learning_rates",
+        "lr_warmup_samples": E + "test_lengths_in_samples_and_tokens",
+        "lr_warmup_tokens": E + "test_lengths_in_samples_and_tokens",
+        "lr_warmup_init": E + "test_changes_the_losses_of_another_run",
+        "weight_decay": LOSSES,
+        "start_weight_decay": E + "test_changes_the_losses_of_another_run",
+        "end_weight_decay": E + "test_changes_the_losses_of_another_run",
+        "weight_decay_incr_style": E + "test_changes_the_losses_of_another_run",
+        "clip_grad": LOSSES,
+        "adam_beta1": LOSSES,
+        "adam_beta2": LOSSES,
+        "adam_eps": LOSSES,
+        "sgd_momentum": E + "test_changes_the_losses_of_another_run",
+        "muon_momentum": E + "test_changes_the_losses_of_another_run",
+        "muon_num_ns_steps": E + "test_changes_the_losses_of_another_run",
+        "override_opt_param_scheduler": "test_schedule.py::test_a_changed_schedule_needs_a_decision",
+        "use_checkpoint_opt_param_scheduler": "test_schedule.py::test_a_changed_schedule_needs_a_decision",
+    },
+    "precision": {
+        "fp16": "test_train.py::test_precisions_agree",
+        "bf16": "test_train.py::test_precisions_agree",
+        "params_dtype": "test_train.py::test_precisions_agree",
+        "loss_scale": E + "test_constant_loss_scale",
+        "initial_loss_scale": E + "test_dynamic_loss_scale",
+        "min_loss_scale": E + "test_least_loss_scale",
+        "loss_scale_window": E + "test_dynamic_loss_scale",
+        "hysteresis": E + "test_dynamic_loss_scale",
+        "deterministic_mode": "test_train.py::test_deterministic_mode_is_set",
+        "fp32_residual_connection": E + "test_changes_the_losses_of_another_run",
+    },
+    "parallel": {
+        "tensor_model_parallel_size": LAYOUTS,
+        "pipeline_model_parallel_size": LAYOUTS,
+        "context_parallel_size": LAYOUTS,
+        "cp_comm_type": "test_flags.py::test_words_of_whole_configurations",
+        "num_layers_per_virtual_pipeline_stage": LAYOUTS,
+        "pipeline_layout": LAYOUTS,
+        "pipeline_schedule": LAYOUTS,
+        "sequence_parallel": LAYOUTS,
+        "use_distributed_optimizer": LAYOUTS,
+        "zero_stage": LAYOUTS,
+        "num_distributed_optimizer_instances": LAYOUTS,
+        "deepspeed": "test_parallel_config.py::test_notices",
+        "deepspeed_config": "test_deepspeed_config.py::test_taken",
+        "partition_activations": "test_parallel_config.py::test_notices",
+        "remote_device": "test_parallel_config.py::test_remote_device",
+        "cpu_optimizer": "test_optimizers.py::test_offload",
+        "num_gpus_per_node": "test_launch.py::test_oneflow_flags",
+        "num_nodes": "test_launch.py::test_oneflow_flags",
+        "node_ips": "test_launch.py::test_oneflow_flags",
+        "world_size": "test_start.py::test_world_size",
+        "device": "test_train.py::test_bad_settings_are_refused_in_words",
+        "distributed_backend": SAME,
+        "distributed_timeout_minutes": SAME,
+        "start_timeout_seconds": "test_start.py::test_the_wait_for_missing_ranks_is_a_flag",
+        "local_rank": SAME,
+    },
+    "checkpoint": {
+        "save": E + "test_files",
+        "load": E + "test_files",
+        "save_interval": E + "test_files",
+        "save_overwrite": "test_train.py::test_save_without_load_onto_checkpoints_is_refused",
+        "verify": "test_native.py::test_reading_leaves_other_chunks_alone_and_full_does_not",
+        "exit_on_missing_checkpoint": "test_train.py::test_missing_checkpoint_can_be_an_error",
+        "trust_pickle": "test_hostile_files.py::test_their_payloads_work",
+        "ckpt_format": "test_megatron_saving.py::test_a_run_in_megatrons_tree",
+        "save_hf": "test_megatron_saving.py::test_save_hf",
+        "finetune": "test_loop.py::test_finetune_takes_the_weights_alone",
+        "no_load_optim": "test_loop.py::test_no_load_optim",
+        "no_save_optim": "test_loop.py::test_no_save_optim",
+        "use_checkpoint_args": "test_loop.py::test_use_checkpoint_args",
+        "save_at_start": "test_loop.py::test_save_at_start",
+        "keep_last": "test_loop.py::test_keep_last_and_every",
+        "keep_every": "test_loop.py::test_keep_last_and_every",
+        "keep_best": "test_loop.py::test_keep_best",
+        "universal_checkpoint": "test_parallel_config.py::test_notices",
+        "async_save": "test_background_saving.py::test_a_save_holds_the_numbers_of_its_own_step",
+        "run_dir": E + "test_files",
+    },
+    "logging": {
+        "log_interval": E + "test_length_and_validations",
+        "progress": E + "test_progress_bar",
+        "tensorboard": "test_loop.py::test_tensorboard",
+        "tensorboard_dir": "test_loop.py::test_tensorboard",
+        "tensorboard_log_interval": "test_loop.py::test_tensorboard",
+        "tensorboard_queue_size": "test_loop.py::test_tensorboard",
+        "log_timers_to_tensorboard": "test_loop.py::test_tensorboard",
+        "log_batch_size_to_tensorboard": "test_loop.py::test_tensorboard",
+        "log_learning_rate_to_tensorboard": "test_trackers.py::test_flags_choose",
+        "log_loss_scale_to_tensorboard": "test_loop.py::test_tensorboard",
+        "log_validation_ppl_to_tensorboard": "test_loop.py::test_tensorboard",
+        "log_memory_to_tensorboard": "test_loop.py::test_tensorboard",
+        "log_world_size_to_tensorboard": "test_loop.py::test_tensorboard",
+        "log_params_norm": "test_loop.py::test_num_zeros_and_params_norm",
+        "log_num_zeros_in_grad": "test_loop.py::test_num_zeros_and_params_norm",
+        "timing_log_level": "test_loop.py::test_timers",
+        "timing_log_option": "test_loop.py::test_timers",
+        "wandb_project": "test_trackers.py::test_wandb",
+        "wandb_exp_name": "test_trackers.py::test_wandb",
+        "wandb_save_dir": "test_trackers.py::test_wandb",
+        "profile": "test_loop.py::test_profile",
+        "profile_step_start": "test_loop.py::test_profile",
+        "profile_step_end": "test_loop.py::test_profile",
+    },
+    "sampling": {
+        "temperature": "test_generate.py::test_temperature",
+        "greedy": "test_generate.py::test_greedy",
+        "top_k": "test_generate.py::test_top_k",
+        "top_p": "test_generate.py::test_top_p",
+        "out_seq_length": "test_generate.py::test_out_seq_length",
+        "num_samples": "test_generate.py::test_num_samples_and_genfile",
+        "genfile": "test_generate.py::test_num_samples_and_genfile",
+        "sample_input_file": "test_generate.py::test_sample_input_file",
+        "sample_output_file": "test_generate.py::test_sample_output_file",
+        "interactive": "test_generate.py::test_interactive",
+        "prompt": "test_generate.py::test_prompt",
+        "recompute": "test_generate.py::test_recompute_equals_cache",
+    },
+    "preprocess": {
+        "input": "test_preprocess.py::test_several_inputs_patterns_and_standard_input",
+        "output_prefix": "test_preprocess.py::test_documents_in_order_with_eod",
+        "json_keys": "test_preprocess.py::test_keys_stay_aligned_when_a_text_is_empty",
+        "append_eod": "test_preprocess.py::test_documents_in_order_with_eod",
+        "on_error": "test_preprocess.py::test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost",
+        "dataset_impl": "test_preprocess.py::test_notices",
+        "workers": "test_preprocess_crew.py::test_workers_write_the_bytes_of_one",
+        "log_interval": "test_preprocess.py::test_a_bar_on_a_terminal",
+        "split_sentences": "test_text.py::test_sentences",
+        "keep_newlines": "test_text.py::test_sentences",
+        "lang": "test_text.py::test_sentences_without_nltk_or_its_model",
+    },
+    "evaluate": {
+        "input": "test_evaluate.py::test_input",
+        "json_keys": "test_evaluate.py::test_json_keys",
+        "overlapping_eval": "test_evaluate.py::test_overlapping_eval",
+        "json": "test_evaluate.py::test_json",
+    },
+    "verification": {
+        "prefixes": "test_data_commands.py::test_whole_files_and_checksums",
+        "checksums": "test_data_commands.py::test_whole_files_and_checksums",
+    },
+    "inspection": {
+        "prefix": "test_data_commands.py::test_counts_lengths_and_frequent_tokens",
+        "document": "test_data_commands.py::test_one_document",
+        "sample": "test_data_commands.py::test_one_training_sample",
+        "sample_set": "test_data_commands.py::test_one_training_sample",
+        "top": "test_data_commands.py::test_counts_lengths_and_frequent_tokens",
+        "picture": "test_data_commands.py::test_picture",
+        "json": "test_data_commands.py::test_counts_lengths_and_frequent_tokens",
+    },
+    "planning": {"json": "test_data_commands.py::test_plan_counts_what_the_training_reads"},
+    "merging": {
+        "datasets": "test_data_commands.py::test_merged_files_are_megatrons",
+        "input": "test_data_commands.py::test_merge_of_a_folder_and_its_script",
+        "output_prefix": "test_data_commands.py::test_merged_files_are_megatrons",
+        "merge": "test_data_commands.py::test_several_are_copied_at_a_time",
+    },
+    "fetching": {
+        "names": "test_data_commands.py::test_fetch_goes_on_where_it_was_cut",
+        "output": "test_data_commands.py::test_fetch_goes_on_where_it_was_cut",
+        "sha256": "test_data_commands.py::test_a_wrong_checksum_leaves_nothing",
+    },
+    "loose_text": {
+        "json_path": "test_data_commands.py::test_loose_files_become_one",
+        "output_file": "test_data_commands.py::test_loose_files_become_one",
+        "each_line": "test_data_commands.py::test_loose_files_become_one",
+    },
+}
+
+
+def entries():
+    """(group, field name) -> field, of all commands."""
+    return {(g, n): f for cls in CONFIGS for n, (g, f, _) in flags.fields(cls).items()}
+
+
+def file_of(name):
+    """The test file of this name, in whichever folder."""
+    [path] = TESTS.rglob(name)
+    return path
+
+
+@functools.cache
+def functions_in(file):
+    """Top-level function -> its source, decorators included."""
+    text = file_of(file).read_text(encoding="utf-8")
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def test_every_flag_has_an_entry_and_no_entry_is_left_over():
+    assert {(g, n) for g, names in TABLE.items() for n in names} == set(entries())
+
+
+def test_not_yet_is_said_of_exactly_what_is_not_yet(capsys):
+    said = {(g, n) for g, names in TABLE.items() for n, where in names.items() if where == "not yet"}
+    true = {key for key, f in entries().items() if flags.is_not_yet(f)}
+    assert said == true
+    by_step = {}
+    for key in sorted(true):
+        by_step.setdefault(entries()[key].metadata["step"], []).append(key[1])
+    with capsys.disabled():  # part of what a test run says
+        for step, names in sorted(by_step.items()):
+            print(f"\nnot yet, {f'step {step}' if step < 9 else 'no plan'}: {len(names)}: {', '.join(names)}")
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_not_yet_is_refused_by_name(cls):
+    """Every such flag at once, each with a value other than its default, gives one line each."""
+    argv, wanted = [], set()
+    for name, (_, f, kind) in flags.fields(cls).items():
+        if flags.is_not_yet(f):
+            flag, default, inner = settings.spelling(name), flags.default_of(f), flags._inner(kind)
+            wanted.add(flag)
+            if kind is bool:
+                argv.append("--no-" + flag[2:] if default else flag)
+            elif typing.get_origin(inner) is typing.Literal:
+                argv += [flag, next(c for c in typing.get_args(inner) if c != default)]
+            else:
+                argv += [flag, "7"]
+    if not wanted:
+        return
+    with pytest.raises(UserError) as caught:
+        flags.parse(cls, argv, "meshwright test")
+    told = [line.split()[0] for line in str(caught.value).splitlines() if " is not yet in" in line]
+    assert sorted(told) == sorted(wanted)
+
+
+@pytest.mark.parametrize("group", TABLE)
+def test_named_tests_exist_and_speak_of_their_flag(group):
+    for name, where in TABLE[group].items():
+        if where == "not yet":
+            continue
+        file, test = where.split("::")
+        assert test in functions_in(file), f"{name}: no {test} in {file}"
+        # These speak in flags; the others call what a flag sets.
+        if file in ("test_flag_effects.py", "test_train.py", "test_generate.py"):
+            spelled = name.replace("_", "[-_]")
+            assert re.search(rf"--(no-)?{spelled}\b", functions_in(file)[test]), f"{name}: not in {where}"
+
+
+MAKE = "PYTHONPATH=src python -c \"from meshwright import flags; print(flags.reference(), end='')\" > docs/flags.md"
+
+
+def test_the_page_of_flags_is_up_to_date():
+    page = (TESTS.parent / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert page == flags.reference(), f"docs/flags.md is out of date; make it anew with\n{MAKE}"
+    for _, f in entries().items():
+        assert f.metadata["help"].replace("|", "\\|") in page

@@ -1,0 +1,592 @@
+"""Settings of layouts: how ranks, layers and batches are divided, what is refused, and the documents' commands."""
+
+import dataclasses
+import json
+
+import pytest
+from test_deepspeed_config import CONFIG_003
+
+from conftest import TINY_FLAGS
+from meshwright.errors import UserError
+from meshwright.settings import flags
+from meshwright.settings.grammar import split_layers
+from meshwright.settings.schema import EvaluateConfig, GenerateConfig, Model, Parallel, TrainConfig, Training
+
+SMALL = [
+    "--num-layers=4",
+    "--hidden-size=32",
+    "--num-attention-heads=4",
+    "--seq-length=16",
+    "--micro-batch-size=2",
+    "--global-batch-size=16",
+    "--lr=1e-2",
+    "--train-iters=6",
+    "--mock-data",
+    "--vocab-size=64",
+]
+
+
+def parse(line="", cls=TrainConfig):
+    return flags.parse(cls, [*SMALL, *line.split()] if cls is TrainConfig else line.split(), "meshwright test")
+
+
+def refusal(line, cls=TrainConfig):
+    with pytest.raises(UserError) as caught:
+        parse(line, cls)
+    return str(caught.value)
+
+
+def sized(layers=4, **parallel):
+    return TrainConfig(model=Model(num_layers=layers), parallel=Parallel(**parallel))
+
+
+# What the sizes mean
+
+
+def test_world_and_data_parallel_ranks():
+    c = parse("--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2").config
+    assert (c.world, c.dp, c.parallel.model_ranks) == (8, 2, 4)
+    c = parse("--world-size 8 --context-parallel-size 2 --attention-dropout 0").config
+    assert (c.world, c.dp) == (8, 4)
+    assert (parse().config.world, parse().config.dp) == (1, 1)
+
+
+def test_oneflow_says_how_many_ranks_there_will_be():
+    """Before anything is started; what was started wins."""
+    c = parse("--num-gpus-per-node 4 --num-nodes 2 --node-ips 10.0.0.1,10.0.0.2 --tensor-model-parallel-size 2").config
+    assert (c.world, c.dp) == (8, 4)
+    assert parse("--num-gpus-per-node 4 --num-nodes 2 --world-size 2").config.world == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [
+        ({"micro_batch_size": 2}, (2, 8, 1)),
+        ({"micro_batch_size": 2, "num_accumulation_steps": 3}, (2, 24, 3)),
+        ({"micro_batch_size": 2, "global_batch_size": 16}, (2, 16, 2)),
+        ({"global_batch_size": 16, "num_accumulation_steps": 2}, (2, 16, 2)),
+    ],
+)
+def test_any_two_of_micro_accumulation_and_global_give_the_third(said, want):
+    c = TrainConfig(training=Training(train_iters=1, **said), parallel=Parallel(world_size=4))
+    assert (c.micro_batch, c.global_batch, c.micro_batches(c.global_batch)) == want
+
+
+@pytest.mark.parametrize(
+    ("parallel", "zero", "offloads"),
+    [
+        ({}, 0, False),
+        ({"use_distributed_optimizer": True}, 1, False),
+        ({"zero_stage": 2.0}, 2, False),
+        ({"zero_stage": 3, "use_distributed_optimizer": True}, 3, False),
+        ({"zero_stage": 3, "remote_device": "cpu"}, 3, True),
+        ({"cpu_optimizer": True}, 0, True),
+    ],
+)
+def test_zero_and_offloading(parallel, zero, offloads):
+    p = Parallel(**parallel)
+    assert (p.zero, p.offloads) == (zero, offloads)
+
+
+def test_remote_device():
+    assert parse("--world-size 2 --zero-stage 3 --remote-device cpu").config.parallel.offloads
+    assert "not yet in this version; give none, or give cpu" in refusal("--remote-device nvme --zero-stage 3")
+
+
+# Stages
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "want"),
+    [
+        (4, 1, [4]),
+        (4, 2, [2, 2]),
+        (5, 2, [3, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (9, 4, [2, 2, 3, 2]),
+        (4, 3, [1, 2, 1]),
+        (5, 3, [2, 2, 1]),
+        (24, 5, [5, 5, 5, 5, 4]),
+        (21, 5, [4, 4, 5, 4, 4]),
+        (4, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_layers_that_are_over_go_to_the_middle(layers, stages, want):
+    assert split_layers(None, layers, stages) == want == sized(layers, pipeline_model_parallel_size=stages).stages
+    assert sum(want) == layers
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "6,6,6,6",
+        "[0]*6+[1]*6+[2]*6+[3]*6",
+        "[0] * 6 + [1] * 6 + [2] * 6 + [3] * 6",
+        " 6, 6 ,6,6",
+        f"[{','.join(str(n // 6) for n in range(24))}]",
+        "[0]*6+[1,1,1]*2+[2]*6+[3,3]*3",
+    ],
+)
+def test_pipeline_layout(layout):
+    c = sized(24, pipeline_model_parallel_size=4, pipeline_layout=layout)
+    assert c.stages == [6, 6, 6, 6] and c.chunks == 1
+    small = ["--num-layers", "24", "--pipeline-model-parallel-size", "4", "--world-size", "4"]
+    got = flags.parse(TrainConfig, [*SMALL, *small, "--custom-pipeline-stage-id", layout], "meshwright test")
+    assert got.config.stages == [6, 6, 6, 6]
+
+
+def test_uneven_layouts():
+    assert sized(4, pipeline_model_parallel_size=2, pipeline_layout="3,1").stages == [3, 1]
+    assert sized(4, pipeline_model_parallel_size=2, pipeline_layout="[0]+[1]*3").stages == [1, 3]
+
+
+def test_virtual_stages():
+    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
+    assert (c.chunks, c.stages) == (2, [2, 2, 2, 2])
+    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+    assert (c.chunks, c.stages) == (4, [1] * 8)
+    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2, pipeline_layout="1,3,3,1")
+    assert c.stages == [1, 3, 3, 1]
+    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=4)
+    assert (c.chunks, c.stages) == (1, [4, 4])
+
+
+PP2 = "--world-size 2 --pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("2,3", "5 layers, but --num-layers is 4"),
+        ("1,2,1", "3 stages, but --pipeline-model-parallel-size, times the pieces of each rank, gives 2"),
+        ("4,0", "stage 1 has no layer"),
+        ("0,0,1,1", "4 stages, but"),
+        ("two,two", "neither the layers of each stage"),
+        ("__import__('os').system('touch hacked')", "neither the layers"),
+        ("[0]*2+[1]*3", "5 layers have a stage, but --num-layers is 4"),
+        ("[0,0,0,0]", "stage 1 has no layer"),
+        (
+            "[0,0,2,2]",
+            "there is a stage 2, but --pipeline-model-parallel-size, times the pieces of each rank, gives 0 to 1",
+        ),
+        ("[0,1,0,1]", "layer 2 goes back from stage 1 to 0"),
+        ("[0]*2+[1]*2+", "'' is not a list of stages"),
+        ("[0]*2-[1]", "'[0]*2-[1]' is not a list of stages"),
+        ("[0][1]", "is not a list of stages"),
+        ("[0]**9", "is not a list of stages"),
+        ("[]*4", "is not a list of stages"),
+        ("[-1,0,0,1]", "is not a list of stages"),
+        ("[x for x in (0,0,1,1)]", "is not a list of stages"),
+        ("[0]*99999", "is not a list of stages"),
+        ("+".join(["[0,0,0,0,0,0,0,0,0,0,0,0]*9999"] * 50), "more than 100000 layers"),
+    ],
+)
+def test_wrong_layouts(layout, words):
+    argv = [*SMALL, *PP2.split(), "--pipeline-layout", layout]
+    with pytest.raises(UserError) as caught:
+        flags.parse(TrainConfig, argv, "meshwright test")
+    assert words in str(caught.value) and str(caught.value).startswith("--pipeline-layout ")
+    assert len(str(caught.value)) < 300
+
+
+# Refusals: both numbers and the flag to change
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "--tensor-model-parallel-size 2",
+            "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2 (meshwright launch --nproc-per-node 2 on "
+            "one machine), or change a size",
+        ),
+        (
+            "--world-size 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "6 ranks are not a multiple of --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4: start 8",
+        ),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be above 0"),
+        ("--world-size 0", "--world-size 0 must be above 0"),
+        (
+            "--world-size 3 --tensor-model-parallel-size 3 --global-batch-size 6 --hidden-size 48",
+            "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+        ),
+        (
+            "--world-size 4 --tensor-model-parallel-size 4 --num-query-groups 2",
+            "--num-query-groups 2 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        ("--world-size 2 --tensor-model-parallel-size 2 --group-query-attention", "--num-query-groups 1 is not"),
+        (
+            "--world-size 4 --tensor-model-parallel-size 4 --ffn-hidden-size 42",
+            "--ffn-hidden-size 42 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        ("--world-size 4 --tensor-model-parallel-size 4 --pad-vocab-size-to 66", "--pad-vocab-size-to 66 is not"),
+        (
+            "--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 4 --attention-dropout 0",
+            "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 2 x --context-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --context-parallel-size 4 --num-query-groups 2 --attention-dropout 0",
+            "--num-query-groups 2 is not a multiple of --context-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --context-parallel-size 4 --seq-length 18 --attention-dropout 0",
+            "--seq-length 18 is not a multiple of --context-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --tensor-model-parallel-size 4 --seq-length 18 --sequence-parallel",
+            "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        (
+            "--world-size 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --seq-length 18 --sequence-parallel "
+            "--attention-dropout 0",
+            "--sequence-parallel: --seq-length 18 is not a multiple of --tensor-",
+        ),
+        (
+            "--world-size 2 --context-parallel-size 2",
+            "--context-parallel-size 2 with --attention-dropout 0.1: its mask would depend on the layout; give "
+            "--attention-dropout 0",
+        ),
+        (
+            "--world-size 8 --pipeline-model-parallel-size 8",
+            "--pipeline-model-parallel-size 8 is above --num-layers 4: a stage would have no layer",
+        ),
+        ("--num-layers-per-virtual-pipeline-stage 2", "2 needs --pipeline-model-parallel-size above 1"),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers 4 is not a multiple of --pipeline-model-"
+            "parallel-size 2 x --num-layers-per-virtual-pipeline-stage 3 = 6",
+        ),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule gpipe", "contradicts"),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --pipeline-layout 2,2", "2 stages, but"),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
+            "--global-batch-size 6 makes 3 micro-batches for each rank, not a multiple of --pipeline-model-parallel-size 2",
+        ),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --train-iters none --train-samples 99 --rampup-batch-size "
+            "4 2 20",
+            "--rampup-batch-size 2 makes 1 micro-batches for each rank",
+        ),
+        (
+            "--world-size 4 --num-distributed-optimizer-instances 3 --zero-stage 1",
+            "--num-distributed-optimizer-instances 3 does not divide the 4 data-parallel ranks",
+        ),
+        ("--world-size 4 --num-distributed-optimizer-instances 2", "2 needs --zero-stage 1, 2 or 3"),
+        ("--zero-stage 4", "--zero-stage 4 is none of 0, 1, 2, 3"),
+        ("--zero-stage 1.5", "--zero-stage: '1.5' is not a whole number"),
+        ("--zero-stage -1", "--zero-stage -1 is none of 0, 1, 2, 3"),
+        (
+            "--world-size 2 --tensor-model-parallel-size 2 --optimizer muon",
+            "--optimizer muon with --tensor-model-parallel-size 2: it needs whole matrices",
+        ),
+        ("--world-size 2 --use-distributed-optimizer --optimizer muon", "--optimizer muon with ZeRO 1"),
+        (f"{PP2} --micro-batch-size auto", "--micro-batch-size auto with a model on 2 ranks"),
+        ("--world-size 2 --remote-device cpu --zero-stage 2", "--remote-device cpu is for --zero-stage 3, not 2"),
+        ("--deepspeed --deepspeed_config nowhere.json", "--deepspeed_config nowhere.json: No such file"),
+        (
+            "--world-size 4 --global-batch-size 10",
+            "--global-batch-size 10 is not a multiple of --micro-batch-size 2 x 4 data-parallel ranks = 8; the nearest "
+            "multiple is 8",
+        ),
+        (
+            "--world-size 4 --micro-batch-size none --num-accumulation-steps 3",
+            "--global-batch-size 16 is not a multiple of --num-accumulation-steps 3 x 4 data-parallel ranks = 12; the "
+            "nearest multiple is 12",
+        ),
+        (
+            "--world-size 4 --num-accumulation-steps 1",
+            "--micro-batch-size 2 x --num-accumulation-steps 1 x 4 "
+            "data-parallel ranks is 8, not the --global-batch-size 16: leave one of the three out",
+        ),
+        (
+            "--world-size 3 --micro-batch-size auto",
+            "--global-batch-size 16 is not a multiple of --micro-batch-size auto "
+            "x 3 data-parallel ranks = 3; the nearest multiple is 15",
+        ),
+        (
+            "--world-size 2 --train-iters none --train-samples 99 --rampup-batch-size 4 2 20",
+            "--rampup-batch-size 4 2 20: 4 and 2 must be multiples of --micro-batch-size 2 x 2 data-parallel ranks = 4",
+        ),
+        ("--device GPU!", "--device 'GPU!' is not auto, cpu, cuda"),
+        ("--device auto:1", "--device 'auto:1' is not"),
+        ("--distributed-backend n/ccl", "--distributed-backend 'n/ccl' is no name such as nccl"),
+        ("--cp-comm-type p2p", "--cp-comm-type p2p is not yet"),
+        ("--distributed-timeout-minutes 1e20", "--distributed-timeout-minutes 1e+20 is not between 0.01 and 100000"),
+        ("--distributed-timeout-minutes 1e-9", "--distributed-timeout-minutes 1e-09 is not between"),
+        ("--start-timeout-seconds 0", "--start-timeout-seconds 0 is not between 1 and 100000"),
+    ],
+)
+def test_refusals(line, words):
+    told = refusal(line)
+    assert words in told and len(told.splitlines()) == 1, told
+
+
+def test_all_wrong_sizes_at_once():
+    told = refusal(
+        "--world-size 9 --tensor-model-parallel-size 3 --pipeline-model-parallel-size 5 --seq-length 17 "
+        "--context-parallel-size 2 --zero-stage 7 --global-batch-size 7"
+    )
+    for words in (
+        "9 ranks are",
+        "--num-attention-heads 4 is",
+        "--ffn-hidden-size 128 is",
+        "--seq-length 17 is",
+        "give --attention-dropout 0",
+        "above --num-layers 4",
+        "--zero-stage 7",
+        "--global-batch-size 7",
+    ):
+        assert told.count(words) == 1, words
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3", "npu", "npu:0", "xpu", "mps"])
+def test_devices(device):
+    assert parse(f"--device {device}").config.parallel.device == device
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo", "hccl", "xccl", "NCCL", "cpu:gloo,cuda:nccl"])
+def test_backends(backend):
+    assert parse(f"--world-size 2 --distributed-backend {backend}").notices == []
+
+
+@pytest.mark.parametrize("cls", [GenerateConfig, EvaluateConfig])
+def test_reading_commands_run_on_one_device(cls):
+    name = "generate" if cls is GenerateConfig else "evaluate"
+    line = "--load x --input y" if cls is EvaluateConfig else "--load x"
+    ones = " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --world-size 1"
+    parse(line + ones, cls)
+    for flag in ones.split()[::2]:
+        told = refusal(f"{line} {flag} 2", cls)
+        assert told == f"{flag} 2: {name} runs on one device: it loads a checkpoint of any layout; give 1"
+
+
+# Notices
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--sequence-parallel", "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
+        ("--zero-stage 2", "--zero-stage has no effect without several data-parallel ranks"),
+        (
+            "--use-distributed-optimizer",
+            "--use-distributed-optimizer has no effect without several data-parallel ranks",
+        ),
+        (
+            "--world-size 2 --use-distributed-optimizer --zero-stage 3",
+            "--use-distributed-optimizer is ZeRO 1: --zero-stage 3 goes further",
+        ),
+        ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect without"),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 2", "has no effect without several pieces on a pipeline rank"),
+        (
+            "--partition-activations",
+            "--partition-activations has no effect without DeepSpeed: --sequence-parallel splits",
+        ),
+        ("--deepspeed", "--deepspeed has no effect without --deepspeed_config: the flags alone decide"),
+        ("--deepspeed-activation-checkpointing", "--deepspeed-activation-checkpointing: whole layers are recomputed"),
+        ("--distributed-backend gloo", "--distributed-backend has no effect without several processes"),
+    ],
+)
+def test_notices(line, words):
+    told = parse(line).notices
+    assert len(told) == 1 and words in told[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--world-size 2 --zero-stage 3",
+        "--world-size 2 --context-parallel-size 2 --attention-dropout 0 --zero-stage 1",
+        "--world-size 4 --use-distributed-optimizer --num-distributed-optimizer-instances 2",
+        f"{PP2} --pipeline-schedule gpipe",
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1",
+        "--world-size 2 --distributed-backend gloo",
+        "--checkpoint-activations --deepspeed-activation-checkpointing",
+    ],
+)
+def test_nothing_to_tell(line):
+    assert parse(line).notices == []
+
+
+def test_recompute_by_deepspeeds_name():
+    assert parse("--deepspeed-activation-checkpointing").config.training.recompute == "full"
+    assert "contradicts full" in refusal("--deepspeed-activation-checkpointing --recompute-activations")
+
+
+def test_tiny_flags_fit_many_layouts():
+    """Those that other tests train with."""
+    for more in (
+        "--world-size 2 --tensor-model-parallel-size 2",
+        PP2,
+        "--world-size 2 --zero-stage 3",
+        "--world-size 2 --context-parallel-size 2 --attention-dropout 0",
+    ):
+        got = flags.parse(TrainConfig, [*TINY_FLAGS, *more.split()], "meshwright test")
+        assert got.config.world == 2 and dataclasses.replace(got.config) == got.config
+
+
+# The documents' distributed commands
+
+SEED_000 = """
+       --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 24 --hidden-size 1024
+       --num-attention-heads 16 --micro-batch-size 8 --global-batch-size 16 --seq-length 1024
+       --max-position-embeddings 1024 --train-iters 5000 --lr-decay-iters 320000 --save checkpoints/gpt2
+       --load checkpoints/gpt2 --data-path data/meg-gpt2_text_document --vocab-file data/gpt2-vocab.json
+       --merge-file data/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 0.00015
+       --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
+       --checkpoint-activations --log-interval 10 --save-interval 500 --eval-interval 100 --eval-iters 10 --fp16
+"""
+# Seed 001's test/train_full_8p.sh: TP, PP, and what `ascend-...` presets hold too.
+SEED_001 = """
+       --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --num-layers {layers}
+       --hidden-size {hidden} --num-attention-heads {heads} --seq-length {seq} --max-position-embeddings {seq}
+       --micro-batch-size {micro} --global-batch-size {batch} --train-iters 500000 --lr-decay-iters 320000
+       --save ckpts/ckpts_tmp --data-path ./data/my-gpt_text_sentence --vocab-file ./data/gpt2-vocab.json
+       --merge-file ./data/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 1.5e-4
+       --lr-decay-style cosine --min-lr 1.5e-5 --num-workers 16 --weight-decay 1e-2 --clip-grad 1.0
+       --lr-warmup-fraction .01 --log-interval 100 --save-interval 100000 --eval-interval 1000 --eval-iters 10 --fp16
+       --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir --seed 1234 --attention-dropout 0.0 --hidden-dropout 0.0
+       --deepspeed --deepspeed_config=./ds_config.json --zero-stage=0 --deepspeed-activation-checkpointing
+"""
+# Seed 003's args_deepspeed_gpt.sh 2 8 RANK ADDR 2 4 true true 32 512, and 1024 on the second node.
+SEED_003 = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
+    --micro-batch-size {micro} --global-batch-size {batch} --lr 0.00015 --train-iters 220 --lr-decay-iters 320000
+    --lr-decay-style cosine --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --lr-warmup-fraction .01
+    --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save checkpoints/gpt2
+    --data-path my-gpt2_text_document --deepspeed --deepspeed_config ./ds_config.json --zero-stage 1
+    --deepspeed-activation-checkpointing --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
+    --DDP-impl local
+"""
+SEED_004 = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-gpus-per-node 1 --num-nodes 1
+    --train-iters 500000 --learning-rate 0.00015 --dataset gpt_sample_dataset_text_document --seq-length 1024
+    --split 949,50,1 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction 0.01
+    --weight-decay 1e-2 --optimizer adamw --clip-grad 1.0 --vocab-size 50257 --load checkpoint --save checkpoint
+    --save-interval 10000 --log-interval 100 --checkpoint-activations --multihead-attention-fusion --fp16
+"""
+
+
+def command(text, *more):
+    return flags.parse(TrainConfig, [*text.split(), *more], "meshwright test").config
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "dp", "stages"),
+    [([], 8, 2, [12, 12]), (["--pipeline-model-parallel-size", "4"], 16, 2, [6, 6, 6, 6])],
+)
+def test_seed_000(more, ranks, dp, stages):
+    c = command(SEED_000, "--local-rank=3", "--world-size", str(ranks), *more)
+    assert (c.dp, c.stages, c.micro_batches(c.global_batch)) == (dp, stages, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "hidden", "layers", "seq", "heads", "batch", "micro", "steps"),
+    [
+        ("345m", 1, 2, 1024, 24, 1024, 16, 16, 4, 1),
+        ("1.3b", 2, 2, 2048, 24, 1024, 16, 32, 8, 2),
+        ("2.7b", 2, 2, 2560, 32, 2048, 32, 32, 8, 2),
+        ("3.7b", 2, 2, 3072, 32, 2048, 32, 16, 4, 2),
+        ("345m-without-mp", 1, 1, 1024, 24, 1024, 16, 64, 8, 1),
+    ],
+)
+def test_seed_001(tmp_path, monkeypatch, name, tp, pp, hidden, layers, seq, heads, batch, micro, steps):
+    monkeypatch.chdir(tmp_path)
+    file = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "steps_per_print": 1,
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": True,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 12,
+        },
+        "wall_clock_breakdown": False,
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(file))
+    text = SEED_001.format(tp=tp, pp=pp, hidden=hidden, layers=layers, seq=seq, heads=heads, batch=batch, micro=micro)
+    c = command(text, "--world-size", "8", "--local_rank=0")
+    assert (c.dp, c.micro_batches(c.global_batch)) == (8 // tp // pp, steps)
+    assert (c.precision.initial_loss_scale, c.precision.loss_scale_window, c.parallel.zero) == (4096, 500, 0)
+    sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp), "--world-size", "8"]
+    preset = command("", "--preset", f"ascend-{name}", *sizes, "--mock-data", "--vocab-size", "99")
+    assert (preset.dp, preset.stages, preset.global_batch, preset.micro_batch, preset.model.hidden_size) == (
+        c.dp,
+        c.stages,
+        c.global_batch,
+        c.micro_batch,
+        c.model.hidden_size,
+    )
+
+
+@pytest.mark.parametrize(("micro", "batch", "steps"), [(32, 512, 8), (32, 1024, 16), (80, 1280, 8), (60, 1920, 16)])
+def test_seed_003(tmp_path, monkeypatch, micro, batch, steps):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_config.json").write_text(CONFIG_003.replace("$MICRO", str(micro)).replace("$GLOBAL", str(batch)))
+    text = SEED_003.format(micro=micro, batch=batch)
+    c = command(text, "--world-size", "16", "--fp16", "--checkpoint-activations", "--local-rank=7")
+    assert (c.dp, c.stages, c.micro_batches(batch), c.parallel.zero) == (2, [6, 6, 6, 6], steps, 1)
+    libai = command(text, "--world-size", "16", "--custom-pipeline-stage-id", "[0] * 6 + [1] * 6 + [2] * 6 + [3] * 6")
+    assert libai.stages == c.stages
+
+
+@pytest.mark.parametrize(
+    ("more", "dp", "steps"),
+    [
+        ("", 1, 2),
+        (
+            "--num-gpus-per-node 8 --num-nodes 4 --node-ips 10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4 "
+            "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --global-batch-size 512",
+            2,
+            64,
+        ),
+        (
+            "--num-gpus-per-node 8 --tensor-model-parallel-size 4 --micro-batch-size none --num-accumulation-steps 2",
+            2,
+            2,
+        ),
+    ],
+)
+def test_seed_004(more, dp, steps):
+    c = command(SEED_004, "--initial-loss-scale", "4294967296", "--use-rdma", *more.split())
+    assert (c.dp, c.micro_batches(c.global_batch)) == (dp, steps)
+
+
+def test_oneflow_presets():
+    c = command(
+        "",
+        "--preset",
+        "oneflow-24x2304",
+        "--tensor-model-parallel-size",
+        "4",
+        "--mock-data",
+        "--vocab-size",
+        "99",
+        "--pipeline-model-parallel-size",
+        "4",
+        "--world-size",
+        "32",
+    )
+    assert (c.dp, c.micro_batches(512)) == (2, 32)
+    c = command(
+        "",
+        "--preset",
+        "oneflow-16x1536",
+        "--tensor-model-parallel-size",
+        "4",
+        "--world-size",
+        "8",
+        "--mock-data",
+        "--vocab-size",
+        "99",
+    )
+    assert (c.dp, c.micro_batches(16)) == (2, 1)

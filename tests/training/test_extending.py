@@ -1,0 +1,371 @@
+"""docs/extending.md: its example is the file, learns, continues exactly, and each of its three parts is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from torch import nn
+
+from conftest import opened
+from meshwright.__main__ import main
+from meshwright.commands.report import main as report
+from meshwright.data.loader import Mock
+from meshwright.errors import UserError
+from meshwright.model.attention import Where, share
+from meshwright.model.gpt import GPT, Block, Options
+from meshwright.model.layers import Embedding, Linear
+from meshwright.training import run as train
+
+pytestmark = pytest.mark.whole  # seconds, not moments
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "extending.py"
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("extending", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r["loss"] for r in lines if r["event"] == "step"]
+
+
+def tensors(folder, step):
+    return safetensors.numpy.load_file(folder / f"iter_{step:07d}" / "rank_00000.safetensors")
+
+
+def parts(example):
+    """Model, loss and data of the example."""
+
+    def model(*sizes, options):
+        return GPT(*sizes, block=example.Parallel, options=options)
+
+    return model, example.z_loss, {"train": example.Sums(10**9, 1), "valid": None, "test": None}
+
+
+def test_the_page_has_the_file():
+    assert re.findall(r"```python\n(.*?)```\n", PAGE, re.S)[0] == EXAMPLE.read_text()
+
+
+def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys):
+    """Run as a program, it stops in the middle; a run that does not stop has the same losses and weights."""
+    steps = 60
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(tmp_path / "sums"), str(steps)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "at iteration 30" in out and re.search(r"^7\+5=.*^\d of 5 right$", out, re.M | re.S)
+    first, *_, last = losses(tmp_path / "sums")
+    assert abs(first - math.log(257)) < 0.1 and last < 0.7 * first
+
+    model, loss, datasets = parts(example)
+    whole = example.settings(str(tmp_path / "whole"), steps)
+    datasets = datasets | {"valid": example.Sums(10**6, seed=2)}
+    assert train.run(whole, model, loss, datasets) == 0
+    capsys.readouterr()
+    printed = []
+    for name in ("sums", "whole"):
+        report(["--losses", str(tmp_path / name)])
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].count("\n") == steps
+    a, b = tensors(tmp_path / "sums", steps), tensors(tmp_path / "whole", steps)
+    assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
+
+
+def test_the_example_tells_what_its_user_can_mend(example, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert example.main(str(tmp_path / "file"), 4) == 2
+    err = capsys.readouterr().err
+    assert "extending: error: " in err and "file is a file, not a folder" in err
+
+
+def test_the_example_runs_on_two_ranks(tmp_path):
+    argv = ["launch", "--nproc-per-node", "2", str(EXAMPLE), str(tmp_path / "sums"), "4"]
+    done = subprocess.run([sys.executable, "-m", "meshwright", *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" of 5 right") == 1 and len(losses(tmp_path / "sums")) == 4
+
+
+@pytest.fixture(scope="module")
+def all_three(example, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three") / "run"
+    assert train.run(example.settings(str(folder), 4), *parts(example)) == 0
+    return folder
+
+
+def test_the_block_is_used(example, all_three, tmp_path):
+    model, loss, datasets = parts(example)
+    assert train.run(example.settings(str(tmp_path), 4), None, loss, datasets) == 0
+    assert losses(tmp_path)[0] != losses(all_three)[0]
+    assert "h.0.ln_2.weight" in tensors(tmp_path, 4) and "h.0.ln_2.weight" not in tensors(all_three, 4)
+
+
+def test_the_loss_is_used(example, all_three, tmp_path):
+    """With fresh weights all 257 logits are about 0, so the term is 1e-4 ln(257)^2 = 0.0031."""
+    model, loss, datasets = parts(example)
+    assert train.run(example.settings(str(tmp_path), 4), model, None, datasets) == 0
+    assert losses(all_three)[0] - losses(tmp_path)[0] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.02)
+
+
+def test_the_data_are_used(example, all_three, tmp_path):
+    """Samples 0 to 63 in order, once each; other data give other losses."""
+    model, loss, datasets = parts(example)
+    asked = []
+
+    class Recorded(example.Sums):
+        def __getitem__(self, k):
+            asked.append(k)
+            return super().__getitem__(k)
+
+    settings = example.settings(str(tmp_path / "a"), 4)
+    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, num_workers=0))
+    assert train.run(settings, model, loss, datasets | {"train": Recorded(10**9, 1)}) == 0
+    assert asked == list(range(64)) and losses(tmp_path / "a") == losses(all_three)
+    other = {"train": Mock(256, 10**6, example.SEQ, 1)}
+    assert train.run(example.settings(str(tmp_path / "b"), 4), model, loss, datasets | other) == 0
+    assert losses(tmp_path / "b") != losses(all_three)
+
+
+def test_generate_refuses_another_network(all_three, capsys):
+    """No text is better than text of a network that was not trained, even where names and shapes agree."""
+    assert main(["generate", str(all_three), "--device=cpu", "--prompt=1+1="]) == 65
+    assert "holds a GPT of Parallel, which only the program that made it builds" in capsys.readouterr().err
+
+
+def test_another_network_does_not_continue(example, tmp_path):
+    model, loss, datasets = parts(example)
+    settings = example.settings(str(tmp_path / "a"), 4, 2)
+    assert train.run(settings, model, loss, datasets) == 0
+    with pytest.raises(UserError, match="holds a GPT of Parallel, this run builds a GPT of Block"):
+        train.run(example.settings(str(tmp_path / "a"), 4), None, loss, datasets)
+
+
+class Odd(GPT):
+    def __init__(self, *sizes, options):
+        super().__init__(*sizes, options=options)
+        self.register_buffer("scale", torch.ones(3))
+
+
+class Twice(GPT):
+    def __init__(self, *sizes, options):
+        super().__init__(*sizes, options=options)
+        self.head_weight = self.wte.weight
+
+
+@pytest.mark.parametrize(("model", "words"), [(Odd, "has buffers: scale"), (Twice, "parameters of two names")])
+def test_what_would_be_lost_is_refused(example, model, words):
+    with pytest.raises(UserError, match=words):
+        train.run(example.settings(None, 2), model, None, parts(example)[2])
+
+
+def test_no_training_data(example):
+    with pytest.raises(UserError, match='no "train"'):
+        train.run(example.settings(None, 2), datasets={})
+
+
+def test_data_without_the_three_methods_are_refused_by_name(example):
+    given = parts(example)[2] | {"valid": [np.arange(49)]}
+    with pytest.raises(UserError, match=r'datasets\["valid"\], a list, has no locate'):
+        train.run(example.settings(None, 2), datasets=given)
+
+
+def test_samples_of_another_length_are_refused(example):
+    with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\): give 49 int64"):
+        train.run(example.settings(None, 2), datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)})
+
+
+def test_a_network_without_h_is_compiled_whole(example, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(type(f.__self__).__name__) or f)
+    settings = example.settings(None, 2)
+    t = dataclasses.replace(settings.training, compile="on", eval_iters=0)
+    assert train.run(dataclasses.replace(settings, training=t), bigram(), None, parts(example)[2]) == 0
+    assert made == ["Bigram"]
+
+
+def test_samples_are_sums(example):
+    sums = example.Sums(5, 1)
+    assert len(sums) == 5 and sums[3].shape == (example.SEQ + 1,) and sums[3].dtype == np.int64
+    text = "".join("\n" if i == 256 else chr(i) for i in sums[3])
+    whole = text.splitlines()[:-1]
+    assert len(whole) >= 4
+    for line in whole:
+        a, b, c = map(int, re.split(r"[+=]", line))
+        assert a + b == c
+    assert (sums[3] == example.Sums(5, 1)[3]).all() and (sums[3] != sums[2]).any()
+
+
+def test_the_block_is_what_it_says(example):
+    """x + attn(ln(x)) + mlp(ln(x)), two layers of it, written out."""
+    m = dataclasses.replace(example.settings(None, 4).model, position_embedding_type="rope")
+    torch.manual_seed(0)
+    network = GPT(m, 257, 257, 8, example.Parallel, Options())
+    for p in network.parameters():
+        torch.nn.init.normal_(p, 0, 0.3)
+    tokens = torch.randint(257, (2, 8))
+    got = network(tokens, Where())
+    shared = share(m, Where(), tokens, torch.float32, False)
+    x = network.wte(tokens)
+    for layer in network.h.values():
+        y = layer.ln_1(x)
+        x = x + layer.attn(y, shared) + layer.mlp(y)
+    torch.testing.assert_close(got, network.head(x))
+
+
+def test_an_answer_is_read_off_the_network(example):
+    class Knows(nn.Module):
+        """Says "42" and an end of document."""
+
+        vocab, layers = 257, 0
+
+        def __init__(self):
+            super().__init__()
+            self.wte = nn.Embedding(257, 1)
+
+        def forward(self, tokens, where, last_only):
+            following = {ord("="): ord("4"), ord("4"): ord("2"), ord("2"): 256}
+            return nn.functional.one_hot(torch.tensor([[following[int(tokens[0, -1])]]]), 257).float()
+
+    assert example.answer(Knows(), "40+2=") == "42"
+
+
+def bigram():
+    """The whole network of the page."""
+    names = {"nn": nn, "Embedding": Embedding, "Linear": Linear}
+    exec(re.findall(r"```python\n(.*?)```\n", PAGE, re.S)[1], names)
+    return names["Bigram"]
+
+
+def test_a_whole_network(example, tmp_path):
+    """The page's own lines; it stops and continues exactly, and is drawn, decayed and saved by the names."""
+    _, loss, datasets = parts(example)
+    for folder, stops in (("whole", [None]), ("parts", [5, None])):
+        for stop in stops:
+            settings = example.settings(str(tmp_path / folder), 12, stop)
+            assert train.run(settings, bigram(), loss, datasets) == 0
+    a, b = tensors(tmp_path / "whole", 12), tensors(tmp_path / "parts", 12)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and len(losses(tmp_path / "whole")) == 12
+    assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
+    names = {n for n in a if "/" not in n}
+    assert names == {"wte.weight", "lm_head.weight", "lm_head.bias"}
+    assert a["wte.weight"].shape == a["lm_head.weight"].shape == (257, 64)
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
+
+
+def test_first_weights_are_drawn_by_name(example, tmp_path):
+    """Biases 0, vectors 1, the rest normal, `proj` by sqrt(2 x 2 layers) smaller; or as the network's own method says."""
+    _, loss, datasets = parts(example)
+    made = []
+
+    class Named(nn.Module):
+        def __init__(self, m, vocab, padded, positions, options):
+            super().__init__()
+            self.wte = Embedding(padded, 64)
+            self.any = Linear(64, 64)
+            self.proj = Linear(64, 64, bias=False)
+            self.scale = nn.Parameter(torch.full((64,), 7.0))
+            made.append(self)
+
+        def forward(self, tokens, where):
+            x = self.wte(tokens)
+            return (x + self.scale * self.proj(self.any(x))) @ self.wte.weight.T
+
+    class Own(Named):
+        def initialise(self, masters, m, vocab, seed):
+            for name, p in masters:
+                p.fill_(0.01 * len(name))
+
+    for kind in (Named, Own):
+        settings = example.settings(None, 1)  # one step, at the rate 0 of the warm-up's begin
+        assert train.run(settings, kind, loss, datasets) == 0
+    weights, own = ({n: p.detach() for n, p in network.named_parameters()} for network in made)
+    assert (weights["any.bias"] == 0).all() and (weights["scale"] == 1).all()
+    for name, std in (("wte.weight", 0.02), ("any.weight", 0.02), ("proj.weight", 0.01)):
+        assert float(weights[name][:257].std()) == pytest.approx(std, rel=0.05)
+    assert (weights["wte.weight"][257:] == 0).all()
+    assert (own["scale"] == own["scale"][0]).all() and float(own["scale"][0]) == pytest.approx(0.05)
+    assert float(own["any.bias"][0]) == pytest.approx(0.08)
+
+
+def test_the_standard_block_is_the_standard(example, all_three, tmp_path):
+    """The three arguments with our own parts are a run without them."""
+    settings = example.settings(None, 4)
+    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, mock_data=True))
+    runs = []
+    for given in ({}, {"model": lambda *sizes, options: GPT(*sizes, block=Block, options=options)}):
+        folder = tmp_path / str(len(runs))
+        c = dataclasses.replace(settings, checkpoint=dataclasses.replace(settings.checkpoint, save=str(folder)))
+        c = dataclasses.replace(c, training=dataclasses.replace(c.training, eval_iters=0))
+        assert train.run(c, **given) == 0
+        runs.append(losses(folder))
+    assert runs[0] == runs[1]
+
+
+class Frozen(GPT):
+    def __init__(self, *sizes, options):
+        super().__init__(*sizes, options=options)
+        self.wte.weight.requires_grad_(False)
+
+
+class Dropping(GPT):
+    def __init__(self, *sizes, options):
+        super().__init__(*sizes, options=options)
+        self.drop = nn.Dropout(0.1)
+
+
+@pytest.mark.parametrize(("model", "words"), [(Frozen, "without requires_grad: wte"), (Dropping, "has drop, whose")])
+def test_what_would_not_be_followed_is_refused(example, model, words):
+    with pytest.raises(UserError, match=words):
+        train.run(example.settings(None, 2), model, None, parts(example)[2])
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", "none"])
+def test_a_loss_of_another_shape(example, how):
+    def loss(logits, batch):
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), reduction=how)
+
+    with pytest.raises(UserError, match="one loss for each token"):
+        train.run(example.settings(None, 2), None, loss, parts(example)[2])
+
+
+def test_too_few_samples(example):
+    with pytest.raises(UserError, match="has 100 samples, the run needs 320"):
+        train.run(example.settings(None, 20), None, None, {"train": example.Sums(100, 1)})
+
+
+def test_muon_without_layers(example):
+    settings = example.settings(None, 2)
+    settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon"))
+    with pytest.raises(UserError, match="of which this model has none"):
+        train.run(settings, bigram(), None, parts(example)[2])
+
+
+def test_data_of_ones_own_needs_no_files(tmp_path: Path) -> None:
+    """Paths that are there by habit are neither looked for nor remembered."""
+    from conftest import TINY_FLAGS
+    from meshwright.settings import flags
+    from meshwright.settings.schema import TrainConfig
+
+    argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
+    config = flags.parse(TrainConfig, argv, "test").config
+    data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
+    assert train.run(config, datasets=data) == 0
+    assert opened(tmp_path, 6).config["data_fingerprint"] == []

@@ -1,0 +1,404 @@
+"""`--micro-batch-size auto`: what fits, counted on a CPU and tried on a GPU; and what ends a run early."""
+
+import itertools
+import os
+import re
+import signal
+import tomllib
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from test_flag_effects import run  # noqa: F401, a fixture
+
+from meshwright.settings.schema import Training
+from meshwright.training import memory as fit
+from meshwright.training import stop as ending
+from meshwright.training.stop import Ending
+
+pytestmark = pytest.mark.whole  # seconds, not moments
+
+CPU, GIB = torch.device("cpu"), 2**30
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="running out of a GPU's memory needs a GPU")
+FEW = ("--train-iters", "2", "--eval-iters", "0", "--global-batch-size", "12", "--micro-batch-size")
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """memory(n): n bytes are free; counted[-2:] are what one and three samples take, in the order of the attempts."""
+    counted, real = [], fit.peak_bytes
+
+    def peak_bytes(attempt, size):
+        counted.append((size, real(attempt, size)))
+        return counted[-1][1]
+
+    def arrange(free):
+        monkeypatch.setattr(fit, "free_memory", lambda: free)
+        return counted
+
+    monkeypatch.setattr(fit, "peak_bytes", peak_bytes)
+    return arrange
+
+
+def each(counted):
+    """Of one sample."""
+    last = dict(counted[-2:])
+    return (last[3] - last[1]) / 2
+
+
+def chosen(got):
+    assert got.status == 0
+    return int(re.search(r" > --micro-batch-size auto: (\d+) \(", got.out)[1])
+
+
+# By command, on a CPU
+
+
+def test_follows_the_memory(run, memory):  # noqa: F811
+    """One, something between, all 12; a hair less than is needed takes the next smaller divisor."""
+    counted = memory(0)
+    assert chosen(run(*FEW, "auto")) == 1
+    one = each(counted)
+    for size, smaller in ((12, 6), (6, 4), (4, 3), (3, 2), (2, 1)):
+        needed = size * one / fit.SHARE
+        memory(needed * 1.001)
+        assert chosen(run(*FEW, "auto")) == size
+        memory(needed * 0.999)
+        assert chosen(run(*FEW, "auto")) == smaller
+    memory(2**60)
+    got = run(*FEW, "auto")
+    assert chosen(got) == 12 and f"one sample takes {one / 2**20:,.1f} MiB, {2**30:,.1f} GiB are free" in got.out
+
+
+@pytest.mark.parametrize(("ramp", "want"), [(("4", "4", "12"), 4), (("6", "3", "12"), 3), (("2", "5", "12"), 1)])
+def test_divides_every_size_of_a_ramp(run, memory, ramp, want):  # noqa: F811
+    memory(2**60)
+    got = run(*FEW, "auto", "--train-iters", "none", "--train-samples", "48", "--rampup-batch-size", *ramp)
+    sizes = got.column("batch")
+    assert chosen(got) == want and len(set(sizes)) > 1 and all(n % want == 0 for n in sizes)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--bf16"], ["--fp16", "--initial-loss-scale", "256"], ["--optimizer", "muon"]],
+    ids=lambda f: "".join(f) or "fp32",
+)
+def test_attempts_leave_no_trace(run, memory, tmp_path, flags):  # noqa: F811
+    """The losses are those of the same size given by hand, bit for bit, and so is what is saved."""
+    counted = memory(0)
+    assert chosen(run(*FEW, "auto", *flags)) == 1
+    memory(4.5 * each(counted) / fit.SHARE)
+    auto = run(*FEW, "auto", *flags, "--save", str(tmp_path / "auto"))
+    byhand = run(*FEW, "4", *flags, "--save", str(tmp_path / "hand"))
+    assert chosen(auto) == 4 and auto.losses == byhand.losses and len(auto.losses) == 2
+    assert auto.column("grad_norm") == byhand.column("grad_norm")
+    files = [{p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.safetensors")} for n in ("auto", "hand")]
+    assert files[0] == files[1] and files[0]
+
+
+def test_saved_and_kept_on_resume(run, memory, tmp_path):  # noqa: F811
+    """config.toml and the checkpoint hold the number; a resumed run keeps to it while it fits."""
+    save, flags = tmp_path / "save", (*FEW, "auto", "--lr-decay-iters", "6")
+    counted = memory(0)
+    run(*flags)
+    one = each(counted)
+    memory(4.5 * one / fit.SHARE)
+    first = run(*flags, "--save", str(save))
+    assert chosen(first) == 4
+    settings = tomllib.loads((save.parent / "run1" / "config.toml").read_text())
+    assert settings["training"]["micro_batch_size"] == 4 and settings["training"]["global_batch_size"] == 12
+
+    def again(*more):
+        return run(*flags, "--load", str(save), "--train-iters", "4", *more)
+
+    memory(2**60)
+    resumed = again()
+    assert chosen(resumed) == 4 and resumed.column("iteration") == [3, 4]
+    assert chosen(again("--finetune")) == 12  # another run
+    assert chosen(again("--global-batch-size", "18", "--override-opt_param-scheduler")) == 18  # 4 does not divide it
+    memory(2.5 * one / fit.SHARE)
+    assert chosen(again()) == 2
+    whole = run(*FEW, "4", "--lr-decay-iters", "6", "--train-iters", "4")
+    assert first.losses + resumed.losses == whole.losses
+
+
+def test_more_fits_with_less_kept(run, memory):  # noqa: F811
+    """Recomputation, half the bytes and shorter samples each let a larger micro-batch into the same memory."""
+    counted = memory(0)
+    base = (*FEW, "auto", "--num-layers", "6")
+    run(*base)
+    one = each(counted)
+    memory(2.5 * one / fit.SHARE)
+    assert chosen(run(*base)) == 2
+    assert chosen(run(*base, "--recompute-granularity", "full")) > 2 and each(counted) < one / 2
+    assert chosen(run(*base, "--seq-length", "8")) > 2 and each(counted) < 0.6 * one
+    for flags in (
+        ["--recompute-activations"],
+        ["--bf16"],
+        ["--recompute-granularity", "full", "--recompute-method", "block"],
+    ):
+        run(*base, *flags)
+        assert 0.3 * one < each(counted) < one, flags
+
+
+def test_what_is_recomputed_is_held_too(run, memory):  # noqa: F811
+    """All layers in one portion: in the backward pass it is there as a whole, so no more fits than without."""
+    counted = memory(0)
+    base = (*FEW, "auto", "--num-layers", "6")
+    run(*base)
+    without = each(counted)
+    run(*base, "--recompute-granularity", "full", "--recompute-num-layers", "6")
+    assert without <= each(counted) < 1.1 * without
+
+
+# The count
+
+
+def test_peak_bytes_of_a_known_graph():
+    """x [n, 7] @ w is [n, 9], its tanh another; x, tanh and tanh's gradient are as much again. The rest is constant."""
+    w = torch.randn(7, 9, requires_grad=True)
+
+    def attempt(n):
+        (torch.ones(n, 7) @ w).tanh().sum().backward()
+
+    peaks = {n: fit.peak_bytes(attempt, n) for n in (10, 30)}
+    assert peaks[30] - peaks[10] == 20 * 4 * (7 + 9 + 9)
+
+
+def test_peak_bytes_counts_what_lives_and_each_storage_once():
+    def attempt(n):
+        a, b = torch.zeros(n, 4), torch.zeros(n, 8, dtype=torch.float64)
+        b.view(-1)[:3].add_(1)
+        del a
+        c = torch.zeros(n, 3).expand(5, n, 3)
+        del b
+        return c.transpose(0, 1) if n else None
+
+    assert [fit.peak_bytes(attempt, n) for n in (1, 10, 10)] == [80, 800, 800]  # a and b; b and c are 76
+
+    def twice(n):
+        for _ in range(5):
+            attempt(n)
+        torch.zeros(n, 25)
+
+    assert fit.peak_bytes(twice, 10) == 1000
+
+
+def test_peak_bytes_knows_a_peak_of_the_backward_pass():
+    """Of torch's own checkpoint: recomputed in the backward pass, so not less than what is kept without."""
+
+    def layers(x):
+        for _ in range(4):
+            x = x.sin().tanh()
+        return x
+
+    def attempt(n, recomputed):
+        x = torch.ones(n, 100, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False) if recomputed else layers(x)
+        y.sum().backward()
+
+    plain, recomputed = (fit.peak_bytes(lambda n, r=r: attempt(n, r), 50) for r in (False, True))
+    assert plain > 8 * 50 * 100 * 4 and plain <= recomputed < 1.5 * plain
+
+
+def test_free_memory():
+    """Between a megabyte and what the machine has."""
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 2**20 < fit.free_memory() <= have
+
+
+def test_free_memory_where_linux_says_nothing(monkeypatch):
+    def refuse(*args):
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert fit.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+# A GPU
+
+
+class Card:
+    """A card of so much memory, in GiB: `attempt` needs 10 and `slope` for each sample, or more than there is."""
+
+    def __init__(self, monkeypatch, have, slope=1.0, worse=(), held=4):
+        self.have, self.slope, self.worse, self.tried = have, slope, worse, []
+        self.peak, self.held, self.cleared = 0, held, 0
+        cuda = {
+            "mem_get_info": lambda d: (int((have - held) * GIB), int(have * GIB)),
+            "memory_reserved": lambda d: held * GIB,
+            "reset_peak_memory_stats": lambda d: setattr(self, "peak", 0),
+            "memory_stats_as_nested_dict": lambda d: {"allocated_bytes": {"all": {"peak": self.peak}}},
+            "empty_cache": lambda: setattr(self, "cleared", self.cleared + 1),
+        }
+        for name, function in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda d: None)
+
+    def attempt(self, size):
+        self.tried.append(size)
+        needed = 10 + self.slope * size
+        if needed > self.have or size in self.worse:
+            raise torch.OutOfMemoryError("out of memory")
+        self.peak = max(self.peak, int(needed * GIB))
+
+    def largest(self, batches, preferred=None):
+        return fit.largest(self.attempt, batches, torch.device("cuda"), preferred)
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [(1000, 24), (34 / 0.92 + 0.01, 24), (34 / 0.92 - 0.01, 12), (18 / 0.92 - 0.01, 6), (13.1, 2), (12.5, 1)],
+)
+def test_the_largest_divisor_below_the_line(monkeypatch, have, want):
+    """Two attempts give the line, 10 + n; the third is the one that is taken. 92 % may be filled."""
+    card = Card(monkeypatch, have)
+    size, told = card.largest([24])
+    assert size == want and card.tried == [1, 2, *([want] if 10 + want <= 0.92 * have else [])]
+    assert told == f"one sample takes 1.00 GiB beside 10.00, of {have:,.1f}"
+    assert card.cleared >= 4
+
+
+def test_an_attempt_that_runs_out_of_memory(monkeypatch):
+    """The next smaller divisor is tried; with two samples too many one is taken unasked."""
+    card = Card(monkeypatch, 1000, worse=(24, 12, 8))
+    assert card.largest([24])[0] == 6 and card.tried == [1, 2, 24, 12, 8, 6]
+    card = Card(monkeypatch, 11.5)
+    assert card.largest([24]) == (1, "two samples do not fit") and card.tried == [1, 2]
+    card = Card(monkeypatch, 5)
+    assert card.largest([24])[0] == 1
+
+
+def test_a_ramp_and_an_earlier_choice_on_a_card(monkeypatch):
+    assert Card(monkeypatch, 1000).largest([24, 16, 4])[0] == 4
+    assert Card(monkeypatch, 1000).largest([7, 3])[0] == 1
+    card = Card(monkeypatch, 1000)
+    assert card.largest([24], 6) == (6, "as before") and card.tried == [6]
+    card = Card(monkeypatch, 20)
+    assert card.largest([24], 12)[0] == 8 and card.tried == [12, 1, 2, 8]  # 12 needs 22
+    card = Card(monkeypatch, 1000)
+    assert card.largest([24], 5)[0] == 24 and 5 not in card.tried  # divides none
+
+
+def test_other_errors_are_not_taken_for_a_full_card(monkeypatch):
+    card = Card(monkeypatch, 1000)
+
+    def attempt(size):
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        fit.largest(attempt, [4], torch.device("cuda"), None)
+    assert card.cleared == 2
+
+
+@gpu
+def test_on_a_gpu():
+    """Attempts of 64 MiB a sample beside a share of the card; one that cannot be had is None, and its memory is back."""
+    device = torch.device("cuda")
+
+    def attempt(n):
+        torch.zeros(n << 26, dtype=torch.uint8, device=device)
+
+    before = torch.cuda.memory_allocated(device)
+    one, two = fit.fits(attempt, 1, device), fit.fits(attempt, 2, device)
+    assert two - one == 1 << 26
+    assert fit.fits(attempt, 1 << 20, device) is None and torch.cuda.memory_allocated(device) == before
+    size, _ = fit.largest(attempt, [1 << 20], device, None)
+    have = sum(torch.cuda.mem_get_info(device)[:1]) + torch.cuda.memory_reserved(device)
+    assert size << 26 <= fit.SHARE * have * 1.01 < size << 28
+
+
+# What ends a run before its last step
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock[0] is the time, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(ending.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_duration(clock):
+    end = Ending(Training(exit_duration_in_mins=1.5), 1000.0)
+    for seconds, over in ((0, False), (90, False), (90.6, True)):
+        clock[0] = 1000.0 + seconds
+        assert (end.reason() is not None) == over
+    assert end.reason() == "1.51 minutes, more than --exit-duration-in-mins 1.5" and end.status == 0
+    clock[0] = 1e9
+    assert Ending(Training(), 0.0).reason() is None
+
+
+def test_kill_switch_file(clock, tmp_path):
+    switch = tmp_path / "stop"
+    end = Ending(Training(kill_switch_path=str(switch)), 1000.0)
+    assert end.reason() is None
+    switch.mkdir()  # whatever it is
+    assert end.reason() == f"kill switch {switch}" and end.status == 0
+    switch.rmdir()
+    assert end.reason() is None
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
+    """Noted and told; it comes before every other reason; the second ends at once; the old handlers come back."""
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    end = Ending(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0)
+    with end.catching():
+        assert end.reason() == f"kill switch {tmp_path}" and end.status == 0 and end.signal is None
+        signal.raise_signal(number)
+        assert end.signal is number and end.reason() == number.name and end.status == status
+        told = f"{number.name}: finishing this step and saving; once more to stop at once\n"
+        assert capfd.readouterr().err == told
+        left = []
+        monkeypatch.setattr(os, "_exit", left.append)
+        for again in (signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(again)
+        assert left == [130, 143]
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_signals_are_left_alone():
+    """--no-exit-signal-handler; and handlers come back after an exception too."""
+    seen = []
+    old = signal.signal(signal.SIGTERM, lambda *a: seen.append(a[0]))
+    try:
+        end = Ending(Training(exit_signal_handler=False), 0.0)
+        with end.catching():
+            signal.raise_signal(signal.SIGTERM)
+        assert seen == [signal.SIGTERM] and end.reason() is None and end.status == 0
+        end = Ending(Training(), 0.0)
+        with pytest.raises(ZeroDivisionError), end.catching():
+            raise ZeroDivisionError
+        signal.raise_signal(signal.SIGTERM)
+        assert len(seen) == 2 and end.signal is None
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def test_which_reason_is_told(clock, tmp_path):
+    """The kill switch before the clock, whichever came first."""
+    for there, late in itertools.product((False, True), repeat=2):
+        clock[0] = 1061.0 if late else 1001.0
+        path = tmp_path if there else tmp_path / "none"
+        reason = Ending(Training(kill_switch_path=str(path), exit_duration_in_mins=1.0), 1000.0).reason()
+        assert (reason or "").startswith("kill switch" if there else "1.02 minutes" if late else "")
+        assert (reason is None) == (not there and not late)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_containers_limit(tmp_path, monkeypatch, version):
+    """What its processes have counts, but for cached files, which give way."""
+    monkeypatch.setattr(fit, "CGROUP", tmp_path)
+    whole, free = fit.total_memory(), fit.free_memory()
+    assert fit.container() == (None, 0) and 0 < free <= whole
+    limit, used, stat = (tmp_path / name for name in fit.CGROUP_FILES[version % 2])
+    limit.parent.mkdir(exist_ok=True)
+    stat.write_text("anon 5\ninactive_file 300\nactive_file 200\n")
+    used.write_text("1500\n")
+    limit.write_text("4000\n")
+    assert fit.total_memory() == 4000 and fit.free_memory() == 3000
+    limit.write_text(f"{whole * 2}\n")
+    assert fit.total_memory() == whole and fit.free_memory() <= whole
+    limit.write_text("max\n")
+    assert fit.container()[0] is None and fit.total_memory() == whole

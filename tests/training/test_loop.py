@@ -1,0 +1,664 @@
+"""What a run does around its steps: how it ends early, what it passes over, keeps, takes from another run, and tells."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import TINY_FLAGS, opened
+from meshwright.__main__ import main
+from meshwright.checkpoint import manifests, native, steps
+from meshwright.checkpoint import publish as store
+from meshwright.data.format.writer import Writer
+from meshwright.report import page as report
+from meshwright.tokenizers import train_bpe
+from meshwright.training import loop
+from meshwright.training import loop as trainer
+
+
+class Run:
+    def __init__(self, folder, capsys, *argv):
+        capsys.readouterr()
+        self.status = main(["train", *TINY_FLAGS, "--run-dir", str(folder), *map(str, argv)])
+        self.out, self.err = capsys.readouterr()
+        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+        self.rows = [json.loads(line) for line in lines]
+
+    def column(self, name, event="step"):
+        return [r[name] for r in self.rows if r["event"] == event]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    count = iter(range(99))
+    return lambda *argv: Run(tmp_path / f"run{next(count)}", capsys, *argv)
+
+
+def steps_in(folder):
+    return sorted(steps.steps(folder))
+
+
+@pytest.fixture
+def after(monkeypatch):
+    """after(n, action): do it once n steps are made."""
+    real, done = loop.train_step, []
+
+    def set_up(n, action):
+        def step(*a):
+            out = real(*a)
+            done.append(1)
+            if len(done) == n:
+                action()
+            return out
+
+        monkeypatch.setattr(loop, "train_step", step)
+
+    return set_up
+
+
+# Ends
+
+
+def test_kill_switch(run, after, tmp_path):
+    switch, save = tmp_path / "stop", tmp_path / "save"
+    after(2, switch.touch)
+    got = run("--kill-switch-path", switch, "--save", save)
+    assert got.status == 0 and got.column("iteration") == [1, 2] and steps_in(save) == [2]
+    assert f"exiting program at iteration 2: kill switch {switch}" in got.out
+    assert got.column("reason", "end") == [f"kill switch {switch}"]
+    again = run("--kill-switch-file", switch, "--save", save, "--load", save)  # still there: nothing is trained
+    assert again.status == 0 and again.column("iteration") == [] and steps_in(save) == [2]
+
+
+def test_exit_duration_in_mins(run, after, tmp_path, monkeypatch):
+    clock, real = [0.0], trainer.time.perf_counter
+    monkeypatch.setattr("time.perf_counter", lambda: real() + clock[0])
+    after(3, lambda: clock.__setitem__(0, 61.0))
+    got = run("--exit-duration-in-mins", "1", "--save", tmp_path / "save")
+    assert got.status == 0 and got.column("iteration") == [1, 2, 3] and steps_in(tmp_path / "save") == [3]
+    assert re.search(r"exiting program at iteration 3: 1\.\d+ minutes, more than --exit-duration-in-mins 1\n", got.out)
+
+
+def test_exit_interval_does_not_leave_where_it_began(run, tmp_path):
+    save = tmp_path / "save"
+    assert run("--exit-interval", 2, "--save", save).column("iteration") == [1, 2]
+    assert run("--exit-interval", 2, "--save", save, "--load", save).column("iteration") == [3, 4]
+
+
+def test_a_signal_before_the_first_step_trains_nothing(run, monkeypatch, tmp_path):
+    real = trainer.Trainer.train
+    monkeypatch.setattr(trainer.Trainer, "train", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a))
+    got = run("--save", tmp_path / "save")
+    assert got.status == 143 and got.column("iteration") == [] and steps_in(tmp_path / "save") == []
+
+
+@pytest.mark.parametrize("flag", ["--skip-train", "--eval-only"])
+def test_only_validated(run, tmp_path, flag):
+    save = tmp_path / "save"
+    whole = run("--save", save)
+    before = {p: p.read_bytes() for p in save.rglob("*") if p.is_file()}
+    got = run(flag, "--load", save, "--save", save)
+    assert got.status == 0 and got.column("iteration") == [] and "skipping training" in got.out
+    assert (
+        got.column("loss", "validation") == whole.column("loss", "validation")[-2:]
+    )  # the same samples, the same model
+    assert {p: p.read_bytes() for p in save.rglob("*") if p.is_file()} == before
+
+
+# Passed over
+
+
+def test_skipped_iterations_use_up_their_samples(run, tmp_path):
+    """Iterations 3 and 4 are not trained on; 5 sees the samples that it sees anyway, with the schedule two steps behind."""
+    flags = ("--lr", "1e-2", "--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0")
+    got = run(*flags, "--skip-train-iteration-range", "3-4", "--save", tmp_path / "s")
+    assert got.column("iteration") == [1, 2, 5, 6] and got.column("consumed_samples") == [4, 8, 20, 24]
+    assert "Skipped iterations 3 to 4 due to --skip-train-iteration-range flag." in got.out
+    state = opened(tmp_path / "s", 6).state
+    assert state["schedule_samples"] == 16 and state["optimizer_steps"] == 4
+    assert state["skips"] == [[8, "passed over to 16"]]
+    whole = run(*flags)
+    assert got.column("loss")[:2] == whole.column("loss")[:2] and got.column("loss")[2] != whole.column("loss")[4]
+    samples = []
+    real = loop.train_step
+
+    def noting(net, batches, *rest):
+        samples.append([int(i) for b in batches for i in b.sample_ids])
+        return real(net, batches, *rest)
+
+    loop.train_step = noting
+    try:
+        run(*flags, "--skip-train-iteration-range", "1-1", "3-5")
+    finally:
+        loop.train_step = real
+    assert samples == [[4, 5, 6, 7], [20, 21, 22, 23]]
+
+
+def test_skipping_the_rest_of_the_run(run):
+    got = run("--skip-train-iteration-range", "4-100")
+    assert got.status == 0 and got.column("iteration") == [1, 2, 3] and got.column("iteration", "skip") == [6]
+
+
+# Lengths and batches
+
+
+@pytest.mark.parametrize("flags", [("--train-samples", "22"), ("--train-tokens", str(22 * 16 + 5))])
+def test_length_in_samples(run, flags):
+    """22 samples hold five batches of 4; the schedule knows the samples."""
+    got = run("--train-iters", "none", *flags)
+    assert got.status == 0 and got.column("consumed_samples") == [4, 8, 12, 16, 20]
+    assert got.column("lr") == pytest.approx([1e-2 * (1 - n / 22) for n in range(0, 20, 4)])
+    assert "    train:      22\n" in got.out
+
+
+def test_rampup_batch_size(run):
+    """2, then 3, then 4 samples, each for half of 8 consumed ones."""
+    flags = ("--train-iters", "none", "--train-samples", "20", "--micro-batch-size", "1")
+    got = run(*flags, "--rampup-batch-size", "2", "1", "8")
+    assert got.column("batch") == [2, 2, 3, 3, 4, 4] and got.column("consumed_samples") == [2, 4, 7, 10, 14, 18]
+    assert "will use batch size rampup starting from global batch size 2 to global batch size 4" in got.out
+    assert [int(b) for b in re.findall(r"global batch size: +(\d+) \|", got.out)] == got.column("batch")
+
+
+def test_accumulation_steps(run):
+    base = run()
+    assert run("--global-batch-size", "none", "--num-accumulation-steps", "2").column("loss") == base.column("loss")
+    assert run("--micro-batch-size", "none", "--num-accumulation-steps", "2").column("loss") == base.column("loss")
+
+
+# Checkpoints
+
+
+def test_save_at_start(run, tmp_path):
+    save = tmp_path / "save"
+    assert run("--save-at-start", "--save", save).status == 0 and steps_in(save) == [0, 6]
+    assert opened(save, 0).state["consumed_train_samples"] == 0
+    again = run("--load", save / "iter_0000000", "--save", tmp_path / "other", "--save-init")
+    assert again.status == 0 and again.column("loss") == run().column("loss")
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        ((), [1, 2, 3, 4, 5, 6]),
+        (("--keep-last", 2), [5, 6]),
+        (("--keep-last", 1, "--keep-every", 2), [2, 4, 6]),
+        (("--keep-last", 1, "--save-retain-interval", 3), [3, 6]),
+    ],
+)
+def test_keep_last_and_every(run, tmp_path, flags, left):
+    save = tmp_path / "save"
+    got = run("--save", save, "--save-interval", 1, *flags)
+    assert got.status == 0 and steps_in(save) == left
+    assert steps.latest(save) == (6, []) and not list(save.glob("*.tmp"))
+    assert len(re.findall(r" > removed step \d", got.out)) == 6 - len(left)
+
+
+def test_keep_best(run, tmp_path, monkeypatch):
+    """The validations' losses are made up: the best is that of step 2, which is no step of --save-interval."""
+    made_up = iter([5.0, 3.0, 4.0, float("nan"), 3.5, 4.5, 4.0, 4.0])
+    monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
+    save = tmp_path / "save"
+    skip = ("--on-nonfinite", "skip:1")
+    got = run("--save", save, "--save-interval", 3, "--eval-interval", 1, "--keep-best", "--keep-last", 1, *skip)
+    assert got.status == 0 and steps_in(save) == [2, 6]
+    assert (save / steps.BEST).read_text() == "2"
+    state = opened(save, 6).state
+    assert (state["best_iteration"], state["best_loss"]) == (2, 3.0)
+    made_up = iter([3.2, 2.9, 2.9, 2.9])  # a resumed run knows the best before it
+    more = ("--train-iters", 8, "--override-opt_param-scheduler", "--eval-interval", 1)
+    got = run("--save", save, "--load", save, "--keep-best", "--keep-last", 1, *more)
+    assert steps_in(save) == [8] and (save / steps.BEST).read_text() == "8"
+
+
+def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
+    save = tmp_path / "save"
+    run("--save", save, "--save-interval", 2)
+    (save / "iter_0000004" / "state.json").write_text("{}")
+    assert store.prune(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
+
+
+def test_finetune_takes_the_weights_alone(run, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    run("--save", a)
+    got = run(
+        "--finetune", "--load", a, "--save", b, "--lr", "1e-3", "--train-iters", 1
+    )  # another schedule is no matter
+    assert got.status == 0 and got.column("iteration") == [1] and got.column("consumed_samples") == [4]
+    last = run("--load", a, "--save", tmp_path / "c", "--train-iters", 7, "--override-opt_param-scheduler")
+    assert got.column("loss") != last.column("loss") and got.column("loss")[0] < 4.2  # other samples, trained weights
+    refused = run("--finetune", "--load", a, "--save", a)
+    assert refused.status == 73 and "--finetune starts a new run" in refused.err
+
+
+def test_no_load_optim(run, tmp_path):
+    """Step and schedule go on, moments and Adam's t begin at zero."""
+    save, flags = tmp_path / "a", ("--train-iters", 8, "--override-opt_param-scheduler")
+    run("--save", save)
+    got = run("--load", save, "--no-load-optim", "--save", tmp_path / "b", *flags)
+    assert got.status == 0 and got.column("iteration") == [7, 8]
+    assert opened(tmp_path / "b", 8).state["optimizer_steps"] == 2
+    whole = run("--load", save, *flags)
+    assert got.column("loss")[0] == whole.column("loss")[0] and got.column("loss")[1] != whole.column("loss")[1]
+
+
+def test_no_save_optim(run, tmp_path):
+    save = tmp_path / "a"
+    run("--save", save, "--no-save-optim", "--train-iters", 3)
+    names = native.read_index(save / "iter_0000003", manifests.verify(save / "iter_0000003"))
+    assert names and not [n for n in names if "/" in n]
+    refused = run("--load", save, "--override-opt_param-scheduler")
+    assert refused.status == 65 and "--no-load-optim or --finetune" in refused.err
+    assert run("--load", save, "--no-load-optim", "--override-opt_param-scheduler").column("iteration") == [4, 5, 6]
+
+
+def test_another_optimizer_is_refused_in_words(run, tmp_path):
+    run("--save", tmp_path / "a", "--train-iters", 3)
+    refused = run("--load", tmp_path / "a", "--optimizer", "sgd", "--override-opt_param-scheduler")
+    assert refused.status == 65 and "another --optimizer" in refused.err
+
+
+def test_use_checkpoint_args(run, tmp_path, capsys):
+    save = tmp_path / "a"
+    run("--save", save, "--train-iters", 3, "--swiglu", "--position-embedding-type", "rope", "--num-query-groups", 2)
+    rest = [
+        "--micro-batch-size=2",
+        "--global-batch-size=4",
+        "--lr=1e-2",
+        "--train-iters=4",
+        "--mock-data",
+        "--eval-iters=0",
+        "--device=cpu",
+        "--use-checkpoint-args",
+        "--load",
+        str(save),
+        "--override-opt_param-scheduler",
+    ]
+    assert main(["train", *rest, "--run-dir", str(tmp_path / "b")]) == 0
+    text = (tmp_path / "b" / "config.toml").read_text()
+    assert "swiglu = true" in text and "num_query_groups = 2" in text and 'position_embedding_type = "rope"' in text
+    capsys.readouterr()
+    assert main(["train", *rest, "--dry-run"]) == 0 and "continue from step 3" in capsys.readouterr().out
+    assert main(["train", *rest, "--num-layers", "3"]) == 65
+    assert "--num-layers 3, the checkpoint has 2" in capsys.readouterr().err
+    assert main(["train", *rest[:-2], str(tmp_path / "none")]) == 65
+
+
+# Told
+
+
+def test_num_zeros_and_params_norm(run):
+    got = run("--log-num-zeros-in-grad", "--log-params-norm")
+    zeros, norms = got.column("num_zeros"), got.column("params_norm")
+    assert len(zeros) == 6 and all(z == int(z) and z >= 0 for z in zeros) and len(set(norms)) == 6
+    assert [f"{z:.1f}" for z in zeros] == re.findall(r"num zeros: ([\d.]+) \| params norm", got.out)
+    assert [f"{n:.3f}" for n in norms] == re.findall(r"params norm: ([\d.]+) \| number of skipped", got.out)
+    assert "num_zeros" not in run().rows[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "names", "form"),
+    [
+        (("--timing-log-level", 0), set(), ""),
+        (("--timing-log-level", 1), {"forward-backward", "optimizer"}, r": \([\d.]+, [\d.]+\)"),
+        (
+            ("--timing-log-level", 2, "--timing-log-option", "max"),
+            {"forward-backward", "optimizer", "forward-compute", "backward-compute", "batch-generator"},
+            r": [\d.]+",
+        ),
+        (
+            ("--timing-log-level", 1, "--timing-log-option", "all"),
+            {"forward-backward", "optimizer"},
+            ":\n     rank  0: [0-9.]+",
+        ),
+    ],
+)
+def test_timers(run, flags, names, form):
+    got = run(*flags, "--eval-iters", 0)
+    after = got.out.split("training ...")[1]
+    found = re.findall(r"    ([a-z-]+) \.+" + form, after)
+    assert set(found) == names and len(found) == 6 * len(names)
+    title = {"all": "times", "max": "max time"}.get(flags[-1], "(min, max) time")
+    assert after.count(f"{title} across ranks (ms):") == (6 if names else 0)
+
+
+def test_tensorboard(run, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = (
+        "--log-batch-size-to-tensorboard",
+        "--log-world-size-to-tensorboard",
+        "--log-validation-ppl-to-tensorboard",
+        "--log-timers-to-tensorboard",
+        "--timing-log-level",
+        1,
+        "--no-log-loss-scale-to-tensorboard",
+        "--tensorboard-log-interval",
+        2,
+        "--tensorboard-queue-size",
+        3,
+    )
+    got = run("--tensorboard", "--tensorboard-dir", tmp_path / "tb", *flags, "--log-memory-to-tensorboard")
+    found = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert set(found.Tags()["scalars"]) == {
+        "lm loss",
+        "grad-norm",
+        "learning-rate",
+        "batch-size",
+        "world-size",
+        "iteration-time",
+        "forward-backward-time",
+        "optimizer-time",
+        "lm loss validation",
+        "lm loss validation ppl",
+        "lm loss test",
+        "lm loss test ppl",
+    }
+    points = {e.step: e.value for e in found.Scalars("lm loss")}
+    assert points == pytest.approx({i: x for i, x in enumerate(got.column("loss"), 1) if i % 2 == 0})
+    run("--tensorboard")  # without a folder of its own: beside the run
+    assert list((tmp_path / "run1" / "tensorboard").glob("events*"))
+
+
+def test_profile(run, tmp_path):
+    got = run("--profile", "--profile-step-start", 2, "--profile-step-end", 4)
+    assert got.status == 0 and "Self CPU" in got.out
+    (trace,) = (tmp_path / "run0" / "profile").iterdir()
+    assert trace.name == "trace_2_4.json.gz" and json.loads(gzip.open(trace).read())["traceEvents"]
+    assert "Self CPU" in run("--profile", "--profile-step-start", 1, "--profile-step-end", 100).out  # ends with the run
+
+
+# How a run goes on
+
+
+def bend(folder):
+    """A chunk of the weights; manifest and sizes hold."""
+    path = folder / "rank_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_keep_last_after_falling_back(run, tmp_path):
+    """The newest step is damaged where only reading looks: what the run goes on with must stay."""
+    save = tmp_path / "save"
+    run("--save", save, "--save-interval", 2)
+    bend(save / "iter_0000006")
+    got = run("--save", save, "--load", save, "--keep-last", 2, "--exit-interval", 5)
+    assert got.status == 0 and "skipping iter_0000006" in got.out and steps_in(save) == [4, 5, 6]
+    got = run("--save", save, "--load", save, "--keep-last", 1)
+    assert got.column("iteration") == [6] and steps_in(save) == [6] and (save / "iter_0000006.damaged").is_dir()
+
+
+def config_of(folder):
+    return tomllib.loads((folder / "config.toml").read_text())
+
+
+def test_the_kept_settings_go_on_with_the_run(tmp_path, capsys):
+    """Whatever was meant for one start alone is not in them."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    train = ["train", *TINY_FLAGS, "--save-interval", "2"]
+    assert main([*train, "--save", str(a)]) == 0
+    assert config_of(a)["checkpoint"]["load"] == str(a)
+    kept = (a / "config.toml").read_text()
+    assert main(["train", "--config", str(a / "config.toml"), "--eval-only"]) == 0
+    assert (a / "config.toml").read_text() == kept
+    assert main([*train, "--save", str(a), "--save-overwrite", "--exit-interval", "4"]) == 0
+    for _ in range(2):
+        assert main(["train", "--config", str(a / "config.toml"), "--exit-interval", "none"]) == 0
+    assert steps_in(a) == [2, 4, 6] and len(list(a.glob("replaced-*"))) == 1
+    assert (
+        main([*train, "--finetune", "--load", str(a), "--save", str(b), "--exit-interval", "3", "--local-rank", "0"])
+        == 0
+    )
+    capsys.readouterr()
+    assert "local_rank" not in config_of(b)["parallel"]
+    assert main(["train", "--config", str(b / "config.toml"), "--exit-interval", "none"]) == 0
+    assert "at iteration 3\n" in capsys.readouterr().out and steps_in(b) == [2, 3, 4, 6]
+
+
+def test_a_finetune_killed_before_its_first_save_does_not_start_from_random_weights(run, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    run("--save", a)
+    run("--finetune", "--load", a, "--save", b, "--run-dir", b)
+    for step in b.glob("[il]*t*_*"):
+        shutil.rmtree(step) if step.is_dir() else step.unlink()
+    assert main(["train", "--config", str(b / "config.toml")]) == 65
+
+
+def test_overwriting_what_one_step_is_taken_from(run, tmp_path):
+    """Nothing is trained: the step that was loaded is moved aside, and written anew."""
+    save = tmp_path / "save"
+    run("--save", save)
+    got = run("--load", save / "iter_0000006", "--save", save, "--save-overwrite")
+    assert got.status == 0 and got.column("iteration") == [] and steps_in(save) == [6]
+    assert (save / "replaced-1" / "iter_0000006").is_dir()
+    manifests.verify(save / "iter_0000006", full=True)
+
+
+def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
+    """The same command again writes it."""
+    save = tmp_path / "save"
+    run("--save", save, "--load", save)
+    (save / steps.TRACKER).write_text("3")
+    got = run("--save", save, "--load", save)
+    assert got.status == 0 and (save / steps.TRACKER).read_text() == "6"
+    assert "  successfully saved checkpoint at iteration       6 to" in got.out
+
+
+def test_looking_at_an_older_step_undoes_nothing(run, tmp_path, capsys):
+    c = tmp_path / "c"
+    main(["train", *TINY_FLAGS, "--save", str(c), "--save-interval", "2"])
+    got = run("--skip-train", "--load", c / "iter_0000002", "--run-dir", c)
+    assert got.status == 0
+    rows = report.read_rows(c)
+    assert [s.iteration for s in rows.steps] == [1, 2, 3, 4, 5, 6]
+    assert len(rows.attempts) == 1 and rows.attempts[0].end["attempt"] == 1
+    main(["train", *TINY_FLAGS, "--save", str(c), "--load", str(c), "--train-iters", "7", "--lr-decay-iters", "6"])
+    assert [a.number for a in report.read_rows(c).attempts] == [1, 3]
+
+
+def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
+    """The best of before was not kept, or is in another folder: it must not keep the later ones out."""
+    losses = iter([3.0, 4.0, 5.0, 5.0])
+    monkeypatch.setattr(loop, "evaluate", lambda *a: next(losses))
+    a, b = tmp_path / "a", tmp_path / "b"
+    run("--save", a, "--eval-interval", 2, "--save-interval", 3, "--exit-interval", 5)
+    assert opened(a, 5).state["best_iteration"] == 2
+    more = ("--load", a, "--keep-best", "--eval-interval", 6)
+    for save in (a, b):
+        losses = iter([4.5, 4.5, 4.5])
+        assert run(*more, "--save", save).status == 0 and (save / steps.BEST).read_text() == "6"
+        if save == a:
+            shutil.rmtree(a / "iter_0000006")
+            (a / steps.TRACKER).write_text("5")
+
+
+def test_skipped_ranges_leave_no_threads(run, after):
+    """Each range begins the reading anew; the thread before it must be gone."""
+    alive = []
+    after(3, lambda: alive.extend(t.name for t in threading.enumerate() if t.name.startswith("read-ahead")))
+    ranges = [f"{n}-{n}" for n in (2, 4)]
+    got = run("--num-workers", 2, "--skip-train-iteration-range", *ranges, "--eval-iters", 0)
+    assert got.column("iteration") == [1, 3, 5, 6] and len(alive) == 1
+
+
+def test_the_last_line_of_another_batch_size(run, tmp_path):
+    """Half of the samples were read in batches of 2: the steps in all are 6 and 3, not 6."""
+    save, samples = tmp_path / "save", ("--train-iters", "none", "--train-samples", 24, "--log-interval", 100)
+    first = run(*samples, "--global-batch-size", 2, "--save", save, "--exit-interval", 6)
+    assert first.column("consumed_samples")[-1] == 12
+    got = run(*samples, "--load", save, "--save", save)
+    assert got.column("iteration") == [7, 8, 9]
+    assert re.findall(r"^ iteration +(\d+)/ +(\d+) \|.* ETA: (\S+)", got.out, re.M) == [("9", "9", "0:00:00")]
+
+
+def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
+    a = tmp_path / "a"
+    rope = ("--position-embedding-type", "rope")
+    run("--save", a, *rope)
+    got = run(
+        "--finetune", "--load", a, "--save", tmp_path / "b", *rope, "--rotary-base", 500000, "--norm-epsilon", 1e-6
+    )
+    assert got.status == 0 and "note: rotary_base is 500000.0, the checkpoint was trained with 10000.0" in got.out
+    assert "note: layernorm_epsilon is 1e-06" in got.out
+    refused = run("--load", a, *rope, "--rotary-base", 500000)
+    assert refused.status == 65 and "--rotary-base 500000" in refused.err
+    refused = run("--finetune", "--load", a, *rope, "--hidden-size", 64)
+    assert refused.status == 65
+
+
+def test_the_refusal_names_a_step(run, tmp_path):
+    run("--save", tmp_path / "a", "--save-interval", 2)
+    refused = run("--save", tmp_path / "a")
+    assert refused.status == 73 and "already holds iter_0000006: add --load" in refused.err
+
+
+def token_files(tmp_path):
+    with Writer(tmp_path / "data", np.uint16) as writer:
+        for n in range(20):
+            writer.add(np.arange(n, n + 30) % 60)
+            writer.end_document()
+    return ("--no-mock-data", "--data-path", tmp_path / "data", "--split", "80,20,0")
+
+
+def test_more_epochs_are_another_order(run, tmp_path):
+    """480 tokens are 29 samples an epoch: 24 are needed at first, then 28, then 32."""
+    save, data = tmp_path / "save", token_files(tmp_path)
+    more = (*data, "--save", save, "--load", save, "--lr-decay-iters", 6)
+    run(*more)
+    assert opened(save, 6).state["epochs"] == [[1, False]]
+    assert "epoch" not in "".join(line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line)
+    got = run(*more, "--train-iters", 8)
+    assert (
+        "note: the training set is now 2 epochs, the last one shuffled apart, at the checkpoint it was 1 epoch:"
+        in got.out
+    )
+    assert opened(save, 8).state["epochs"] == [[2, True]]
+
+
+def test_mock_data_asks_for_no_files(run, tmp_path):
+    got = run("--data-path", tmp_path / "none", "--save", tmp_path / "save")
+    assert got.status == 0 and "not read" in got.err
+    assert opened(tmp_path / "save", 6).config["data_fingerprint"] == []
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path):
+    """In a process of its own, whose standard output is strict UTF-8, as in most terminals."""
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        *TINY_FLAGS,
+        "--save",
+        folder,
+        "--load",
+        folder,
+        "--tensorboard",
+    ]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"})
+    assert done.returncode == 0, done.stderr
+    assert "caf\udce9" in report.read_settings(Path(folder))["checkpoint"]["save"]
+    assert (Path(folder) / "iter_0000006").is_dir()
+
+
+# Together
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, monkeypatch, every):
+    """The last step is saved in the loop and again at the end: the validation in between must not make them differ."""
+    made_up = iter([5.0, 4.0, 3.0, 3.0, 3.0])
+    monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
+    save = tmp_path / "save"
+    got = run("--save", save, "--save-interval", every)
+    assert got.status == 0 and steps_in(save)[-1] == 6 and got.column("reason", "end") == ["all iterations done"]
+    assert opened(save, 6).state["best_loss"] == 4.0  # of the loop's validations
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), 70), (("--on-nonfinite", "skip:1"), 0)])
+def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, status):
+    made_up = iter([float("nan")] + [4.0] * 4)
+    monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
+    save = tmp_path / "save"
+    got = run("--save", save, "--save-interval", 1, *flags)
+    assert got.status == status and steps_in(save) == ([1, 2] if status else [1, 2, 3, 4, 5, 6])
+    assert ("the loss on the valid set is nan" in got.err) == bool(status)
+    if not status:
+        assert opened(save, 6).state["best_loss"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--micro-batch-size", 0), "--micro-batch-size 0 must be above 0"),
+        (("--train-iters", -1), "--train-iters -1 must be above 0"),
+        (("--train-iters", "none", "--train-samples", 40, "--rampup-batch-size", 2, 2), "START INCREMENT SAMPLES"),
+        (
+            ("--train-iters", "none", "--train-samples", 2147483647, "--rampup-batch-size", 2, 2, 2147483647),
+            "at most a million",
+        ),
+        (("--optimizer", "muon", "--muon-num-ns-steps", 100), "below 100"),
+        (("--on-nonfinite", "skip:²"), "neither stop nor skip:K"),
+        (("--split", "inf"), "--split 'inf'"),
+        (("--num-workers", 2147483647), "at most 1024"),
+        (("--fp16", "--min-loss-scale", "1e9", "--initial-loss-scale", "1"), "is above --initial-loss-scale 1"),
+    ],
+)
+def test_refused_in_words(run, flags, words):
+    got = run(*flags)
+    assert got.status == 2 and words in got.err and "Traceback" not in got.err
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim", "--skip-train"])
+def test_a_checkpoint_that_is_needed(run, tmp_path, flag):
+    refused = run("--load", tmp_path / "typo", flag)
+    assert refused.status == 65 and f"and {flag} needs one" in refused.err and "no " in refused.err
+
+
+def test_evaluation_compares_no_schedule(run, tmp_path):
+    run("--save", tmp_path / "a")
+    got = run("--load", tmp_path / "a", "--skip-train", "--lr", "none", "--lr-decay-style", "cosine")
+    assert got.status == 0 and len(got.column("loss", "validation")) == 2
+
+
+def test_all_tokens_masked(run, monkeypatch):
+    from meshwright.data import loader
+
+    real = loader.Batch.__post_init__
+
+    def masked(self):
+        real(self)
+        object.__setattr__(self, "unmasked", 0)
+
+    monkeypatch.setattr(loader.Batch, "__post_init__", masked)
+    got = run()
+    assert got.status == 65 and "no token counts in the global batch from sample 0 on" in got.err
+
+
+def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
+    """A run into another folder needs no flag for it: the loaded run's tokenizer/ is there."""
+    train_bpe(["the quick brown fox"] * 9, 270, tmp_path / "v")
+    with Writer(tmp_path / "data", np.uint16) as writer:
+        for n in range(40):
+            writer.add(np.arange(n, n + 30) % 200)
+            writer.end_document()
+    data = ("--no-mock-data", "--data-path", tmp_path / "data", "--vocab-size", "none", "--split", "80,20,0")
+    files = ("--vocab-file", tmp_path / "v" / "vocab.json", "--merge-file", tmp_path / "v" / "merges.txt")
+    assert run(*data, *files, "--save", tmp_path / "a", "--run-dir", tmp_path / "a").status == 0
+    got = run(*data, "--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
+    assert got.status == 0 and (tmp_path / "a" / "tokenizer").is_dir()
+    refused = run(*data, "--save", tmp_path / "c")
+    assert refused.status == 2 and "--vocab-file" in refused.err

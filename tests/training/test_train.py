@@ -1,0 +1,722 @@
+"""The training command: its log, its counters, its ends, and what is refused."""
+
+import errno
+import io
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import meshwright.checkpoint.native
+import meshwright.commands.train
+import meshwright.training.loop
+import meshwright.training.run
+import meshwright.training.step
+from conftest import TINY_FLAGS
+from meshwright import console
+from meshwright.__main__ import main
+from meshwright.errors import UserError
+
+
+def rows(folder, event="step"):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in lines if r["event"] == event]
+
+
+def train(tmp_path, *more, save="run"):
+    status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / save), *more])
+    return status, rows(tmp_path / save)
+
+
+@pytest.mark.pictures
+def test_loss_falls_and_everything_is_written(tmp_path, capsys):
+    status, steps = train(
+        tmp_path,
+        "--save-interval",
+        "3",
+        "--train-iters",
+        "30",
+        "--lr",
+        "1e-2",
+        "--log-interval",
+        "10",
+        "--vocab-size",
+        "8",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    )
+    assert status == 0 and len(steps) == 30
+    assert sum(s["loss"] for s in steps[-5:]) < sum(s["loss"] for s in steps[:5])
+    run = tmp_path / "run"
+    files = {p.name for p in run.iterdir() if not p.name.startswith(".")}
+    steps_saved = {f"iter_{i:07d}" for i in range(3, 31, 3)}
+    assert files == steps_saved | {
+        *("config.toml", "latest_checkpointed_iteration.txt", "metrics.jsonl", "report.html")
+    }
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "30"
+    assert len(rows(run, "validation")) == 10 + 2 and rows(run, "end")[0]["reason"] == "all iterations done"
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^ iteration +\d+/ +30 \|", out, re.M)) == 3
+
+
+def test_log_lines_in_megatrons_order(tmp_path, capsys):
+    train(tmp_path, "--load", str(tmp_path / "run"), "--save-interval", "3")
+    out = capsys.readouterr().out
+    order = [
+        r"using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1 $",
+        r"using torch\.float32 for parameters \.\.\.$",
+        r"------------------------ arguments ------------------------$",
+        r"  adam_beta1 \.{38} 0\.9$",
+        r"  num_layers \.{38} 2$",
+        r"-------------------- end of arguments ---------------------$",
+        r"setting number of micro-batches to constant 2$",
+        r" > padded vocab \(size: 64\) with 64 dummy tokens \(new size: 128\)$",
+        r"> initializing torch distributed \.\.\.$",
+        r"> initialized tensor model parallel with size 1$",
+        r"> initialized pipeline model parallel with size 1$",
+        r"> setting random seeds to 1234 \.\.\.$",
+        r"time to initialize megatron \(seconds\): \d+\.\d{3}$",
+        r"\[after megatron is initialized\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d $",
+        r"building GPT model \.\.\.$",
+        r" > number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): 30080$",
+        r"> learning rate decay style: linear$",
+        r"WARNING: could not find the metadata file .*latest_checkpointed_iteration\.txt",
+        r"    will not load any checkpoints and will start from random$",
+        r"\(min, max\) time across ranks \(ms\):$",
+        r"    load-checkpoint \.{32}: \(\d+\.\d\d, \d+\.\d\d\)$",
+        r"\[after model, optimizer, and learning rate scheduler are built\] datetime:",
+        r"> building train, validation, and test datasets \.\.\.$",
+        r"    train:      24$",
+        r"    validation: 12$",
+        r"    test:       4$",
+        r"> finished creating GPT datasets \.\.\.$",
+        r"\[after dataloaders are built\] datetime:",
+        r"done with setup \.\.\.$",
+        r"    model-and-optimizer-setup \.{22}: ",
+        r"    train/valid/test-data-iterators-setup \.{10}: ",
+        r"training \.\.\.$",
+        r"\[before the start of training step\] datetime:",
+        r" iteration        1/       6 \| consumed samples:            4 \| elapsed time per iteration \(ms\): \d+\.\d \| "
+        r"learning rate: 8\.333E-03 \| global batch size:     4 \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| "
+        r"grad norm: \d+\.\d{3} \| number of skipped iterations:   0 \| number of nan iterations:   0 \|",
+        r"-{50,}$",
+        r" validation loss at iteration 3 \| lm loss value: \d\.\d{6}E\+00 \| lm loss PPL: \d\.\d{6}E\+01 \| $",
+        r"-{50,}$",
+        r"saving checkpoint at iteration       3 to ",
+        r"  successfully saved checkpoint at iteration       3 to ",
+        r"\[after training is done\] datetime:",
+        r" validation loss at the end of training for val data \| lm loss value:",
+        r"saving checkpoint at iteration       6 to ",
+        r" validation loss at the end of training for test data \| lm loss value:",
+    ]
+    at = 0
+    for pattern in order:
+        found = re.search("^" + pattern, out[at:], re.M)
+        assert found, f"not found after position {at}: {pattern}\n{out[at : at + 800]}"
+        at += found.end()
+
+
+def test_finished_run_again_takes_no_step(tmp_path, capsys):
+    train(tmp_path, "--load", str(tmp_path / "run"))
+    before = (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns
+    capsys.readouterr()
+    status, steps = train(tmp_path, "--load", str(tmp_path / "run"))
+    out = capsys.readouterr().out
+    assert status == 0 and len(steps) == 6
+    assert "successfully loaded checkpoint" in out and " iteration " not in out.replace("at iteration ", "")
+    assert (
+        out.index("for val data")
+        < out.index("successfully saved checkpoint at iteration       6")
+        < out.index("for test data")
+    )
+    assert (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns == before  # the same, not written again
+
+
+def test_without_save_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *TINY_FLAGS]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradient_accumulation_changes_nothing(tmp_path):
+    _, whole = train(tmp_path, "--micro-batch-size", "4", "--params-dtype", "float64", save="a")
+    _, parts = train(tmp_path, "--micro-batch-size", "1", "--params-dtype", "float64", save="b")
+    for a, b in zip(whole, parts, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], rel=1e-9
+        )
+
+
+def test_precisions_agree(tmp_path):
+    curves = {}
+    for flag in ("--params-dtype=float64", "--params-dtype=float32", "--bf16", "--fp16"):
+        _, steps = train(tmp_path, flag, "--initial-loss-scale", "1024", "--lr", "1e-3", save=flag.strip("-"))
+        curves[flag] = [s["loss"] for s in steps]
+    exact = curves["--params-dtype=float64"]
+    assert curves["--params-dtype=float32"] == pytest.approx(exact, rel=1e-5)
+    assert curves["--bf16"] == pytest.approx(exact, rel=2e-2) and curves["--bf16"] != exact
+    assert curves["--fp16"] == pytest.approx(exact, rel=3e-3)
+
+
+def test_fp16_overflow_is_skipped_and_counted(tmp_path, capsys):
+    _, steps = train(tmp_path, "--fp16", "--lr-warmup-iters", "2", "--train-iters", "30")
+    skipped = [s["skipped"] for s in steps]
+    assert skipped[0] and not all(skipped)
+    n = skipped.index(False)
+    assert [s["loss_scale"] for s in steps[: n + 1]] == [2.0**32, *(2.0 ** (32 - k) for k in range(n))]
+    assert all(s["lr"] == 0 for s in steps[: n + 1]) and steps[n + 1]["lr"] > 0  # the schedule waits
+    assert steps[n]["consumed_samples"] == 4 * (n + 1)  # the data does not
+    assert "number of skipped iterations:   1" in capsys.readouterr().out
+
+
+def test_recompute_is_bit_equal(tmp_path):
+    _, a = train(tmp_path, save="a")
+    _, b = train(tmp_path, "--checkpoint-activations", save="b")
+    _, c = train(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", save="c")
+    assert [s["loss"] for s in a] == [s["loss"] for s in b] == [s["loss"] for s in c]
+
+
+def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
+    calls, good = [], meshwright.training.step.loss_sum
+
+    def bad(*args):
+        calls.append(1)
+        return good(*args) * (float("nan") if len(calls) == 5 else 1)
+
+    monkeypatch.setattr(meshwright.training.step, "loss_sum", bad)
+    status, steps = train(tmp_path, "--save-interval", "2", "--eval-iters", "0")
+    captured = capsys.readouterr()
+    assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3
+    assert "lm loss" not in captured.out.splitlines()[-1] or "nan" in captured.out.splitlines()[-1].lower()
+    assert "iteration 3" in captured.err and "not applied" in captured.err and "--bf16" not in captured.err
+    assert sorted(p.name for p in (tmp_path / "run").glob("iter_*")) == ["iter_0000002"]
+
+
+def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys):
+    train(tmp_path)
+    status, steps = train(tmp_path)
+    assert status == 73 and len(steps) == 6 and "--save-overwrite" in capsys.readouterr().err
+    status, steps = train(tmp_path, "--save-overwrite")
+    assert status == 0
+
+
+def test_second_run_on_the_folder_is_refused(tmp_path, capsys):
+    from meshwright.checkpoint import publish as store
+
+    (tmp_path / "run").mkdir()
+    with store.lock(tmp_path / "run"):
+        status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run")])
+    assert status == 73 and str(os.getpid()) in capsys.readouterr().err
+
+
+def test_exit_interval_saves_and_leaves(tmp_path, capsys):
+    status, steps = train(tmp_path, "--exit-interval", "4")
+    assert status == 0 and len(steps) == 4 and (tmp_path / "run/iter_0000004").is_dir()
+    assert rows(tmp_path / "run", "end")[0]["reason"] == "--exit-interval 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tensor-model-parallel-size", "2"], "--nproc-per-node 2 on one machine), or change a size"),
+        (["--global-batch-size", "5"], "the nearest multiple is 4"),
+        (["--max-position-embeddings", "8"], "positions past the table"),
+        (["--num-attention-heads", "5"], "not a multiple"),
+        (["--device", "cuda"], "torch sees no GPU"),
+        (["--micro-batch-size", "100000000", "--global-batch-size", "100000000"], "for the logits of 100000000 x 16"),
+        (["--hidden-size", "1000000000"], "the device has"),
+        (["--train-iters", "1e30"], "must be below 2147483648"),
+        (["--load", ""], "is a shell variable unset?"),
+        (["--exit-interval", "0"], "must be above 0"),
+        (["--last-epoch-cutoff", "7"], "not in [0, 1]"),
+        (["--seed", "-1"], "must not be below 0"),
+    ],
+)
+def test_bad_settings_are_refused_in_words(tmp_path, capsys, flags, words):
+    if flags[0] == "--device" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run"), *flags])
+    assert status == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_half_an_environment_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", *TINY_FLAGS]) == 2 and "RANK is not" in capsys.readouterr().err
+
+
+def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
+    status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"])
+    assert status == 65 and "no such folder, and --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
+    assert main(["train", "--load", str(tmp_path / "none"), "--mock-data", "--hidden-size=8"]) == 65  # which might know
+    assert (
+        "no checkpoint there, and without one --num-layers, --num-attention-heads must be given"
+        in capsys.readouterr().err
+    )
+
+
+def test_contradicting_architecture_is_refused(tmp_path, capsys):
+    train(tmp_path)
+    run = str(tmp_path / "run")
+    assert main(["train", *TINY_FLAGS, "--load", run, "--hidden-size", "64"]) == 65
+    err = capsys.readouterr().err
+    assert "32" in err and "64" in err
+    assert main(["train", *TINY_FLAGS, "--load", run, "--num-attention-heads", "2"]) == 65
+    assert "--num-attention-heads 2, the checkpoint has 4" in capsys.readouterr().err
+
+
+def test_changed_settings_are_told(tmp_path, capsys):
+    train(tmp_path)
+    main(
+        [
+            "train",
+            *TINY_FLAGS,
+            "--load",
+            str(tmp_path / "run"),
+            "--clip-grad",
+            "0.5",
+            "--train-iters",
+            "8",
+            "--override-opt_param-scheduler",
+        ]
+    )
+    out = capsys.readouterr().out
+    assert "clip_grad is 0.5, the checkpoint was trained with 1.0" in out
+    assert " > overriding learning rate value to 0.01" in out
+
+
+def test_printed_config_runs_again(tmp_path, capsys):
+    train(tmp_path)
+    shown = tmp_path / "shown.toml"
+    third = str(tmp_path / "third")
+    capsys.readouterr()
+    assert main(["train", *TINY_FLAGS, "--print-config"]) == 0
+    shown.write_text(capsys.readouterr().out)
+    assert main(["train", "--config", str(shown), "--save", str(tmp_path / "again")]) == 0
+    assert [r["loss"] for r in rows(tmp_path / "again")] == [r["loss"] for r in rows(tmp_path / "run")]
+    assert main(["train", "--config", str(tmp_path / "run/config.toml"), "--save", third, "--load", third]) == 0
+    assert [r["loss"] for r in rows(tmp_path / "third")] == [r["loss"] for r in rows(tmp_path / "run")]
+
+
+def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
+    _, a = train(tmp_path, save="a")
+    _, b = train(tmp_path, "--loss-mean", "microbatch", save="b")
+    assert [s["loss"] for s in a] == pytest.approx([s["loss"] for s in b], rel=1e-6)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_finishes_the_step_and_saves(tmp_path, number, want):
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        *TINY_FLAGS,
+        "--train-iters",
+        "100000",
+        "--save",
+        str(tmp_path / "run"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith(" iteration       20/"):
+                break
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == want and f"exiting program after receiving {number.name}." in out
+    assert "Traceback" not in err
+    last = rows(tmp_path / "run")[-1]["iteration"]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == str(last)
+
+
+@pytest.mark.whole
+def test_dry_run_writes_nothing_and_needs_no_torch(tmp_path):
+    code = (
+        "import sys; from meshwright.__main__ import main; s = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(s)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--dry-run", "--preset", "gpt3-175b", "--save", str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+    )
+    print(f"dry run: {time.perf_counter() - start:.2f} s")
+    assert done.returncode == 0, done.stderr
+    assert "174,6" in done.stdout and "--data-path is needed" in done.stdout and not (tmp_path / "x").exists()
+
+
+def test_validation_loss_is_the_models(tmp_path):
+    """Perplexity is exp(loss), and validation at 0 steps of training is near ln(vocabulary)."""
+    train(tmp_path, "--lr", "1e-9")
+    for r in rows(tmp_path / "run", "validation"):
+        assert r["ppl"] == pytest.approx(math.exp(r["loss"])) and r["loss"] == pytest.approx(math.log(64), abs=0.05)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_reading_ahead_changes_nothing(tmp_path, workers):
+    _, steps = train(tmp_path, "--num-workers", workers)
+    assert [s["loss"] for s in steps] == pytest.approx(
+        [s["loss"] for s in train(tmp_path, "--num-workers", "1", save="other")[1]], rel=0
+    )
+
+
+def test_deterministic_mode_is_set(tmp_path):
+    try:
+        status, _ = train(tmp_path, "--deterministic-mode")
+        assert status == 0 and torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
+    """--load of another folder, or of a misspelt one, does not open the door to --save."""
+    train(tmp_path, save="a")
+    train(tmp_path, "--train-iters", "3", save="b")
+    for load in ("b", "misspelt"):
+        status, steps = train(tmp_path, "--load", str(tmp_path / load), save="a")
+        assert status == 73 and len(steps) == 6 and "--save-overwrite" in capsys.readouterr().err
+    status, _ = train(
+        tmp_path, "--load", str(tmp_path / "b"), "--save-overwrite", "--override-opt_param-scheduler", save="a"
+    )
+    assert status == 0 and (tmp_path / "a" / "replaced-1" / "iter_0000006").is_dir()
+    assert rows(tmp_path / "a", "start")[-1]["iteration"] == 3
+
+
+def test_one_step_can_be_loaded_by_its_folder(tmp_path, capsys):
+    train(tmp_path, "--save-interval", "2")
+    status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "run/iter_0000002"), "--save", str(tmp_path / "b")])
+    assert status == 0 and "at iteration 2\n" in capsys.readouterr().out
+    assert [r["loss"] for r in rows(tmp_path / "b")] == [r["loss"] for r in rows(tmp_path / "run")][2:]
+
+
+def test_overwriting_waits_until_the_run_can_begin(tmp_path):
+    train(tmp_path)
+    assert train(tmp_path, "--save-overwrite", "--vocab-file", str(tmp_path / "none.json"))[0] != 0
+    assert (tmp_path / "run/iter_0000006").is_dir()
+
+
+def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
+    good = meshwright.training.loop.evaluate
+
+    def signalled(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return good(*args)
+
+    monkeypatch.setattr(meshwright.training.loop, "evaluate", signalled)
+    status, steps = train(tmp_path, "--eval-interval", "100")
+    assert status == 143 and len(steps) == 6 and (tmp_path / "run/iter_0000006").is_dir()
+    assert rows(tmp_path / "run", "validation") == []
+
+
+def test_a_constant_scale_that_always_overflows_stops(tmp_path, capsys):
+    status, steps = train(tmp_path, "--fp16", "--loss-scale", "1e38", "--train-iters", "40")
+    assert status == 70 and len(steps) == 20 and "1e+38" in capsys.readouterr().err
+
+
+def test_fp16_continues_bf16_with_a_scale_of_its_own(tmp_path):
+    train(tmp_path, "--bf16")
+    _, steps = train(tmp_path, "--fp16", "--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6")
+    assert steps[6]["loss_scale"] == 2.0**32
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(tmp_path, capsys):
+    from meshwright.tokenizers import train_bpe
+
+    for name, text in (("a", "some words to learn from"), ("b", "quite other letters, zz")):
+        train_bpe([text * 50], 262, tmp_path / name)
+    files = [
+        [
+            "--vocab-file",
+            f"{tmp_path}/{n}/vocab.json",
+            "--merge-file",
+            f"{tmp_path}/{n}/merges.txt",
+            "--vocab-size",
+            "262",
+        ]
+        for n in "ab"
+    ]
+    assert train(tmp_path, *files[0])[0] == 0
+    kept = (tmp_path / "run/tokenizer/merges.txt").read_bytes()
+    more = ["--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6"]
+    assert train(tmp_path, *files[1], *more)[0] == 65 and "vocabulary's files" in capsys.readouterr().err
+    assert (tmp_path / "run/tokenizer/merges.txt").read_bytes() == kept
+    assert train(tmp_path, *files[0], *more)[0] == 0
+
+
+def test_a_finished_run_with_other_settings_is_left_alone(tmp_path, capsys):
+    train(tmp_path)
+    before = (tmp_path / "run/iter_0000006").stat().st_ino
+    capsys.readouterr()
+    more = ["--load", str(tmp_path / "run"), "--train-iters", "4", "--override-opt_param-scheduler"]
+    assert train(tmp_path, *more)[0] == 0
+    assert capsys.readouterr().out.count("  successfully saved checkpoint at iteration       6 to ") == 1
+    assert (tmp_path / "run/iter_0000006").stat().st_ino == before
+
+
+@pytest.mark.parametrize("flags", [["--vocab-size", "0"], ["--micro-batch-size", "0", "--global-batch-size", "4"]])
+def test_dry_run_finds_what_the_run_would(tmp_path, capsys, flags):
+    for more in (["--dry-run"], []):
+        assert main(["train", *TINY_FLAGS, *flags, *more]) == 2
+        assert "must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.whole
+def test_a_training_outlives_the_reader_of_its_log(tmp_path):
+    command = [sys.executable, "-m", "meshwright", "train", *TINY_FLAGS, "--save", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("using world size")
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0, process.stderr.read()
+    assert (tmp_path / "run/iter_0000006").is_dir()
+
+
+@pytest.mark.whole
+def test_a_result_nobody_reads_is_no_failure_but_lost_work_is(tmp_path):
+    shell = f"{sys.executable} -m meshwright"
+    done = subprocess.run(
+        ["bash", "-c", f"{shell} --help | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert done.stdout == "0\n"
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    work = f"cd {tmp_path}; {shell} preprocess --input x.jsonl --output-prefix x --tokenizer-type ByteTokenizer"
+    done = subprocess.run(
+        ["bash", "-c", f"{work} | (exec <&-; sleep 2); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"
+
+
+def test_changed_data_is_told_on_resume(tmp_path, capsys):
+    import numpy as np
+
+    from meshwright.data.format.writer import Writer
+
+    def write(seed):
+        rng = np.random.RandomState(seed)
+        with Writer(tmp_path / "data", np.uint16) as writer:
+            for _ in range(30):
+                writer.add(rng.randint(0, 64, rng.randint(30, 50)))
+                writer.end_document()
+
+    write(1)
+    flags = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", str(tmp_path / "data")]
+    flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--lr-decay-iters", "6"]
+    assert main(["train", *flags]) == main(["train", *flags, "--train-iters", "7"]) == 0
+    assert "have changed" not in capsys.readouterr().out
+    write(2)
+    assert main(["train", *flags, "--train-iters", "8"]) == 0
+    assert "the files of --data-path have changed since the checkpoint" in capsys.readouterr().out
+
+
+def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
+    from meshwright.checkpoint import publish as store
+    from meshwright.checkpoint import steps
+
+    good, calls = store.os.write, []
+
+    def full(fd, data):
+        calls.append(1)
+        if len(calls) > 40:
+            raise OSError(28, "No space left on device")
+        return good(fd, data)
+
+    def save(*args, **more):
+        if (tmp_path / "run/iter_0000003").exists():
+            monkeypatch.setattr(store.os, "write", full)
+            calls.extend([1] * 40)
+        return real(*args, **more)
+
+    real = meshwright.checkpoint.native.save
+    monkeypatch.setattr(meshwright.checkpoint.native, "save", save)
+    status, _ = train(tmp_path, "--save-interval", "3")
+    monkeypatch.undo()
+    err = capsys.readouterr().err
+    assert status == 74 and "No space left" in err
+    assert steps.latest(tmp_path / "run")[0] == 3
+
+
+def test_overwriting_what_is_continued_is_refused(tmp_path, capsys):
+    """However the folder is spelt: the checkpoint it continues from stays where it is."""
+    train(tmp_path)
+    status, _ = train(tmp_path, "--load", f"{tmp_path}/./run", "--save-overwrite")
+    assert status == 2 and "the same folder" in capsys.readouterr().err
+    assert (tmp_path / "run/iter_0000006").is_dir()
+
+
+def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
+    from meshwright.tokenizers import train_bpe
+
+    train_bpe(["some words to learn from"], 262, tmp_path / "a")
+    files = [
+        "--vocab-file",
+        f"{tmp_path}/a/vocab.json",
+        "--merge-file",
+        f"{tmp_path}/a/merges.txt",
+        "--vocab-size",
+        "262",
+    ]
+    assert train(tmp_path, *files)[0] == 0
+    bare = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
+    assert main(["train", *bare, "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "(vocabulary 262 padded" in out and "--vocab-file and --merge-file are needed" not in out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]])
+def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
+    """The ends of the model have more than the average; tensor ranks share what the table cuts."""
+    from meshwright.model.gpt import GPT, Options
+    from meshwright.parallel.layout import Layout
+    from meshwright.parallel.pipeline import stages
+    from meshwright.parallel.shard import rule
+    from meshwright.settings import flags
+    from meshwright.settings.schema import TrainConfig
+    from meshwright.training.sizes import parameters_of_ranks
+
+    argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
+    argv += [
+        "--pipeline-schedule",
+        schedule,
+        "--num-query-groups=2",
+        "--group-query-attention",
+        "--qk-layernorm",
+        *more,
+    ]
+    c = flags.parse(TrainConfig, [*TINY_FLAGS, *argv], "train", check=False).config
+    counted = []
+    for rank in range(2):
+        layout = Layout(2, 1, 1, 1, 1, rank)
+        with torch.device("meta"):
+            parts = stages(lambda: GPT(c.model, 64, 128, 16, options=Options()), c.stages, layout, schedule)
+        own = {
+            n: p.numel() // (2 if rule(n).cut is not None else 1) for part in parts for n, p in part.named_parameters()
+        }
+        counted.append(sum(own.values()))
+    assert parameters_of_ranks(c, 128, 16) == counted and counted[0] != counted[1]
+
+
+def test_dry_run_in_words(tmp_path, capsys):
+    assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "2 micro-batches\n" in out and "optimizer: 0.5 MiB, activations" in out and "data: random ids" in out
+    more = ["--world-size=8", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
+    assert main(["train", *TINY_FLAGS, *more, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "1 micro-batch\n" in out and "8 ranks = 2 data x 2 tensor x 2 pipeline; layers of each stage: 1 1" in out
+    assert "parameters on pipeline rank 0, the largest" in out and "MiB on pipeline rank 0, activations apart" in out
+
+
+def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
+    from meshwright.data.format.writer import Writer
+
+    with Writer(tmp_path / "x", "uint16") as writer:
+        writer.add(list(range(200)))
+        writer.end_document()
+    flags = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
+    flags += ["--data-path", str(tmp_path / "x"), "--tokenizer-type=NullTokenizer", "--vocab-size=63"]
+    for more in (["--dry-run"], []):
+        assert main(["train", *flags, *more]) == 65
+        assert "x.bin has id 64 in document 0, but the tokenizer's ids are 0 ... 63" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["--dry-run", "--print-config"])
+def test_rank_0_alone_prints(monkeypatch, capsys, what):
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29999")):
+        monkeypatch.setenv(name, value)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", *TINY_FLAGS, what]) == 0
+        assert bool(capsys.readouterr().out) == (rank == "0")
+
+
+def test_incomplete_settings_are_printed_and_then_refused(capsys):
+    assert main(["train", "--preset", "gpt2-345m", "--print-config"]) == 2
+    shown = capsys.readouterr()
+    assert "num_layers = 24  # preset gpt2-345m" in shown.out and "--data-path is needed" in shown.err
+    assert main(["train", "--preset", "gpt2-345m", "--print-config", "--nonsense"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "--nonsense" in shown.err and "--data-path is needed" in shown.err
+
+
+CPU_SAYS = (
+    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError(CPU_SAYS), "out of memory: tried to allocate 4398046511104 bytes: "),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of "
+                "which 1.00 GiB is free. Including non-PyTorch memory, this process has more"
+            ),
+            "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free: ",
+        ),
+        (MemoryError(), "out of memory: a smaller "),
+    ],
+)
+def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, error, told):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(meshwright.training.network, "train_step", fail)
+    assert main(["train", *TINY_FLAGS]) == 2
+    shown = capsys.readouterr().err
+    assert told in shown and "Including" not in shown and "Error code" not in shown
+    assert "smaller --micro-batch-size (now 2) or --seq-length (now 16), or --recompute-granularity full needs" in shown
+    monkeypatch.setattr(meshwright.training.network, "train_step", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", *TINY_FLAGS])
+
+
+def test_memory_that_a_cpu_does_not_have_is_recognised():
+    from meshwright.settings.schema import TrainConfig
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert "ried to allocate" in str(meshwright.training.run.out_of_memory(caught.value, TrainConfig()))
+
+
+def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = io.StringIO()
+    null = SimpleNamespace(open=lambda *a: 0, devnull="", O_WRONLY=0, dup2=lambda *a: setattr(sys, "stdout", opened))
+    monkeypatch.setattr(console, "os", null)
+    monkeypatch.setattr(sys, "stdout", Full())
+    console.say("one")
+    console.say("two")
+    told = "standard output: No space left on device; the log goes on in metrics.jsonl alone\n"
+    assert capsys.readouterr().err == told and opened.getvalue() == "two\n"
+
+
+def test_letters_that_the_encoding_does_not_have(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    console.say("größe")
+    assert out.buffer.getvalue() == b"gr\\xf6\\xdfe\n"
+
+
+def test_a_wrong_world_size_is_told_before_the_batches_are_divided_by_it(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="--world-size 3, but started as 2"):
+        meshwright.commands.train.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])
