@@ -67,7 +67,7 @@ def ours(prefix: Path, cache: Path, samples: int, fast: bool) -> dict[str, Any]:
     from meshwright.data.format.indexed import Indexed
     from meshwright.data.loader import Samples
 
-    console.speak(None)
+    console.set_stream(None)
     start = time.perf_counter()
     module.LARGE = 0 if fast else sys.maxsize
     if fast:

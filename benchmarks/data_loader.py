@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
-    console.speak(None)
+    console.set_stream(None)
     torch.set_num_threads(1)
     model = next((x.split(": ")[1] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "")
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"

@@ -36,7 +36,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     from meshwright.training.loop import Trainer
     from meshwright.training.metrics import Timers
 
-    console.speak(None)
+    console.set_stream(None)
     layers, hidden, heads = SIZES[size]
     vocab = 50257 if size != "tiny" else 256
     line = (
@@ -118,7 +118,7 @@ def main() -> None:
     # The least a copy can take.
     from meshwright import device as devices
 
-    pinned = [devices.copying_memory(size, trainer.device)]
+    pinned = [devices.allocate_pinned(size, trainer.device)]
     flat = [t.reshape(-1).view(torch.uint8) for t in plain.values()]
 
     def copy() -> None:

@@ -170,9 +170,9 @@ def main() -> None:
         try:
             measure_all(given)
         finally:
-            from meshwright.launch import rendezvous as start
+            from meshwright.launch import rendezvous
 
-            start.leave()
+            rendezvous.leave()
 
 
 def line_of(model: str, cell: Cell, given: argparse.Namespace) -> str:
@@ -190,26 +190,26 @@ def measure_all(given: argparse.Namespace) -> None:
     """Every cell, on every rank, one after the other."""
     from meshwright import device as devices
     from meshwright.data.datasets import build_datasets
-    from meshwright.launch import rendezvous as start
-    from meshwright.launch import world as launchers
+    from meshwright.launch import rendezvous
+    from meshwright.launch.world import find_world
     from meshwright.parallel.layout import connect, layout_of
     from meshwright.settings.flags import parse
     from meshwright.settings.schema import TrainConfig
     from meshwright.training.preflight import pick_backend
 
     began = time.perf_counter()
-    world = launchers.find(os.environ)
+    world = find_world(os.environ)
     any_cell = parse(TrainConfig, line_of(given.models[0], CELLS[given.models[0]][0], given).split(), "train").config
     device = devices.pick(any_cell.parallel.device, world.local_rank)
-    team = start.join(world, pick_backend(any_cell, device), 5, device, seconds=120)
+    team = rendezvous.join(world, pick_backend(any_cell, device), 5, device, seconds=120)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if team.leads:
+    if team.is_lead:
         tell(f"{world.size} ranks joined in {time.perf_counter() - began:.1f} s" + " again" * restarted)
     watch = Watch(given.limit)
 
     for model in given.models:
         path = given.out / f"layouts-{model}.jsonl"
-        if team.leads and not restarted:
+        if team.is_lead and not restarted:
             path.unlink(missing_ok=True)
             watch.forget()
         team.wait()
@@ -219,22 +219,22 @@ def measure_all(given: argparse.Namespace) -> None:
             if not cell.runs(world.size) or (cell.name not in given.cells if given.cells else cell.extra):
                 continue
             if (cell.name, "begin") in tried:
-                if team.leads and not {(cell.name, "done"), (cell.name, "failed")} & tried:
+                if team.is_lead and not {(cell.name, "done"), (cell.name, "failed")} & tried:
                     error = watch.told(model, cell) or "the processes ended"
                     note(path, {"event": "failed", "model": model, "cell": cell.name, "error": error})
                 continue
             if team.gather(time.time() > given.until)[0]:
-                if team.leads:
+                if team.is_lead:
                     tell(f"{model} {cell.name}: no time is left for it")
                 continue
-            if team.leads:
+            if team.is_lead:
                 note(path, {"event": "begin", "model": model, "cell": cell.name})
             line = line_of(model, cell, given)
             watch.begin(model, cell)
             begin, row, error, layout = time.perf_counter(), None, None, None
             try:
                 config = parse(TrainConfig, [*line.split(), f"--world-size={cell.ranks}"], "train").config
-                team.lead(
+                team.run_on_lead(
                     lambda config=config: build_datasets(config, vocabulary_of(config)[0]) and None
                 )  # then it is kept
                 layout = connect(layout_of(config, team.rank % cell.ranks))
@@ -255,7 +255,7 @@ def measure_all(given: argparse.Namespace) -> None:
                 let_go(layout, device)
             left = team.gather(free(device, tensors=layout is not None and layout.tp > 1))
             watch.end()
-            if not team.leads:
+            if not team.is_lead:
                 continue
             errors = [f"rank {i}: {r['error']}" for i, r in enumerate(rows) if r["error"]]
             about = {
@@ -275,7 +275,7 @@ def measure_all(given: argparse.Namespace) -> None:
             note(path, row)
             tell(in_words(row))
         forget_compiled()
-    if team.leads:
+    if team.is_lead:
         print(flush=True)
         write_table(given.out)
     team.wait()
@@ -303,7 +303,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
     schedule = lr_schedule.from_config(config)
     devices.synchronize(device)
     if device.type != "cpu":
-        devices.forget_memory(device)
+        devices.reset_memory(device)
     times["build"] += time.perf_counter()
 
     losses, norms, ms = [], [], []
@@ -435,7 +435,7 @@ def free(device: Any, tensors: bool) -> dict[str, Any]:
         held = [name for name, ref in HELD.items() if ref() is not None]
     HELD.clear()
     if device.type != "cpu":
-        devices.forget_memory(device)
+        devices.reset_memory(device)
     return {"bytes": devices.memory_stats(device).get("allocated_bytes.all.current", 0), "held": held}
 
 

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=20, help="interleaved pairs (default: 20)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each half of a pair (default: 10)")
     given = parser.parse_args(argv)
-    console.speak(None)
+    console.set_stream(None)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {given.pairs} pairs of {given.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         ratios = loop(Path(folder), given.pairs, given.steps)

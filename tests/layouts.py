@@ -136,17 +136,17 @@ def _train_all(
     from meshwright import console
     from meshwright.launch.team import Team
 
-    console.speak(None)
+    console.set_stream(None)
     team, connected, results = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), Connected(), []
     for name, config in jobs:
-        if team.leads:
+        if team.is_lead:
             Path(folder, "now").write_text(name)
         try:
             results.append(team.gather(look(trained(config, steps, around, name, connected))))
         except Exception as error:
             error.add_note(f"with {name}")
             raise
-    if team.leads:
+    if team.is_lead:
         Path(folder, "results").write_text(json.dumps(results))
 
 

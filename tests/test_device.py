@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY_FLAGS
+from helpers import TINY_FLAGS
 from meshwright import device as devices
 from meshwright.__main__ import main
 from meshwright.data.loader import Loader
@@ -151,11 +151,11 @@ import torch_npu
 assert npu == devices.pick("auto", 1) == devices.pick("npu:1") == torch.device("npu", 1) and devices.count() == 2
 assert torch_npu.done == ["npu:1"] * 3 and devices.is_accelerator(npu) and not devices.has_kernels(npu)
 del torch_npu.done[:]
-devices.synchronize(npu); devices.seed(npu, 5); devices.forget_memory(npu); devices.use(npu)
+devices.synchronize(npu); devices.seed(npu, 5); devices.reset_memory(npu); devices.set_current(npu)
 assert torch_npu.done == ["npu:1", 5, "empty", "reset", "npu:1"]
 assert (devices.name(npu), devices.total_memory(npu), devices.free_memory(npu)) == ("Ascend 1", 64, 8)
 assert devices.peak_memory(npu) == 7 and devices.memory_stats(npu) == {"allocated_bytes.all.peak": 7}
-assert devices.profiled(npu) == [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
+assert devices.profiler_activities(npu) == [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
 try:
     devices.pick("npu", 2)
 except UserError as e:
@@ -196,12 +196,12 @@ def test_a_torch_npu_that_does_not_load(monkeypatch, tmp_path, error):
 def test_a_cpu_is_asked_the_same_things():
     assert devices.name(CPU) == f"cpu, {torch.get_num_threads()} threads"
     assert devices.peak_memory(CPU) is None and devices.memory_stats(CPU) == {}
-    assert devices.profiled(CPU) == [torch.profiler.ProfilerActivity.CPU]
+    assert devices.profiler_activities(CPU) == [torch.profiler.ProfilerActivity.CPU]
     assert not devices.is_accelerator(CPU) and not devices.has_kernels(CPU)
     devices.synchronize(CPU)
     devices.synchronize(None)
-    devices.use(CPU)
-    devices.use(None)
+    devices.set_current(CPU)
+    devices.set_current(None)
     devices.seed(CPU, 5)
     drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
@@ -210,8 +210,8 @@ def test_a_cpu_is_asked_the_same_things():
 def test_kernels_and_profiles_by_kind():
     assert devices.has_kernels(torch.device("cuda", 1)) and not devices.has_kernels(torch.device("xpu"))
     kinds = torch.profiler.ProfilerActivity
-    assert devices.profiled(torch.device("cuda")) == [kinds.CPU, kinds.CUDA]
-    assert devices.profiled(torch.device("xpu")) == [kinds.CPU, kinds.XPU]
+    assert devices.profiler_activities(torch.device("cuda")) == [kinds.CPU, kinds.CUDA]
+    assert devices.profiler_activities(torch.device("xpu")) == [kinds.CPU, kinds.XPU]
 
 
 def test_out_of_memory_in_every_wording():

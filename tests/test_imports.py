@@ -30,18 +30,66 @@ LAYERS = [
 LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 
 # Imported where used: these must start without torch.
-NO_TORCH = """
-    __main__ errors console files progress device tokenizers
-    settings.schema settings.flags settings.checks settings.deepspeed_json settings.data_paths settings.command
-    launch.world launch.launcher launch.outcome launch.rendezvous launch.team
-    commands.train commands.evaluate commands.generate commands.data commands.inspect commands.convert commands.preprocess
-    commands.launch commands.report commands.train_tokenizer commands.demo
-    data.plan data.history data.samples data.format.indexed data.prepare.preprocess data.prepare.text data.prepare.workers
-    data.tools.forecast data.tools.fetch data.tools.statistics data.tools.merge_json data.tools.merge data.tools.verify
-    model.counts optim.schedule report.page report.compare
-    checkpoint.publish checkpoint.native checkpoint.steps checkpoint.loading checkpoint.manifests checkpoint.sources
-    training.run training.resume training.folder training.preflight training.sizes training.saver
-""".split()
+NO_TORCH = [
+    "__main__",
+    "errors",
+    "console",
+    "files",
+    "progress",
+    "device",
+    "tokenizers",
+    "settings.schema",
+    "settings.flags",
+    "settings.checks",
+    "settings.deepspeed_json",
+    "settings.data_paths",
+    "settings.command",
+    "launch.world",
+    "launch.launcher",
+    "launch.outcome",
+    "launch.rendezvous",
+    "launch.team",
+    "commands.train",
+    "commands.evaluate",
+    "commands.generate",
+    "commands.data",
+    "commands.inspect",
+    "commands.convert",
+    "commands.preprocess",
+    "commands.launch",
+    "commands.report",
+    "commands.train_tokenizer",
+    "commands.demo",
+    "data.plan",
+    "data.history",
+    "data.samples",
+    "data.format.indexed",
+    "data.prepare.preprocess",
+    "data.prepare.text",
+    "data.prepare.workers",
+    "data.tools.forecast",
+    "data.tools.fetch",
+    "data.tools.statistics",
+    "data.tools.merge_json",
+    "data.tools.merge",
+    "data.tools.verify",
+    "model.counts",
+    "optim.schedule",
+    "report.page",
+    "report.compare",
+    "checkpoint.publish",
+    "checkpoint.native",
+    "checkpoint.steps",
+    "checkpoint.loading",
+    "checkpoint.manifests",
+    "checkpoint.sources",
+    "training.run",
+    "training.resume",
+    "training.folder",
+    "training.preflight",
+    "training.sizes",
+    "training.saver",
+]
 
 
 def imports(path: Path) -> set[str]:

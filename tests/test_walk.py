@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY
+from helpers import TINY
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Batch, Loader, Samples

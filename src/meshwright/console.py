@@ -11,7 +11,7 @@ from typing import Literal
 _to: Literal["stdout", "stderr"] | None = "stdout"
 
 
-def speak(to: Literal["stdout", "stderr"] | None) -> None:
+def set_stream(to: Literal["stdout", "stderr"] | None) -> None:
     """Where this process says its lines; None: another one tells."""
     global _to
     _to = to
@@ -42,11 +42,11 @@ def notice(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def tell_time(what: str) -> None:
+def say_time(what: str) -> None:
     say(f"[{what}] datetime: {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ")
 
 
-def tell_arguments(values: dict[str, object]) -> None:
+def say_arguments(values: dict[str, object]) -> None:
     say("------------------------ arguments ------------------------")
     for name in sorted(values, key=str.lower):
         say(f"  {name} {'.' * (48 - len(name))} {values[name]}")

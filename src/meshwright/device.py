@@ -49,7 +49,7 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
-        number = 0  # srun and others show each process its own device alone; whether it is, start.join asks
+        number = 0  # srun and others show each process its own device alone; whether it is, rendezvous.join asks
     if number >= count:
         hides = f", or see whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
         raise UserError(
@@ -57,7 +57,7 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
             f"most {count} here (--nproc-per-node {count}){hides}"
         )
     device = torch.device(there.type, number)
-    use(device)
+    set_current(device)
     return device
 
 
@@ -93,7 +93,7 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == NVIDIA
 
 
-def use(device: torch.device | None) -> None:
+def set_current(device: torch.device | None) -> None:
     """Make it the current device of this thread: a new thread begins with the first."""
     import torch
 
@@ -130,7 +130,7 @@ def synchronize(device: torch.device | None) -> None:
         torch.accelerator.synchronize(device)
 
 
-def profiled(device: torch.device) -> list[ProfilerActivity]:
+def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
     """What torch's profiler is to record."""
     from torch.profiler import ProfilerActivity as Kinds
 
@@ -164,7 +164,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
     return dict(stats(device)) if stats is not None else {}
 
 
-def copying_memory(size: int, device: torch.device) -> torch.Tensor:
+def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
     """So many bytes of the host's, into which the device copies at its full speed."""
     import torch
 
@@ -200,7 +200,7 @@ def _number(path: str) -> int:
         return int(file.read())
 
 
-def forget_memory(device: torch.device) -> None:
+def reset_memory(device: torch.device) -> None:
     """Give back what is held in reserve, and begin the peak anew."""
     _module(device).empty_cache()
     _module(device).reset_peak_memory_stats(device)
@@ -219,7 +219,7 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def be_deterministic() -> None:
+def use_deterministic_algorithms() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

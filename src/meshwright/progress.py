@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def metered(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A call for every so many bytes done. Without a terminal nothing is shown: the result's own line tells the speed."""
     if not sys.stderr.isatty():
         yield lambda count: None
@@ -39,7 +39,7 @@ class Clock:
         return f"{count / 1e6 / max(time.perf_counter() - self.start, 1e-9):,.1f} MB/s"
 
 
-class LeftOut(dict[str, tuple[int, str]]):
+class SkippedLines(dict[str, tuple[int, str]]):
     """Of each kind of bad line how many there were, and the place of the first."""
 
     def count(self, kind: str, count: int, place: str) -> None:

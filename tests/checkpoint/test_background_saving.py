@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import TINY_FLAGS, heard, opened
+from helpers import TINY_FLAGS, captured_output, open_step
 from layouts import FLAGS
 from meshwright import console, device
 from meshwright.__main__ import main
@@ -156,7 +156,7 @@ def on_ranks(folder: Path) -> None:
     from layouts import Connected, trained
 
     rank = dist.get_rank()
-    console.speak(None)
+    console.set_stream(None)
     connected = Connected()
     for name, more in (("waits", "--no-async-save"), ("goes on", "--async-save")):
         line = f"--world-size 2 --zero-stage 1 --save {folder / name.replace(' ', '_')} --save-interval 1 {more}"
@@ -190,7 +190,7 @@ def on_ranks(folder: Path) -> None:
 
 def test_on_ranks(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, tmp_path)
-    assert opened(tmp_path / "goes_on", 4).state["iteration"] == 4
+    assert open_step(tmp_path / "goes_on", 4).state["iteration"] == 4
 
 
 def test_what_the_run_appends_to_is_not_in_a_save_that_goes_on(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_the_run_appends_to_is_not_in_a_save_that_goes_on(tmp_path: Path) -
     state["skips"].append(7)
     go.set()
     saver.wait()
-    assert opened(tmp_path, 1).manifest and json.loads((tmp_path / "iter_0000001/state.json").read_text()) == {
+    assert open_step(tmp_path, 1).manifest and json.loads((tmp_path / "iter_0000001/state.json").read_text()) == {
         "skips": []
     }
     saver.close()
@@ -230,6 +230,6 @@ def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_the_memory_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.device.free_host_memory", lambda: 1000)
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         assert train(tmp_path, "--async-save") == 0
     assert any("training waits" in line for line in said) and steps.latest(tmp_path)[0] == 6

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import TINY_FLAGS, heard
+from helpers import TINY_FLAGS, captured_output
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
@@ -127,7 +127,7 @@ def assert_equal(a, b):
 
 def convert(*words, status=DONE):
     """What it says: lines, notices."""
-    with heard() as said:
+    with captured_output() as said:
         got = main(["convert", *map(str, words)])
     assert got == status, said
     return said
@@ -309,7 +309,7 @@ def test_looking_does_not_read_the_numbers(folder, tmp_path):
     raw = path.read_bytes()
     path.write_bytes(raw.replace(wte, bytes(100)))
     for words, status, text in (([], DONE, "contents not checked"), (["--full"], BAD_DATA, "verified: NO")):
-        with heard() as said:
+        with captured_output() as said:
             assert main(["inspect", str(tmp_path / "a"), *words]) == status
         assert text in told(said)
 
@@ -349,7 +349,7 @@ def test_the_vocabulary_goes_along(vocabulary, tmp_path):
     convert(tmp_path / "b", tmp_path / "c", "--to=torch")
     assert tokenizers.is_same(kept, tmp_path / "c" / "tokenizer")
     for name in ("a", "b"):
-        with heard() as said:
+        with captured_output() as said:
             words = ["--out-seq-length=4", "--prompt=the cat", "--device=cpu"]
             vocab = files if name == "b" else []
             assert main(["generate", str(tmp_path / name), *words, *map(str, vocab)]) == DONE, said
@@ -377,7 +377,7 @@ def test_the_page_shows_commands_that_work(folder, tmp_path, monkeypatch):
     smaller = {"16": "4", "50257": "61"}
     for words in lines:
         assert words[0] == "meshwright"
-        with heard() as said:
+        with captured_output() as said:
             assert main([smaller.get(word, word) for word in words[1:]]) == DONE, (words, said)
 
 

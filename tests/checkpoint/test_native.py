@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from conftest import heard, opened
+from helpers import captured_output, open_step
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, steps
 from meshwright.checkpoint import publish as store
@@ -145,7 +145,7 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         assert loading.load(tmp_path, {}) is None
     assert said == []  # who wanted it tells what that means
     named = model()
@@ -155,7 +155,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
         f"  successfully saved checkpoint at iteration    5000 to {tmp_path}",
     )
     want = blank(named)
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         loaded = loading.load(tmp_path, want)
     assert loaded == (5000, state(5000)) and same(named, want)
     assert said == [
@@ -186,7 +186,7 @@ def test_200_bit_flips_never_load(tmp_path: Path) -> None:
         if i < 50:
             want = blank(good)
             verify = "full" if path.name == native.CONFIG else "read"
-            with heard() as (said, _):
+            with captured_output() as (said, _):
                 loaded = loading.load(tmp_path, want, means=Means(verify))
             assert loaded is not None and loaded.step == 1 and same(good, want)
             assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
@@ -227,7 +227,7 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
 def test_another_dtype_is_converted_and_said(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     want = blank(model(dtype=torch.bfloat16))
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         loading.load(tmp_path, want)
     assert " 6 tensors converted from F32 to BF16" in said
     assert all(torch.equal(want[name].tensor, named[name].tensor.bfloat16()) for name in named)
@@ -342,8 +342,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"there is no folder {tmp_path}/none" in error_of(lambda: inspect.main([str(tmp_path / "none")]))
     (tmp_path / "tok").mkdir()
     assert f"{tmp_path}/tok holds no checkpoints" in error_of(lambda: inspect.main([str(tmp_path / "tok")]))
-    assert opened(tmp_path, 2).state == state(2)
-    assert opened(tmp_path, 2).config == {"num_layers": 1}
+    assert open_step(tmp_path, 2).state == state(2)
+    assert open_step(tmp_path, 2).config == {"num_layers": 1}
 
 
 def test_box_arithmetic() -> None:

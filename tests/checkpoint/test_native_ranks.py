@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from test_native import DTYPES, cut, flip, held, same, some
 
 import ranks
-from conftest import heard
+from helpers import captured_output
 from meshwright import console
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, steps
@@ -43,7 +43,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def team() -> Team:
-    console.speak("stdout" if dist.get_rank() == 0 else None)
+    console.set_stream("stdout" if dist.get_rank() == 0 else None)
     return Team(dist.get_rank(), dist.get_world_size())
 
 
@@ -90,7 +90,7 @@ def any_cutting(root: Path) -> None:
                 shape = shape[:-1] + tuple(2 * n for n in shape[-1:])
             full = fulls[f"t{i}"] = some(shape, common.choice(DTYPES), 100 * trial + i)
             if how == "one rank":
-                boxes: list[Box] = whole(full).boxes * everybody.leads  # type: ignore[operator]
+                boxes: list[Box] = whole(full).boxes * everybody.is_lead  # type: ignore[operator]
             elif how == "random boxes" or not shape:
                 boxes = [box for box in cut(shape, common) if common.randrange(4) == everybody.rank]
             elif how == "slices":
@@ -107,7 +107,7 @@ def any_cutting(root: Path) -> None:
                 want = {}
                 for name, full in fulls.items():
                     boxes = [box for box in cut(tuple(full.shape), own) if own.random() < 0.7]
-                    if boxes or t.leads or own.random() < 0.5:
+                    if boxes or t.is_lead or own.random() < 0.5:
                         want[name] = entry(full, boxes)
                 filled = blank(want)
                 verify = common.choice(["read", "full"])
@@ -157,15 +157,15 @@ def a_step_again(root: Path) -> None:
     save(root, 5, mine(t))
     written = steps.step_folder(root, 5).stat().st_ino
     assert "never overwritten" in error_of(lambda: save(root, 5, mine(t, 1)), LOCKED)
-    assert "never overwritten" in error_of(lambda: save(root, 5, whole_ones() if t.leads else {}), LOCKED)
+    assert "never overwritten" in error_of(lambda: save(root, 5, whole_ones() if t.is_lead else {}), LOCKED)
     assert steps.step_folder(root, 5).stat().st_ino == written
     t.wait()
-    if t.leads:
+    if t.is_lead:
         flip(steps.step_folder(root, 5) / "rank_00002.safetensors", 8 * 600)
     t.wait()
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         save(root, 5, mine(t))
-    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[:1] * t.leads
+    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[:1] * t.is_lead
     assert (root / "iter_0000005.damaged").is_dir()
     manifests.verify(steps.step_folder(root, 5), full=True)
 
@@ -218,7 +218,7 @@ def defects(root: Path) -> None:
     bad = {"x": Entry((4,), [((0,), (3,))], torch.zeros(4))} if t.rank == 1 else {}
     with pytest.raises(ValueError if t.rank == 1 else UserError) as caught:  # its own defect has its traceback
         save(root, 1, bad)
-    if t.leads:
+    if t.is_lead:
         assert str(caught.value).startswith("rank 1: ValueError: x") and caught.value.status == UNEXPECTED  # type: ignore[union-attr,attr-defined]
     t.wait()
     assert steps.listing(root) == []
@@ -230,12 +230,12 @@ def test_the_boxes_of_all_ranks_cover_every_tensor_once(tmp_path: Path) -> None:
 
 def loads(root: Path) -> None:
     t = team()
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         assert loading.load(root / "none", mine(t), team=t) is None
     assert said == []
     for step in (1, 2, 3):
         save(root, step, mine(t, 10 * step))
-    if t.leads:  # a part that rank 2 alone reads
+    if t.is_lead:  # a part that rank 2 alone reads
         flip(steps.step_folder(root, 3) / "rank_00002.safetensors", 8 * 600)
     t.wait()
     want, seen = blank(mine(t)), list[int]()
@@ -245,13 +245,13 @@ def loads(root: Path) -> None:
         seen.append(source.state["iteration"])
         return source
 
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         loaded = loading.load(root, want, accept=accept, team=t)
     assert loaded == (2, {"iteration": 2}) and same(mine(t, 20), want) and seen == [3, 2]
-    assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.leads
+    assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.is_lead
     message = error_of(lambda: loading.load(steps.step_folder(root, 3), want, team=t))
     assert "rank_00002" in message
-    if t.leads:  # full verification is shared out, and finds what nobody reads
+    if t.is_lead:  # full verification is shared out, and finds what nobody reads
         flip(steps.step_folder(root, 2) / native.CONFIG, 8)
     t.wait()
     assert loading.load(root, want, means=Means("full"), team=t) == (1, {"iteration": 1})
@@ -271,10 +271,10 @@ def loads(root: Path) -> None:
     assert "x: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias: the model has none, the checkpoint has (8,)" in message and message.count("\n") == 2
     half = {n: Entry(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()}
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         loading.load(steps.step_folder(root, 1), half, team=t)
-    assert (" 4 tensors converted from F32 to BF16" in said) == t.leads
-    if t.leads:
+    assert (" 4 tensors converted from F32 to BF16" in said) == t.is_lead
+    if t.is_lead:
         for step in (1, 2, 3):
             (steps.step_folder(root, step) / native.STATE).unlink()
     t.wait()
@@ -300,8 +300,8 @@ def not_shared(root: Path) -> None:
     with pytest.raises(UserError, match=r"rank 0 on .* does not see .*rank_00001.*all nodes share"):
         save(here, 1, mine(t))
     t.wait()
-    assert not t.leads or not list(here.iterdir())  # rank 0 looks: it goes on to save there
-    native.save(root / "node0", 1, whole_ones(), {}) if t.leads else None
+    assert not t.is_lead or not list(here.iterdir())  # rank 0 looks: it goes on to save there
+    native.save(root / "node0", 1, whole_ones(), {}) if t.is_lead else None
     t.wait()
     with pytest.raises(UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"):
         loading.load(here, blank(mine(t)), team=t)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import heard
+from helpers import captured_output
 from meshwright.checkpoint import manifests, steps
 from meshwright.checkpoint import publish as store
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
@@ -298,7 +298,7 @@ def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path
 def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
     publish(tmp_path, 1)
     damage(steps.step_folder(tmp_path, 1) / "rank_00000.safetensors")
-    with heard() as (said, _):
+    with captured_output() as (said, _):
         publish(tmp_path, 1)
     assert len(said) == 1 and "iter_0000001.damaged" in said[0]
     manifests.verify(steps.step_folder(tmp_path, 1), full=True)

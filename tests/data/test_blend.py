@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from conftest import heard
+from helpers import captured_output
 from meshwright.data import blend
 from meshwright.data.blend import Blend, normalised, order
 from meshwright.data.datasets import build_datasets
@@ -110,7 +110,7 @@ def build(vocab=3000, **settings):
         tokenizer=Tokenizer(),
     )
     assert not [p for p in checks.problems(config) if "data" in p]
-    with heard() as (lines, notices):
+    with captured_output() as (lines, notices):
         made = build_datasets(config, vocab)
     return made, lines, notices
 
@@ -282,7 +282,7 @@ def test_cache_is_used_checked_and_keyed(tmp_path, monkeypatch):
     notices = []
 
     def make(weights, size):
-        with heard() as (_, told):
+        with captured_output() as (_, told):
             made = Blend(parts, weights, size, tmp_path / "cache")
         notices.extend(told)
         return made

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import tokens_of
+from helpers import tokens_of
 from meshwright.__main__ import main
 from meshwright.data.format.indexed import HEADER, MAGIC, Indexed
 from meshwright.data.format.writer import Writer

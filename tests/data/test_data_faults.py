@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 
-from conftest import tokens_of
+from helpers import tokens_of
 from meshwright.data.format.indexed import HEADER, Indexed, check_vocabulary
 from meshwright.data.format.writer import Writer
 from meshwright.data.prepare import preprocess, text

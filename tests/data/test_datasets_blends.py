@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_blend import rule
 
-from conftest import TINY_FLAGS, heard, opened
+from helpers import TINY_FLAGS, captured_output, open_step
 from meshwright.__main__ import main
 from meshwright.data.blend import Blend, normalised, samples_needed
 from meshwright.data.changing import Chain, used_of_each
@@ -56,7 +56,7 @@ def settings(**given):
 def build(**given):
     config = settings(**given)
     assert not checks.data_problems(config.data, True)
-    with heard() as (lines, notices):
+    with captured_output() as (lines, notices):
         made = build_datasets(config, 5000)
     return made, lines, notices
 
@@ -236,7 +236,7 @@ def test_three_hundred_sources(tmp_path):
         values += [repr(weights[n]), str(tmp_path / f"s{n}")]
     (tmp_path / "paths").write_text("\n".join(values))
     config = settings(data_args_path=str(tmp_path / "paths"), split="1", train_iters=500)
-    with heard():
+    with captured_output():
         train = build_datasets(config, 30_000)["train"]
     shares = np.array(normalised(weights))
     which, number = rule((shares / shares.sum()).tolist(), 1000)
@@ -317,7 +317,7 @@ def sample_of(tokens):
 def run_of(steps, begin, end, past, size=None, **given):
     """The samples from `begin` to `end` of a run that is continued, and the history that its checkpoint would keep."""
     config = settings(**{"split": "1", "train_iters": steps, **given})
-    with heard() as (lines, _):
+    with captured_output() as (lines, _):
         data, history = continue_datasets(config, 50_000, past, begin)
     kept = History.of(json.loads(json.dumps(history.state())))
     assert kept == history
@@ -521,7 +521,7 @@ def test_each_validation_set_has_its_line(files, capsys):
     ] + [(6, "validation", "ONE"), (6, "validation", "TWO"), (6, "test", "LAST")]
     losses = [r["loss"] for r in rows(files / "run", "validation")]
     assert losses[0] != losses[1] and losses[2] != losses[3]
-    state = opened(files / "run", 6).state
+    state = open_step(files / "run", 6).state
     assert state["best_loss"] in (sum(losses[:2]) / 2, sum(losses[2:4]) / 2)
     again = main(["train", *FLAGS, "--train-iters=6", "--skip-train", "--load", "run", *run[len(FLAGS) + 2 :]])
     assert again == 0 and capsys.readouterr().out.count("validation loss at") == 3
@@ -565,7 +565,7 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     assert main([*run, *two, "--train-iters=6", "--save", "c", "--load", "a/iter_0000002", "--blend-change-at=8"]) == 0
     assert [r["loss"] for r in rows(files / "c", "step")] == whole[2:]
     assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # of a run that is done
-    assert opened(files / "a", 6).state["blends"]["blends"][1][0] == 8
+    assert open_step(files / "a", 6).state["blends"]["blends"][1][0] == 8
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
     capsys.readouterr()
     dry = ["--train-iters=9", "--save", "a", "--load", "a", "--dry-run", "--tokenizer-type=NullTokenizer"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import tokens_of
+from helpers import tokens_of
 from meshwright.data.format import indexed as indexed_module
 from meshwright.data.format.indexed import HEADER, Indexed, fingerprint
 from meshwright.data.format.writer import Writer, token_dtype

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import tokens_of
+from helpers import tokens_of
 from meshwright import tokenizers
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import preprocess, text

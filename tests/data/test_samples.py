@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import heard, tokens_of
+from helpers import captured_output, tokens_of
 from meshwright.data import index_cache, loader, samples
 from meshwright.data.datasets import build_datasets, check_vocabulary
 from meshwright.data.format.indexed import Indexed
@@ -180,7 +180,7 @@ def test_numba_is_for_large_data_and_may_be_absent(monkeypatch):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.delattr("meshwright.data.fast", raising=False)
-    with heard() as (_, notices):
+    with captured_output() as (_, notices):
         assert samples.compiled(samples.LARGE) is None
     assert notices == []
 
@@ -239,7 +239,7 @@ def config(prefix, **changes):
 
 
 def said(settings, vocab=1000):
-    with heard() as (lines, notices):
+    with captured_output() as (lines, notices):
         made = build_datasets(settings, vocab)
     return made, lines, notices
 
@@ -305,14 +305,14 @@ data_prefix: \['{tmp_path}/x'\]
 
 
 def test_line_about_the_last_epoch():
-    with heard() as (lines, _):
+    with captured_output() as (lines, _):
         build(np.array([100]), range(1), 110, 1, 0, 0.95)
     assert lines[0] == (
         " > last epoch number of samples (11) is smaller than 95% of number of samples per epoch (99), "
         "setting separate_last_epoch to True"
     )
     assert " > building shuffle index with split [0, 99) and [99, 199) ..." in lines
-    with heard() as (lines, _):
+    with captured_output() as (lines, _):
         build(np.array([100]), range(1), 190, 1, 0, 0.8)
     assert (
         "(91) is larger than 80% of number of samples per epoch (99), setting separate_last_epoch to False" in lines[0]
@@ -376,7 +376,7 @@ def test_damaged_caches_are_rebuilt(tmp_path):
     Samples(indexed, range(0, 4), 13, 8, 1, cache_dir=other)
 
     def make():
-        with heard() as (_, notices):
+        with captured_output() as (_, notices):
             made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
         return made, notices
 
@@ -411,7 +411,7 @@ def test_damaged_caches_are_rebuilt(tmp_path):
 def test_a_cache_folder_that_takes_nothing(tmp_path):
     indexed = data(tmp_path / "x", [30, 20, 10, 40])
     (tmp_path / "file").write_text("")
-    with heard() as (_, notices):
+    with captured_output() as (_, notices):
         made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "file" / "cache")
     assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
     assert len(notices) == 1
@@ -487,7 +487,7 @@ def test_a_full_disk_leaves_the_indices_in_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(index_cache.os, "posix_fallocate", full)
     indexed = data(tmp_path / "x", [30, 20, 10, 40])
-    with heard() as (_, notices):
+    with captured_output() as (_, notices):
         made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "cache")
     assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
     assert len(notices) == 1 and "takes no index cache (No space left on device)" in notices[0]

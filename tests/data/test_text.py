@@ -16,7 +16,7 @@ import zlib
 
 import pytest
 
-from conftest import tokens_of
+from helpers import tokens_of
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import containers, preprocess, sentences, tables, text
 from meshwright.data.prepare.text import BadLine, lines_of, look, pieces, read_place, units

@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.launch import rendezvous as start
-from meshwright.launch import world as launchers
+from meshwright.launch import rendezvous
+from meshwright.launch.world import World, find_world, require_world_size
 
 
 def main() -> int:
@@ -28,11 +28,11 @@ def main() -> int:
     parser.add_argument("act", nargs="?", default="")
     said = parser.parse_args()
     try:
-        world = launchers.find(os.environ, said.local_rank)
-        launchers.check_size(world, said.size)
-        team = start.join(world, "gloo", 1, seconds=said.seconds)
+        world = find_world(os.environ, said.local_rank)
+        require_world_size(world, said.size)
+        team = rendezvous.join(world, "gloo", 1, seconds=said.seconds)
         told = team.gather([world.rank, world.local_rank, world.local_size, os.getpid()])
-        if team.leads:
+        if team.is_lead:
             line = json.dumps({"launcher": world.launcher, "ranks": told})
             os.write(1, f"{line}\n".encode())  # whole, whatever others write
         return act(said.act, world, team)
@@ -40,16 +40,16 @@ def main() -> int:
         print(f"words: {error}", file=sys.stderr, flush=True)
         return error.status
     except RuntimeError as error:
-        words = start.lost(error)
+        words = rendezvous.explain_lost_rank(error)
         if words is None:
             raise
         print(f"words: {words}", file=sys.stderr, flush=True)
         return words.status
     finally:
-        start.leave()
+        rendezvous.leave()
 
 
-def act(what: str, world: launchers.World, team: Any) -> int:
+def act(what: str, world: World, team: Any) -> int:
     if world.rank == 1:
         if what.isdigit():
             return int(what)
@@ -70,8 +70,8 @@ def act(what: str, world: launchers.World, team: Any) -> int:
                 return 128 + signals[0]
         return 0
     if what == "again":
-        start.leave()
-        team = start.join(world, "gloo", 1, seconds=20)
+        rendezvous.leave()
+        team = rendezvous.join(world, "gloo", 1, seconds=20)
     for _ in range(2):
         team.wait()
     return 0

@@ -15,10 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
-from meshwright.launch import rendezvous as start
-from meshwright.launch import world as launchers
+from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
-from meshwright.launch.world import World, find
+from meshwright.launch.world import World, find_world, first_host, require_world_size, tasks_per_node
 from ranks import run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -82,23 +81,23 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
     ],
 )
 def test_every_launcher(environ: dict[str, str], expected: World) -> None:
-    assert find(environ) == expected
+    assert find_world(environ) == expected
 
 
 def test_local_rank() -> None:
     """A flag says it where the environment does not."""
     without = {n: v for n, v in TORCH.items() if n != "LOCAL_RANK"}
-    assert find(TORCH, 0).local_rank == 1 and find(without, 1).local_rank == 1
+    assert find_world(TORCH, 0).local_rank == 1 and find_world(without, 1).local_rank == 1
     one_node = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert (find(one_node).local_rank, find(one_node).local_size) == (3, 4)
+    assert (find_world(one_node).local_rank, find_world(one_node).local_size) == (3, 4)
 
 
 def test_ports_of_jobs() -> None:
     """All ranks of a job have one port, another job has another, and a step of the same job too."""
     jobs = [SLURM, SLURM | {"SLURM_JOB_ID": "78"}, SLURM | {"SLURM_STEP_ID": "1"}]
-    assert len({find(j).port for j in jobs}) == 3
-    assert find(SLURM).port == find(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
-    assert 20000 <= (find(OMPI | {"PMIX_NAMESPACE": "host.7"}).port or 0) < 30000
+    assert len({find_world(j).port for j in jobs}) == 3
+    assert find_world(SLURM).port == find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    assert 20000 <= (find_world(OMPI | {"PMIX_NAMESPACE": "host.7"}).port or 0) < 30000
 
 
 @pytest.mark.parametrize(
@@ -113,11 +112,11 @@ def test_ports_of_jobs() -> None:
     ],
 )
 def test_first_host(nodes: str, first: str) -> None:
-    assert launchers.first_host(nodes) == first
+    assert first_host(nodes) == first
 
 
 def test_tasks_per_node() -> None:
-    assert launchers.tasks_per_node("2(x3),1") == [2, 2, 2, 1] and launchers.tasks_per_node("8") == [8]
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1] and tasks_per_node("8") == [8]
 
 
 @pytest.mark.parametrize(
@@ -140,16 +139,16 @@ def test_tasks_per_node() -> None:
 )
 def test_contradictions_in_words(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
-        find(environ)
+        find_world(environ)
 
 
 def test_world_size() -> None:
-    launchers.check_size(World(size=4), None)
-    launchers.check_size(World(size=4), 4)
+    require_world_size(World(size=4), None)
+    require_world_size(World(size=4), 4)
     with pytest.raises(UserError, match="--world-size 8, but started as 4, by torchrun: start 8"):
-        launchers.check_size(World(size=4, launcher="torchrun"), 8)
+        require_world_size(World(size=4, launcher="torchrun"), 8)
     with pytest.raises(UserError, match="--world-size 2, but started as one process"):
-        launchers.check_size(World(), 2)
+        require_world_size(World(), 2)
 
 
 # Started processes, with each launcher's variables.
@@ -275,7 +274,7 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface of this machine, which has"
     ):
-        start._choose_interface("127.0.0.1", 1)
+        rendezvous._choose_interface("127.0.0.1", 1)
 
 
 def test_two_of_one_number(tmp_path: Path) -> None:
@@ -290,7 +289,7 @@ def test_two_of_one_number(tmp_path: Path) -> None:
 
 def _unlike() -> None:
     rank, team = dist.get_rank(), Team(dist.get_rank(), 4, dist.group.WORLD)
-    start.compare(team, {"a": 1, "b": [1, None]})
+    rendezvous.require_equal(team, {"a": 1, "b": [1, None]})
     mine: dict[str, Any] = {
         "seed": 1,
         "global_batch_size": 512 if rank < 2 else 1024,
@@ -299,19 +298,19 @@ def _unlike() -> None:
     if rank == 2:
         mine["extra"] = None
     with pytest.raises(UserError) as told:
-        start.compare(team, mine)
+        rendezvous.require_equal(team, mine)
     assert told.value.status == USAGE and str(told.value).split("\n  ")[1:] == [
         "global_batch_size: 512 on ranks 0-1, 1024 on ranks 2-3",
         "torch: 2.11 on rank 0, 2.13 on ranks 1-3",
         "extra: nothing on ranks 0-1, 3, none on rank 2",
     ]
     with pytest.raises(UserError, match=r"f19: .*\n  and 30 more$"):
-        start.compare(team, {f"f{n}": rank for n in range(50)})
+        rendezvous.require_equal(team, {f"f{n}": rank for n in range(50)})
 
 
 def test_compare() -> None:
     run_ranks(_unlike, 4)
-    start.compare(Team(), {"a": 1})
+    rendezvous.require_equal(Team(), {"a": 1})
 
 
 # Losing.
@@ -343,12 +342,12 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
     ],
 )
 def test_lost(error: BaseException, gone: bool) -> None:
-    words = start.lost(error)
+    words = rendezvous.explain_lost_rank(error)
     assert (words is not None) == gone
     if words is not None:
         assert words.status == HANG and "--distributed-timeout-minutes" in str(words) and "/pytorch/" not in str(words)
 
 
 def test_leave_without_having_joined() -> None:
-    start.leave()
-    assert start.join(World(), "gloo", 1) == Team()
+    rendezvous.leave()
+    assert rendezvous.join(World(), "gloo", 1) == Team()

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY_FLAGS
 from documents import ROOT, end, environment
+from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.errors import HANG
 

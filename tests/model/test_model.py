@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from conftest import TINY
+from helpers import TINY
 from meshwright.model import attention, counts, pick
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT, Options, initialise

@@ -23,7 +23,7 @@ from test_zero import (
 )
 from torch import nn
 
-from conftest import TINY
+from helpers import TINY
 from meshwright.checkpoint import loading, native
 from meshwright.optim import rules as optimizer
 from meshwright.parallel.zero import ParameterStore

@@ -10,7 +10,7 @@ from test_flag_effects import run  # noqa: F401, a fixture
 from test_zero import CPU, gradient, kinds, one_of_each_kind, same, snapshot
 from torch import nn
 
-from conftest import opened
+from helpers import open_step
 from meshwright.optim.loss_scale import LossScale, dtype
 from meshwright.parallel.zero import ParameterStore
 from meshwright.settings.schema import Optimizer, Precision
@@ -178,7 +178,7 @@ def saved(folder, step):
     for path in sorted((folder / f"iter_{step:07d}").glob("*.safetensors")):
         tensors |= safetensors.torch.load_file(path)
     assert tensors
-    return tensors, opened(folder, step).state
+    return tensors, open_step(folder, step).state
 
 
 BASE = ("--eval-iters", "0", "--lr-decay-style", "constant", "--lr-decay-iters", "9")
@@ -247,7 +247,7 @@ def test_on_nonfinite(run, breaking, tmp_path):  # noqa: F811
     save = str(tmp_path / "b")
     breaking({1, 2})
     got = run(*BASE, "--on-nonfinite", "skip:2", "--train-iters", "2", *saving(save))
-    assert got.status == 0 and opened(save, 2).state["nonfinite_in_a_row"] == 2
+    assert got.status == 0 and open_step(save, 2).state["nonfinite_in_a_row"] == 2
     breaking({1})  # the third in a row, the first of this attempt
     got = run(*BASE, "--on-nonfinite", "skip:2", "--load", save)
     assert got.status == 70 and got.column("iteration") == [3]
@@ -282,5 +282,5 @@ def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):  # noqa: 
     flags = ("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "3", "--on-nonfinite", "skip:1")
     got = run(*BASE, *flags, "--train-iters", "3", *saving(tmp_path))
     assert got.status == 0 and got.column("skipped") == [False, True, False]
-    state = opened(tmp_path, 3).state["loss_scale"]
+    state = open_step(tmp_path, 3).state["loss_scale"]
     assert state["scale"] <= 256 and state["growth_tracker"] < 3

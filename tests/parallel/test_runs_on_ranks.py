@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import TINY_FLAGS, opened
+from helpers import TINY_FLAGS, open_step
 from meshwright.__main__ import main
 from meshwright.data.format.writer import Writer
 from ranks import run_programs
@@ -181,7 +181,7 @@ def test_the_clock_ends_all(tmp_path):
     )
     assert statuses == [0] * 4, told[0][-3000:]
     (step,) = (tmp_path / "run").glob("iter_*")
-    assert 0 < opened(tmp_path / "run", int(step.name[5:])).state["iteration"] < 100000
+    assert 0 < open_step(tmp_path / "run", int(step.name[5:])).state["iteration"] < 100000
     assert "exiting program at iteration" in told[0]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_model import tokens
 
-from conftest import TINY
+from helpers import TINY
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from test_zero import VOCAB, gradient, kinds, losses_of, make, same, snapshot, tokens
 
-from conftest import TINY
+from helpers import TINY
 from meshwright.model.gpt import GPT
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.zero import ALIGN

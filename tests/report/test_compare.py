@@ -219,7 +219,7 @@ def test_the_picture_of_the_schedules_is_what_the_code_does():
 
 def test_cautions(tmp_path, capsys):
     """Steps of other sizes, and validations on other data, are said."""
-    from conftest import TINY_FLAGS
+    from helpers import TINY_FLAGS
 
     def train(name, *more):
         assert command(["train", *TINY_FLAGS, "--train-iters", "3", "--run-dir", str(tmp_path / name), *more]) == 0

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from conftest import TINY_FLAGS
+from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.data.prepare import preprocess
 from meshwright.settings.flags import parse
@@ -325,7 +325,7 @@ def test_compile(run, base, monkeypatch):
 
 def test_loss_mean_weighs_tokens_or_micro_batches():
     """Two micro-batches, one of them nearly all masked."""
-    from conftest import TINY
+    from helpers import TINY
     from meshwright.data.loader import Batch
     from meshwright.model.gpt import GPT, initialise
     from meshwright.model.loss import token_losses

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from conftest import TINY_FLAGS
+from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.model import counts

@@ -6,7 +6,7 @@ import json
 import pytest
 from test_deepspeed_config import CONFIG_003
 
-from conftest import TINY_FLAGS
+from helpers import TINY_FLAGS
 from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings.grammar import split_layers

@@ -18,7 +18,7 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from conftest import opened
+from helpers import open_step
 from meshwright.__main__ import main
 from meshwright.commands.report import main as report
 from meshwright.data.loader import Mock
@@ -360,7 +360,7 @@ def test_muon_without_layers(example):
 
 def test_data_of_ones_own_needs_no_files(tmp_path: Path) -> None:
     """Paths that are there by habit are neither looked for nor remembered."""
-    from conftest import TINY_FLAGS
+    from helpers import TINY_FLAGS
     from meshwright.settings import flags
     from meshwright.settings.schema import TrainConfig
 
@@ -368,4 +368,4 @@ def test_data_of_ones_own_needs_no_files(tmp_path: Path) -> None:
     config = flags.parse(TrainConfig, argv, "test").config
     data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
     assert train.run(config, datasets=data) == 0
-    assert opened(tmp_path, 6).config["data_fingerprint"] == []
+    assert open_step(tmp_path, 6).config["data_fingerprint"] == []

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import TINY_FLAGS, opened
+from helpers import TINY_FLAGS, open_step
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, steps
 from meshwright.checkpoint import publish as store
@@ -124,7 +124,7 @@ def test_skipped_iterations_use_up_their_samples(run, tmp_path):
     got = run(*flags, "--skip-train-iteration-range", "3-4", "--save", tmp_path / "s")
     assert got.column("iteration") == [1, 2, 5, 6] and got.column("consumed_samples") == [4, 8, 20, 24]
     assert "Skipped iterations 3 to 4 due to --skip-train-iteration-range flag." in got.out
-    state = opened(tmp_path / "s", 6).state
+    state = open_step(tmp_path / "s", 6).state
     assert state["schedule_samples"] == 16 and state["optimizer_steps"] == 4
     assert state["skips"] == [[8, "passed over to 16"]]
     whole = run(*flags)
@@ -182,7 +182,7 @@ def test_accumulation_steps(run):
 def test_save_at_start(run, tmp_path):
     save = tmp_path / "save"
     assert run("--save-at-start", "--save", save).status == 0 and steps_in(save) == [0, 6]
-    assert opened(save, 0).state["consumed_train_samples"] == 0
+    assert open_step(save, 0).state["consumed_train_samples"] == 0
     again = run("--load", save / "iter_0000000", "--save", tmp_path / "other", "--save-init")
     assert again.status == 0 and again.column("loss") == run().column("loss")
 
@@ -213,7 +213,7 @@ def test_keep_best(run, tmp_path, monkeypatch):
     got = run("--save", save, "--save-interval", 3, "--eval-interval", 1, "--keep-best", "--keep-last", 1, *skip)
     assert got.status == 0 and steps_in(save) == [2, 6]
     assert (save / steps.BEST).read_text() == "2"
-    state = opened(save, 6).state
+    state = open_step(save, 6).state
     assert (state["best_iteration"], state["best_loss"]) == (2, 3.0)
     made_up = iter([3.2, 2.9, 2.9, 2.9])  # a resumed run knows the best before it
     more = ("--train-iters", 8, "--override-opt_param-scheduler", "--eval-interval", 1)
@@ -247,7 +247,7 @@ def test_no_load_optim(run, tmp_path):
     run("--save", save)
     got = run("--load", save, "--no-load-optim", "--save", tmp_path / "b", *flags)
     assert got.status == 0 and got.column("iteration") == [7, 8]
-    assert opened(tmp_path / "b", 8).state["optimizer_steps"] == 2
+    assert open_step(tmp_path / "b", 8).state["optimizer_steps"] == 2
     whole = run("--load", save, *flags)
     assert got.column("loss")[0] == whole.column("loss")[0] and got.column("loss")[1] != whole.column("loss")[1]
 
@@ -474,7 +474,7 @@ def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *a: next(losses))
     a, b = tmp_path / "a", tmp_path / "b"
     run("--save", a, "--eval-interval", 2, "--save-interval", 3, "--exit-interval", 5)
-    assert opened(a, 5).state["best_iteration"] == 2
+    assert open_step(a, 5).state["best_iteration"] == 2
     more = ("--load", a, "--keep-best", "--eval-interval", 6)
     for save in (a, b):
         losses = iter([4.5, 4.5, 4.5])
@@ -537,20 +537,20 @@ def test_more_epochs_are_another_order(run, tmp_path):
     save, data = tmp_path / "save", token_files(tmp_path)
     more = (*data, "--save", save, "--load", save, "--lr-decay-iters", 6)
     run(*more)
-    assert opened(save, 6).state["epochs"] == [[1, False]]
+    assert open_step(save, 6).state["epochs"] == [[1, False]]
     assert "epoch" not in "".join(line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line)
     got = run(*more, "--train-iters", 8)
     assert (
         "note: the training set is now 2 epochs, the last one shuffled apart, at the checkpoint it was 1 epoch:"
         in got.out
     )
-    assert opened(save, 8).state["epochs"] == [[2, True]]
+    assert open_step(save, 8).state["epochs"] == [[2, True]]
 
 
 def test_mock_data_asks_for_no_files(run, tmp_path):
     got = run("--data-path", tmp_path / "none", "--save", tmp_path / "save")
     assert got.status == 0 and "not read" in got.err
-    assert opened(tmp_path / "save", 6).config["data_fingerprint"] == []
+    assert open_step(tmp_path / "save", 6).config["data_fingerprint"] == []
 
 
 def test_a_folder_whose_name_is_no_text(tmp_path):
@@ -585,7 +585,7 @@ def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, mo
     save = tmp_path / "save"
     got = run("--save", save, "--save-interval", every)
     assert got.status == 0 and steps_in(save)[-1] == 6 and got.column("reason", "end") == ["all iterations done"]
-    assert opened(save, 6).state["best_loss"] == 4.0  # of the loop's validations
+    assert open_step(save, 6).state["best_loss"] == 4.0  # of the loop's validations
 
 
 @pytest.mark.parametrize(("flags", "status"), [((), 70), (("--on-nonfinite", "skip:1"), 0)])
@@ -597,7 +597,7 @@ def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, stat
     assert got.status == status and steps_in(save) == ([1, 2] if status else [1, 2, 3, 4, 5, 6])
     assert ("the loss on the valid set is nan" in got.err) == bool(status)
     if not status:
-        assert opened(save, 6).state["best_loss"] == 4.0
+        assert open_step(save, 6).state["best_loss"] == 4.0
 
 
 @pytest.mark.parametrize(

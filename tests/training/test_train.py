@@ -20,7 +20,7 @@ import meshwright.commands.train
 import meshwright.training.loop
 import meshwright.training.run
 import meshwright.training.step
-from conftest import TINY_FLAGS
+from helpers import TINY_FLAGS
 from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError

@@ -61,7 +61,7 @@ class Background:
 
     def copied(self, named: Named) -> Named:
         if self.memory is None:
-            self.memory = devices.copying_memory(sum(space(tensor) for _, _, tensor in named.values()), self.device)
+            self.memory = devices.allocate_pinned(sum(space(tensor) for _, _, tensor in named.values()), self.device)
         out, at = {}, 0
         for name, (shape, boxes, tensor) in named.items():
             size = tensor.numel() * tensor.element_size()

@@ -65,7 +65,7 @@ Tell = Callable[[str], None]
 
 def open_place(place: Place, means: Means = PLAIN, team: Team = ALONE) -> Source:
     """One step, by whoever knows its kind. Of one of ours everything that is not hashed while it is read is hashed now."""
-    if means.trust and place.kind != NATIVE and team.leads:
+    if means.trust and place.kind != NATIVE and team.is_lead:
         notice(f"--trust-pickle: whatever the files in {place.folder} ask for is run")
     if place.kind == NATIVE:
         source: Source = native.open_step(place.folder, place.step, means.verify, team)
@@ -145,7 +145,7 @@ def by_leader(
         below = [os.path.relpath(p, path) for p in (place.folder, place.root)] if place else []
         return [[place.kind, place.step, *below] if place else None, notes]
 
-    told, notes = team.lead(act)
+    told, notes = team.run_on_lead(act)
     if told is None:
         return None, notes
     kind, step, folder, root = told
@@ -161,12 +161,12 @@ def load_place(
     opened: list[Source] = []
 
     def look() -> list[Any]:
-        if not team.leads:
+        if not team.is_lead:
             store.must_see(place.folder, team)
         opened.append(open_place(place, means, team))
         return [manifests.sha256([opened[0].identity.encode()])]
 
-    for rank, (sha256,) in enumerate(digests := team.all(look)):
+    for rank, (sha256,) in enumerate(digests := team.run_on_all(look)):
         if sha256 != digests[0][0]:
             raise UserError(
                 f"rank {rank} sees another {place.folder} than rank 0: all nodes must share it", BAD_DATA, True
@@ -176,14 +176,14 @@ def load_place(
         say(note)
     if place.kind != HUGGING_FACE:
         say(f" checkpoint version {source.version}")
-    team.all(lambda: opened.append(accept(source)))
+    team.run_on_all(lambda: opened.append(accept(source)))
     source = opened[1]
     mine = want(source) if callable(want) else want
-    asked = native.merged(team.all(lambda: native.index_of(mine, [], "", 0)))
+    asked = native.merged(team.run_on_all(lambda: native.index_of(mine, [], "", 0)))
     check_names(place.folder, source.tensors, asked, means.optimizer and bool(source.state))
     for note in conversions(source.tensors, asked):
         say(note)
-    team.all(lambda: source.fill(mine))
+    team.run_on_all(lambda: source.fill(mine))
     say(f"  successfully loaded checkpoint from {place.root}{at}")
     return Loaded(source.step, source.state)
 

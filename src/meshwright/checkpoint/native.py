@@ -134,13 +134,13 @@ def files_of(
             for part in parts_of(fetch(run)):
                 write(part)
 
-    index = merged(team.all(describe))
+    index = merged(team.run_on_all(describe))
     check_cover(index)
     texts[INDEX] = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
     if len(texts[INDEX]) > INDEX_LIMIT:
         raise UserError(f"{INDEX} would have {len(texts[INDEX]):,} bytes, more than the {INDEX_LIMIT:,} we read", IO)
     files: dict[str, Produce] = {}
-    if team.leads:
+    if team.is_lead:
         files |= {name: lambda write, text=text: write(text) for name, text in texts.items()}  # type: ignore[misc]
     if runs:
         files[file] = tensors

@@ -91,15 +91,15 @@ def publish(
             must_see(folder / name, team)
         commit(root, step, manifest)
 
-    team.lead(telling(begin))
+    team.run_on_lead(telling(begin))
     refuse_whole(root, step, team)
     try:
-        team.lead(telling(folder.mkdir))
+        team.run_on_lead(telling(folder.mkdir))
         reached("after_mkdir")
-        manifest = {name: File(*file) for part in team.all(telling(write)) for name, file in part.items()}
-        team.lead(telling(finish))
+        manifest = {name: File(*file) for part in team.run_on_all(telling(write)) for name, file in part.items()}
+        team.run_on_lead(telling(finish))
     except UserError:
-        if team.leads:  # nobody writes any more
+        if team.is_lead:  # nobody writes any more
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -128,12 +128,12 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
 def refuse_whole(root: Path, step: int, team: Team) -> None:
     """A checkpoint is never overwritten. Every rank looks at a part of the one that is there, all conclude alike."""
     target = step_folder(root, step)
-    foreign = team.lead(lambda: is_foreign(target) if target.exists() else None)
+    foreign = team.run_on_lead(lambda: is_foreign(target) if target.exists() else None)
     if foreign is None:
         return
     if not foreign:
         try:
-            team.all(lambda: bool(verify(target, True, team)))
+            team.run_on_all(lambda: bool(verify(target, True, team)))
         except Damaged as damage:
             say(f"WARNING: {damage}; written anew, the damaged one is kept as {target.name}.damaged")
             return
@@ -322,8 +322,8 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
         return shutil.disk_usage(root).free
 
     try:
-        probes = team.all(write)
-        free = team.lead(look)
+        probes = team.run_on_all(write)
+        free = team.run_on_lead(look)
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()

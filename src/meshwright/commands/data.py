@@ -13,7 +13,7 @@ from typing import Any
 from meshwright import tokenizers
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, IO, USAGE, UserError
-from meshwright.launch import world as launchers
+from meshwright.launch.world import find_world
 from meshwright.settings import command
 from meshwright.settings.schema import (
     FetchConfig,
@@ -75,7 +75,7 @@ def tokenizer_of(t: TokenizerFlags) -> tokenizers.Tokenizer | None:
 
 def verify(config: VerifyConfig, dry: bool) -> None:
     from meshwright.data.tools import verify as work
-    from meshwright.progress import Clock, metered
+    from meshwright.progress import Clock, progress_bar
 
     v, t = config.verification, config.tokenizer
     prefixes = bare(v.prefixes, there=False)
@@ -90,7 +90,7 @@ def verify(config: VerifyConfig, dry: bool) -> None:
     found = []
     for prefix in prefixes:
         clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
-        with metered(Path(prefix).name, size) as advance:
+        with progress_bar(Path(prefix).name, size) as advance:
             one = work.check(prefix, vocab, eod, checksums is not None, advance)
         found.append(one)
         if compares and checksums:
@@ -169,7 +169,7 @@ def merge(config: MergeConfig, dry: bool) -> None:
     from meshwright.data.tools import merge as work
     from meshwright.progress import Clock
 
-    m, clock, world = config.merging, Clock(), launchers.find(os.environ)
+    m, clock, world = config.merging, Clock(), find_world(os.environ)
     assert m.output_prefix
     if world.rank:
         return

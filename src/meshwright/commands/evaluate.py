@@ -25,7 +25,7 @@ from meshwright import device as devices
 from meshwright.data.prepare.text import find_inputs
 from meshwright.data.prepare.text import read_texts as read_documents
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
-from meshwright.launch.world import has_work
+from meshwright.launch.world import is_first_process
 from meshwright.settings import command
 from meshwright.settings.schema import EvaluateConfig
 
@@ -60,7 +60,7 @@ ABOUT = "Score text with a model. Every token counts, a document's first one too
 
 
 def main(argv: list[str]) -> int:
-    if not has_work("evaluation"):
+    if not is_first_process("evaluation"):
         return DONE
     parsed = command.settings(EvaluateConfig, argv, "evaluate", ABOUT, "load")
     if parsed is None:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     from meshwright.generation import engine
     from meshwright.optim.loss_scale import dtype
 
-    console.speak(None if e.json else "stdout")
+    console.set_stream(None if e.json else "stdout")
     assert c.checkpoint.load
     load, given = c.checkpoint.load, engine.given(parsed)
     if parsed.dry_run:

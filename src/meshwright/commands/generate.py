@@ -15,7 +15,7 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
-from meshwright.launch.world import has_work
+from meshwright.launch.world import is_first_process
 from meshwright.settings import command
 from meshwright.settings.schema import GenerateConfig
 
@@ -29,7 +29,7 @@ Complete = Callable[[list[list[int]], int], list[tuple[list[int], bool]]]  # pro
 
 
 def main(argv: list[str]) -> int:
-    if not has_work("generation"):
+    if not is_first_process("generation"):
         return DONE
     parsed = command.settings(GenerateConfig, argv, "generate", "Write text with a model.", "load")
     if parsed is None:
@@ -41,11 +41,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--sample-output-file {output} is the input: its prompts would be lost")
 
     # torch only now: a mistake in the flags is told at once
-    from meshwright.device import be_deterministic
+    from meshwright.device import use_deterministic_algorithms
     from meshwright.generation import engine
     from meshwright.optim.loss_scale import dtype
 
-    console.speak("stderr" if s.prompt is not None else "stdout")  # stdout is for text
+    console.set_stream("stderr" if s.prompt is not None else "stdout")  # stdout is for text
     assert c.checkpoint.load
     given = engine.given(parsed)
     if parsed.dry_run:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         print(f"the flags fit step {found.source.step} in {found.source.root}; nothing was loaded and nothing written")
         return DONE
     if c.precision.deterministic_mode:
-        be_deterministic()
+        use_deterministic_algorithms()
     device = devices.pick(c.parallel.device)
     batch = c.training.micro_batch_size or 8
     less = f"a smaller --micro-batch-size (now {batch}) or --out-seq-length (now {s.out_seq_length}), or --bf16,"

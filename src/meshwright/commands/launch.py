@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from meshwright.errors import UserError
-from meshwright.launch import world as launchers
 from meshwright.launch.launcher import TOGETHER, _parser, command, plan, run
+from meshwright.launch.world import find_world
 from meshwright.settings.schema import Parallel
 
 
@@ -37,7 +37,7 @@ def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
 def wanted(parallel: Parallel) -> list[str] | None:
     """Flags of launch for what OneFlow's flags ask for, or None when this process is to work itself."""
     here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
-    world = launchers.find(os.environ, parallel.local_rank)
+    world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
         if here * nodes not in (1, world.size):
             raise UserError(

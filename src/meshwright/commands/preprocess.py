@@ -10,8 +10,8 @@ from meshwright.data.prepare import sentences
 from meshwright.data.prepare.preprocess import run
 from meshwright.data.prepare.text import find_inputs, look
 from meshwright.errors import DONE
-from meshwright.launch import rendezvous as start
-from meshwright.launch import world as launchers
+from meshwright.launch import rendezvous
+from meshwright.launch.world import find_world
 from meshwright.settings import command
 from meshwright.settings.schema import PreprocessConfig
 
@@ -27,12 +27,12 @@ def main(argv: list[str]) -> int:
             sentences.build(p.lang, p.keep_newlines)
         print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")
         return DONE
-    world = launchers.find(os.environ)
+    world = find_world(os.environ)
     try:
         run(parsed.config, sys.stdout, sys.stderr, world)
     except RuntimeError as error:
-        raise (start.lost(error) if world.size > 1 else None) or error from None
+        raise (rendezvous.explain_lost_rank(error) if world.size > 1 else None) or error from None
     finally:
         if world.size > 1:
-            start.leave()
+            rendezvous.leave()
     return DONE

@@ -8,7 +8,7 @@ import time
 
 from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
-from meshwright.launch import world as launchers
+from meshwright.launch.world import World, find_world, require_world_size
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.preflight import dry_run
@@ -17,7 +17,7 @@ from meshwright.training.run import WORD, run
 
 
 def main(argv: list[str]) -> int:
-    world = launchers.find(os.environ, None)
+    world = find_world(os.environ, None)
     try:
         return command_line(argv, world)
     except UserError as error:
@@ -26,13 +26,13 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def command_line(argv: list[str], world: launchers.World) -> int:
+def command_line(argv: list[str], world: World) -> int:
     dry, prints = "--dry-run" in argv, "--print-config" in argv
     if world.rank and (dry or prints):
         return DONE
     words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
     if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
-        launchers.check_size(world, int(said[1]))  # before batches are divided by a wrong number
+        require_world_size(world, int(said[1]))  # before batches are divided by a wrong number
     try:
         about = "Pre-train a GPT. Without --save nothing is written."
         parsed = flags.parse(TrainConfig, words, "meshwright train", check=not dry, about=about)

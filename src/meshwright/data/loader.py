@@ -277,7 +277,7 @@ class Loader:
         steps = self.steps()
         if self.workers == 0:
             yield from starmap(self.step, steps)
-        thread = ThreadPoolExecutor(1, "read-ahead", devices.use, (self.device,))
+        thread = ThreadPoolExecutor(1, "read-ahead", devices.set_current, (self.device,))
         try:
             ahead = deque(thread.submit(self.step, *where) for where in islice(steps, self.workers))
             for where in steps:

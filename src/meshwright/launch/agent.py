@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from meshwright.launch import rendezvous as start
+from meshwright.launch import rendezvous
 from meshwright.launch.outcome import GRACE, RETRIED, Plan, ending, first, patience, say
 from meshwright.launch.world import RUN_ID
 
@@ -46,7 +46,7 @@ class Meeting(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         # After a failure the others first stop their ranks, which have 30 seconds.
         end = self.until if self.attempts == 0 else time.monotonic() + 30 + self.plan.wait
-        start.meet(
+        rendezvous.meet(
             PrefixStore(f"machines/{self.attempts}", self.store), self.plan.node, self.plan.nodes, end, "machine"
         )
         self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()

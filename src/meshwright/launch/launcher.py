@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright import device as devices
 from meshwright.errors import DONE, UNAVAILABLE, UserError
-from meshwright.launch import rendezvous as start
+from meshwright.launch import rendezvous
 from meshwright.launch.outcome import Plan, ending, first, say, status
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--wait",
         "SECONDS",
-        f"longest wait for the other machines at the start (default: {start.START_SECONDS:g})",
+        f"longest wait for the other machines at the start (default: {rendezvous.START_SECONDS:g})",
         type=float,
-        default=start.START_SECONDS,
+        default=rendezvous.START_SECONDS,
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
@@ -177,8 +177,8 @@ def _is_own(address: str) -> bool:
 
 def run(plan: Plan, program: list[str]) -> int:
     """Start the ranks, watch them, and return the status of the one that failed first."""
-    until = start.deadline(plan.wait)
-    store = start.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
+    until = rendezvous.deadline(plan.wait)
+    store = rendezvous.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
     environ = dict(os.environ)
     _prepare(plan)
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -199,7 +199,7 @@ def run(plan: Plan, program: list[str]) -> int:
         os.environ.clear()
         os.environ.update(environ)
         if plan.node > 0:
-            with contextlib.suppress(RuntimeError), start.no_stderr():
+            with contextlib.suppress(RuntimeError), rendezvous.no_stderr():
                 store.set(f"done/{plan.node}", "")
     if not failed:
         return DONE
@@ -211,7 +211,7 @@ def run(plan: Plan, program: list[str]) -> int:
 
 def _prepare(plan: Plan) -> None:
     """The environment that ranks inherit."""
-    os.environ[start.LAUNCHER_PID] = str(os.getpid())
+    os.environ[rendezvous.LAUNCHER_PID] = str(os.getpid())
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(_cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, NON_FINITE, SIGINT, SIGTERM, UNAVAILABLE, UNEXPECTED, USAGE
-from meshwright.launch import rendezvous as start
+from meshwright.launch import rendezvous
 
 GRACE = 300  # seconds that ranks have to save after a signal
 RETRIED = (UNEXPECTED, HANG)
@@ -36,7 +36,7 @@ class Plan:
     address: str = "127.0.0.1"
     port: int = 0  # 0: any free one, which one machine alone can do
     restarts: int = 0
-    wait: float = start.START_SECONDS
+    wait: float = rendezvous.START_SECONDS
 
 
 def first(failed: Mapping[int, int]) -> tuple[int, int]:

@@ -100,7 +100,7 @@ def join(
             backend, store=PrefixStore("run", mine), rank=world.rank, world_size=world.size, timeout=timeout()
         )  # without a device_id, with which messages between two ranks would wait for those of their whole group
     except RuntimeError as error:
-        if lost(error) is None:
+        if explain_lost_rank(error) is None:
             raise
         raise UserError(
             f"rank {world.rank} reached the store at {world.address}:{world.port} but could not connect to every other "
@@ -122,7 +122,7 @@ def require_own_devices(team: Team, device: torch.device) -> None:
     where, ranks = max(holders.items(), key=lambda item: len(item[1]))
     if len(ranks) > 1:
         raise UserError(
-            f"ranks {ranges(ranks)} have one {device.type} device between them, {where}: start one rank for each device, and "
+            f"ranks {format_ranks(ranks)} have one {device.type} device between them, {where}: start one rank for each device, and "
             f"see whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
             everywhere=True,
         )
@@ -288,7 +288,7 @@ def _await_verdict(store: Store, me: int, size: int, until: float, noun: str) ->
         if time.monotonic() > until:
             missing = [n for n in range(size) if not store.check([f"arrived/{n}"])]
             came = f"{size - len(missing)} of {size} {noun}s came within {time.monotonic() - began:.0f} s"
-            gone = f"missing: {noun} {ranges(missing)}" if missing else "one of them went away again"
+            gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them went away again"
             _judge(store, f"{came}; {gone}. Did it fail before this, or was it not started?", HANG)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
@@ -365,7 +365,7 @@ def _alive(pid: int) -> bool:
 SHOWN = 20  # differing fields
 
 
-def compare(team: Team, mine: dict[str, Any]) -> None:
+def require_equal(team: Team, mine: dict[str, Any]) -> None:
     """Named values that must be the same on every rank; everyone raises what differs and who has what."""
     if team.size == 1:
         return
@@ -380,7 +380,9 @@ def compare(team: Team, mine: dict[str, Any]) -> None:
         for rank, values in enumerate(everyone):
             holders.setdefault(_shown(values[name]) if name in values else "nothing", []).append(rank)
         if len(holders) > 1:
-            told = [f"{value} on rank{'s' * (len(ranks) > 1)} {ranges(ranks)}" for value, ranks in holders.items()]
+            told = [
+                f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}" for value, ranks in holders.items()
+            ]
             differing.append(f"{name}: {', '.join(told)}")
     if not differing:
         return
@@ -393,7 +395,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
 
 
-def ranges(numbers: list[int]) -> str:
+def format_ranks(numbers: list[int]) -> str:
     """0-2, 5 of [0, 1, 2, 5]."""
     out: list[list[int]] = []
     for n in numbers:
@@ -407,7 +409,7 @@ def ranges(numbers: list[int]) -> str:
 # Losing.
 
 
-def lost(error: BaseException) -> UserError | None:
+def explain_lost_rank(error: BaseException) -> UserError | None:
     """The words for torch's error when another rank went away or did not answer in time; None for any other error."""
     if not isinstance(error, RuntimeError):
         return None

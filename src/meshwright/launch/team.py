@@ -26,7 +26,7 @@ class Team:
     group: ProcessGroup | None = None  # of all ranks, on the host's network
 
     @property
-    def leads(self) -> bool:
+    def is_lead(self) -> bool:
         """Rank 0 writes the files and speaks."""
         return self.rank == 0
 
@@ -50,17 +50,17 @@ class Team:
         """Until every rank is here."""
         self.gather(None)
 
-    def lead(self, act: Callable[[], Any]) -> Any:
+    def run_on_lead(self, act: Callable[[], Any]) -> Any:
         """What rank 0's act returns, a JSON value, on every rank; its error likewise."""
-        return self.all(act if self.leads else lambda: None)[0]
+        return self.run_on_all(act if self.is_lead else lambda: None)[0]
 
-    def first(self, act: Callable[[], T]) -> T:
+    def run_lead_first(self, act: Callable[[], T]) -> T:
         """Rank 0 acts, then the others, so that they find what it has made; what a rank returns is its own."""
         made: list[T] = []
-        self.lead(lambda: made.append(act()))
+        self.run_on_lead(lambda: made.append(act()))
         return made[0] if made else act()
 
-    def all(self, act: Callable[[], Any]) -> list[Any]:
+    def run_on_all(self, act: Callable[[], Any]) -> list[Any]:
         """Every rank acts; what they returned, JSON values. The first one's error is everybody's."""
         if self.size == 1:
             return [act()]

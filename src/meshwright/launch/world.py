@@ -27,7 +27,7 @@ class World:
     launcher: str = "none"
 
 
-def find(environ: Mapping[str, str], local_rank: int | None = None) -> World:
+def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> World:
     """This process's place by its environment; `local_rank` is the flag that some launchers pass, the environment wins.
 
     torchrun's variables come first, for torchrun may itself be started by srun or mpirun; then MPI's, whose processes
@@ -192,7 +192,7 @@ def _checked(world: World, rank: str, size: str) -> World:
     return world
 
 
-def check_size(world: World, wanted: int | None) -> None:
+def require_world_size(world: World, wanted: int | None) -> None:
     """What a flag says of the number of processes must be what the launcher started."""
     if wanted is not None and wanted != world.size:
         by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
@@ -202,11 +202,11 @@ def check_size(world: World, wanted: int | None) -> None:
         )
 
 
-def has_work(what: str) -> bool:
+def is_first_process(what: str) -> bool:
     """Of several processes that a launcher started, the first works alone; it needs no address for that."""
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
     if rank is None:
-        rank = str(find({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
+        rank = str(find_world({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
     if rank != "0":
         print(f"{what} runs on rank 0; this rank has nothing to do", file=sys.stderr)
     return rank == "0"

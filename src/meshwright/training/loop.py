@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from meshwright import device as devices
-from meshwright.console import say, tell_time
+from meshwright.console import say, say_time
 from meshwright.data.changing import used_of_each
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, epochs, marks
 from meshwright.data.loader import Batch, Dataset, Loader
@@ -68,7 +68,7 @@ class Trainer:
         say("building GPT model ...")
         if model is None:
             share = parameters_of_ranks(config, padded, positions)[layout.at("pp")]
-            team.all(lambda: fit.require_memory(config, share, padded // layout.tp, device))
+            team.run_on_all(lambda: fit.require_memory(config, share, padded // layout.tp, device))
 
         def tell_size(parameters: int) -> None:
             for tp, pp, number in sorted(
@@ -117,8 +117,8 @@ class Trainer:
         p = self.progress
         self.marks = marks(self.config.data, tokenizer)
         at = (p.iteration, p.consumed_train_samples) if self.will_train else None
-        data = self.team.first(self.open_files) if datasets is None else datasets
-        self.team.all(lambda: check_datasets(self.config, data, datasets is not None, at))
+        data = self.team.run_lead_first(self.open_files) if datasets is None else datasets
+        self.team.run_on_all(lambda: check_datasets(self.config, data, datasets is not None, at))
         self.data = data
         self.state.read_in(epochs(self.data.get("train")))
 
@@ -143,13 +143,13 @@ class Trainer:
         c, p, seq = self.config, self.progress, self.config.data.seq_length
         assert seq
         self.state.check(tokenizer, self.will_train)
-        self.team.lead(lambda: run_folder.prepare(folder, c, tokenizer))
+        self.team.run_on_lead(lambda: run_folder.prepare(folder, c, tokenizer))
         flops = counts.flops_per_token(c.model, self.padded, seq, c.training.recompute)
         # What all ranks would save holds each number once.
         own = self.net.store.named_state(False, to_save=True)
         parameters = sum(self.team.gather(sum(x.numel() for _, _, x in own.values())))
         self.metrics = Metrics(
-            folder if self.team.leads else None,
+            folder if self.team.is_lead else None,
             c,
             flops,
             self.device,
@@ -225,7 +225,7 @@ class Trainer:
             say("skipping training (--skip-train) ...")
             return ALL_DONE
         say("training ...")
-        tell_time("before the start of training step")
+        say_time("before the start of training step")
         if self.is_done:
             say(f" > nothing is left to train: step {p.iteration} of {self.steps_in_all()} is done")
         if c.save and c.save_at_start and not p.iteration:
@@ -264,7 +264,7 @@ class Trainer:
                 if c.save and ((best and c.keep_best) or (c.save_interval and p.iteration % c.save_interval == 0)):
                     self.save()
                 self.last += time.perf_counter() - pause  # neither counts as time of a step
-        tell_time("after training is done")
+        say_time("after training is done")
         self.tell_used(aloud=True)
         return ALL_DONE
 
@@ -387,7 +387,7 @@ class Trainer:
     def tell_used(self, aloud: bool = False) -> None:
         """Of a blend, the samples that were used of each data set so far: a row, and at the end of a training lines."""
         p = self.progress
-        used = used_of_each(self.data.get("train"), p.consumed_train_samples) if self.team.leads else {}
+        used = used_of_each(self.data.get("train"), p.consumed_train_samples) if self.team.is_lead else {}
         if used:
             self.metrics.row("used", p.iteration, consumed_samples=p.consumed_train_samples, samples=used)
         for prefix, number in sorted(used.items(), key=lambda item: -item[1])[:20] if aloud else ():

@@ -105,7 +105,7 @@ def largest(
 
 def fits(attempt: Callable[[int], None], size: int, device: torch.device) -> int | None:
     """Peak bytes of an attempt, or None if it ran out of memory."""
-    devices.forget_memory(device)
+    devices.reset_memory(device)
     try:
         attempt(size)
         devices.synchronize(device)
@@ -115,7 +115,7 @@ def fits(attempt: Callable[[int], None], size: int, device: torch.device) -> int
             raise
     finally:
         gc.collect()  # the frames of the exception hold its tensors
-        devices.forget_memory(device)
+        devices.reset_memory(device)
     return None
 
 

@@ -71,8 +71,8 @@ class Metrics:
             self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         name = folder.resolve().name if folder is not None else "meshwright"
         told = flags.to_dict(config)
-        self.trackers = open_trackers(self.g, folder, told, name, done + 1, consumed) if team.leads else []
-        self.bar = _bar(self.steps_in_all) if self.g.progress and sys.stderr.isatty() and team.leads else None
+        self.trackers = open_trackers(self.g, folder, told, name, done + 1, consumed) if team.is_lead else []
+        self.bar = _bar(self.steps_in_all) if self.g.progress and sys.stderr.isatty() and team.is_lead else None
         self._reset()
         self.memory_told = False
 
@@ -313,7 +313,7 @@ def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[
 
     @contextlib.contextmanager
     def traced() -> Iterator[None]:
-        with torch.profiler.profile(activities=devices.profiled(device)) as profile:
+        with torch.profiler.profile(activities=devices.profiler_activities(device)) as profile:
             yield
         order = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
         say(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))

@@ -15,7 +15,7 @@ from meshwright.checkpoint import steps
 from meshwright.console import say
 from meshwright.data.format.indexed import Indexed, check_vocabulary
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
-from meshwright.launch import rendezvous as start
+from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
 from meshwright.model import counts
 from meshwright.settings import checks, flags
@@ -74,7 +74,7 @@ def same_on_all(team: Team, config: TrainConfig) -> None:
             "python": platform.python_version(),
         }
     )
-    start.compare(team, {name: value for name, value in ours.items() if name != "local_rank"})
+    rendezvous.require_equal(team, {name: value for name, value in ours.items() if name != "local_rank"})
 
 
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
@@ -121,7 +121,7 @@ def same_vocabulary(config: TrainConfig, folder: Path | None, team: Team) -> tup
         kind = tokenizer.name if tokenizer else None
         return {"tokenizer": kind, "vocabulary size": vocab, "padded vocabulary size": padded, **named}
 
-    start.compare(team, team.all(build)[team.rank])
+    rendezvous.require_equal(team, team.run_on_all(build)[team.rank])
     return made[0]
 
 
@@ -149,7 +149,7 @@ def dry_run(config: TrainConfig) -> int:
         vocab = 50257
         later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
     else:
-        console.speak(None)
+        console.set_stream(None)
         _, vocab, _ = vocabulary(config, folder)
         for indexed in files:
             check_vocabulary(indexed, vocab)

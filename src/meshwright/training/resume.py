@@ -95,7 +95,7 @@ class State:
             say("    will not load any checkpoints and will start from random")
         if loaded is not None and loaded.state and not c.finetune:
             self.loaded = loaded.step
-            self.saver.kept = loaded.step if self.team.lead(lambda: is_kept(c, loaded.step)) else None
+            self.saver.kept = loaded.step if self.team.run_on_lead(lambda: is_kept(c, loaded.step)) else None
             self.forget_best()
         return loaded is not None
 
@@ -153,7 +153,7 @@ class State:
         c, best = self.config.checkpoint, self.progress.best_iteration
         if c.keep_best and c.save and best is not None:
             save = c.save
-            if c.save_overwrite or not self.team.lead(lambda: best in steps.steps(save)):
+            if c.save_overwrite or not self.team.run_on_lead(lambda: best in steps.steps(save)):
                 self.progress.best_iteration = self.progress.best_loss = None
 
     def read_in(self, epochs: list[list[Any]]) -> None:
@@ -176,7 +176,7 @@ class State:
         c = self.config.checkpoint
         kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
         if kept and tokenizer:
-            self.team.all(lambda: tokenizers.require_same(tokenizer, kept))
+            self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, kept))
         if c.save and will_train:
             if c.ckpt_format == "torch" and self.net.name != OURS:
                 raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")

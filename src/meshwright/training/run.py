@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from meshwright import console
 from meshwright import device as devices
 from meshwright.checkpoint import publish as store
-from meshwright.console import say, tell_arguments, tell_time
-from meshwright.device import be_deterministic
+from meshwright.console import say, say_arguments, say_time
+from meshwright.device import use_deterministic_algorithms
 from meshwright.errors import UserError
-from meshwright.launch import rendezvous as start
-from meshwright.launch import world as launchers
+from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
+from meshwright.launch.world import find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.settings import checks, flags
 from meshwright.settings import command as commands
@@ -60,8 +60,8 @@ def run(
     """
     began = time.perf_counter()
     p = config.parallel
-    world = launchers.find(os.environ, p.local_rank)
-    launchers.check_size(world, p.world_size)
+    world = find_world(os.environ, p.local_rank)
+    require_world_size(world, p.world_size)
     config = dataclasses.replace(config, parallel=dataclasses.replace(p, world_size=world.size))
     if command is None:  # from Python; a command line's flags have the file's settings already
         config = with_deepspeed(config, tells=world.rank == 0)
@@ -73,13 +73,15 @@ def run(
     require_files(config)
     device = devices.pick(p.device, world.local_rank)
     if config.precision.deterministic_mode:
-        be_deterministic()
+        use_deterministic_algorithms()
     try:
         backend = pick_backend(config, device, world.rank == 0)
-        team = start.join(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        team = rendezvous.join(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         return run_on_rank(config, device, team, model, loss, datasets, command or [], began)
     except Exception as error:
-        told = (start.lost(error) if world.size > 1 else None) or out_of_memory(error, config) or error
+        told = (
+            (rendezvous.explain_lost_rank(error) if world.size > 1 else None) or out_of_memory(error, config) or error
+        )
         if isinstance(told, UserError) and world.size > 1:
             alone = f"rank {world.rank}: {told}" if world.rank and not told.everywhere else str(told)
             if told.everywhere and world.local_rank:  # the first rank of each machine tells it
@@ -90,7 +92,7 @@ def run(
             raise
         raise told from error
     finally:
-        start.leave()
+        rendezvous.leave()
 
 
 def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
@@ -131,9 +133,9 @@ def run_on_rank(
     from meshwright.training.loop import ALL_DONE, Trainer
     from meshwright.training.metrics import Timers
 
-    console.speak("stdout" if team.leads else None)
+    console.set_stream("stdout" if team.is_lead else None)
     same_on_all(team, config)
-    layout = connect(layout_of(config, team.rank), start.timeout())
+    layout = connect(layout_of(config, team.rank), rendezvous.timeout())
     c = config.checkpoint
     where = c.run_dir or c.save
     folder = Path(where) if where else None
@@ -151,22 +153,22 @@ def run_on_rank(
                 guard_existing(config)
             check_export(config)
 
-        team.lead(take_folders)
+        team.run_on_lead(take_folders)
         # What follows is said in the order and the words of Megatron's log, which people's scripts read.
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team)
         tokenizer, vocab, padded = introduce(config, folder, team)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - began:.3f}")
-        tell_time("after megatron is initialized")
+        say_time("after megatron is initialized")
 
         with timers.phase("model-and-optimizer-setup"):
             trainer = Trainer(config, device, vocab, padded, model, loss, timers, layout, team)
             trainer.load_or_initialise()
             trainer.fit_micro_batch()
-        tell_time("after model, optimizer, and learning rate scheduler are built")
+        say_time("after model, optimizer, and learning rate scheduler are built")
 
         with timers.phase("train/valid/test-data-iterators-setup"):
             trainer.open_data(tokenizer, datasets)
-        tell_time("after dataloaders are built")
+        say_time("after dataloaders are built")
         say("done with setup ...")
         timers.tell("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 
@@ -194,7 +196,7 @@ def run_on_rank(
             reason = ending.signal.name
             say(f"exiting program after receiving {reason}.")
         trainer.metrics.row("end", trainer.progress.iteration, reason=reason, status=ending.status, time=time.time())
-        if folder is not None and team.leads:
+        if folder is not None and team.is_lead:
             write_report(folder)
         return ending.status
 
@@ -210,7 +212,7 @@ def introduce(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tok
         f"pipeline-model-parallel size: {pp} "
     )
     say(f"using {precision.dtype(config.precision)} for parameters ...")
-    tell_arguments(flags.to_dict(config) | {"rank": 0, "data_parallel_size": config.dp})
+    say_arguments(flags.to_dict(config) | {"rank": 0, "data_parallel_size": config.dp})
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
     if t.rampup_batch_size:

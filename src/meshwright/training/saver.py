@@ -67,7 +67,7 @@ class Saver:
                 store.write_tracker(folder, step)
                 self.tidy(step, best)
 
-            self.team.lead(again)
+            self.team.run_on_lead(again)
             return None
         # The state has lists that the run goes on to append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
@@ -90,7 +90,7 @@ class Saver:
         else:
             native.save(folder, step, named, state, settings, team=team)
         say(after)
-        team.lead(lambda: self.tidy(step, best))
+        team.run_on_lead(lambda: self.tidy(step, best))
 
     def write_for_megatron(
         self, root: Path, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], team: Team
@@ -100,7 +100,7 @@ class Saver:
         from meshwright.checkpoint.formats import megatron_writer
 
         parts, at = root / store.PARTS, self.layout.at
-        team.lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # of a run that was killed
+        team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # of a run that was killed
         try:
             native.save(parts, step, named, state, settings, team=team, run=root)
             mine: dict[str, store.Produce] = {}
@@ -114,10 +114,10 @@ class Saver:
                 mine.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
                 return sum(file.size for file in source.manifest.values())
 
-            size, *_ = team.all(lay_out)
+            size, *_ = team.run_on_all(lay_out)
             store.publish(root, step, mine, bytes_needed=size, team=team)
         finally:
-            if team.leads:
+            if team.is_lead:
                 shutil.rmtree(parts, ignore_errors=True)
 
     def tidy(self, step: int, best: int | None) -> None:
@@ -149,7 +149,7 @@ class Saver:
         c = self.config.checkpoint
         if c.save_hf and self.kept is None:
             say(" > --save-hf: nothing was trained or saved, so nothing is written")
-        elif c.save_hf and c.save and self.kept is not None and self.team.leads:
+        elif c.save_hf and c.save and self.kept is not None and self.team.is_lead:
             from meshwright.checkpoint.formats import huggingface_writer
 
             source = loading.open_any(steps.step_folder(c.save, self.kept))

@@ -143,7 +143,7 @@ def digest(arrays: list[Any]) -> list[str]:
 def main() -> None:
     from meshwright import console
 
-    console.speak(None)
+    console.set_stream(None)
     out: dict[str, Any] = {"indices": [], "blends": []}
     for case in index_cases(range(48)):
         with tempfile.TemporaryDirectory() as folder:

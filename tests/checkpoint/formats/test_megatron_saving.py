@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import TINY_FLAGS
+from helpers import TINY_FLAGS
 from layouts import NEAR, alone, furthest, parse, rows_of, run_all
 from meshwright.__main__ import main
 from meshwright.checkpoint import steps

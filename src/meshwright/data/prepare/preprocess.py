@@ -30,10 +30,10 @@ from meshwright.data.prepare.encoding import Encoder, Made
 from meshwright.data.prepare.journal import Journal, is_there
 from meshwright.data.prepare.text import Input, Piece, broken, find_inputs, lines_before, look, place_of, shared
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.launch import rendezvous as start
+from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
 from meshwright.launch.world import World
-from meshwright.progress import LeftOut
+from meshwright.progress import SkippedLines
 from meshwright.settings.command import our_version
 from meshwright.settings.schema import PreprocessConfig, Tokenizer, spelling
 
@@ -46,7 +46,7 @@ class Totals:
 
     documents: int = 0
     bytes: int = 0
-    bad: LeftOut = field(default_factory=LeftOut)
+    bad: SkippedLines = field(default_factory=SkippedLines)
     begun: float = field(default_factory=time.perf_counter)
     before: tuple[int, int] = (0, 0)  # documents and bytes that an interrupted run had done
 
@@ -61,25 +61,25 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
     begun = time.perf_counter()
     world = world or World()
     # The time-out concerns those who wait for the slowest rank to end.
-    team = start.join(world, timeout_minutes=7 * 24 * 60) if world.size > 1 else Team()
+    team = rendezvous.join(world, timeout_minutes=7 * 24 * 60) if world.size > 1 else Team()
     with ExitStack() as stack:
-        if not team.leads:
+        if not team.is_lead:
             stdout = stderr = stack.enter_context(open(os.devnull, "w"))
         _run(config, stdout, stderr, world, team, begun)
 
 
 def _run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World, team: Team, begun: float) -> None:
     made: list[Share] = []
-    team.all(lambda: made.append(begin(config, stdout, stderr, world)))
+    team.run_on_all(lambda: made.append(begin(config, stdout, stderr, world)))
     (share,) = made
-    start.compare(team, share.told)
+    rendezvous.require_equal(team, share.told)
     print(f"Time to startup: {time.perf_counter() - begun}", file=stdout, flush=True)
     if world.size > 1:
-        team.lead(lambda: Path(share.failed).unlink(missing_ok=True))
+        team.run_on_lead(lambda: Path(share.failed).unlink(missing_ok=True))
     try:
-        team.all(share.work)
+        team.run_on_all(share.work)
     finally:
-        if team.leads and world.size > 1:
+        if team.is_lead and world.size > 1:
             Path(share.failed).unlink(missing_ok=True)
     if world.size > 1:
         together(team, share)
@@ -221,7 +221,7 @@ class Share:
         if begun:
             t.documents, t.bytes = t.before = (begun["documents"], begun["bytes"])
             self.input = tuple(begun["input"])
-            t.bad = LeftOut({kind: (n, first) for kind, (n, first) in begun["bad"].items()})
+            t.bad = SkippedLines({kind: (n, first) for kind, (n, first) in begun["bad"].items()})
             self.next = begun["pieces"]
             print(f"going on after {t.documents:,} documents of an interrupted run", file=self.stderr)
 
@@ -379,14 +379,14 @@ def together(team: Team, share: Share) -> None:
     try:
         share.require_tokens([sum(tokens for tokens, _, _ in ranks) for ranks in counts])
     except UserError as error:
-        team.lead(share.discard)
+        team.run_on_lead(share.discard)
         raise UserError(str(error), error.status, everywhere=True) from None
     for prefix, writer, ranks in zip(share.prefixes, share.writers, counts, strict=True):
-        team.lead(lambda prefix=prefix, writer=writer, ranks=ranks: make_room(prefix, writer.dtype, ranks))  # type: ignore[misc]
-        team.all(lambda prefix=prefix, writer=writer, ranks=ranks: copy_part(prefix, writer, team.rank, ranks))  # type: ignore[misc]
-        team.lead(lambda prefix=prefix, writer=writer: publish(prefix, writer.dtype))  # type: ignore[misc]
+        team.run_on_lead(lambda prefix=prefix, writer=writer, ranks=ranks: make_room(prefix, writer.dtype, ranks))  # type: ignore[misc]
+        team.run_on_all(lambda prefix=prefix, writer=writer, ranks=ranks: copy_part(prefix, writer, team.rank, ranks))  # type: ignore[misc]
+        team.run_on_lead(lambda prefix=prefix, writer=writer: publish(prefix, writer.dtype))  # type: ignore[misc]
         writer.tokens, writer.sequences, writer.documents = (sum(values) for values in zip(*ranks, strict=True))
-    team.lead(share.discard)
+    team.run_on_lead(share.discard)
 
 
 def report(share: Share, stdout: TextIO, stderr: TextIO) -> None:

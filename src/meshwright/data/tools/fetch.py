@@ -21,7 +21,7 @@ from meshwright.console import notice
 from meshwright.data.index_cache import alone
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
 from meshwright.files import checksums, make_folder
-from meshwright.progress import metered
+from meshwright.progress import progress_bar
 from meshwright.settings.command import our_version
 from meshwright.settings.schema import Fetching
 
@@ -237,7 +237,7 @@ def receive(url: str, part: Path) -> None:
 
 
 def save(answer: http.client.HTTPResponse, part: Path, have: int, total: int | None) -> None:
-    with part.open("r+b" if have else "wb") as file, metered(part.stem, total) as advance:
+    with part.open("r+b" if have else "wb") as file, progress_bar(part.stem, total) as advance:
         file.seek(have)
         file.truncate()
         advance(have)

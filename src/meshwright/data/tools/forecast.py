@@ -189,11 +189,11 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
     from meshwright.data.datasets import build_datasets
 
     vocab = tokenizer.size if tokenizer else config.tokenizer.vocab_size or ANY_ID
-    console.speak(None)  # Megatron's lines about building belong to a training's log
+    console.set_stream(None)  # Megatron's lines about building belong to a training's log
     try:
         sets = build_datasets(config, vocab)
     finally:
-        console.speak("stdout")
+        console.set_stream("stdout")
     there = [key for key, dataset in sets.items() if dataset is not None]
     dataset = sets.get(name)
     if dataset is None:

@@ -23,7 +23,7 @@ from meshwright.data.format.writer import Writer
 from meshwright.data.index_cache import alone
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
-from meshwright.progress import metered
+from meshwright.progress import progress_bar
 
 TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
 PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end
@@ -119,7 +119,7 @@ def append_index(writer: Writer, shard: Shard) -> int:
 def copy_all(shards: list[Shard], places: list[int], target: int, together: bool) -> None:
     """Each shard's bytes to its place, which is known beforehand: so several can be on their way at once."""
     sizes = [shard.tokens * shard.dtype.itemsize for shard in shards]
-    with metered("merging", sum(sizes)) as advance, ThreadPoolExecutor(TOGETHER if together else 1) as pool:
+    with progress_bar("merging", sum(sizes)) as advance, ThreadPoolExecutor(TOGETHER if together else 1) as pool:
         jobs = [
             pool.submit(copy, shard.prefix, target, place, size, advance)
             for shard, place, size in zip(shards, places, sizes, strict=True)

@@ -16,7 +16,7 @@ import orjson
 from meshwright.data.prepare.text import BOM, LONGEST, PIECE, TOO_LONG, BadLine, parse
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import replacing
-from meshwright.progress import LeftOut
+from meshwright.progress import SkippedLines
 
 ENDINGS = (".json", ".jsonl", ".txt")
 
@@ -26,7 +26,7 @@ class Merged:
     files: int = 0
     documents: int = 0
     blank: int = 0
-    bad: LeftOut = field(default_factory=LeftOut)
+    bad: SkippedLines = field(default_factory=SkippedLines)
 
     @property
     def told(self) -> str:

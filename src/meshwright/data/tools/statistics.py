@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.data.format.blocks import Header, Ints, blocks, document_ends
 from meshwright.data.format.indexed import Column, Indexed
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.progress import metered
+from meshwright.progress import progress_bar
 from meshwright.tokenizers import Tokenizer
 
 SHORT = 1 << 22  # lengths below this are counted one by one; longer documents are few in any corpus, for they fill it
@@ -70,7 +70,7 @@ def document_lengths(indexed: Indexed) -> Lengths:
 def token_counts(indexed: Indexed) -> Ints:
     """How often each id occurs."""
     counts = np.zeros(0, np.int64)
-    with open(f"{indexed.prefix}.bin", "rb") as file, metered("counting tokens", indexed.tokens.nbytes) as advance:
+    with open(f"{indexed.prefix}.bin", "rb") as file, progress_bar("counting tokens", indexed.tokens.nbytes) as advance:
         for _, ids in blocks(Column(file, indexed.dtype, len(indexed.tokens))):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
