@@ -15,8 +15,7 @@ from helpers import TINY_FLAGS, captured_output, open_step
 from layouts import FLAGS
 from meshwright import console, device
 from meshwright.__main__ import main
-from meshwright.checkpoint import native, steps
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import native, publish, steps
 from meshwright.checkpoint.background import Background
 from meshwright.errors import IO, UserError
 from meshwright.launch.team import Team
@@ -48,14 +47,14 @@ def test_a_save_holds_the_numbers_of_its_own_step(
 ) -> None:
     """Weights change while it is written: slow writing must not show. Successive saves differ (F15)."""
     assert train(tmp_path / "waits", "--no-async-save", *more) == 0
-    real = store.write_file
+    real = publish.write_file
 
-    def slow(path: Path, produce: store.Produce) -> object:
+    def slow(path: Path, produce: publish.Produce) -> object:
         if threading.current_thread() is not threading.main_thread() and path.suffix == ".safetensors":
             threading.Event().wait(0.05)
         return real(path, produce)
 
-    monkeypatch.setattr(store, "write_file", slow)
+    monkeypatch.setattr(publish, "write_file", slow)
     assert train(tmp_path / "goes on", "--async-save", *more) == 0
     seen = set()
     for step in range(1, 7):
@@ -69,7 +68,7 @@ def test_a_copy_is_not_the_tensor() -> None:
     """What is written is what was there when the save began, though the tensors changed before the thread began."""
     background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
     tensors = {
-        name: native.whole(torch.full((3, 5), n, dtype=dtype))
+        name: native.full_entry(torch.full((3, 5), n, dtype=dtype))
         for name, n, dtype in (("a", 1.0, torch.float32), ("b", 2.0, torch.bfloat16), ("c", 3.0, torch.float64))
     }
 
@@ -124,10 +123,10 @@ def test_saved_is_said_after_the_rename(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def failing(at: int) -> object:
-    """store.write_file whose `at`-th safetensors file meets a full disk."""
-    real, count = store.write_file, [0]
+    """publish.write_file whose `at`-th safetensors file meets a full disk."""
+    real, count = publish.write_file, [0]
 
-    def write(path: Path, produce: store.Produce) -> object:
+    def write(path: Path, produce: publish.Produce) -> object:
         if path.suffix == ".safetensors":
             count[0] += 1
             if count[0] == at:
@@ -141,7 +140,7 @@ def test_a_failure_is_reported_within_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """F14: the second save fails; the run ends with its words, the first checkpoint is whole."""
-    monkeypatch.setattr(store, "write_file", failing(2))
+    monkeypatch.setattr(publish, "write_file", failing(2))
     assert train(tmp_path, "--async-save", "--train-iters", "40") == IO
     err = capsys.readouterr().err
     assert "No space left on device" in err and "iter_0000001, is intact" in err
@@ -179,7 +178,7 @@ def on_ranks(folder: Path) -> None:
         one, two = (files(steps.step_folder(folder / name, step)) for name in ("waits", "goes_on"))
         assert one == two and len(one) == 3
     if rank == 1:
-        store.write_file = failing(1)  # type: ignore[assignment]
+        publish.write_file = failing(1)  # type: ignore[assignment]
     trainer.progress.iteration += 1
     trainer.state.save()
     with pytest.raises(UserError, match="No space left on device") as told:
@@ -200,7 +199,7 @@ def test_what_the_run_appends_to_is_not_in_a_save_that_goes_on(tmp_path: Path) -
     real = saver.write
     saver.write = lambda *args: (go.wait(10), real(*args))  # type: ignore[method-assign, assignment, return-value]
     state: dict[str, list[int]] = {"skips": []}
-    saver.save(1, {"a": native.whole(torch.ones(3))}, state, {}, None)
+    saver.save(1, {"a": native.full_entry(torch.ones(3))}, state, {}, None)
     state["skips"].append(7)
     go.set()
     saver.wait()
@@ -216,7 +215,7 @@ def test_a_failure_is_told_though_something_else_ends_the_run(capsys: pytest.Cap
     def fails(named: native.Named, team: Team) -> None:
         raise UserError("no room", IO)
 
-    background.begin({"a": native.whole(torch.ones(3))}, fails)
+    background.begin({"a": native.full_entry(torch.ones(3))}, fails)
     background.close()
     assert "the save in flight failed: no room" in capsys.readouterr().err
 

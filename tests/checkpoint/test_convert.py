@@ -112,11 +112,11 @@ STATE = {
 
 
 def values(path):
-    source = loading.open_any(path, tell=lambda line: None)
+    source = loading.open_any(path, report=lambda line: None)
     assert source is not None
     source = source if source.vocab else source.of_vocabulary(61)
     out = {name: torch.empty(known.shape, dtype=getattr(torch, known.dtype)) for name, known in source.tensors.items()}
-    source.fill({name: native.whole(t) for name, t in out.items()})
+    source.fill({name: native.full_entry(t) for name, t in out.items()})
     return out, source
 
 
@@ -273,8 +273,8 @@ def test_what_is_refused(folder, tmp_path):
 def saved(tmp_path):
     source = Made.of(2, 32, 4, 61, 16, optimizer=True)
     tensors = {name: torch.empty(known.shape) for name, known in source.tensors.items()}
-    source.fill({name: native.whole(t) for name, t in tensors.items()})
-    named = {name: native.whole(t) for name, t in tensors.items()}
+    source.fill({name: native.full_entry(t) for name, t in tensors.items()})
+    named = {name: native.full_entry(t) for name, t in tensors.items()}
     native.save(tmp_path / "saved", 7, named, STATE, source.config)
     return tmp_path / "saved"
 
@@ -453,9 +453,9 @@ def test_memory(optimizer, tmp_path, record_property):
 
 def write_made(source, root):
     """As `native.save` would, one tensor at a time."""
-    from meshwright.checkpoint import publish as store
+    from meshwright.checkpoint import publish
     from meshwright.commands.convert import Chosen, native_files
 
     source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}
     root.mkdir()
-    store.publish(root, 7, native_files(Chosen.of(source)))
+    publish.write_step(root, 7, native_files(Chosen.of(source)))

@@ -18,10 +18,9 @@ from safetensors import safe_open
 
 from helpers import captured_output, open_step
 from meshwright.checkpoint import boxes as geometry
-from meshwright.checkpoint import loading, manifests, native, steps
-from meshwright.checkpoint import publish as store
-from meshwright.checkpoint.loading import Means
-from meshwright.checkpoint.native import Entry, whole
+from meshwright.checkpoint import loading, manifests, native, publish, steps
+from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.native import Entry, full_entry
 from meshwright.commands import inspect
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 
@@ -39,8 +38,8 @@ def some(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Ten
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
     shapes = {"wte.weight": (50, 8), "h.0.attn.qkv.weight": (24, 8), "ln_f.bias": (8,)}
-    out = {name: whole(some(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
-    return out | {f"{name}/exp_avg": whole(e.tensor / 2) for name, e in out.items()}
+    out = {name: full_entry(some(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
+    return out | {f"{name}/exp_avg": full_entry(e.tensor / 2) for name, e in out.items()}
 
 
 def blank(named: native.Named) -> dict[str, Entry]:
@@ -128,8 +127,8 @@ def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:
-    named = {f"t.{dtype}": whole(some((3, 5), dtype)) for dtype in DTYPES}
-    named |= {"scalar": whole(torch.tensor(3.0)), "empty": whole(torch.empty(0, 4))}
+    named = {f"t.{dtype}": full_entry(some((3, 5), dtype)) for dtype in DTYPES}
+    named |= {"scalar": full_entry(torch.tensor(3.0)), "empty": full_entry(torch.empty(0, 4))}
     full = some((4, 6), torch.bfloat16)
     boxes = [((0, 0), (3, 6)), ((3, 1), (1, 5)), ((0, 0), (0, 6)), ((3, 0), (1, 1))]
     native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, held(full, boxes))}, {})
@@ -187,7 +186,7 @@ def test_200_bit_flips_never_load(tmp_path: Path) -> None:
             want = blank(good)
             verify = "full" if path.name == native.CONFIG else "read"
             with captured_output() as (said, _):
-                loaded = loading.load(tmp_path, want, means=Means(verify))
+                loaded = loading.load(tmp_path, want, options=OpenOptions(verify))
             assert loaded is not None and loaded.step == 1 and same(good, want)
             assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
         flip(path, bit)
@@ -202,8 +201,8 @@ def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, mon
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     flip(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
     want = {name: entry for name, entry in blank(named).items() if "/" not in name}
-    assert loading.load(tmp_path, want, means=Means(optimizer=False)) and same(want, named)
-    assert path.name in error_of(lambda: loading.load(tmp_path, want, means=Means("full", optimizer=False)))
+    assert loading.load(tmp_path, want, options=OpenOptions(optimizer=False)) and same(want, named)
+    assert path.name in error_of(lambda: loading.load(tmp_path, want, options=OpenOptions("full", optimizer=False)))
     assert path.name in error_of(lambda: loading.load(tmp_path, blank(named)))
     assert path.name in error_of(lambda: loading.load(steps.step_folder(tmp_path, 1), blank(named)))
 
@@ -213,14 +212,14 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
     save(tmp_path, 2)
     want = blank(named)
     del want["ln_f.bias/exp_avg"]
-    want["wte.weight"] = whole(torch.zeros(60, 8))
-    want["h.1.ln_1.weight"] = whole(torch.zeros(3))
+    want["wte.weight"] = full_entry(torch.zeros(60, 8))
+    want["h.1.ln_1.weight"] = full_entry(torch.zeros(3))
     message = error_of(lambda: loading.load(tmp_path, want))
     assert "wte.weight: the model has (60, 8), the checkpoint (50, 8)" in message
     assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
     assert not want["wte.weight"].tensor.any()  # told before anything was touched
-    message = error_of(lambda: loading.load(tmp_path, want, means=Means(optimizer=False)))
+    message = error_of(lambda: loading.load(tmp_path, want, options=OpenOptions(optimizer=False)))
     assert "ln_f.bias/exp_avg" not in message
 
 
@@ -239,7 +238,7 @@ def hostile(folder: Path, change: Callable[[dict[str, object]], object]) -> None
     change(index["tensors"]["wte.weight"])
     manifest = manifests.read_manifest(folder)
     (folder / native.INDEX).unlink()
-    manifest[native.INDEX] = store.write_file(folder / native.INDEX, lambda write: write(native.as_json(index)))
+    manifest[native.INDEX] = publish.write_file(folder / native.INDEX, lambda write: write(native.as_json(index)))
     (folder / manifests.MANIFEST).write_bytes(manifests.encode_manifest(manifest))
 
 
@@ -287,7 +286,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     halves = [((0, 0), (6250, 4000)), ((0, 4000), (6250, 4000))]
     want = torch.full((6250 * 4000,), 2.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    native.save(tmp_path, 1, {"x": whole(big)}, {})
+    native.save(tmp_path, 1, {"x": full_entry(big)}, {})
     loading.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)})
     assert bool((want == 1).all())
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -301,7 +300,7 @@ def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
         Entry((4, 1), [((0,), (4,))], torch.zeros(4)),
         Entry((4,), [((0,), (3,))], torch.zeros(3)),  # a hole
         Entry((4,), [((0,), (3,)), ((2,), (1,))], torch.zeros(4)),  # twice
-        whole(torch.zeros(4, dtype=torch.complex64)),
+        full_entry(torch.zeros(4, dtype=torch.complex64)),
     ):
         with pytest.raises(ValueError):
             native.save(tmp_path, 1, {"x": entry}, {})
@@ -311,7 +310,7 @@ def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
         patch.setattr(native, "INDEX_LIMIT", 10)
         save(tmp_path, 1)
     with pytest.raises(RuntimeError):
-        native.save(tmp_path, 1, {"x": whole(torch.zeros(2, 3).t())}, {})
+        native.save(tmp_path, 1, {"x": full_entry(torch.zeros(2, 3).t())}, {})
     assert steps.steps(tmp_path) == []
 
 

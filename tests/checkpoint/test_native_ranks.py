@@ -23,10 +23,9 @@ import ranks
 from helpers import captured_output
 from meshwright import console
 from meshwright.checkpoint import boxes as geometry
-from meshwright.checkpoint import loading, manifests, native, steps
-from meshwright.checkpoint import publish as store
-from meshwright.checkpoint.loading import Means
-from meshwright.checkpoint.native import Entry, whole
+from meshwright.checkpoint import loading, manifests, native, publish, steps
+from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.native import Entry, full_entry
 from meshwright.checkpoint.sources import Source
 from meshwright.commands import inspect
 from meshwright.data import datasets
@@ -90,7 +89,7 @@ def any_cutting(root: Path) -> None:
                 shape = shape[:-1] + tuple(2 * n for n in shape[-1:])
             full = fulls[f"t{i}"] = some(shape, common.choice(DTYPES), 100 * trial + i)
             if how == "one rank":
-                boxes: list[Box] = whole(full).boxes * everybody.is_lead  # type: ignore[operator]
+                boxes: list[Box] = full_entry(full).boxes * everybody.is_lead  # type: ignore[operator]
             elif how == "random boxes" or not shape:
                 boxes = [box for box in cut(shape, common) if common.randrange(4) == everybody.rank]
             elif how == "slices":
@@ -111,7 +110,7 @@ def any_cutting(root: Path) -> None:
                         want[name] = entry(full, boxes)
                 filled = blank(want)
                 verify = common.choice(["read", "full"])
-                assert loading.load(root, filled, means=Means(verify), team=t) == (trial, {"iteration": trial})
+                assert loading.load(root, filled, options=OpenOptions(verify), team=t) == (trial, {"iteration": trial})
                 assert same(want, filled)
             everybody.wait()
 
@@ -149,7 +148,7 @@ def save(root: Path, step: int, named: native.Named) -> None:
 
 
 def whole_ones(seed: int = 0) -> dict[str, Entry]:
-    return {name: whole(full) for name, full in model(seed).items()}
+    return {name: full_entry(full) for name, full in model(seed).items()}
 
 
 def a_step_again(root: Path) -> None:
@@ -190,7 +189,7 @@ def disk_full(root: Path) -> None:
     t.wait()
     assert steps.listing(root) == ["iter_0000001", steps.TRACKER]
     assert native.bytes_of(mine(t), t) == needed
-    message = error_of(lambda: store.check_writable(root, 1 << 60, t), IO)
+    message = error_of(lambda: publish.check_writable(root, 1 << 60, t), IO)
     assert f"{2 << 60:,}" in message
     t.wait()
     assert not list(root.glob(".write*"))
@@ -254,7 +253,7 @@ def loads(root: Path) -> None:
     if t.is_lead:  # full verification is shared out, and finds what nobody reads
         flip(steps.step_folder(root, 2) / native.CONFIG, 8)
     t.wait()
-    assert loading.load(root, want, means=Means("full"), team=t) == (1, {"iteration": 1})
+    assert loading.load(root, want, options=OpenOptions("full"), team=t) == (1, {"iteration": 1})
     assert same(mine(t, 10), want)
 
     def refuse(source: Source) -> Source:
@@ -264,7 +263,7 @@ def loads(root: Path) -> None:
 
     assert error_of(lambda: loading.load(root, want, accept=refuse, team=t), 2) == "not this one"
     if t.rank == 1:
-        want["x"] = whole(torch.zeros(3))
+        want["x"] = full_entry(torch.zeros(3))
     if t.rank > 1:
         del want["ln_f.bias"]
     message = error_of(lambda: loading.load(root, want, team=t))
@@ -289,10 +288,10 @@ def test_all_ranks_load_the_same_step(tmp_path: Path) -> None:
 def not_shared(root: Path) -> None:
     """Rank 1 has a folder of the same name that rank 0 does not see: here another one, as on another node."""
     t = team()
-    store.SEEN_WITHIN = 0.1
+    publish.SEEN_WITHIN = 0.1
     here = root / f"node{t.rank}"
     with pytest.raises(UserError, match="all nodes share"):
-        store.check_writable(here, 1, t)
+        publish.check_writable(here, 1, t)
     with pytest.raises(UserError, match="all nodes share"):
         save(here, 1, mine(t))
     if t.rank:
@@ -330,7 +329,7 @@ def killed(root: Path, who: int, point: str) -> None:
         if t.rank == who and name == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store.reached = reached
+    publish.reached = reached
     save(root, 2, mine(t, 7))
 
 

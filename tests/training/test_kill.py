@@ -52,7 +52,7 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from meshwright.checkpoint import publish as store
+    from meshwright.checkpoint import publish
     from meshwright.training import resume
     from meshwright.training import run as train
 
@@ -65,7 +65,7 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
                 seen.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        store.reached = reached
+        publish.reached = reached
     if control == "data":
         original = resume.Progress
 

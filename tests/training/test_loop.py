@@ -17,8 +17,7 @@ import pytest
 
 from helpers import TINY_FLAGS, open_step
 from meshwright.__main__ import main
-from meshwright.checkpoint import manifests, native, steps
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.data.format.writer import Writer
 from meshwright.report import page as report
 from meshwright.tokenizers import train_bpe
@@ -225,7 +224,7 @@ def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
     save = tmp_path / "save"
     run("--save", save, "--save-interval", 2)
     (save / "iter_0000004" / "state.json").write_text("{}")
-    assert store.prune(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
+    assert publish.prune(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
 
 
 def test_finetune_takes_the_weights_alone(run, tmp_path):

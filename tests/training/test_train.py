@@ -211,10 +211,10 @@ def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys):
 
 
 def test_second_run_on_the_folder_is_refused(tmp_path, capsys):
-    from meshwright.checkpoint import publish as store
+    from meshwright.checkpoint import publish
 
     (tmp_path / "run").mkdir()
-    with store.lock(tmp_path / "run"):
+    with publish.lock(tmp_path / "run"):
         status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run")])
     assert status == 73 and str(os.getpid()) in capsys.readouterr().err
 
@@ -521,10 +521,9 @@ def test_changed_data_is_told_on_resume(tmp_path, capsys):
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
-    from meshwright.checkpoint import publish as store
-    from meshwright.checkpoint import steps
+    from meshwright.checkpoint import publish, steps
 
-    good, calls = store.os.write, []
+    good, calls = publish.os.write, []
 
     def full(fd, data):
         calls.append(1)
@@ -534,7 +533,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
 
     def save(*args, **more):
         if (tmp_path / "run/iter_0000003").exists():
-            monkeypatch.setattr(store.os, "write", full)
+            monkeypatch.setattr(publish.os, "write", full)
             calls.extend([1] * 40)
         return real(*args, **more)
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.checkpoint import manifests, native, steps
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.checkpoint.manifests import Damaged
 from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import (
@@ -49,7 +48,7 @@ class Loaded(NamedTuple):
     state: dict[str, Any]
 
 
-class Means(NamedTuple):
+class OpenOptions(NamedTuple):
     """How a checkpoint may be opened."""
 
     verify: str = "read"  # hash the chunks that are read, or "full": every byte, or "none" by who only looks
@@ -58,24 +57,24 @@ class Means(NamedTuple):
     optimizer: bool = True  # its state is wanted too: what is wrong with it matters
 
 
-PLAIN = Means()
+PLAIN = OpenOptions()
 Accept = Callable[[Source], Source]
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def open_place(place: Place, means: Means = PLAIN, team: Team = ALONE) -> Source:
+def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
     """One step, by whoever knows its kind. Of one of ours everything that is not hashed while it is read is hashed now."""
-    if means.trust and place.kind != NATIVE and team.is_lead:
+    if options.trust and place.kind != NATIVE and team.is_lead:
         notice(f"--trust-pickle: whatever the files in {place.folder} ask for is run")
     if place.kind == NATIVE:
-        source: Source = native.open_step(place.folder, place.step, means.verify, team)
+        source: Source = native.open_step(place.folder, place.step, options.verify, team)
         source.root = place.root
         return source
-    if place.ours and means.verify != "none":
+    if place.ours and options.verify != "none":
         manifests.verify(place.folder, full=True, team=team)
-    reader = importlib.import_module(f"meshwright.checkpoint.{READERS[place.kind]}")
+    reader = importlib.import_module(f"meshwright.checkpoint.formats.{READERS[place.kind]}")
     try:
-        source = reader.open(place.folder, means.trust, means.heads, means.optimizer)
+        source = reader.open(place.folder, options.trust, options.heads, options.optimizer)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"{place.folder}: not laid out as {place.kind}'s checkpoints: {error!r:.300}", BAD_DATA
@@ -84,24 +83,24 @@ def open_place(place: Place, means: Means = PLAIN, team: Team = ALONE) -> Source
     return source
 
 
-def open_any(path: str | Path, means: Means = PLAIN, tell: Tell = say) -> Source | None:
+def open_any(path: str | Path, options: OpenOptions = PLAIN, report: Report = say) -> Source | None:
     """What `load` would read, for one process: the newest whole step. None: there is no checkpoint."""
     place, notes = steps.find(path)
     while place is not None:
         for note in notes:
-            tell(note)
+            report(note)
         try:
-            return open_place(place, means)
+            return open_place(place, options)
         except Damaged as damage:
-            place, notes = older(Path(path), place, damage, tell)
+            place, notes = older(Path(path), place, damage, report)
     return None
 
 
-def older(path: Path, place: Place, damage: Damaged, tell: Tell = say) -> tuple[Place | None, list[str]]:
+def older(path: Path, place: Place, damage: Damaged, report: Report = say) -> tuple[Place | None, list[str]]:
     """The step before one that was found damaged, if any of them would do."""
     if not place.ours or path.resolve() == place.folder.resolve():
         raise damage
-    tell(f"WARNING: skipping {place.folder.name}, it is damaged: {damage}")
+    report(f"WARNING: skipping {place.folder.name}, it is damaged: {damage}")
     try:
         return steps.find(path, below=place.step)
     except Damaged as no_older:
@@ -112,13 +111,13 @@ def load(
     path: str | Path,
     want: Named | Callable[[Source], Named],
     *,
-    means: Means = PLAIN,
+    options: OpenOptions = PLAIN,
     accept: Accept = lambda source: source,
     team: Team = ALONE,
 ) -> Loaded | None:
     """Fill the wanted tensors from what the path means; None if there is no checkpoint at all.
 
-    A step of ours found damaged on the way is said aloud and the next older one is loaded. Without means.optimizer its tensors
+    A step of ours found damaged on the way is said aloud and the next older one is loaded. Without options.optimizer its tensors
     (`name/exp_avg` …) may stay unread. `accept` sees the source before any tensor is read, and refuses it or returns what is
     to be read.
     """
@@ -130,7 +129,7 @@ def load(
         if place is None:
             return None
         try:
-            return load_place(place, want, means, accept, team)
+            return load_place(place, want, options, accept, team)
         except Damaged as damage:
             place, notes = by_leader(path, functools.partial(older, path, place, damage), team)
 
@@ -153,7 +152,7 @@ def by_leader(
 
 
 def load_place(
-    place: Place, want: Named | Callable[[Source], Named], means: Means, accept: Accept, team: Team
+    place: Place, want: Named | Callable[[Source], Named], options: OpenOptions, accept: Accept, team: Team
 ) -> Loaded:
     release = " release" if place.folder.name == "release" else ""
     at = "" if release or place.kind == HUGGING_FACE else f" at iteration {place.step}"
@@ -162,8 +161,8 @@ def load_place(
 
     def look() -> list[Any]:
         if not team.is_lead:
-            store.must_see(place.folder, team)
-        opened.append(open_place(place, means, team))
+            publish.must_see(place.folder, team)
+        opened.append(open_place(place, options, team))
         return [manifests.sha256([opened[0].identity.encode()])]
 
     for rank, (sha256,) in enumerate(digests := team.run_on_all(look)):
@@ -180,7 +179,7 @@ def load_place(
     source = opened[1]
     mine = want(source) if callable(want) else want
     asked = native.merged(team.run_on_all(lambda: native.index_of(mine, [], "", 0)))
-    check_names(place.folder, source.tensors, asked, means.optimizer and bool(source.state))
+    check_names(place.folder, source.tensors, asked, options.optimizer and bool(source.state))
     for note in conversions(source.tensors, asked):
         say(note)
     team.run_on_all(lambda: source.fill(mine))

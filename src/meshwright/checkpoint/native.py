@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.checkpoint import manifests
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import manifests, publish
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, inside, minus, not_empty, plus, position, strides
 from meshwright.checkpoint.manifests import Damaged, Manifest, encode_manifest, sha256
 from meshwright.checkpoint.publish import Produce, Write
@@ -66,14 +65,14 @@ class Entry(NamedTuple):
     tensor: torch.Tensor
 
 
-def whole(tensor: torch.Tensor) -> Entry:
+def full_entry(tensor: torch.Tensor) -> Entry:
     """The entry of a tensor that one process holds entirely."""
     shape = tuple(tensor.shape)
     return Entry(shape, [((0,) * len(shape), shape)], tensor)
 
 
 def bytes_of(named: Named, team: Team = ALONE) -> int:
-    """What a checkpoint of these takes on all ranks, for store.check_writable()."""
+    """What a checkpoint of these takes on all ranks, for publish.check_writable()."""
     return sum(team.gather(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())))
 
 
@@ -101,10 +100,10 @@ def save(
 ) -> None:
     """Write one step, which must not be there yet.
 
-    Rank 0 holds store.lock(root); its state and its config are what counts. `state` must be JSON without NaN.
+    Rank 0 holds publish.lock(root); its state and its config are what counts. `state` must be JSON without NaN.
     """
     files, size = files_of(named, state, config or {}, team=team)
-    store.publish(root, step, files, bytes_needed=size, team=team, run=run)
+    publish.write_step(root, step, files, bytes_needed=size, team=team, run=run)
 
 
 def files_of(

@@ -57,7 +57,7 @@ def reached(point: str) -> None:
 # Writing
 
 
-def publish(
+def write_step(
     root: str | Path,
     step: int,
     files: dict[str, Produce],

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright import tokenizers
-from meshwright.checkpoint import loading, native, steps
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.formats import huggingface_writer
-from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import Damaged
 from meshwright.checkpoint.publish import Produce
 from meshwright.checkpoint.sources import Known, Named, Source
@@ -130,7 +129,9 @@ def main(argv: list[str]) -> int:
         )
     given = {name: v for name, v in flags.to_dict(c).items() if parsed.sources[name] != "default"}
     src, dst = map(Path, c.conversion.paths)
-    source = loading.open_any(src, Means(c.checkpoint.verify, c.checkpoint.trust_pickle, c.model.num_attention_heads))
+    source = loading.open_any(
+        src, OpenOptions(c.checkpoint.verify, c.checkpoint.trust_pickle, c.model.num_attention_heads)
+    )
     if source is None:
         raise UserError(f"no checkpoint in {src}", BAD_DATA)
     for note in source.notes:
@@ -257,8 +258,8 @@ def write_step(source: Chosen, dst: Path, c: ConvertConfig, tokenizer: tokenizer
     step = source.step or int(c.conversion.to == "torch")
     new = not dst.exists()
     try:
-        with store.lock(dst):
-            store.publish(dst, step, files, bytes_needed=source.bytes)
+        with publish.lock(dst):
+            publish.write_step(dst, step, files, bytes_needed=source.bytes)
             keep(tokenizer, source, dst)
     except BaseException:
         if new:
@@ -290,7 +291,7 @@ def native_files(source: Source) -> dict[str, Produce]:
         return tensor
 
     shapes = {
-        name: native.whole(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
+        name: native.full_entry(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
         for name, known in source.tensors.items()
     }
     sizes = {"true_vocab_size": source.vocab, "positions": huggingface_writer.positions(source)}

@@ -76,10 +76,10 @@ def main(argv: list[str]) -> int:
 
 def run(folder: Path, scale: Scale | None = None) -> int:
     """The tour; 130 after Ctrl-C."""
-    from meshwright.checkpoint import publish as store
+    from meshwright.checkpoint import publish
 
     take(folder)
-    with store.lock(folder):
+    with publish.lock(folder):
         clear(folder)
         try:
             tour(folder, scale or Scale())
@@ -145,7 +145,7 @@ def take(folder: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Remove what an earlier demo left, and nothing else; its model, which may have been trained further, is kept."""
-    from meshwright.checkpoint import publish as store
+    from meshwright.checkpoint import publish
 
     left = [folder / name for name in OURS if (folder / name).exists()]
     if left:
@@ -155,7 +155,7 @@ def clear(folder: Path) -> None:
             number = 1
             while (aside := folder / f"run-{number}").exists():
                 number += 1
-            with store.lock(path):  # someone may be training there
+            with publish.lock(path):  # someone may be training there
                 path.rename(aside)
             print(f"its model is kept in {aside}")
         else:

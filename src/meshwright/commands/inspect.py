@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import loading, native, steps
-from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import Damaged, verify
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.steps import Place
@@ -33,11 +33,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--num-attention-heads", type=int, help="of the model, where the checkpoint does not say")
     parser.add_argument("--trust-pickle", action="store_true", help="run whatever the checkpoint asks for")
     args = parser.parse_args(argv)
-    means = Means("full" if args.full else "read", args.trust_pickle, args.num_attention_heads)
+    options = OpenOptions("full" if args.full else "read", args.trust_pickle, args.num_attention_heads)
     if args.other is not None:
         if args.step is not None or args.tensors or args.boxes:
             parser.error("--step, --tensors and --boxes are for one checkpoint; of two steps give the folders")
-        sources = [opened(Path(path), means) for path in (args.dir, args.other)]
+        sources = [opened(Path(path), options) for path in (args.dir, args.other)]
         lines = differences(*sources)
         print("\n".join(lines or ["the two hold the same"]))
         return DONE
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"there is no folder {root}", BAD_DATA)
     there = steps.steps(root)[::-1]
     if there and (step is None or step in there):
-        lines, whole = describe(root, step, means, args.tensors or args.boxes, args.boxes)
+        lines, whole = describe(root, step, options, args.tensors or args.boxes, args.boxes)
         print("\n".join(lines))
         if not whole:
             steps.latest(root)  # says so if all are damaged
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     path = Path(args.dir) if args.step is None else steps.step_folder(root, args.step)
     if not path.exists():
         raise UserError(f"there is no {path}: name another program's step by its folder", BAD_DATA)
-    print("\n".join(of_another_program(opened(path, means), args.full, args.tensors or args.boxes, args.boxes)))
+    print("\n".join(of_another_program(opened(path, options), args.full, args.tensors or args.boxes, args.boxes)))
     return DONE
 
 
@@ -72,26 +72,26 @@ def of_another_program(source: Source, full: bool, tensors: bool, boxes: bool) -
     return lines + details(source, tensors, boxes)
 
 
-def opened(path: Path, means: Means) -> Source:
-    source = loading.open_any(path, means)
+def opened(path: Path, options: OpenOptions) -> Source:
+    source = loading.open_any(path, options)
     if source is None:
         raise UserError(f"{path} holds no checkpoints" if path.exists() else f"there is no folder {path}", BAD_DATA)
     return source
 
 
 def describe(
-    root: Path, step: int | None, means: Means, tensors: bool = False, boxes: bool = False
+    root: Path, step: int | None, options: OpenOptions, tensors: bool = False, boxes: bool = False
 ) -> tuple[list[str], bool]:
     """Lines about our steps and, closer, about one (the newest whole one if none is given); and whether all are whole."""
     closer: list[str] | None = None
-    damaged, full = False, means.verify == "full"
+    damaged, full = False, options.verify == "full"
     lines = [f"{root}"]
     for number in steps.steps(root) if step is None else [step]:
         folder = steps.step_folder(root, number)
         kind = steps.kind_of(folder) or steps.NATIVE
         try:
             manifest = verify(folder, full)
-            source = loading.open_place(Place(kind, folder, number, root), means._replace(verify="none"))
+            source = loading.open_place(Place(kind, folder, number, root), options._replace(verify="none"))
         except Damaged as damage:
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             damaged = True
@@ -176,7 +176,7 @@ def numbers_that_differ(a: Source, b: Source, name: str, one: Known, two: Known)
         values.append(
             torch.empty(one.shape, dtype=torch.float64 if "float64" in (one.dtype, two.dtype) else torch.float32)
         )
-        source.fill({name: native.whole(values[-1])})
+        source.fill({name: native.full_entry(values[-1])})
     types = f", {one.dtype} | {two.dtype}" if one.dtype != two.dtype else ""
     differ = int((values[0] != values[1]).sum())
     if differ:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native
-from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError
@@ -61,14 +61,14 @@ def given(parsed: flags.Parsed[Any]) -> dict[str, Any]:
 
 def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
     """The newest whole step under `folder`, or that step if it names one; `given` are flags, to be compared with it."""
-    source = loading.open_any(folder, means(given))
+    source = loading.open_any(folder, open_options(given))
     if source is None:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
     return look_at(source, given, vocabulary)
 
 
-def means(given: Mapping[str, Any]) -> Means:
-    return Means(
+def open_options(given: Mapping[str, Any]) -> OpenOptions:
+    return OpenOptions(
         given.get("verify", "read"), given.get("trust_pickle", False), given.get("num_attention_heads"), optimizer=False
     )
 
@@ -153,10 +153,10 @@ def load(
             p.requires_grad_(False)
             rows = model.vocab if name in ("wte.weight", "lm_head.weight") else p.shape[0]
             p[rows:] = 0
-            out[name] = native.whole(p[:rows])
+            out[name] = native.full_entry(p[:rows])
         return out
 
-    if loading.load(folder, want, means=means(given), accept=accept) is None:
+    if loading.load(folder, want, options=open_options(given), accept=accept) is None:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
     found, model = looked[-1]
     length = given.get("seq_length") or found.config.data.seq_length or found.positions

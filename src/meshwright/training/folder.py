@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from meshwright import tokenizers
-from meshwright.checkpoint import publish as store
-from meshwright.checkpoint import steps
+from meshwright.checkpoint import publish, steps
 from meshwright.console import say
 from meshwright.files import replacing
 from meshwright.report import page as report
@@ -22,9 +21,9 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
     """The first moment when something is changed: earlier checkpoints make way, the settings are written."""
     c = config.checkpoint
     if c.save and c.save_overwrite and steps.held(c.save):
-        say(f"moved earlier checkpoints to {store.move_aside(c.save)}")
+        say(f"moved earlier checkpoints to {publish.move_aside(c.save)}")
     if c.save:  # of a run with --ckpt-format torch that was killed
-        shutil.rmtree(Path(c.save) / store.PARTS, ignore_errors=True)
+        shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)
     if folder is not None and not config.training.skip_train:  # a look at a run is not how it is continued
         keep_settings(folder, config, tokenizer)
 

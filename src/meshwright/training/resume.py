@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import tokenizers
-from meshwright.checkpoint import loading, native, steps
-from meshwright.checkpoint import publish as store
-from meshwright.checkpoint.loading import Means
+from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import MANIFEST, Damaged
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
@@ -71,13 +70,13 @@ class State:
         """Go on from --load; False if there is no checkpoint and none is needed."""
         c = self.config.checkpoint
         assert c.load
-        how = means(self.config)
+        how = open_options(self.config)
 
         def want(source: Source) -> Named:
             return self.net.store.named_state(how.optimizer and bool(source.state))
 
         try:
-            loaded = loading.load(c.load, want, means=how, accept=self.accept, team=self.team)
+            loaded = loading.load(c.load, want, options=how, accept=self.accept, team=self.team)
         except Damaged as damage:
             anew = "to start anew, give another folder or --save-overwrite"
             raise Damaged(f"{damage}; {anew}", everywhere=damage.everywhere) from damage
@@ -183,7 +182,7 @@ class State:
             copies = (
                 3 if c.ckpt_format == "torch" else 2
             )  # the step before, the one that is written, and what that is made of
-            store.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
+            publish.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
 
     def tensors(self) -> Any:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
@@ -211,9 +210,9 @@ class State:
 # Before anything is built
 
 
-def means(config: TrainConfig) -> Means:
+def open_options(config: TrainConfig) -> OpenOptions:
     c = config.checkpoint
-    return Means(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
+    return OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
 
 
 def require_moments(config: TrainConfig, source: Source) -> None:
@@ -376,8 +375,8 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     c = config.checkpoint
     if not c.load:
         return config
-    only_looks = means(config)._replace(verify="none")
-    source = loading.open_any(c.load, only_looks, tell=lambda line: None)  # it is said when it is loaded
+    only_looks = open_options(config)._replace(verify="none")
+    source = loading.open_any(c.load, only_looks, report=lambda line: None)  # it is said when it is loaded
     if source is None:
         lacking = [
             spelling(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(config.model, n)
@@ -409,7 +408,7 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
 def check_loading(config: TrainConfig) -> list[str]:
     """What a run would say of its checkpoint before it reads a tensor."""
     assert config.checkpoint.load
-    source = loading.open_any(config.checkpoint.load, means(config))
+    source = loading.open_any(config.checkpoint.load, open_options(config))
     if source is None:
         return [f"no checkpoint in {config.checkpoint.load}: it starts anew"]
     state = source.state

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import publish
 from meshwright.console import say, say_arguments, say_time
 from meshwright.device import use_deterministic_algorithms
 from meshwright.errors import UserError
@@ -148,7 +148,7 @@ def run_on_rank(
             }.values():
                 if Path(root).exists() and not Path(root).is_dir():
                     raise UserError(f"{flag} {root} is a file, not a folder")
-                held.enter_context(store.lock(root))
+                held.enter_context(publish.lock(root))
             if c.save:
                 guard_existing(config)
             check_export(config)

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint import loading, native, steps
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.console import say
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Saver:
                 say(line)
 
             def again() -> None:
-                store.write_tracker(folder, step)
+                publish.write_tracker(folder, step)
                 self.tidy(step, best)
 
             self.team.run_on_lead(again)
@@ -99,15 +98,15 @@ class Saver:
         ZeRO and the pipeline made of it."""
         from meshwright.checkpoint.formats import megatron_writer
 
-        parts, at = root / store.PARTS, self.layout.at
+        parts, at = root / publish.PARTS, self.layout.at
         team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # of a run that was killed
         try:
             native.save(parts, step, named, state, settings, team=team, run=root)
-            mine: dict[str, store.Produce] = {}
+            mine: dict[str, publish.Produce] = {}
 
             def lay_out() -> int:
                 folder = steps.step_folder(parts, step)
-                store.must_see(folder, team)
+                publish.must_see(folder, team)
                 source = native.open_step(folder, step)
                 tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
                 files = list(megatron_writer.files(source, tp, pp, padded, with_optimizer=True).items())
@@ -115,7 +114,7 @@ class Saver:
                 return sum(file.size for file in source.manifest.values())
 
             size, *_ = team.run_on_all(lay_out)
-            store.publish(root, step, mine, bytes_needed=size, team=team)
+            publish.write_step(root, step, mine, bytes_needed=size, team=team)
         finally:
             if team.is_lead:
                 shutil.rmtree(parts, ignore_errors=True)
@@ -125,9 +124,9 @@ class Saver:
         c = self.config.checkpoint
         assert c.save
         if best is not None and best in steps.steps(c.save):
-            store.write_tracker(c.save, best, steps.BEST)
+            publish.write_tracker(c.save, best, steps.BEST)
         if c.keep_last:
-            for old in store.prune(c.save, step, c.keep_last, c.keep_every, best):
+            for old in publish.prune(c.save, step, c.keep_last, c.keep_every, best):
                 say(f" > removed step {old}: --keep-last {c.keep_last}")
 
     @property

@@ -36,7 +36,9 @@ def opener(kind: str) -> Callable[[Path, bool], Any]:
     if kind == "pickle":
         return lambda path, trust: loaded.load(path, trust=trust)
     if kind == "dcp":
-        return lambda path, trust: loading.open_place(Place(TORCH_DIST, path, 1, path), loading.Means(trust=trust))
+        return lambda path, trust: loading.open_place(
+            Place(TORCH_DIST, path, 1, path), loading.OpenOptions(trust=trust)
+        )
     return lambda path, trust: loaded.open(path, trust=trust)
 
 

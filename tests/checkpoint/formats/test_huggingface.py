@@ -80,7 +80,7 @@ def ours(source):
     named = dict(model.named_parameters())
     assert {n: tuple(p.shape) for n, p in named.items()} == {n: t.shape for n, t in source.tensors.items()}
     with torch.no_grad():
-        source.fill({name: native.whole(p.detach()) for name, p in named.items()})
+        source.fill({name: native.full_entry(p.detach()) for name, p in named.items()})
     return model
 
 
@@ -96,7 +96,7 @@ def values(source):
     out = {}
     for name, known in source.tensors.items():
         out[name] = torch.empty(known.shape, dtype=getattr(torch, known.dtype))
-    source.fill({name: native.whole(t) for name, t in out.items()})
+    source.fill({name: native.full_entry(t) for name, t in out.items()})
     return out
 
 
@@ -108,7 +108,7 @@ def assert_equal(a, b):
 
 def as_native(root, source):
     """The same in our own format."""
-    named = {name: native.whole(t) for name, t in values(source).items()}
+    named = {name: native.full_entry(t) for name, t in values(source).items()}
     state = {"true_vocab_size": source.vocab, "positions": source.config["max_position_embeddings"]}
     native.save(root, 7, named, state, source.config)
     return native.open_step(root / "iter_0000007", 7)

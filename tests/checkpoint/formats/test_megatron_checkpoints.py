@@ -31,7 +31,7 @@ def read(source: Source, dtype: torch.dtype | None = None) -> Tensors:
     out = {}
     for name, known in source.tensors.items():
         out[name] = torch.empty(known.shape, dtype=dtype or getattr(torch, known.dtype))
-    source.fill({name: native.whole(tensor) for name, tensor in out.items()})
+    source.fill({name: native.full_entry(tensor) for name, tensor in out.items()})
     return out
 
 
@@ -508,7 +508,7 @@ STATE = {
 
 def native_source(root: Path, f: Form, config: dict[str, Any]) -> tuple[Source, Tensors]:
     _, tensors = with_moments(f)
-    named = {name: native.whole(tensor) for name, tensor in tensors.items()}
+    named = {name: native.full_entry(tensor) for name, tensor in tensors.items()}
     native.save(root, 7, named, STATE | {"true_vocab_size": f.vocab}, config)
     return native.open_step(root / "iter_0000007", 7), tensors
 
@@ -581,7 +581,7 @@ def test_every_form_through_megatron_and_native(name: str, tmp_path: Path) -> No
     t = 1 if f.multi_query else 4
     again = megatron.open(written(source, tmp_path / "again/iter_0000007", t, 2, padded=68))
     tensors = read(again)
-    native.save(tmp_path / "run", 7, {n: native.whole(x) for n, x in tensors.items()}, again.state, again.config)
+    native.save(tmp_path / "run", 7, {n: native.full_entry(x) for n, x in tensors.items()}, again.state, again.config)
     last = native.open_step(tmp_path / "run/iter_0000007", 7)
     same(read(last), expected)
     assert again.config == source.config and last.state == again.state == source.state
@@ -736,7 +736,7 @@ def test_our_own_words_are_not_believed_unseen(name: str, tmp_path: Path) -> Non
 
 
 def test_nor_are_those_in_our_own_format(tmp_path: Path) -> None:
-    named = {"wte.weight": native.whole(torch.ones(2, 2))}
+    named = {"wte.weight": native.full_entry(torch.ones(2, 2))}
     native.save(tmp_path, 7, named, STATE | {"optimizer_steps": "6"})
     with pytest.raises(UserError, match=r"state.json: not what a run saves: optimizer_steps"):
         native.open_step(tmp_path / "iter_0000007", 7)

@@ -180,7 +180,7 @@ def assert_same_logits(source, weights):
     named = dict(model.named_parameters())
     assert named.keys() == source.tensors.keys()
     with torch.no_grad():
-        source.fill({name: native.whole(p.detach()) for name, p in named.items()})
+        source.fill({name: native.full_entry(p.detach()) for name, p in named.items()})
         torch.testing.assert_close(model(tokens, Where()), logits(weights, tokens), rtol=1e-5, atol=1e-5)
 
 

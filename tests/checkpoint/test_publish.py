@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from helpers import captured_output
-from meshwright.checkpoint import manifests, steps
-from meshwright.checkpoint import publish as store
+from meshwright.checkpoint import manifests, publish, steps
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
 
 POINTS = (
@@ -38,24 +37,24 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "CHUNK", 64)  # so that small files have many
 
 
-def content(step: int) -> dict[str, store.Produce]:
+def content(step: int) -> dict[str, publish.Produce]:
     data = random.Random(step).randbytes(1000)
 
-    def produce(write: store.Write) -> None:
+    def produce(write: publish.Write) -> None:
         for i in range(0, len(data), 150):  # not aligned with chunks
             write(data[i : i + 150])
 
     return {"rank_00000.safetensors": produce, "state.json": lambda write: write(json.dumps({"step": step}).encode())}
 
 
-def publish(root: Path, step: int, seed: int | None = None) -> None:
-    store.publish(root, step, content(step if seed is None else seed), bytes_needed=1010)
+def write_step(root: Path, step: int, seed: int | None = None) -> None:
+    publish.write_step(root, step, content(step if seed is None else seed), bytes_needed=1010)
 
 
 def publish_if_not_there(root: Path, step: int) -> None:
     """As a run does that was killed: it goes on behind the newest step."""
     if steps.latest(root)[0] != step or "rank" in damaged(steps.step_folder(root, step)):
-        publish(root, step)
+        write_step(root, step)
 
 
 def damaged(folder: Path) -> str:
@@ -93,7 +92,7 @@ def killed_at(point: str, occurrence: int, body: Callable[[], object]) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
-        store.reached = reached
+        publish.reached = reached
         body()
 
     status = in_child(child)
@@ -120,9 +119,9 @@ CASES = [(point, case) for point in POINTS for case in ("first step", "a further
 @pytest.mark.parametrize(("point", "case"), [*CASES, ("moved_aside", "a damaged step again")])
 def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
     if case != "first step":
-        publish(tmp_path, 1)
+        write_step(tmp_path, 1)
     if case == "a damaged step again":
-        publish(tmp_path, 2)
+        write_step(tmp_path, 2)
         damage(steps.step_folder(tmp_path, 2) / "rank_00000.safetensors", 700)
     kills = 0
     for occurrence in (1, 2):
@@ -136,7 +135,7 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
         assert len(list(tmp_path.glob("*.tmp"))) <= 2  # the step and the tracker
     assert kills
     publish_if_not_there(tmp_path, 2)
-    publish(tmp_path, 3)
+    write_step(tmp_path, 3)
     assert steps.latest(tmp_path) == (3, [])
     for step in steps.steps(tmp_path):
         manifests.verify(steps.step_folder(tmp_path, step), full=True)
@@ -145,7 +144,7 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
 
 
 def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
     files = [(path, path.read_bytes()) for path in sorted(folder.iterdir())]
     assert len(files) == 3
@@ -162,7 +161,7 @@ def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
 
 
 def test_damage_names_file_and_offset(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
     damage(folder / "rank_00000.safetensors", 700)
     assert steps.latest(tmp_path) == (1, [])  # manifest and sizes hold
@@ -170,7 +169,7 @@ def test_damage_names_file_and_offset(tmp_path: Path) -> None:
 
 
 def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     whole = path.read_bytes()
     damage(path, 700)  # in bytes 640 to 704
@@ -185,8 +184,8 @@ def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.json", manifests.MANIFEST])
 @pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "longer", "link", "folder"])
 def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, harm: str) -> None:
-    publish(tmp_path, 1)
-    publish(tmp_path, 2)
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 2)
     path = steps.step_folder(tmp_path, 2) / name
     whole = path.read_bytes()
     path.unlink()
@@ -208,8 +207,8 @@ def test_what_cannot_be_opened_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     """No older step is taken for it, and it is not moved aside."""
-    publish(tmp_path, 1)
-    publish(tmp_path, 2)
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 2)
     real = getattr(os, call)
 
     def fail(what: object, *rest: object, **more: object) -> object:
@@ -222,7 +221,7 @@ def test_what_cannot_be_opened_is_not_damaged(
         patch.setattr(os, call, fail)
         message = error_of(lambda: manifests.verify(folder, full=True), IO)
         assert os.strerror(code) in message and "iter_0000002/rank_00000.safetensors" in message
-        error_of(lambda: publish(tmp_path, 2), IO)
+        error_of(lambda: write_step(tmp_path, 2), IO)
     assert steps.latest(tmp_path) == (2, []) and not list(tmp_path.glob("*.damaged"))
 
     def no_rights(path: Path) -> os.stat_result:
@@ -230,12 +229,12 @@ def test_what_cannot_be_opened_is_not_damaged(
 
     monkeypatch.setattr(Path, "lstat", no_rights)
     assert str(folder / manifests.MANIFEST) in error_of(lambda: steps.latest(tmp_path), IO)
-    assert store.prune(tmp_path, 2, 1, None, None) == []
+    assert publish.prune(tmp_path, 2, 1, None, None) == []
 
 
 def test_all_bad_is_no_fresh_start(tmp_path: Path) -> None:
     for step in (1, 2):
-        publish(tmp_path, step)
+        write_step(tmp_path, step)
         (steps.step_folder(tmp_path, step) / "state.json").unlink()
     message = error_of(lambda: steps.latest(tmp_path))
     assert "iter_0000001" in message and "iter_0000002" in message
@@ -244,7 +243,7 @@ def test_all_bad_is_no_fresh_start(tmp_path: Path) -> None:
 def test_the_rest_of_the_disk_is_out_of_reach(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x" * 10)
     (tmp_path / "iter_0000001").mkdir()
-    entry = store.write_file(tmp_path / "other", lambda write: write(b"x" * 10))
+    entry = publish.write_file(tmp_path / "other", lambda write: write(b"x" * 10))
     for name in ("../secret", str(tmp_path / "secret"), "..", "a/b", ".hidden", ""):
         (tmp_path / "iter_0000001" / manifests.MANIFEST).write_bytes(manifests.encode_manifest({name: entry}))
         assert "plain name" in error_of(lambda: manifests.verify(tmp_path / "iter_0000001"))
@@ -276,10 +275,10 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_whole_step_is_never_overwritten(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
     written = folder.stat().st_ino
-    message = error_of(lambda: publish(tmp_path, 1, seed=2), LOCKED)
+    message = error_of(lambda: write_step(tmp_path, 1, seed=2), LOCKED)
     assert "iter_0000001" in message and "--save-overwrite" in message
     assert folder.stat().st_ino == written
     manifests.verify(folder, full=True)
@@ -288,18 +287,18 @@ def test_a_whole_step_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path: Path) -> None:
     """The manifest of 15 holds, its bytes do not: the run fell back to 10 and went on to 12."""
     for step in (5, 10, 12, 15):
-        publish(tmp_path, step)
+        write_step(tmp_path, step)
     damage(steps.step_folder(tmp_path, 15) / "rank_00000.safetensors", 700)
-    assert store.prune(tmp_path, 12, 1, None, None) == [10, 5]
+    assert publish.prune(tmp_path, 12, 1, None, None) == [10, 5]
     assert steps.steps(tmp_path) == [15, 12]
-    assert store.prune(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
+    assert publish.prune(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
 
 
 def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
     damage(steps.step_folder(tmp_path, 1) / "rank_00000.safetensors")
     with captured_output() as (said, _):
-        publish(tmp_path, 1)
+        write_step(tmp_path, 1)
     assert len(said) == 1 and "iter_0000001.damaged" in said[0]
     manifests.verify(steps.step_folder(tmp_path, 1), full=True)
     assert (tmp_path / "iter_0000001.damaged").is_dir()
@@ -307,14 +306,14 @@ def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
 
 def test_order_is_by_step_and_leftovers_are_cleared(tmp_path: Path) -> None:
     for step in (9_999_999, 10_000_000, 5):
-        publish(tmp_path, step)
+        write_step(tmp_path, step)
     os.utime(steps.step_folder(tmp_path, 10_000_000), (0, 0))
     assert steps.latest(tmp_path) == (10_000_000, [])
     assert steps.latest(tmp_path, below=10_000_000) == (9_999_999, [])
     error_of(lambda: steps.latest(tmp_path, below=5))
     (tmp_path / "iter_0000006.tmp").mkdir()
     (tmp_path / "iter_0000007.tmp").symlink_to(tmp_path)
-    publish(tmp_path, 6)
+    write_step(tmp_path, 6)
     assert not list(tmp_path.glob("*.tmp"))
     assert steps.latest(tmp_path) == (10_000_000, [])
 
@@ -330,7 +329,7 @@ def test_nothing_yet(tmp_path: Path) -> None:
 def test_a_tracker_that_says_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / steps.TRACKER).write_text(text)
     assert "not an iteration" in error_of(lambda: steps.find(tmp_path))
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
     (tmp_path / steps.TRACKER).write_text(text)
     step, notes = steps.latest(tmp_path)
     assert step == 1 and "ignored" in notes[0]
@@ -339,7 +338,7 @@ def test_a_tracker_that_says_nothing(tmp_path: Path, text: str) -> None:
 def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
     (tmp_path / steps.TRACKER).write_text("500")
     assert "500" in error_of(lambda: steps.find(tmp_path))
-    publish(tmp_path, 4)
+    write_step(tmp_path, 4)
     assert (tmp_path / steps.TRACKER).read_text() == "4"
     (tmp_path / steps.TRACKER).write_text("500\n")
     message = error_of(lambda: steps.latest(tmp_path))
@@ -359,8 +358,8 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
         assert steps.find(path) == (place, [])
     (tmp_path / "a" / steps.TRACKER).write_text("500")
     assert steps.find(tmp_path / "a") == (place, []) and not place.ours
-    error_of(lambda: publish(tmp_path / "a", 500), LOCKED)
-    publish(tmp_path / "a", 400)
+    error_of(lambda: write_step(tmp_path / "a", 500), LOCKED)
+    write_step(tmp_path / "a", 400)
     assert steps.latest(tmp_path / "a") == (400, [])
     (tmp_path / "a" / steps.TRACKER).write_text("500")
     message = error_of(lambda: steps.find(tmp_path / "a"))
@@ -369,7 +368,7 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
         step = tmp_path / name.strip(".") / "iter_0000500"
         step.mkdir(parents=True)
         (step / name).touch()
-        assert "a Megatron checkpoint" in error_of(lambda: publish(step.parent, 500), LOCKED)  # noqa: B023
+        assert "a Megatron checkpoint" in error_of(lambda: write_step(step.parent, 500), LOCKED)  # noqa: B023
         assert step.is_dir() and not steps.steps(step.parent)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / steps.TRACKER).write_text("release")
@@ -380,7 +379,7 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "c/global_step500/layer_01-model_00-model_states.pt").touch()
     (tmp_path / "c/latest").write_text("global_step500")
     assert steps.find(tmp_path / "c")[0] == (steps.DEEPSPEED, tmp_path / "c/global_step500", 500, tmp_path / "c")
-    publish(tmp_path / "c", 400)
+    write_step(tmp_path / "c", 400)
     message = error_of(lambda: steps.find(tmp_path / "c"))
     assert "500 of DeepSpeed" in message and "400" in message
     for text in ("../x", "a/b", "", "..", "global_step7"):
@@ -395,10 +394,10 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
 
 def test_a_second_writer_is_told_who_has_the_folder(tmp_path: Path) -> None:
     def second() -> None:
-        with store.lock(tmp_path):
+        with publish.lock(tmp_path):
             pass
 
-    with store.lock(tmp_path):
+    with publish.lock(tmp_path):
         begin = time.monotonic()
         assert os.waitstatus_to_exitcode(in_child(second)) == LOCKED
         assert time.monotonic() - begin < 2
@@ -407,7 +406,7 @@ def test_a_second_writer_is_told_who_has_the_folder(tmp_path: Path) -> None:
     assert in_child(second) == 0
 
     def dies() -> None:
-        with store.lock(tmp_path):
+        with publish.lock(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(dies) == signal.SIGKILL
@@ -421,11 +420,11 @@ def limit_file_size() -> None:
 
 def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
     """With a file size limit: real partial writes, as on a full disk."""
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
 
     def save() -> None:
         limit_file_size()
-        publish(tmp_path, 2)
+        write_step(tmp_path, 2)
 
     assert os.waitstatus_to_exitcode(in_child(save)) == IO
     assert not list(tmp_path.glob("iter_*.tmp"))
@@ -435,39 +434,39 @@ def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
 def test_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
 
     def fail(fd: int) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        message = error_of(lambda: publish(tmp_path, 2), IO)
+        message = error_of(lambda: write_step(tmp_path, 2), IO)
     for part in (os.strerror(code), str(tmp_path / "iter_0000002.tmp"), "1,010 bytes", "iter_0000001, is intact"):
         assert part in message
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
 
 
 def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.check_writable(tmp_path / "new", 1000)
+    publish.check_writable(tmp_path / "new", 1000)
     assert not list((tmp_path / "new").iterdir())
-    message = error_of(lambda: store.check_writable(tmp_path, 1 << 60), IO)
+    message = error_of(lambda: publish.check_writable(tmp_path, 1 << 60), IO)
     assert f"{1 << 60:,}" in message and f"{2 << 60:,}" in message and str(tmp_path) in message
     (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in error_of(lambda: store.check_writable(tmp_path / "file", 0), IO)
-    error_of(lambda: publish(tmp_path / "file", 1), IO)
+    assert str(tmp_path / "file") in error_of(lambda: publish.check_writable(tmp_path / "file", 0), IO)
+    error_of(lambda: write_step(tmp_path / "file", 1), IO)
     error_of(lambda: steps.latest(tmp_path / "file"))
 
 
 def test_moving_aside(tmp_path: Path) -> None:
     assert steps.held(tmp_path) == []
-    publish(tmp_path, 1)
+    write_step(tmp_path, 1)
     assert steps.held(tmp_path) == ["iter_0000001", steps.TRACKER]
-    aside = store.move_aside(tmp_path)
+    aside = publish.move_aside(tmp_path)
     assert steps.held(tmp_path) == [] and steps.latest(tmp_path) == (None, [])
     assert steps.latest(aside) == (1, [])
-    publish(tmp_path, 1, seed=2)
-    assert store.move_aside(tmp_path) != aside
+    write_step(tmp_path, 1, seed=2)
+    assert publish.move_aside(tmp_path) != aside
 
 
 def test_a_step_folder_may_be_named_itself(tmp_path: Path) -> None:
