@@ -287,7 +287,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
 
     from meshwright import device as devices
     from meshwright.data.datasets import build_datasets
-    from meshwright.optim import schedule as lr_schedule
+    from meshwright.optim.schedule import build_schedule
     from meshwright.training import network
     from meshwright.training.step import train_step
 
@@ -300,7 +300,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
     net.store.publish_weights()
     data = build_datasets(config, vocab)["train"]
     batches = loader(config, layout, data, device, vocab)
-    schedule = lr_schedule.from_config(config)
+    schedule = build_schedule(config)
     devices.synchronize(device)
     if device.type != "cpu":
         devices.reset_memory(device)

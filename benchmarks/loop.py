@@ -24,7 +24,7 @@ from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Batch, Loader, Samples
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import token_losses
-from meshwright.parallel.zero import ParameterStore
+from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings import schema as config
 from meshwright.training.network import Network
 from meshwright.training.step import train_step
@@ -82,7 +82,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
     with torch.device("meta"):
         model = GPT(m, VOCAB, VOCAB, SEQ)
     cpu = torch.device("cpu")
-    params = ParameterStore(model, config.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB)
+    params = ParameterStore(model, StoreSpec(config.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
     initialise(params.masters(), m, VOCAB, 1)
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
     net = Network([model], params, losses, cpu)

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from meshwright.optim import loss_scale as precision
-from meshwright.optim import schedule as lr_schedule
+from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.schedule import build_schedule
 from meshwright.report import page as report
 from meshwright.settings.schema import Optimizer, Precision, TrainConfig, Training
 
@@ -54,16 +54,16 @@ def draw() -> str:
         ("linear", report.LINE, solid),
         ("cosine", report.LINE, dashed),
     ):
-        add(rates, style, lr_schedule.from_config(config(lr_decay_style=style)).lr, colour, line)
+        add(rates, style, build_schedule(config(lr_decay_style=style)).lr, colour, line)
     for style, line in (("exponential", solid), ("linear", dashed), ("cosine", mixed), ("minus_sqrt", dotted)):
-        wsd = lr_schedule.from_config(config(lr_decay_style="WSD", lr_wsd_decay_style=style))
+        wsd = build_schedule(config(lr_decay_style="WSD", lr_wsd_decay_style=style))
         add(rates, f"WSD, {style}", wsd.lr, report.POINT, line)
     for style, line in (("constant", solid), ("linear", dashed), ("cosine", mixed)):
         ramp = {} if style == "constant" else {"start_weight_decay": 0.01, "end_weight_decay": 0.1}
         c = config(weight_decay=0.05, weight_decay_incr_style=style, **ramp)
-        add(decays, style, lr_schedule.from_config(c).wd, report.LINE, line)
+        add(decays, style, build_schedule(c).wd, report.LINE, line)
     add(batches, "--rampup-batch-size\n20 20 30000", config().batch, report.LINE, solid)
-    consumed, scale = [0], precision.LossScale(Precision(fp16=True, initial_loss_scale=2.0**16, loss_scale_window=200))
+    consumed, scale = [0], LossScale(Precision(fp16=True, initial_loss_scale=2.0**16, loss_scale_window=200))
     seen = [scale.scale]
     for step in range(1, SAMPLES // BATCH + 1):
         scale.update(step in OVERFLOWS)

@@ -22,7 +22,7 @@ from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Batch, Loader, Samples
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import token_losses
-from meshwright.parallel.zero import ParameterStore
+from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings import schema as config
 from meshwright.training import network, step
 
@@ -39,7 +39,7 @@ def walk(prefix: Path) -> dict[str, dict[str, int]]:
     data = Samples(Indexed(prefix), range(20), 8, 16, seed=1)
     with torch.device("meta"):
         model = GPT(TINY, 61, 64, 16)
-    params = ParameterStore(model, config.Optimizer(), torch.float32, torch.device("cpu"), 61)
+    params = ParameterStore(model, StoreSpec(config.Optimizer(), torch.float32, torch.device("cpu"), 61))
     batches = iter(Loader(data, 2, lambda consumed: 4, 0, 0, 61))
     seen: set[CodeType] = set()
 

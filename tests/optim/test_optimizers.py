@@ -25,8 +25,8 @@ from torch import nn
 
 from helpers import TINY
 from meshwright.checkpoint import loading, native
-from meshwright.optim import rules as optimizer
-from meshwright.parallel.zero import ParameterStore
+from meshwright.optim import rules
+from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer
 
 pytestmark = pytest.mark.whole  # seconds, not moments
@@ -95,8 +95,8 @@ def test_every_parameter_has_its_rule():
 
 def test_a_gate_is_two_matrices():
     p = torch.arange(24.0).view(2, 3, 4)
-    assert [torch.equal(a, b) for a, b in zip(optimizer.matrices(p), p, strict=True)] == [True, True]
-    assert len(optimizer.matrices(p[0])) == 1
+    assert [torch.equal(a, b) for a, b in zip(rules.matrices(p), p, strict=True)] == [True, True]
+    assert len(rules.matrices(p[0])) == 1
     _, store = make(GATED, Optimizer(optimizer="muon"))
     shapes = [tuple(p.shape) for p in the_muon(store).param_groups[0]["params"]]
     assert shapes.count((64, 32)) == 6 and shapes.count((32, 32)) == 2 and shapes.count((32, 64)) == 2
@@ -392,7 +392,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_and_norm_count_no_gaps(rule, dtype):
     model = Odd()
-    store = ParameterStore(model, Optimizer(optimizer=rule), dtype, CPU, 5)
+    store = ParameterStore(model, StoreSpec(Optimizer(optimizer=rule), dtype, CPU, 5))
     g = torch.Generator().manual_seed(4)
     squares = 0.0
     for _, p in store.masters():

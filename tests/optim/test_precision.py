@@ -11,8 +11,8 @@ from test_zero import CPU, gradient, kinds, one_of_each_kind, same, snapshot
 from torch import nn
 
 from helpers import open_step
-from meshwright.optim.loss_scale import LossScale, dtype
-from meshwright.parallel.zero import ParameterStore
+from meshwright.optim.loss_scale import LossScale, dtype_of
+from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer, Precision
 from meshwright.training import network
 
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.whole  # seconds, not moments
 
 
 def test_formats():
-    assert dtype(Precision()) is torch.float32
-    assert dtype(Precision(bf16=True)) is torch.bfloat16
-    assert dtype(Precision(fp16=True)) is torch.float16
-    assert dtype(Precision(params_dtype="float64")) is torch.float64
+    assert dtype_of(Precision()) is torch.float32
+    assert dtype_of(Precision(bf16=True)) is torch.bfloat16
+    assert dtype_of(Precision(fp16=True)) is torch.float16
+    assert dtype_of(Precision(params_dtype="float64")) is torch.float64
 
 
 class ByHand:
@@ -109,7 +109,10 @@ def test_forced_overflows(rule):
     """
     model = One()
     p = Precision(fp16=True, initial_loss_scale=2.0**32, loss_scale_window=5, hysteresis=2)
-    store, ours = ParameterStore(model, Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2), LossScale(p)
+    store, ours = (
+        ParameterStore(model, StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)),
+        LossScale(p),
+    )
     for _, master in store.masters():
         master.normal_(generator=torch.Generator().manual_seed(1))
     store.publish_weights()

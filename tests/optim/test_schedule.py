@@ -9,8 +9,7 @@ import pytest
 from test_flag_effects import run  # noqa: F401, a fixture
 
 from meshwright.errors import UserError
-from meshwright.optim import schedule as lr_schedule
-from meshwright.optim.schedule import Schedule, from_config, resume
+from meshwright.optim.schedule import _LENGTHS, Schedule, build_schedule, resume_schedule
 from meshwright.settings import checks
 from meshwright.settings import schema as config
 
@@ -87,7 +86,7 @@ def test_curve(style, wsd, warmup, init):
         batch=4, iters=100, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=80, lr_warmup_init=init, **more
     )
     assert not [p for p in checks.problems(c) if "--lr" in p]
-    s = from_config(c)
+    s = build_schedule(c)
     for n in range(420):
         want = megatron_lr(n, style, 4 * warmup, 320, init, 100, wsd)
         assert s.lr(n) == near(want), n
@@ -99,7 +98,7 @@ def test_borders():
 
     def at(n, **more):
         s = {"lr_warmup_iters": 10, "lr_decay_iters": 80, **more}
-        return from_config(settings(batch=4, iters=100, **s)).lr(n)
+        return build_schedule(settings(batch=4, iters=100, **s)).lr(n)
 
     for style, _ in STYLES[:4]:
         assert at(0, lr_decay_style=style) == 0 and at(40, lr_decay_style=style) == LR
@@ -126,21 +125,21 @@ def test_borders():
 
 
 def test_first_step_of_a_warm_up_is_zero():
-    assert from_config(settings(lr_warmup_fraction=0.01)).lr(0) == 0.0
-    assert from_config(settings(lr_warmup_fraction=0.01, lr_warmup_init=1e-6)).lr(0) == 1e-6
-    assert from_config(settings()).lr(0) == LR
+    assert build_schedule(settings(lr_warmup_fraction=0.01)).lr(0) == 0.0
+    assert build_schedule(settings(lr_warmup_fraction=0.01, lr_warmup_init=1e-6)).lr(0) == 1e-6
+    assert build_schedule(settings()).lr(0) == LR
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_weight_decay_ramp(style):
     ramp = {"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.9}
-    s = from_config(settings(batch=4, iters=100, **ramp))
+    s = build_schedule(settings(batch=4, iters=100, **ramp))
     for n in range(500):
         assert s.wd(n) == near(megatron_wd(n, style, 0.1, 0.9, 400)), n
     assert s.wd(0) == near(0.1) and s.wd(200) == near(0.5) and s.wd(400) == near(0.9) and s.wd(401) == 0.9
     assert (s.wd(100) == near(0.3)) == (style == "linear")
-    assert from_config(settings(samples=777, **ramp)).wd_samples == 777
-    down = from_config(settings(batch=4, iters=100, **ramp | {"start_weight_decay": 0.9, "end_weight_decay": 0.0}))
+    assert build_schedule(settings(samples=777, **ramp)).wd_samples == 777
+    down = build_schedule(settings(batch=4, iters=100, **ramp | {"start_weight_decay": 0.9, "end_weight_decay": 0.0}))
     assert down.wd(200) == near(0.45) and down.wd(400) == pytest.approx(0, abs=1e-15)
 
 
@@ -148,7 +147,7 @@ def test_weight_decay_ramp(style):
 
 
 def test_golden_numbers_of_the_345m_run():
-    s = from_config(settings(lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_decay_style="cosine"))
+    s = build_schedule(settings(lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_decay_style="cosine"))
     assert (s.warmup, s.decay, s.wd_samples) == (6400.0, 640000, 10000)
 
 
@@ -175,7 +174,7 @@ def test_lengths(given, want):
     """A batch of 4 samples of 10 tokens; a sample cut short is none."""
     c = settings(batch=4, seq=10, **given)
     assert not [p for p in checks.problems(c) if "--lr" in p or "--train" in p or "--rampup" in p]
-    s = from_config(c)
+    s = build_schedule(c)
     assert (s.warmup, s.decay, s.wsd_samples, s.wd_samples) == pytest.approx(want)
 
 
@@ -269,8 +268,8 @@ def test_a_run_follows_schedule_and_ramp(run):  # noqa: F811
 
 def test_resume_prints_megatrons_nine_lines():
     c = settings(lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_decay_style="cosine")
-    s, lines = resume(from_config(c), dataclasses.asdict(from_config(c)), c)
-    assert s == from_config(c)
+    s, lines = resume_schedule(build_schedule(c), dataclasses.asdict(build_schedule(c)), c)
+    assert s == build_schedule(c)
     assert lines == [
         " > using checkpoint value 0.00015 for learning rate",
         " > using checkpoint value 1e-05 for minimum learning rate",
@@ -323,27 +322,27 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
     """Both values, the flag and both ways out are named; override takes ours, use-checkpoint takes theirs."""
     ours, saved = dataclasses.replace(FULL, **{name: value}), dataclasses.asdict(FULL)
     with pytest.raises(UserError) as e:
-        resume(ours, saved, settings())
+        resume_schedule(ours, saved, settings())
     head, told, way_out = str(e.value).split("\n")
     assert e.value.status == 2 and "differs from the checkpoint's" in head
-    before, now = (f"{x:,.10g} samples = " if name in lr_schedule._LENGTHS else x for x in (getattr(FULL, name), value))
+    before, now = (f"{x:,.10g} samples = " if name in _LENGTHS else x for x in (getattr(FULL, name), value))
     assert f"the checkpoint has {before}" in told and f", the flags say {now}" in told and flag in told
     assert "--override-opt_param-scheduler" in way_out and "--use-checkpoint-opt_param-scheduler" in way_out
 
-    kept, lines = resume(ours, saved, settings(override_opt_param_scheduler=True))
+    kept, lines = resume_schedule(ours, saved, settings(override_opt_param_scheduler=True))
     assert kept == ours and all(line.startswith(" > overriding ") for line in lines)
     assert sum(line.endswith(f" value to {value}") for line in lines) == 1
-    kept, lines = resume(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
+    kept, lines = resume_schedule(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
     assert kept == FULL and sum(f" checkpoint value {getattr(FULL, name)} for " in line for line in lines) >= 1
-    assert resume(FULL, saved, settings())[0] == FULL
+    assert resume_schedule(FULL, saved, settings())[0] == FULL
 
 
 def test_a_changed_schedule_needs_a_decision():
     """Several at once, from flags: --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler."""
-    saved = dataclasses.asdict(from_config(settings(lr_decay_iters=100)))
+    saved = dataclasses.asdict(build_schedule(settings(lr_decay_iters=100)))
     ours = settings(lr=3e-4, lr_decay_iters=200)
     with pytest.raises(UserError) as e:
-        resume(from_config(ours), saved, ours)
+        resume_schedule(build_schedule(ours), saved, ours)
     text = str(e.value)
     for part in (
         "0.00015",
@@ -356,9 +355,9 @@ def test_a_changed_schedule_needs_a_decision():
     ):
         assert part in text and "iterations" not in text
     ours = settings(lr=3e-4, override_opt_param_scheduler=True)
-    assert resume(from_config(ours), saved, ours)[0].max_lr == 3e-4
+    assert resume_schedule(build_schedule(ours), saved, ours)[0].max_lr == 3e-4
     theirs = settings(lr=3e-4, use_checkpoint_opt_param_scheduler=True)
-    s, lines = resume(from_config(theirs), saved, theirs)
+    s, lines = resume_schedule(build_schedule(theirs), saved, theirs)
     assert s == dataclasses.replace(Schedule(**saved), wd_samples=s.wd_samples) and "0.00015" in lines[0]
 
 
@@ -366,7 +365,7 @@ def test_the_checkpoints_ramp_has_the_checkpoints_length():
     """Its style decides whether the length matters, the flags' constant does not."""
     saved = dataclasses.asdict(dataclasses.replace(FULL, wd_style="linear", wd_samples=2000))
     ours = dataclasses.replace(FULL, wd_style="constant", wd_samples=4000)
-    kept, lines = resume(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
+    kept, lines = resume_schedule(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
     assert (
         kept == Schedule(**saved)
         and " > using checkpoint value 2000 for total number of weight decay iterations" in lines
@@ -374,28 +373,28 @@ def test_the_checkpoints_ramp_has_the_checkpoints_length():
 
 
 def test_a_longer_run_with_constant_decay_needs_none():
-    saved = dataclasses.asdict(from_config(settings(iters=100, lr_decay_iters=1000)))
+    saved = dataclasses.asdict(build_schedule(settings(iters=100, lr_decay_iters=1000)))
     longer = settings(iters=200, lr_decay_iters=1000)
-    assert resume(from_config(longer), saved, longer)[0].wd_samples == 400
+    assert resume_schedule(build_schedule(longer), saved, longer)[0].wd_samples == 400
 
 
 def test_an_anneal_without_wsd_needs_none():
     saved = dataclasses.asdict(dataclasses.replace(FULL, style="linear"))
     ours = dataclasses.replace(FULL, style="linear", wsd_samples=1, wsd_style="linear")
-    s, lines = resume(ours, saved, settings())
+    s, lines = resume_schedule(ours, saved, settings())
     assert len(lines) == 9 and [s.lr(n) for n in range(230)] == [Schedule(**saved).lr(n) for n in range(230)]
 
 
 def test_checkpoints_from_before_the_newer_three():
     """They warmed up from 0 and knew no WSD."""
-    before = from_config(settings(lr_warmup_iters=5))
+    before = build_schedule(settings(lr_warmup_iters=5))
     saved = dataclasses.asdict(before)
     for name in ("init_lr", "wsd_samples", "wsd_style"):
         del saved[name]
-    s, lines = resume(before, saved, settings())
+    s, lines = resume_schedule(before, saved, settings())
     assert s == before and len(lines) == 9
     with pytest.raises(UserError, match=r"has 0\.0, the flags say 1e-06 \(--lr-warmup-init\)"):
-        resume(dataclasses.replace(before, init_lr=1e-6), saved, settings())
+        resume_schedule(dataclasses.replace(before, init_lr=1e-6), saved, settings())
 
 
 @pytest.mark.parametrize("flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None])

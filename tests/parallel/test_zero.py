@@ -10,7 +10,7 @@ from helpers import TINY
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
-from meshwright.parallel.zero import ALIGN, ParameterStore
+from meshwright.parallel.zero import ALIGN, ParameterStore, StoreSpec
 from meshwright.settings import schema as config
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def make(m=TINY, o=None, dtype=torch.float32, device=CPU, seed=1, padded=64, **m
     """A model and the store that owns its memory, as a run starts."""
     with torch.device("meta"):
         model = GPT(m, VOCAB, padded, 16)
-    store = ParameterStore(model, o or config.Optimizer(), dtype, device, VOCAB, **more)
+    store = ParameterStore(model, StoreSpec(o or config.Optimizer(), dtype, device, VOCAB, **more))
     store.initialise(lambda masters: initialise(masters, m, VOCAB, seed))
     store.publish_weights()
     return model, store
@@ -299,7 +299,7 @@ def test_norm_of_a_large_buffer():
     """Float32 squares added one after the other would lose 0.04 % of ten million numbers."""
     big = torch.nn.Module()
     big.weight = torch.nn.Parameter(torch.empty(10_000, 1_000, device="meta"))
-    store = ParameterStore(big, config.Optimizer(lr=1.0), torch.float32, CPU, vocab=1)
+    store = ParameterStore(big, StoreSpec(config.Optimizer(lr=1.0), torch.float32, CPU, vocab=1))
     (piece,) = store.pieces
     store.master.normal_(generator=torch.Generator().manual_seed(1))
     store.clear_gradients()

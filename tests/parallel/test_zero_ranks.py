@@ -13,7 +13,7 @@ from test_zero import VOCAB, gradient, kinds, losses_of, make, same, snapshot, t
 from helpers import TINY
 from meshwright.model.gpt import GPT
 from meshwright.parallel.layout import Layout, connect
-from meshwright.parallel.zero import ALIGN
+from meshwright.parallel.zero import ALIGN, StoreSpec
 from meshwright.settings.schema import Optimizer
 from ranks import run_ranks
 
@@ -165,7 +165,7 @@ def check_exact(layout, micro, unused, rule, m):
     o = Optimizer(optimizer=rule, clip_grad=0.5)
     one, alone = make(m, o, torch.float64)
     divided = [
-        make(m, o, torch.float64, layout=layout, stage=stage) for stage in ((0,) if rule == "muon" else (0, 1, 2))
+        make(m, o, torch.float64, layout=layout, zero=stage) for stage in ((0,) if rule == "muon" else (0, 1, 2))
     ]
     for stage, (_, store) in enumerate(divided):
         assert same(everything(store), assembled([alone.named_state()])[0])
@@ -223,9 +223,8 @@ def check_shared_out(layout):
     m = dataclasses.replace(GATED, num_layers=8)
     with torch.device("meta"):
         model = GPT(m, VOCAB, 64, 16)
-    store = FullyShardedStore(
-        [model], Optimizer(), torch.float32, torch.device("cpu"), VOCAB, False, layout, False, False
-    )
+    spec = StoreSpec(Optimizer(), torch.float32, torch.device("cpu"), VOCAB, layout=layout, zero=3)
+    store = FullyShardedStore([model], spec)
     here = sum(p.master.numel() for p in store.pieces)
     assert here * layout.shard == sum(shape.numel() for shape in store.shapes.values()), (layout.rank, here)
 
@@ -255,7 +254,7 @@ def check_low(layout, micro, dtype):
     o = Optimizer(clip_grad=0.0)
     one, alone = make(TINY, o, dtype, padded=128)  # of four ranks two hold nothing that counts of the token table
     first = assembled([alone.named_state(False)])[0]
-    divided = [make(TINY, o, dtype, padded=128, layout=layout, stage=stage) for stage in (0, 1, 2)]
+    divided = [make(TINY, o, dtype, padded=128, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for step in range(STEPS):
         every = work(step, layout, micro)
         norm, told = one_step(one, alone, list(itertools.chain(*every)), 1e-3)
@@ -298,8 +297,8 @@ def check_non_finite(layout, dtype):
     here = layout.rank == layout.world - 1
     bad = itertools.cycle([math.nan, math.inf, -math.inf])
     for stage in (0, 1, 2):
-        model, store = make(GATED, dtype=dtype, layout=layout, stage=stage)
-        other, undisturbed = make(GATED, dtype=dtype, layout=layout, stage=stage)
+        model, store = make(GATED, dtype=dtype, layout=layout, zero=stage)
+        other, undisturbed = make(GATED, dtype=dtype, layout=layout, zero=stage)
         mine = [work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(STEPS)]
         for m, s in ((model, store), (other, undisturbed)):
             assert one_step(m, s, mine[0])[0].isfinite()
@@ -352,7 +351,7 @@ def check_offload(layout):
     for dtype, stage in itertools.product((torch.float32, torch.bfloat16), (0, 1, 2)):
         outcomes = []
         for offload in (False, True):
-            model, store = make(GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, stage=stage, offload=offload)
+            model, store = make(GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, zero=stage, offload=offload)
             told = [one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")]) for i in range(STEPS)]
             check_published(model, store, everything(store))
             outcomes.append(snapshot(store) | {f"told {i}": torch.cat([n[None], t]) for i, (n, t) in enumerate(told)})
@@ -384,7 +383,7 @@ def check_taken_over(layout):
         one_step(one, alone, list(itertools.chain(*every[i])))
     taken = []
     for stage in (0, 1, 2):
-        model, store = make(GATED, o, torch.float64, seed=2 + stage, layout=layout, stage=stage)
+        model, store = make(GATED, o, torch.float64, seed=2 + stage, layout=layout, zero=stage)
         hand_over(assembled([alone.named_state()])[0], store)
         store.steps = alone.steps
         assert same(everything(store), assembled([alone.named_state()])[0])
@@ -406,7 +405,7 @@ def test_a_state_is_taken_over(sizes):
 def check_memory(layout):
     """Parts are whole multiples of ALIGN; ZeRO 2 keeps no whole gradients, and few sums under way."""
     for stage in (0, 1, 2):
-        model, store = make(GATED, dtype=torch.bfloat16, layout=layout, stage=stage)
+        model, store = make(GATED, dtype=torch.bfloat16, layout=layout, zero=stage)
         assert store.parts == (layout.shard if stage else 1) and store.keeps_whole == (stage < 2)
         for bucket in store.buckets.values():
             assert bucket.size % (ALIGN * store.parts) == 0 and bucket.begin % (ALIGN * store.parts) == 0
@@ -456,7 +455,7 @@ def check_late(layout, dtype):
     for stage in (0, 1, 2):
         outcomes = []
         for names in ([], ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]):
-            model, store = make(TINY, Optimizer(clip_grad=0.0), dtype, layout=layout, stage=stage)
+            model, store = make(TINY, Optimizer(clip_grad=0.0), dtype, layout=layout, zero=stage)
             with pytest.MonkeyPatch.context() as patch:
                 for name in names:
                     patch.setattr(dist, name, late(getattr(dist, name)))
@@ -477,7 +476,7 @@ def check_uneven(layout, micro):
     """The last rank's losses do not depend on what the others' do. (ZeRO 2 is refused for a network that may do this.)"""
     for stage in (0, 1):
         one, alone = make(TINY, Optimizer(clip_grad=0.5), torch.float64)
-        model, store = make(TINY, Optimizer(clip_grad=0.5), torch.float64, layout=layout, stage=stage)
+        model, store = make(TINY, Optimizer(clip_grad=0.5), torch.float64, layout=layout, zero=stage)
         for step in range(STEPS):
             every = work(step, layout, micro)
             every[-1][0] = (every[-1][0][0], SOME | LAYER if step % 2 else SOME)

@@ -330,7 +330,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     from meshwright.model.gpt import GPT, initialise
     from meshwright.model.loss import token_losses
     from meshwright.model.pick import pick
-    from meshwright.parallel.zero import ParameterStore
+    from meshwright.parallel.zero import ParameterStore, StoreSpec
     from meshwright.settings.schema import Optimizer
     from meshwright.training.network import Network
     from meshwright.training.step import train_step
@@ -345,7 +345,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     for how, parts in (("global", [0, 1]), ("microbatch", [0, 1]), ("first", [0]), ("second", [1])):
         with torch.device("meta"):
             model = GPT(TINY, 64, 64, 16, pick(TINY, cpu)[0])
-        params = ParameterStore(model, Optimizer(lr=1.0), torch.float32, cpu, 64)
+        params = ParameterStore(model, StoreSpec(Optimizer(lr=1.0), torch.float32, cpu, 64))
         initialise(params.masters(), TINY, 64, 1)
         params.publish_weights()
         batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]

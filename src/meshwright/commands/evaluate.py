@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{', '.join(e.input)}: no text to score", BAD_DATA)
 
     from meshwright.generation import engine
-    from meshwright.optim.loss_scale import dtype
+    from meshwright.optim.loss_scale import dtype_of
 
     console.set_stream(None if e.json else "stdout")
     assert c.checkpoint.load
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     device = devices.pick(c.parallel.device)
     batch = int(c.training.micro_batch_size or 8)
     with command.telling_memory(f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,"):
-        run = engine.load(load, given, c.tokenizer, dtype(c.precision), device)
+        run = engine.load(load, given, c.tokenizer, dtype_of(c.precision), device)
         length = run.length
         stride = min(e.overlapping_eval or max(1, length // 2), length)
         s = score(run.model, run.tokenizer, texts, length, stride, batch)

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     # torch only now: a mistake in the flags is told at once
     from meshwright.device import use_deterministic_algorithms
     from meshwright.generation import engine
-    from meshwright.optim.loss_scale import dtype
+    from meshwright.optim.loss_scale import dtype_of
 
     console.set_stream("stderr" if s.prompt is not None else "stdout")  # stdout is for text
     assert c.checkpoint.load
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     batch = c.training.micro_batch_size or 8
     less = f"a smaller --micro-batch-size (now {batch}) or --out-seq-length (now {s.out_seq_length}), or --bf16,"
     with command.telling_memory(less):
-        run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype(c.precision), device)
+        run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype_of(c.precision), device)
         write(c, run, lines, output)
     return DONE
 

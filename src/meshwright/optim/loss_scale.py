@@ -9,7 +9,7 @@ import torch
 from meshwright.settings.schema import Precision
 
 
-def dtype(p: Precision) -> torch.dtype:
+def dtype_of(p: Precision) -> torch.dtype:
     """The format of weights and activations."""
     return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[
         p.dtype

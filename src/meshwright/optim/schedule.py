@@ -64,7 +64,7 @@ class Schedule:
         return self.start_wd + (self.end_wd - self.start_wd) * grown
 
 
-def from_config(c: TrainConfig) -> Schedule:
+def build_schedule(c: TrainConfig) -> Schedule:
     o = c.optimizer
     ramp = o.weight_decay_incr_style != "constant"
     return Schedule(
@@ -114,7 +114,7 @@ _LENGTHS = {
 }
 
 
-def resume(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
+def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
     """The schedule to go on with, and Megatron's nine lines; a difference nobody decided about is an error."""
     lines, different, values = [], [], {}
     before = Schedule(**saved)

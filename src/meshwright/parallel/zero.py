@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.model.gpt import GPT
-from meshwright.optim import rules as optimizer
+from meshwright.optim import rules
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.parts import Parts
@@ -49,7 +49,7 @@ Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
 class Kind(NamedTuple):
     """Parameters that are updated and counted alike."""
 
-    rule: optimizer.Rule
+    rule: rules.Rule
     decays: bool
     copied: bool  # every tensor rank holds all of it
 
@@ -79,6 +79,21 @@ class Piece(NamedTuple):
     state: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class StoreSpec:
+    """Everything a parameter store needs to know about a run besides the model."""
+
+    optimizer: Optimizer
+    dtype: torch.dtype  # of weights and activations
+    device: torch.device
+    vocab: int  # true size; rows beyond it are padding
+    offload: bool = False  # keep masters and optimizer state in host memory
+    layout: Layout = Layout()
+    zero: int = 0  # ZeRO stage
+    sequence_parallel: bool = False
+    tied: bool = False  # the first and last pipeline stages share the token table
+
+
 class Store(Parts):
     """What every parameter store does alike, and does last: one update from summed gradients, whole or divided.
 
@@ -88,25 +103,13 @@ class Store(Parts):
     """
 
     pieces: list[Piece]
-    updates: dict[tuple[optimizer.Rule, bool], torch.optim.Optimizer]  # by rule, and whether weights decay
+    updates: dict[tuple[rules.Rule, bool], torch.optim.Optimizer]  # by rule, and whether weights decay
 
-    def __init__(
-        self,
-        o: Optimizer,
-        dtype: torch.dtype,
-        device: torch.device,
-        vocab: int,
-        offload: bool,
-        layout: Layout | None,
-        sequence: bool,
-        tied: bool,
-        same: tuple[str, ...],
-    ) -> None:
-        super().__init__(layout or Layout(), vocab, sequence, tied, same)
-        self.clip_grad = o.clip_grad
-        self.full = torch.float64 if dtype is torch.float64 else torch.float32
-        self.dtype, self.device, self.offload = dtype, device, offload
-        self.home = torch.device("cpu") if offload else device
+    def __init__(self, spec: StoreSpec, replicated: tuple[str, ...]) -> None:
+        super().__init__(spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated)
+        self.optimizer, self.dtype, self.device, self.offload = spec.optimizer, spec.dtype, spec.device, spec.offload
+        self.full = torch.float64 if spec.dtype is torch.float64 else torch.float32
+        self.home = torch.device("cpu") if spec.offload else spec.device
 
     # Weights
 
@@ -128,12 +131,12 @@ class Store(Parts):
     # The update
 
     def make_updates(
-        self, o: Optimizer, members: dict[tuple[optimizer.Rule, bool], list[tuple[nn.Parameter, dict[str, Tensor]]]]
+        self, members: dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, dict[str, Tensor]]]]
     ) -> None:
         """torch's optimizers, with a state made now and not in the first step, so that a checkpoint can be loaded into it."""
         self.updates = {}
         for (rule, decays), updated in members.items():
-            update = self.updates[rule, decays] = optimizer.make(o, rule, [p for p, _ in updated])
+            update = self.updates[rule, decays] = rules.make(self.optimizer, rule, [p for p, _ in updated])
             for p, state in updated:
                 update.state[p] = dict(state)
                 if rule == "adamw":
@@ -172,7 +175,11 @@ class Store(Parts):
             told.copy_(both[:-1].view_as(told))
             squares = both[-1]
         norm = (squares.sqrt() / scale).to(self.full)
-        shrink = norm.new_ones(()) if self.clip_grad == 0 else (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        shrink = (
+            norm.new_ones(())
+            if self.optimizer.clip_grad == 0
+            else (self.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        )
         finite = norm.isfinite() & told.view(-1)[0].isfinite()
         self.take_gradients()
         for (rule, decays), update in self.updates.items():
@@ -182,7 +189,7 @@ class Store(Parts):
 
     def _update(
         self,
-        rule: optimizer.Rule,
+        rule: rules.Rule,
         update: torch.optim.Optimizer,
         lr: float,
         wd: float,
@@ -253,25 +260,12 @@ class Store(Parts):
 class ParameterStore(Store):
     """Owns the memory of `model` (built on the meta device) from here on."""
 
-    def __init__(
-        self,
-        model: nn.Module | list[nn.Module],
-        o: Optimizer,
-        dtype: torch.dtype,
-        device: torch.device,
-        vocab: int,
-        offload: bool = False,
-        layout: Layout | None = None,
-        stage: int = 0,
-        sequence: bool = False,
-        tied: bool = False,
-    ) -> None:
-        """`model`: or the parts of it that one pipeline rank runs; `stage`: ZeRO's; `sequence`: parallelism of the sequence."""
+    def __init__(self, model: nn.Module | list[nn.Module], spec: StoreSpec) -> None:
+        """`model` may be a list: the parts of it that one pipeline rank runs."""
         models = model if isinstance(model, list) else [model]
-        self.divided = stage > 0 and layout is not None and layout.group("shard") is not None
-        same = ("replicas",) if self.divided else ("replicas", "shard", "cp")
-        super().__init__(o, dtype, device, vocab, offload, layout, sequence, tied, same)
-        self.keeps_whole = stage < 2 or not self.divided
+        self.divided = spec.zero > 0 and spec.layout.group("shard") is not None
+        super().__init__(spec, ("replicas",) if self.divided else ("replicas", "shard", "cp"))
+        self.keeps_whole = spec.zero < 2 or not self.divided
         self.parts = self.layout.size("shard", "cp") if self.divided else 1
         self.place = self.layout.at("shard", "cp") if self.divided else 0
         self.added: set[str] = set()  # parameters with a gradient in this step
@@ -279,20 +273,20 @@ class ParameterStore(Store):
         self.buckets: dict[str, Bucket] = {}
         self.bucket: dict[str, Bucket] = {}  # of each parameter
         self.shapes = {}
-        self._lay_out(models, o)
+        self._lay_out(models)
         self._allocate()
         for part in models:
             self._take_over(part)
-        self._make_pieces(o)
+        self._make_pieces()
         self.last = True
 
     # What lies where
 
-    def _lay_out(self, models: list[nn.Module], o: Optimizer) -> None:
+    def _lay_out(self, models: list[nn.Module]) -> None:
         units: dict[str, dict[Kind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = "partial" if self.is_partial(name) else shard.unit(name)
-            kind = Kind(optimizer.rule(o, name, p), optimizer.decays(name, p), not self.is_cut(name))
+            kind = Kind(rules.rule(self.optimizer, name, p), rules.decays(name, p), not self.is_cut(name))
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():
@@ -349,10 +343,10 @@ class ParameterStore(Store):
         """Where this rank's part of a bucket begins: in the bucket, and in the buffers of parts."""
         return self.place * (bucket.size // self.parts), bucket.begin // self.parts
 
-    def _make_pieces(self, o: Optimizer) -> None:
+    def _make_pieces(self) -> None:
         """This rank's part in pieces of one kind."""
         self.pieces = []
-        updated: dict[tuple[optimizer.Rule, bool], list[tuple[nn.Parameter, dict[str, Tensor]]]] = {}
+        updated: dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, dict[str, Tensor]]]] = {}
         for bucket in self.buckets.values():
             first, begin = self.part_of(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
@@ -362,14 +356,14 @@ class ParameterStore(Store):
                 mine = slice(begin + low - first, begin + high - first)
                 master = nn.Parameter(self.master[mine])
                 master.grad = self.host_share[mine]
-                state = {name: torch.zeros_like(master.detach()) for name in optimizer.STATE[kind.rule]}
+                state = {name: torch.zeros_like(master.detach()) for name in rules.STATE[kind.rule]}
                 name = next(n for n, (offset, _) in bucket.spans.items() if kind_begin <= offset)
                 self.pieces.append(Piece(self.is_counted(name), mine.start, master, state))
                 several = [(master, state)]
                 if kind.rule == "muon":  # matrix by matrix
                     spans = [(at - low, shape) for at, shape in bucket.spans.values() if low <= at < high]
                     parts = [
-                        [x for span in spans for x in optimizer.matrices(_view(flat, span))]
+                        [x for span in spans for x in rules.matrices(_view(flat, span))]
                         for flat in (master, master.grad, *state.values())
                     ]
                     several = []
@@ -378,7 +372,7 @@ class ParameterStore(Store):
                         matrix.grad = grad
                         several.append((matrix, dict(zip(state, kept, strict=True))))
                 updated.setdefault((kind.rule, kind.decays), []).extend(several)
-        self.make_updates(o, updated)
+        self.make_updates(updated)
 
     # Weights
 
@@ -563,7 +557,7 @@ class ParameterStore(Store):
             piece = next((p for p in self.pieces if p.begin <= to < p.begin + p.master.numel()), None)
             flats = {"": self.master[to : to + high - low]}
             if with_optimizer:
-                for key, called in optimizer.STATE[kind.rule].items():
+                for key, called in rules.STATE[kind.rule].items():
                     at = to - piece.begin if piece else 0
                     flats[f"/{called}"] = piece.state[key][at : at + high - low] if piece and boxes else self.master[:0]
             for suffix, flat in flats.items():

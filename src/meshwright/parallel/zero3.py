@@ -17,36 +17,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from meshwright.optim import rules as optimizer
+from meshwright.optim import rules
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.zero import Named, Piece, Store
-from meshwright.settings.schema import Optimizer
+from meshwright.parallel.zero import Named, Piece, Store, StoreSpec
 
 
 class FullyShardedStore(Store):
     """Owns the memory of the `models` (built on the meta device), the parts that one pipeline rank runs."""
 
-    def __init__(
-        self,
-        models: list[Any],
-        o: Optimizer,
-        dtype: torch.dtype,
-        device: torch.device,
-        vocab: int,
-        offload: bool,
-        layout: Layout,
-        sequence: bool,
-        tied: bool,
-    ) -> None:
-        super().__init__(o, dtype, device, vocab, offload, layout, sequence, tied, ("replicas",))
+    def __init__(self, models: list[Any], spec: StoreSpec) -> None:
+        super().__init__(spec, ("replicas",))
+        layout, dtype, device = spec.layout, spec.dtype, spec.device
         # A layer's output is a view; nothing writes into it (model.gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         mesh, self.ranks = mesh_of(layout, device), layout.size("shard", "cp")
         low = dtype if dtype is not self.full else None
         # The residual stream may be wider than the weights: it stays as it is.
         precision = MixedPrecisionPolicy(low, self.full if low else None, cast_forward_inputs=False)
-        more: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")} if offload else {}
+        more: dict[str, Any] = (
+            {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")} if spec.offload else {}
+        )
         self.shapes: dict[str, torch.Size] = {}  # of this rank's tensor part, before it is cut into rows
         self.parameters: dict[str, Any] = {}
         more |= {"mesh": mesh, "mp_policy": precision, "shard_placement_fn": lambda p: Shard(self.dimension(p.shape))}
@@ -66,7 +57,7 @@ class FullyShardedStore(Store):
                     module.set_force_sum_reduction_for_comms(True)
             model.to_empty(device=self.home)
             self.parameters |= dict(model.named_parameters())
-        self._make_pieces(o)
+        self._make_pieces()
 
     @property
     def last(self) -> bool:
@@ -84,19 +75,19 @@ class FullyShardedStore(Store):
         """Which is divided: the first, but of a gated MLP's [2, F, H], of which two ranks would have all, the second."""
         return 1 if len(shape) > 1 and shape[0] < self.ranks and shape[1] % self.ranks == 0 else 0
 
-    def _make_pieces(self, o: Optimizer) -> None:
+    def _make_pieces(self) -> None:
         self.pieces, self.named = [], {}
-        updated: dict[tuple[optimizer.Rule, bool], list[tuple[nn.Parameter, dict[str, Tensor]]]] = {}
+        updated: dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, dict[str, Tensor]]]] = {}
         for name, p in self.parameters.items():
             local = p.to_local().detach()
             local.zero_()
             master = nn.Parameter(local)
-            rule = optimizer.rule(o, name, local)
-            state = {key: torch.zeros_like(local) for key in optimizer.STATE[rule]}
+            rule = rules.rule(self.optimizer, name, local)
+            state = {key: torch.zeros_like(local) for key in rules.STATE[rule]}
             piece = self.named[name] = Piece(self.is_counted(name), 0, master, state)
             self.pieces.append(piece)
-            updated.setdefault((rule, optimizer.decays(name, local)), []).append((master, state))
-        self.make_updates(o, updated)
+            updated.setdefault((rule, rules.decays(name, local)), []).append((master, state))
+        self.make_updates(updated)
 
     def rows(self, name: str) -> tuple[int, int, int]:
         """This rank's portion, as torch cuts it: of which dimension, from where, how much. The last may be short."""
@@ -156,7 +147,7 @@ class FullyShardedStore(Store):
             flats = {"": piece.master.detach()}
             if with_optimizer:
                 rule = next(rule for (rule, _), u in self.updates.items() if piece.master in u.state)
-                flats |= {f"/{optimizer.STATE[rule][key]}": flat for key, flat in piece.state.items()}
+                flats |= {f"/{rules.STATE[rule][key]}": flat for key, flat in piece.state.items()}
             for suffix, flat in flats.items():
                 out[name + suffix] = (tuple(whole), boxes, flat.narrow(dimension, 0, part[dimension]))
         return out

@@ -27,7 +27,7 @@ from meshwright.errors import NON_FINITE, UserError
 from meshwright.launch.team import Team
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
-from meshwright.optim import loss_scale as precision
+from meshwright.optim.loss_scale import LossScale
 from meshwright.parallel.layout import Layout
 from meshwright.settings.command import our_version
 from meshwright.settings.grammar import allowed_in_a_row, skipped
@@ -80,7 +80,7 @@ class Trainer:
         say(f" > running the {self.net.why}")
         if config.training.compile == "on" and not self.net.why.startswith("compiled"):
             say(" > note: --compile on has no effect on layers with the reference attention")
-        scaler = precision.LossScale(config.precision)
+        scaler = LossScale(config.precision)
         self.state = State(config, self.net, scaler, vocab, padded, positions, team)
         say(f"> learning rate decay style: {self.state.schedule.style}")
         self.last = time.perf_counter()  # end of the last step

@@ -19,13 +19,13 @@ from meshwright.model import pick
 from meshwright.model.attention import Stream, Where
 from meshwright.model.gpt import GPT, OURS, Options, name_of
 from meshwright.model.loss import token_losses
-from meshwright.optim import loss_scale as precision
+from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, require_tried, stages
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
 from meshwright.parallel.tensor import joining, spread
-from meshwright.parallel.zero import ParameterStore
+from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.parallel.zero3 import FullyShardedStore
 from meshwright.settings.schema import Parallel, TrainConfig
 
@@ -113,12 +113,13 @@ def build(
     tell(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
         raise UserError("--optimizer muon is for the matrices of layers named h.*, of which this model has none")
-    dtype = precision.dtype(config.precision)
+    dtype = dtype_of(config.precision)
+    spec = StoreSpec(o, dtype, device, vocab, p.offloads, layout, p.zero, sequence, tied)
     store: ParameterStore | FullyShardedStore
     if p.zero == 3 and layout.group("shard") is not None:
-        store = FullyShardedStore(parts, o, dtype, device, vocab, p.offloads, layout, sequence, tied)
+        store = FullyShardedStore(parts, spec)
     else:
-        store = ParameterStore(parts, o, dtype, device, vocab, p.offloads, layout, p.zero, sequence, tied)
+        store = ParameterStore(parts, spec)
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)

@@ -23,7 +23,7 @@ from meshwright.data.history import History, follow
 from meshwright.data.plan import parts, wanted
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.launch.team import Team
-from meshwright.optim import schedule as lr_schedule
+from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule
 from meshwright.settings import flags
 from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import given, path_sets, prefixes
@@ -58,7 +58,7 @@ class State:
         self.config, self.net, self.scaler, self.team = config, net, scaler, team
         self.saver = Saver(config, net.layout, team, net.device)
         self.sizes = {"true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions}
-        self.schedule = lr_schedule.from_config(config)
+        self.schedule = build_schedule(config)
         self.progress = Progress()
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
         self.blends: History | None = None  # of the training set, from which sample on
@@ -119,9 +119,9 @@ class State:
         if "schedule" not in state:
             say(" > note: the checkpoint says nothing of its schedule; the flags' is followed from its samples on")
         elif self.config.training.skip_train:  # nothing is compared that nothing will follow
-            self.schedule = lr_schedule.Schedule(**state["schedule"])
+            self.schedule = Schedule(**state["schedule"])
         else:
-            self.schedule, lines = lr_schedule.resume(self.schedule, state["schedule"], self.config)
+            self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
             for line in lines:
                 say(line)
         if c.no_load_optim:
@@ -417,7 +417,7 @@ def check_loading(config: TrainConfig) -> list[str]:
     if state and not config.checkpoint.finetune:
         require_moments(config, source)
         if "schedule" in state:
-            lr_schedule.resume(lr_schedule.from_config(config), state["schedule"], config)
+            resume_schedule(build_schedule(config), state["schedule"], config)
         past, sets = (
             History.of(state.get("blends")),
             {} if config.data.mock_data else {w.key: w for w in wanted(config)},

@@ -203,7 +203,7 @@ def run_on_rank(
 
 def introduce(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
     """Who we are; returns the tokenizer, if there is one, the true and the padded vocabulary size."""
-    from meshwright.optim import loss_scale as precision
+    from meshwright.optim.loss_scale import dtype_of
 
     t = config.training
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
@@ -211,7 +211,7 @@ def introduce(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tok
         f"using world size: {config.world}, data-parallel-size: {config.dp}, tensor-model-parallel size: {tp}, "
         f"pipeline-model-parallel size: {pp} "
     )
-    say(f"using {precision.dtype(config.precision)} for parameters ...")
+    say(f"using {dtype_of(config.precision)} for parameters ...")
     say_arguments(flags.to_dict(config) | {"rank": 0, "data_parallel_size": config.dp})
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
