@@ -82,6 +82,7 @@ NO_TORCH = [
     "checkpoint.steps",
     "checkpoint.loading",
     "checkpoint.manifests",
+    "checkpoint.saved_model",
     "checkpoint.sources",
     "training.run",
     "training.resume",

@@ -25,6 +25,7 @@ from meshwright.checkpoint.formats import huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import Damaged
 from meshwright.checkpoint.publish import Produce
+from meshwright.checkpoint.saved_model import SavedModel, describe
 from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.console import notice, say
@@ -169,11 +170,10 @@ def complete(source: Source, given: Mapping[str, Any], t: Tokenizer) -> tuple[So
     """The source with all that the flags add, its true vocabulary, and its tokenizer if there is one."""
     where = str(source.folder)
     asked = {name: given[name] for name in ARCHITECTURE if name in given}
-    known = {f.name for f in dataclasses.fields(Model)}
-    saved = Model(**{name: value for name, value in source.config.items() if name in known})
-    wrong = checks.contradictions(dataclasses.replace(saved, **asked), saved, [n for n in asked if n in source.config])
-    tokenizer = find_tokenizer(source, t)
-    rows = source.tensors["wte.weight"].shape[0]
+    saved = describe(source, given)
+    wrong = saved.contradictions(given)
+    tokenizer = find_tokenizer(saved, t)
+    rows = saved.rows
     size = (tokenizer.size if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab
     if size is None and tokenizer is not None:
         size = tokenizer.size
@@ -198,23 +198,24 @@ def complete(source: Source, given: Mapping[str, Any], t: Tokenizer) -> tuple[So
         )
     source = source.of_vocabulary(size)
     source.config = asked | source.config
+    if saved.positions is not None:
+        source.config.setdefault("max_position_embeddings", saved.positions)
     if missing := [spelling(name) for name in NEEDED if not source.config.get(name)]:
         raise UserError(f"{where} does not say everything of its network: give {', '.join(missing)}")
     return source, tokenizer
 
 
-def find_tokenizer(source: Source, t: Tokenizer) -> tokenizers.Tokenizer | None:
+def find_tokenizer(saved: SavedModel, t: Tokenizer) -> tokenizers.Tokenizer | None:
     """By the flags, or that of the run, or the one in a folder of Hugging Face."""
-    root = source.root or source.folder
     if t.vocab_file or t.merge_file or t.tokenizer_model:
         return tokenizers.build(t)
-    kept = tokenizers.kept_by(root)
+    kept = saved.tokenizer_folder
     if kept is None:
         return tokenizers.build(t) if t.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else None
     try:
         return tokenizers.build(dataclasses.replace(t, vocab_size=None), kept)
     except UserError as error:
-        if kept != root:
+        if kept != saved.root:
             raise
         notice(f"its tokenizer is left out: {error}")
         return None
@@ -294,7 +295,7 @@ def native_files(source: Source) -> dict[str, Produce]:
         name: native.full_entry(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
         for name, known in source.tensors.items()
     }
-    sizes = {"true_vocab_size": source.vocab, "positions": huggingface_writer.positions(source)}
+    sizes = {"true_vocab_size": source.vocab, "positions": describe(source).require_positions()}
     config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
     return native.files_of(shapes, sizes | source.state, config, fetch)[0]
 

@@ -12,12 +12,13 @@ from typing import Any
 from meshwright.checkpoint import loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import Damaged, verify
+from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.steps import Place
 from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
-from meshwright.settings.schema import OUTCOME, Model, TrainConfig
+from meshwright.settings.schema import OUTCOME, TrainConfig
 
 
 def main(argv: list[str]) -> int:
@@ -134,7 +135,7 @@ def details(source: Source, tensors: bool, boxes: bool) -> list[str]:
 def differences(a: Source, b: Source) -> list[str]:
     """Settings, tensors that only one has, and numbers that differ, read a tensor at a time."""
     lines = []
-    one, two = ({**source.config, **outcomes(source.config)} for source in (a, b))
+    one, two = ({**source.config, **outcomes(source)} for source in (a, b))
     for name in sorted(a.config.keys() & b.config.keys()):
         if one[name] != two[name]:
             lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
@@ -151,10 +152,9 @@ def differences(a: Source, b: Source) -> list[str]:
     return lines
 
 
-def outcomes(saved: Mapping[str, Any]) -> dict[str, Any]:
+def outcomes(source: Source) -> dict[str, Any]:
     """Settings of the network as they turn out: one that is left open may follow another."""
-    known = {f.name for f in dataclasses.fields(Model)}
-    model = Model(**{name: value for name, value in saved.items() if name in known})
+    model = model_settings(source.config, source.folder)
     return {name: getattr(model, outcome) for name, outcome in OUTCOME.items()}
 
 

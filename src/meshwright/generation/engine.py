@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +13,15 @@ from torch import Tensor
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.saved_model import SavedModel, describe, open_saved
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.model.attention import Cache, Where
-from meshwright.model.gpt import GPT, OURS
+from meshwright.model.gpt import GPT
 from meshwright.model.pick import pick
 from meshwright.settings import checks, flags
-from meshwright.settings import schema as config
-from meshwright.settings.schema import GenerateConfig, Model, TrainConfig
+from meshwright.settings.schema import GenerateConfig, Model
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
 
@@ -32,14 +31,19 @@ Options = tuple[list[list[int]], int, int, int, Callable[[int, Tensor], int], bo
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder says about its newest whole checkpoint."""
+    """A checkpoint's model, checked against the flags and ready to be built."""
 
-    source: Source
-    config: TrainConfig
+    saved: SavedModel
+    model: Model
     vocab: int
     padded: int
     positions: int
     tokenizer: Tokenizer
+
+    @property
+    def source(self) -> Source:
+        """The step, without the rows that only pad its tables."""
+        return self.saved.source
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,8 @@ def given(parsed: flags.Parsed[Any]) -> dict[str, Any]:
 
 
 def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
-    """The newest whole step under `folder`, or that step if it names one; `given` are flags, to be compared with it."""
-    source = loading.open_any(folder, open_options(given))
-    if source is None:
-        raise UserError(f"no checkpoint in {folder}", BAD_DATA)
-    return look_at(source, given, vocabulary)
+    """Check the newest complete step under `folder`, or the step that it names, against the flags `given`."""
+    return check_fit(open_saved(folder, options=open_options(given), given=given), given, vocabulary)
 
 
 def open_options(given: Mapping[str, Any]) -> OpenOptions:
@@ -73,33 +74,25 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
     )
 
 
-def look_at(source: Source, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
-    root, state, saved, where = source.root or source.folder, source.state, source.config, str(source.folder)
-    if state.get("network", OURS) != OURS:
-        raise UserError(f"{where} holds a {state['network']}, which only the program that made it builds", BAD_DATA)
-    untold = {n: v for n, v in given.items() if n in config.ARCHITECTURE and n not in saved}
-    told = flags.from_saved(TrainConfig, saved | untold, where)
-    trained, _ = flags.build(TrainConfig, [("checkpoint", told)])
-    try:
-        positions = int(state.get("positions") or saved.get("max_position_embeddings") or given["seq_length"])
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{where} does not tell how long its sequences are: give --seq-length", BAD_DATA) from None
-    later = checks.not_yet(
-        GenerateConfig(model=trained.model)
-    )  # a model of a later version must not load as another one
+def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
+    """Refuse flags and a vocabulary that do not fit the checkpoint, and a model that this version cannot run."""
+    source, where = saved.source, saved.source.folder
+    positions = saved.require_positions()
+    later = checks.not_yet(GenerateConfig(model=saved.model))
     if later:
         raise UserError("\n  ".join([f"{where} holds a model that this version cannot run:", *later]), BAD_DATA)
-    impl = given.get("attention_impl", trained.model.attention_impl)
-    model = dataclasses.replace(trained.model, max_position_embeddings=positions, attention_impl=impl)
-    trained = dataclasses.replace(trained, model=model)
-    rows = source.tensors["wte.weight"].shape[0]
-    folders = [root, *([Path(saved["run_dir"])] if saved.get("run_dir") else [])]
-    tokenizer = find_tokenizer(vocabulary, folders, source.vocab or rows)
-    vocab = source.vocab or tokenizer.size
-    if out := contradictions(given, model, positions):
-        listed = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *out])
+    impl = given.get("attention_impl", saved.model.attention_impl)
+    model = dataclasses.replace(saved.model, max_position_embeddings=positions, attention_impl=impl)
+    saved = dataclasses.replace(saved, model=model)
+    tokenizer = find_tokenizer(vocabulary, saved)
+    vocab = saved.vocab_size or tokenizer.size
+    wrong = saved.contradictions(given)
+    if (given.get("seq_length") or 0) > positions:
+        wrong.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
+    if wrong:
+        listed = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *wrong])
         raise UserError(listed, BAD_DATA)
-    if tokenizer.size > rows or (source.kind == NATIVE and tokenizer.size != vocab):
+    if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
         more = ", one of them --tokenizer-type NullTokenizer's end of documents" * (
             tokenizer.name == tokenizers.Null.name
         )
@@ -107,26 +100,17 @@ def look_at(source: Source, given: Mapping[str, Any], vocabulary: TokenizerFlags
             f"the vocabulary has {tokenizer.size} ids{more}, the checkpoint {vocab}: {where} was trained with another one",
             BAD_DATA,
         )
-    source = source.of_vocabulary(vocab)
+    saved = dataclasses.replace(saved, source=source.of_vocabulary(vocab))
     padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, 1, model.pad_vocab_size_to)
-    return Found(source, trained, vocab, padded, positions, tokenizer)
+    return Found(saved, model, vocab, padded, positions, tokenizer)
 
 
-def contradictions(given: Mapping[str, Any], saved: Model, positions: int) -> list[str]:
-    """Every flag that says something else than the checkpoint; what was left to a default counts as written out."""
-    named = {n: given[n] for n in config.ARCHITECTURE if n in given}
-    out = checks.contradictions(dataclasses.replace(saved, **named), saved, named)
-    if (given.get("seq_length") or 0) > positions:
-        out.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
-    return out
-
-
-def find_tokenizer(t: TokenizerFlags, folders: list[Path], size: int) -> Tokenizer:
-    """The flags' vocabulary if they name files, else the run's own."""
-    kept = tokenizers.kept_by(*folders)
+def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
+    """Return the tokenizer of the flags if they name files, else the run's own."""
+    kept = saved.tokenizer_folder
     files = t.vocab_file or t.merge_file or t.tokenizer_model
     if kept is None and not files and t.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
-        raise tokenizers.unnamed(folders[0], size)
+        raise tokenizers.unnamed(saved.root, saved.vocab_size or saved.rows)
     tokenizer = tokenizers.build(t, kept)
     if kept is not None:
         tokenizers.require_same(tokenizer, kept)
@@ -140,10 +124,10 @@ def load(
     looked: list[tuple[Found, GPT]] = []
 
     def accept(source: Source) -> Source:
-        found = look_at(source, given, vocabulary)
+        found = check_fit(describe(source, given), given, vocabulary)
         with torch.device("meta"):
-            block, _ = pick(found.config.model, device)
-            model = GPT(found.config.model, found.vocab, found.padded, found.positions, block)
+            block, _ = pick(found.model, device)
+            model = GPT(found.model, found.vocab, found.padded, found.positions, block)
         looked.append((found, model.to(dtype).to_empty(device=device).eval()))
         return found.source
 
@@ -159,7 +143,7 @@ def load(
     if loading.load(folder, want, options=open_options(given), accept=accept) is None:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
     found, model = looked[-1]
-    length = given.get("seq_length") or found.config.data.seq_length or found.positions
+    length = given.get("seq_length") or found.saved.seq_length or found.positions
     return Run(model, found.tokenizer, found.source.step, min(length, found.positions), device)
 
 

@@ -179,9 +179,6 @@ class GPT(nn.Module):
     product = staticmethod(F.linear)  # as a Linear's
 
 
-OURS = "GPT of Block"
-
-
 def name_of(model: nn.Module) -> str:
     """Which network it is: kept with a checkpoint, since names and shapes of tensors do not tell what is done with them."""
     blocks = [type(block).__name__ for block in getattr(model, "h", nn.ModuleDict()).children()]

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
 from meshwright.model import pick
 from meshwright.model.attention import Stream, Where
-from meshwright.model.gpt import GPT, OURS, Options, name_of
+from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.model.loss import token_losses
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel import comm
@@ -45,7 +46,7 @@ class Network:
     sequence: bool = False  # parallelism of the sequence
     heads: range | None = None  # of the model's heads, those computed here
     pipeline: Pipeline | None = None
-    name: str = OURS  # kept with a checkpoint: which network its tensors belong to
+    name: str = GPT_NETWORK  # kept with a checkpoint: which network its tensors belong to
     why: str = ""  # how it is run, in words
 
     def train(self, training: bool = True) -> None:
@@ -99,7 +100,7 @@ def build(
     with torch.device("meta"):
         if model is None:
             parts, heads, why = ours(config, layout, device, vocab, padded, positions, options, sequence)
-            name = OURS  # whichever block was picked: they are twins
+            name = GPT_NETWORK  # whichever block was picked: they are twins
         else:
             parts, heads = [model(m, vocab, padded, positions, options=options)], None
             name = name_of(parts[0])

@@ -15,6 +15,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import MANIFEST, Damaged
+from meshwright.checkpoint.saved_model import GPT_NETWORK, model_settings, recorded_settings
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.console import say
@@ -27,7 +28,7 @@ from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule
 from meshwright.settings import flags
 from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import given, path_sets, prefixes
-from meshwright.settings.schema import ARCHITECTURE, Checkpoint, Logging, Model, Parallel, TrainConfig, spelling
+from meshwright.settings.schema import ARCHITECTURE, Checkpoint, Logging, Parallel, TrainConfig, spelling
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.saver import Saver, is_continued
@@ -100,12 +101,10 @@ class State:
 
     def accept(self, source: Source) -> Source:
         """Take over a checkpoint's counters before its tensors are read, or refuse it."""
-        from meshwright.model.gpt import OURS
-
         c, state, saved = self.config.checkpoint, source.state, source.config
-        if state.get("network", OURS) != self.net.name:
+        if state.get("network", GPT_NETWORK) != self.net.name:
             raise UserError(
-                f"the checkpoint holds a {state.get('network', OURS)}, this run builds a {self.net.name}: the same "
+                f"the checkpoint holds a {state.get('network', GPT_NETWORK)}, this run builds a {self.net.name}: the same "
                 "weights would mean another network",
                 BAD_DATA,
             )
@@ -170,14 +169,12 @@ class State:
 
     def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
         """Before anything is written: is the vocabulary the checkpoint's, and can one more be saved?"""
-        from meshwright.model.gpt import OURS
-
         c = self.config.checkpoint
         kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
         if kept and tokenizer:
             self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, kept))
         if c.save and will_train:
-            if c.ckpt_format == "torch" and self.net.name != OURS:
+            if c.ckpt_format == "torch" and self.net.name != GPT_NETWORK:
                 raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
             copies = (
                 3 if c.ckpt_format == "torch" else 2
@@ -319,14 +316,10 @@ _FREE = {
 _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
 
 
-def of_model(saved: dict[str, Any], rest: Model | None = None) -> Model:
-    told = {f.name: saved[f.name] for f in dataclasses.fields(Model) if f.name in saved}
-    return dataclasses.replace(rest or Model(), **told)
-
-
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
-    model = of_model(saved, config.model)  # what another program does not tell is as the flags say
+    # What another program does not record is as the flags say.
+    model = model_settings(saved, "the checkpoint", config.model)
     tunable = _TUNABLE if config.checkpoint.finetune else set()
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
@@ -391,10 +384,10 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
             there = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
             raise UserError(f"--load {c.load}: {there}, and {why}", BAD_DATA)
         return config
-    saved = dict(source.config)
-    if "positions" in source.state:
-        saved["max_position_embeddings"] = source.state["positions"]
-    if "seq_length" not in saved and of_model(saved).position == "learned":  # as GPT-2 is trained on
+    saved = recorded_settings(source)
+    if (
+        "seq_length" not in saved and model_settings(saved, source.folder).position == "learned"
+    ):  # as GPT-2 is trained on
         saved["seq_length"] = saved.get("max_position_embeddings")
     wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
     known = flags.from_saved(TrainConfig, wanted, str(source.folder))

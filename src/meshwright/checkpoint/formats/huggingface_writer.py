@@ -9,7 +9,6 @@ tensors in memory. Here one is, and, where theirs lies transposed, a strip of it
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -18,10 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.checkpoint import saved_model
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
 from meshwright.checkpoint.publish import naming, sync_folder, write_all, write_durably
+from meshwright.checkpoint.saved_model import SavedModel
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
 from meshwright.settings.schema import Model
@@ -68,7 +69,8 @@ def write(
 
     `run`: whose export it is; with `again` it may take the place of an earlier one of that run.
     """
-    m = settings(source)
+    saved = saved_model.describe(source)
+    m = saved.model
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, and what it leads to is filled
     refuse_full(folder, run if again else None)
@@ -79,7 +81,7 @@ def write(
         temporary = Path(own) / folder.name  # with the permissions that any new folder has
         temporary.mkdir()
         ids = write_tokenizer(temporary, source, tokenizer, notes)
-        config = describe(kind, m, source, parts[0]) | ids
+        config = describe(kind, saved, parts[0]) | ids
         write_json(temporary / "config.json", config)
         write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
         write_tensors(temporary, source, parts, max_shard)
@@ -131,17 +133,6 @@ def files_of(folder: Path) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
-def settings(source: Source) -> Model:
-    from meshwright.model.gpt import OURS
-
-    network = source.state.get("network", OURS)
-    if network != OURS:
-        raise UserError(
-            f"{source.folder} holds a {network}, a network of its maker's own: there is no such one", BAD_DATA
-        )
-    return Model(**{f.name: source.config[f.name] for f in dataclasses.fields(Model) if f.name in source.config})
-
-
 # What theirs can express
 
 
@@ -176,13 +167,14 @@ def choose(m: Model) -> tuple[str, list[str]]:
     return kind, [what for what, wrong in cannot.items() if wrong]
 
 
-def describe(kind: str, m: Model, source: Source, wte: Part) -> dict[str, Any]:
-    """config.json."""
+def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
+    """Return what config.json says."""
+    m = saved.model
     common = {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind]],
         "vocab_size": wte.shape[0],
-        "tie_word_embeddings": "lm_head.weight" not in source.tensors,
+        "tie_word_embeddings": "lm_head.weight" not in saved.source.tensors,
         "initializer_range": m.init_method_std,
         "torch_dtype": TORCH[wte.dtype],
     }
@@ -192,7 +184,7 @@ def describe(kind: str, m: Model, source: Source, wte: Part) -> dict[str, Any]:
             "n_layer": m.num_layers,
             "n_head": m.num_attention_heads,
             "n_inner": m.ffn,
-            "n_positions": positions(source),
+            "n_positions": saved.require_positions(),
             "layer_norm_epsilon": m.layernorm_epsilon,
             "activation_function": "gelu" if m.activation == "gelu" else "gelu_new",
             "embd_pdrop": m.hidden_dropout,
@@ -207,7 +199,7 @@ def describe(kind: str, m: Model, source: Source, wte: Part) -> dict[str, Any]:
         "head_dim": m.head_dim,
         "intermediate_size": m.ffn,
         "hidden_act": "silu",
-        "max_position_embeddings": positions(source),
+        "max_position_embeddings": saved.require_positions(),
         "rms_norm_eps": m.layernorm_epsilon,
         "attention_bias": m.add_bias_linear,
         "mlp_bias": m.add_bias_linear,
@@ -218,18 +210,6 @@ def describe(kind: str, m: Model, source: Source, wte: Part) -> dict[str, Any]:
             "rope_theta": m.rotary_base,
         },  # transformers 4 reads the one, 5 the other
     }
-
-
-def positions(source: Source) -> int:
-    """How long a text may be: nothing in the tensors of a rotating network says it."""
-    for told in (
-        source.state.get("positions"),
-        source.config.get("max_position_embeddings"),
-        source.config.get("seq_length"),
-    ):
-        if told:
-            return int(told)
-    raise UserError(f"{source.folder} does not say how long a text may be: give --max-position-embeddings", BAD_DATA)
 
 
 # Which tensors theirs are

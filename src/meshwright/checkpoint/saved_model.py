@@ -1,0 +1,132 @@
+"""The model that a checkpoint holds: its settings, vocabulary size, positions and tokenizer.
+
+Resuming, generation, conversion, inspection and the export for Hugging Face all ask here, so that they agree about every
+folder, whichever program wrote it. Nothing here imports torch or reads a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright import tokenizers
+from meshwright.checkpoint import loading, steps
+from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.sources import Source
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings import checks, flags
+from meshwright.settings.schema import ARCHITECTURE, Model, TrainConfig
+
+GPT_NETWORK = "GPT of Block"  # as a state names the network of model/gpt.py
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model in one step of a checkpoint.
+
+    Fields:
+        source: the opened step; `source.fill` reads its tensors.
+        model: the architecture, completed from the caller's flags where the checkpoint is silent.
+        vocab_size: the true size, or None if the checkpoint does not say how many rows are padding.
+        positions: the longest sequence, or None if neither the checkpoint nor the flags say.
+        seq_length: the length of the sequences that it was trained on, or None if unknown.
+        tokenizer_folder: what `tokenizers.build` can read, or None if no tokenizer was kept.
+    """
+
+    source: Source
+    model: Model
+    vocab_size: int | None
+    positions: int | None
+    seq_length: int | None
+    tokenizer_folder: Path | None
+
+    @property
+    def root(self) -> Path:
+        """The folder of the run, or of the step if it belongs to none."""
+        return self.source.root or self.source.folder
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding table, which may include padding."""
+        return self.source.tensors["wte.weight"].shape[0]
+
+    def require_positions(self) -> int:
+        if self.positions is None:
+            raise UserError(
+                f"{self.source.folder} does not say how long its sequences are; give --max-position-embeddings or --seq-length",
+                BAD_DATA,
+            )
+        return self.positions
+
+    def contradictions(self, given: Mapping[str, Any]) -> list[str]:
+        """List the architecture flags in `given` that differ from the checkpoint, even if they equal a default."""
+        named = {name: given[name] for name in ARCHITECTURE if name in given}
+        return checks.contradictions(dataclasses.replace(self.model, **named), self.model, named)
+
+
+def open_saved(
+    path: str | Path,
+    step: int | None = None,
+    options: OpenOptions = loading.PLAIN,
+    given: Mapping[str, Any] | None = None,
+) -> SavedModel:
+    """Open the newest complete step under `path`, or the given one, and describe its model.
+
+    `path` may also be one step's folder. `given` are flags: see `describe`.
+    """
+    path = Path(path) if step is None else steps.step_folder(path, step)
+    source = loading.open_any(path, options)
+    if source is None:
+        raise UserError(f"no checkpoint in {path}", BAD_DATA)
+    return describe(source, given)
+
+
+def describe(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:
+    """Describe the model of an opened step.
+
+    `given` are flags; they fill in what the checkpoint does not say and never override it.
+    """
+    given = given or {}
+    network = source.state.get("network", GPT_NETWORK)
+    if network != GPT_NETWORK:
+        raise UserError(f"{source.folder} holds a {network}, which only the program that made it builds", BAD_DATA)
+    recorded = recorded_settings(source)
+    flags_only = {name: given[name] for name in ARCHITECTURE if name in given and name not in recorded}
+    seq_length = _positive(recorded.get("seq_length"))
+    lengths = (recorded.get("max_position_embeddings"), flags_only.get("max_position_embeddings"))
+    candidates = map(_positive, (*lengths, given.get("seq_length"), seq_length))
+    positions = next((length for length in candidates if length), None)
+    run_dir = recorded.get("run_dir")
+    folders = [source.root or source.folder, *([Path(run_dir)] if isinstance(run_dir, str) and run_dir else [])]
+    return SavedModel(
+        source,
+        model_settings(recorded | flags_only, source.folder),
+        source.vocab,
+        positions,
+        seq_length,
+        tokenizers.kept_by(*folders),
+    )
+
+
+def recorded_settings(source: Source) -> dict[str, Any]:
+    """Return the settings that a step records, with the number of positions that its state counts."""
+    positions = source.state.get("positions")
+    return source.config | ({"max_position_embeddings": positions} if positions else {})
+
+
+def model_settings(recorded: Mapping[str, Any], where: object, default: Model = Model()) -> Model:  # noqa: B008
+    """Return the model among recorded settings; what they do not name is as in `default`."""
+    names = {f.name for f in dataclasses.fields(Model)}
+    mine = {name: value for name, value in recorded.items() if name in names}
+    return dataclasses.replace(default, **flags.from_saved(TrainConfig, mine, str(where)))
+
+
+def _positive(value: Any) -> int | None:
+    """Return a length from a file that anyone may have written, or None if it is none."""
+    try:
+        return max(int(value), 0) or None
+    except (TypeError, ValueError, OverflowError):
+        return None
