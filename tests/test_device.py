@@ -207,6 +207,33 @@ def test_a_cpu_is_asked_the_same_things():
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
+@pytest.mark.parametrize("files", devices.CGROUP_FILES, ids=["version 2", "version 1"])
+def test_container_memory_excludes_cached_files(tmp_path, monkeypatch, files):
+    """Data in memory-mapped files fills the page cache; neither the micro-batch nor background saves may suffer."""
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    physical = devices.total_memory(CPU)
+    assert devices.container_memory() == (None, 0) and 2**20 < devices.free_memory(CPU) <= physical
+    limit, used, stat = (tmp_path / name for name in files)
+    limit.parent.mkdir(exist_ok=True)
+    stat.write_text("anon 5\ninactive_file 300\nactive_file 200\n")
+    used.write_text("1500\n")
+    limit.write_text("4000\n")
+    assert devices.total_memory(CPU) == 4000 and devices.free_memory(CPU) == devices.free_host_memory() == 3000
+    limit.write_text(f"{physical * 2}\n")
+    assert devices.total_memory(CPU) == physical and devices.free_memory(CPU) <= physical
+    limit.write_text("max\n")
+    assert devices.container_memory()[0] is None and devices.total_memory(CPU) == physical
+
+
+def test_free_memory_without_proc_is_half_of_all(monkeypatch):
+    def refuse(*args):
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(devices, "container_memory", lambda: (None, 0))
+    assert devices.free_memory(CPU) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
 def test_kernels_and_profiles_by_kind():
     assert devices.has_kernels(torch.device("cuda", 1)) and not devices.has_kernels(torch.device("xpu"))
     kinds = torch.profiler.ProfilerActivity

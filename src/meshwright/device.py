@@ -1,16 +1,16 @@
-"""The device that a process computes on. No other file names a kind of accelerator: where kinds differ, it is asked here.
+"""The device that a process computes on. No other file names a kind of accelerator: where kinds differ, ask here.
 
-torch.accelerator serves every kind. Memory alone is asked of the kind's own module, all of which have torch.cuda's names
-(torch.npu and torch.xpu too): of torch.accelerator not every backend has the counterparts, and they take ten times as
-long, which a step would feel.
+torch.accelerator serves every kind, except for memory: not every backend implements its memory functions, and they take ten
+times as long, which a step would feel. Memory is asked of the kind's own module; torch.npu and torch.xpu use torch.cuda's
+names.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import torch
     from torch.profiler import ProfilerActivity
 
-# What shows whether the driver sees a device, and what may hide some from torch.
 NVIDIA = "cuda"
+# A command that shows whether the driver sees a device, and the variable that may hide devices from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
 HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 def pick(wanted: str, local_rank: int = 0) -> torch.device:
-    """--device, or an accelerator if there is one: of several, that of this process's number on its machine."""
+    """Return the device that --device names. `auto` is an accelerator if there is one; each local rank takes its own."""
     import torch
 
     kind, _, index = wanted.partition(":")
@@ -36,12 +36,10 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
     if kind == "cpu" or (kind == "auto" and there is None):
         return torch.device("cpu")
     if there is None or kind not in ("auto", there.type):
-        seen = f"torch sees {there.type} devices" if there is not None else "torch sees no such device"
-        if there is None and kind == NVIDIA:
-            seen = "torch sees no GPU"
-        raise UserError(
-            f"--device {wanted}: {seen}" + (f" ({TOOLS[kind]} shows whether the driver does)" if kind in TOOLS else "")
-        )
+        missing = "no GPU" if kind == NVIDIA else "no such device"
+        seen = f"{there.type} devices" if there is not None else missing
+        hint = f" ({TOOLS[kind]} shows whether the driver does)" if kind in TOOLS else ""
+        raise UserError(f"--device {wanted}: torch sees {seen}{hint}")
     if index and local_rank:
         raise UserError(
             f"--device {wanted} names one device, but this is process {local_rank} of several on this machine, each of which "
@@ -49,9 +47,10 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
-        number = 0  # srun and others show each process its own device alone; whether it is, rendezvous.join asks
+        # srun and others show each process only its own device; rendezvous.join checks that no two ranks share one.
+        number = 0
     if number >= count:
-        hides = f", or see whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
+        hides = f", or check whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
         raise UserError(
             f"process {local_rank} of this machine wants {there.type}:{number}, but torch sees {count} of them: start at "
             f"most {count} here (--nproc-per-node {count}){hides}"
@@ -62,26 +61,30 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def _load_torch_npu() -> None:
-    """torch does so by itself where TORCH_DEVICE_BACKEND_AUTOLOAD does not forbid it."""
+    """Import torch_npu, as torch does on its own unless TORCH_DEVICE_BACKEND_AUTOLOAD forbids it."""
     if importlib.util.find_spec("torch_npu") is None:
-        raise UserError("--device npu: torch_npu is not installed; its version must be that of torch")
+        raise UserError("--device npu: torch_npu is not installed; install the version that matches torch")
     try:
         importlib.import_module("torch_npu")
-    except Exception as error:  # a library of the driver's is missing, or torch is of another version
-        raise UserError(
-            f"--device npu: torch_npu does not load: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        ) from error
+    except Exception as error:  # a driver library is missing, or torch has another version
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--device npu: torch_npu does not load: {reason}") from error
 
 
 def count() -> int:
-    """Accelerators of this machine."""
+    """Return the number of accelerators on this machine."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it is of the kind that torch works with here: then the host copies to it from pinned memory, unawaited."""
+    """Return whether torch uses this kind as its accelerator; the host then copies to it asynchronously from pinned memory."""
     import torch
 
     there = torch.accelerator.current_accelerator()
@@ -89,12 +92,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether our Triton kernels, FlexAttention's backward pass and compiled blocks run there: NVIDIA's and AMD's."""
+    """Return whether our Triton kernels, FlexAttention's backward pass and compiled blocks run there (NVIDIA and AMD)."""
     return device.type == NVIDIA
 
 
 def set_current(device: torch.device | None) -> None:
-    """Make it the current device of this thread: a new thread begins with the first."""
+    """Make it the current device of this thread; a new thread starts on device 0."""
     import torch
 
     if device is not None and device.index is not None and is_accelerator(device):
@@ -102,28 +105,29 @@ def set_current(device: torch.device | None) -> None:
 
 
 def name(device: torch.device) -> str:
+    """Return the device's product name, or the number of threads on a CPU."""
     import torch
 
     if device.type == "cpu":
         return f"cpu, {torch.get_num_threads()} threads"
-    return str(torch.get_device_module(device).get_device_name(device))
+    return str(_module(device).get_device_name(device))
 
 
 def identity(device: torch.device) -> str:
-    """Which device of this machine it is, however this process numbers what it sees."""
+    """Return an identifier of the physical device, however this process numbers the devices it sees."""
     properties = _module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", None) or device.index)
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Of the device's generator."""
+    """Seed the device's generator."""
     import torch
 
-    (torch.random if device.type == "cpu" else torch.get_device_module(device)).manual_seed(number)
+    (torch.random if device.type == "cpu" else _module(device)).manual_seed(number)
 
 
 def synchronize(device: torch.device | None) -> None:
-    """Wait until everything asked for is done; a CPU already has."""
+    """Wait until the device has finished all submitted work."""
     import torch
 
     if device is not None and device.type != "cpu":
@@ -131,47 +135,95 @@ def synchronize(device: torch.device | None) -> None:
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
-    """What torch's profiler is to record."""
-    from torch.profiler import ProfilerActivity as Kinds
+    """Return the activities that torch's profiler records."""
+    from torch.profiler import ProfilerActivity
 
-    other = [] if device.type == "cpu" else [getattr(Kinds, device.type.upper(), Kinds.PrivateUse1)]
-    return [Kinds.CPU, *other]
+    if device.type == "cpu":
+        return [ProfilerActivity.CPU]
+    return [ProfilerActivity.CPU, getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)]
 
 
-# Memory
+def use_deterministic_algorithms() -> None:
+    """Let torch use deterministic algorithms only, cuBLAS included."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+# Memory, in bytes
 
 
 def total_memory(device: torch.device) -> int:
-    if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(_module(device).get_device_properties(device).total_memory)
+    """Return the device's memory; on a CPU, that of the machine or of the container that the process runs in."""
+    if device.type != "cpu":
+        return int(_module(device).get_device_properties(device).total_memory)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(physical, container_memory()[0] or physical)
 
 
 def free_memory(device: torch.device) -> int:
-    """Of an accelerator: what nobody has, and what this process holds in reserve or uses."""
+    """Return the memory that this process could still use; on a CPU see `free_host_memory`."""
+    if device.type == "cpu":
+        return free_host_memory()
     return int(_module(device).mem_get_info(device)[0] + _module(device).memory_reserved(device))
 
 
+def free_host_memory() -> int:
+    """Return what Linux can give without swapping, within the container's limit; elsewhere half of all memory."""
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = container_memory()
+    return min(free, limit - used) if limit else free
+
+
+CGROUP = Path("/sys/fs/cgroup")
+# Files with the limit, the usage and the counts of cached pages, in version 2 and in version 1 of control groups.
+CGROUP_FILES = [
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+]
+
+
+def container_memory() -> tuple[int | None, int]:
+    """Return this container's memory limit, None if there is none, and its usage without cached files.
+
+    Cached files give way to other use; with memory-mapped data they fill whatever there is.
+    """
+    for limit, used, stat in CGROUP_FILES:
+        try:
+            most = (CGROUP / limit).read_text().strip()
+            counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
+            cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
+            return (None if most == "max" else int(most)), max(int((CGROUP / used).read_text()) - cached, 0)
+        except (OSError, ValueError):
+            continue
+    return None, 0
+
+
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes held by tensors at once; None where nobody counts them, as on a CPU."""
-    stats = getattr(_module(device), "memory_stats_as_nested_dict", None)  # a tenth of max_memory_allocated()'s time
+    """Return the most bytes that tensors held at once; None if the device does not count them, as on a CPU."""
+    stats = getattr(_module(device), "memory_stats_as_nested_dict", None)  # ten times as fast as max_memory_allocated()
     return int(stats(device)["allocated_bytes"]["all"]["peak"]) if stats is not None else None
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """The allocator's counts under torch's names; empty where there are none, as on a CPU."""
+    """Return the allocator's counters by torch's names; empty if there are none, as on a CPU."""
     stats = getattr(_module(device), "memory_stats", None)
     return dict(stats(device)) if stats is not None else {}
 
 
 def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
-    """So many bytes of the host's, into which the device copies at its full speed."""
+    """Allocate `size` bytes of host memory that the device copies into at full speed."""
     import torch
 
     memory = torch.empty(size, dtype=torch.uint8)
     if device.type == NVIDIA and size:
-        # Pinned afterwards: the pinning allocator rounds up to a power of two. Where that
-        # is not allowed copies are slower.
+        # Registered after allocation, because the pinning allocator rounds up to a power of two.
+        # Where registering is not permitted, copies are merely slower.
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(memory.data_ptr(), size, 0)
     elif is_accelerator(device):
@@ -179,35 +231,14 @@ def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
-def free_host_memory() -> int:
-    """What the kernel could give without paging anything out, within a container's limit; all, if it does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            free = int(dict(line.split(":") for line in file)["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            free = min(free, _number(f"/sys/fs/cgroup/{limit}") - _number(f"/sys/fs/cgroup/{used}"))
-    return free
-
-
-def _number(path: str) -> int:
-    with open(path) as file:
-        return int(file.read())
-
-
 def reset_memory(device: torch.device) -> None:
-    """Give back what is held in reserve, and begin the peak anew."""
+    """Release cached memory and reset the peak."""
     _module(device).empty_cache()
     _module(device).reset_peak_memory_stats(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch_npu raises a mere RuntimeError in some versions."""
+    """Return whether the error is torch's out-of-memory; some versions of torch_npu raise a plain RuntimeError."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or "out of memory. Tried to allocate" in str(error)
@@ -217,10 +248,3 @@ def _module(device: torch.device) -> Any:
     import torch
 
     return torch.get_device_module(device)
-
-
-def use_deterministic_algorithms() -> None:
-    import torch
-
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)

@@ -1,7 +1,12 @@
-"""Files that appear whole or not at all, folders that take them, and what is read from front to back in blocks."""
+"""Files that appear complete or not at all, locks, folders that can be written to, and checksums.
+
+The locks are by hand (fcntl.flock), because the filelock package leaves its lock files in the users' data folders.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -15,17 +20,18 @@ from typing import BinaryIO
 
 from meshwright.errors import IO, UserError
 
-BLOCK = 1 << 22  # bytes, a multiple of every size of a number
+BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
 
 @contextmanager
 def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
-    """A file that gets its name only when whole; the process number keeps several writers apart.
+    """Open a temporary file that replaces `path` when the block ends without an error.
 
-    `durably`: its bytes are on the disk before it has the name.
+    The process number in its name keeps several writers apart. With `durably`, its bytes reach the disk before it gets its
+    name.
     """
-    path = path.resolve()  # a link stays one
-    if path.exists() and not path.is_file():  # a device, a pipe
+    path = path.resolve()  # a link stays a link
+    if path.exists() and not path.is_file():  # a device or a pipe
         with path.open("wb") as file:
             yield file
         return
@@ -41,29 +47,53 @@ def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
+def open_locked(path: str | Path, wait: bool = False) -> tuple[int, bool]:
+    """Open a file, created if need be, and lock it; return its descriptor and whether the file system has locks.
+
+    Raise BlockingIOError if another process holds the lock, unless it should `wait`. The kernel releases the lock when the
+    descriptor is closed or the process dies, so that no lock is ever stale.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        has_locks = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            has_locks = False
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                os.close(fd)
+                raise
+        try:
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
+                return fd, has_locks
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # its owner has just removed it: lock the new file
+
+
 def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
-    """A folder that takes files, and so many bytes, before long work begins; `flag` is what names another one."""
+    """Make a folder, and check before long work that it takes files and has `needed` bytes free; `flag` names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise UserError(f"{folder} takes no files ({error.strerror or error}): choose another {flag}", IO) from None
+        raise UserError(f"cannot write to {folder} ({error.strerror or error}); choose another {flag}", IO) from None
     if free < needed:
         raise UserError(
-            f"{folder} has {free:,} bytes free, but {needed:,} are needed: free space, or choose another {flag}", IO
+            f"{folder} has {free:,} bytes free, but {needed:,} are needed; free space, or choose another {flag}", IO
         )
 
 
-def checksums(file: BinaryIO, hashed: bool, look: Callable[[int, bytes], None]) -> tuple[str, str]:
-    """CRC-32 and, if it is to be hashed, SHA-256 of a whole file; `look` is shown where each block begins, and the block."""
+def checksums(file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]) -> tuple[str, str]:
+    """Return the CRC-32 of a file and, if `hashed`, its SHA-256; call inspect(offset, block) for each block on the way."""
     crc, sha = 0, hashlib.sha256()
     file.seek(0)
-    with ThreadPoolExecutor(1) as beside:  # hashing, reading and looking release the interpreter
+    with ThreadPoolExecutor(1) as thread:  # hashing and reading release the interpreter
         while block := file.read(BLOCK):
-            done = beside.submit(sha.update, block) if hashed else None
+            hashing = thread.submit(sha.update, block) if hashed else None
             crc = zlib.crc32(block, crc)
-            look(file.tell() - len(block), block)
-            if done is not None:
-                done.result()
+            inspect(file.tell() - len(block), block)
+            if hashing is not None:
+                hashing.result()
     return f"{crc:08x}", sha.hexdigest() if hashed else ""

@@ -1,4 +1,4 @@
-"""How far a long piece of work over bytes is: a bar on a terminal, and at its end the speed and what was left out."""
+"""The progress of a long piece of work: a bar on a terminal, the speed, and the lines of input that were skipped."""
 
 from __future__ import annotations
 
@@ -6,31 +6,49 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fields: Any) -> tuple[Progress, TaskID]:
+    """Make a progress bar on `file` (default: stderr) that disappears at its end; the caller starts it.
+
+    A column is one of rich's by the names below, or a template with fields of the task.
+    """
+    from rich import progress as rich
+    from rich.console import Console
+
+    kinds: dict[str, type[rich.ProgressColumn]] = {
+        "bar": rich.BarColumn,
+        "bytes": rich.DownloadColumn,
+        "count": rich.MofNCompleteColumn,
+        "left": rich.TimeRemainingColumn,
+        "percent": rich.TaskProgressColumn,
+        "speed": rich.TransferSpeedColumn,
+    }
+    shown = [kinds[column]() if column in kinds else rich.TextColumn(column) for column in columns]
+    # Lines printed meanwhile go above the bar if stdout is a terminal; into a pipe they go unchanged.
+    console = Console(file=file or sys.stderr)
+    bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
+    return bar, bar.add_task("", total=total, **fields)
 
 
 @contextmanager
-def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A call for every so many bytes done. Without a terminal nothing is shown: the result's own line tells the speed."""
+def progress_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes and yield a function that advances it; without a terminal nothing is shown."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+    bar, task = new_bar("{task.description}", "bar", "bytes", "speed", "left", total=total)
+    bar.update(task, description=description)
+    with bar:
         yield lambda count: bar.advance(task, count)
 
 
 class Clock:
-    """Bytes a second since it was made."""
+    """Measures bytes per second from its creation."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -40,7 +58,7 @@ class Clock:
 
 
 class SkippedLines(dict[str, tuple[int, str]]):
-    """Of each kind of bad line how many there were, and the place of the first."""
+    """The number of bad lines of each kind, and the place of the first."""
 
     def count(self, kind: str, count: int, place: str) -> None:
         before, first = self.get(kind, (0, place))

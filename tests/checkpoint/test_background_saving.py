@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from helpers import TINY_FLAGS, captured_output, open_step
 from layouts import FLAGS
-from meshwright import console, device
+from meshwright import console
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, publish, steps
 from meshwright.checkpoint.background import Background
@@ -218,13 +218,6 @@ def test_a_failure_is_told_though_something_else_ends_the_run(capsys: pytest.Cap
     background.begin({"a": native.full_entry(torch.ones(3))}, fails)
     background.close()
     assert "the save in flight failed: no room" in capsys.readouterr().err
-
-
-def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = device.free_host_memory()
-    numbers = {"memory.max": 5000, "memory.current": 2000, "memory.limit_in_bytes": 1 << 60, "memory.usage_in_bytes": 0}
-    monkeypatch.setattr(device, "_number", lambda path: numbers[Path(path).name])
-    assert device.free_host_memory() == 3000 < whole
 
 
 def test_without_the_memory_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def memory(monkeypatch):
         return counted[-1][1]
 
     def arrange(free):
-        monkeypatch.setattr(fit, "free_memory", lambda: free)
+        monkeypatch.setattr("meshwright.device.free_host_memory", lambda: free)
         return counted
 
     monkeypatch.setattr(fit, "peak_bytes", peak_bytes)
@@ -199,20 +199,6 @@ def test_peak_bytes_knows_a_peak_of_the_backward_pass():
 
     plain, recomputed = (fit.peak_bytes(lambda n, r=r: attempt(n, r), 50) for r in (False, True))
     assert plain > 8 * 50 * 100 * 4 and plain <= recomputed < 1.5 * plain
-
-
-def test_free_memory():
-    """Between a megabyte and what the machine has."""
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 2**20 < fit.free_memory() <= have
-
-
-def test_free_memory_where_linux_says_nothing(monkeypatch):
-    def refuse(*args):
-        raise FileNotFoundError
-
-    monkeypatch.setattr("builtins.open", refuse)
-    assert fit.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 # A GPU
@@ -384,21 +370,3 @@ def test_which_reason_is_told(clock, tmp_path):
         reason = Ending(Training(kill_switch_path=str(path), exit_duration_in_mins=1.0), 1000.0).reason()
         assert (reason or "").startswith("kill switch" if there else "1.02 minutes" if late else "")
         assert (reason is None) == (not there and not late)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_containers_limit(tmp_path, monkeypatch, version):
-    """What its processes have counts, but for cached files, which give way."""
-    monkeypatch.setattr(fit, "CGROUP", tmp_path)
-    whole, free = fit.total_memory(), fit.free_memory()
-    assert fit.container() == (None, 0) and 0 < free <= whole
-    limit, used, stat = (tmp_path / name for name in fit.CGROUP_FILES[version % 2])
-    limit.parent.mkdir(exist_ok=True)
-    stat.write_text("anon 5\ninactive_file 300\nactive_file 200\n")
-    used.write_text("1500\n")
-    limit.write_text("4000\n")
-    assert fit.total_memory() == 4000 and fit.free_memory() == 3000
-    limit.write_text(f"{whole * 2}\n")
-    assert fit.total_memory() == whole and fit.free_memory() <= whole
-    limit.write_text("max\n")
-    assert fit.container()[0] is None and fit.total_memory() == whole

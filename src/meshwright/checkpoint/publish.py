@@ -15,8 +15,6 @@ library offers it: torch's checkpoint has no checksums, overwrites in place and 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import shutil
@@ -41,7 +39,7 @@ from meshwright.checkpoint.manifests import (
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listing, step_folder, steps
 from meshwright.console import say
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import replacing
+from meshwright.files import open_locked, replacing
 from meshwright.launch.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
@@ -338,22 +336,18 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
 
 @contextlib.contextmanager
 def lock(root: str | Path) -> Iterator[None]:
-    """Own the folder. The kernel frees a flock when its process dies, so there is no stale lock."""
+    """Own the folder; the kernel releases the lock when this process dies."""
     root = Path(root)
-    path = root / ".lock"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = _open_locked(root)
     except OSError as error:
         raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
     try:
-        if not _try_lock(fd, root):
-            owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "a process that gives no name"
-            raise UserError(f"{root} is in use by {owner}: wait for it, end it, or change --save", LOCKED)
-        me = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
-        with contextlib.suppress(OSError):  # a full disk must not stop a run from starting to say so itself
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+        with contextlib.suppress(OSError):  # on a full disk the run itself reports it
             os.ftruncate(fd, 0)
-            os.pwrite(fd, me.encode(), 0)
+            os.pwrite(fd, owner.encode(), 0)
         yield
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
@@ -361,20 +355,19 @@ def lock(root: str | Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _try_lock(fd: int, root: Path) -> bool:
+def _open_locked(root: Path) -> int:
+    path = root / ".lock"
     for attempt in range(5):  # half a second: a killed owner may still be dying, a new one still writing its name
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            fd, has_locks = open_locked(path)
         except BlockingIOError:
-            if attempt < 4:
-                time.sleep(0.1)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise UserError(f"cannot lock {root}: {error.strerror}; change --save", IO) from error
+            time.sleep(0.1 * (attempt < 4))
+            continue
+        if not has_locks:
             say(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
-            return True
-    return False
+        return fd
+    owner = path.read_text(errors="replace").strip() or "a process that gives no name"
+    raise UserError(f"{root} is in use by {owner}: wait for it, end it, or change --save", LOCKED)
 
 
 def move_aside(root: str | Path) -> Path:

@@ -11,9 +11,8 @@ import dataclasses
 import math
 import mmap
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -30,6 +29,7 @@ from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, DONE, LOCKED, UserError
+from meshwright.progress import progress_bar
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import ARCHITECTURE, Checkpoint, Data, Model, Tokenizer, flag, spelling
 
@@ -236,7 +236,7 @@ def convert(source: Source, dst: Path, c: ConvertConfig, tokenizer: tokenizers.T
     half = to == "torch" and optimizer and c.conversion.dtype != "float32"
     chosen = Chosen.of(source, optimizer=optimizer, dtype=None if half else c.conversion.dtype)
     total = chosen.bytes
-    with progress(total) as chosen.tell:
+    with progress_bar("", total) as chosen.tell:
         if to == "huggingface":
             for note in huggingface_writer.write(chosen, dst, tokenizer=tokenizer):
                 notice(note)
@@ -309,18 +309,3 @@ def megatron_files(source: Chosen, c: ConvertConfig) -> dict[str, Produce]:
     assert source.vocab
     padded = tokenizers.padded_size(source.vocab, c.model.make_vocab_size_divisible_by, t, c.model.pad_vocab_size_to)
     return megatron_writer.files(source, t, p, padded, source.has_optimizer)
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes for people."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -5,14 +5,11 @@ holds their checksums. They are built within memory-mapped files, so that billio
 process. Whoever finds no entry waits for another process of the machine that is building it: on a folder of its own each
 machine builds once, and on a shared one rank 0 has built before the others look. Where a file system has no locks, several
 may build the same, and the last to finish gives the name.
-
-Locks by hand (fcntl.flock), because the filelock package leaves its lock files in the users' data folders.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -27,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import notice, say
-from meshwright.files import replacing
+from meshwright.files import open_locked, replacing
 
 Ints = npt.NDArray[np.integer[Any]]
 WHOLE = 64 << 20  # files up to here are checked byte by byte when they are opened,
@@ -161,18 +158,7 @@ def look(paths: dict[str, Path], record: Path) -> list[Ints] | None:
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[bool]:
     """One process of this machine at a time; all at once, and False, where the file system has no locks."""
-    locked = True
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            locked = False
-            break
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(path), os.fstat(handle)):
-                break
-        os.close(handle)  # that of the process before, which has removed it
+    handle, locked = open_locked(path, wait=True)
     try:
         yield locked
     finally:

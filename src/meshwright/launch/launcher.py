@@ -18,15 +18,12 @@ import re
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from meshwright import device as devices
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.outcome import Plan, ending, first, say, status
-
-if TYPE_CHECKING:
-    pass
 
 PORT = 29500  # torchrun's
 TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that several ranks can run
@@ -135,17 +132,13 @@ def processes(text: str) -> int:
     if re.fullmatch("[1-9][0-9]{0,3}", text):
         return int(text)
     if text == "cpu":
-        return _cores()
+        return devices.cores()
     if text not in ("auto", "gpu"):
         raise UserError(f"--nproc-per-node {text[:50]} is neither a number from 1 to 9999 nor one of auto, gpu, cpu")
     count = devices.count()
     if text == "gpu" and not count:
         raise UserError("--nproc-per-node gpu: torch sees no accelerator on this machine; give a number, or cpu")
     return count or 1
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def own_place(addresses: list[str]) -> int:
@@ -213,11 +206,11 @@ def _prepare(plan: Plan) -> None:
     """The environment that ranks inherit."""
     os.environ[rendezvous.LAUNCHER_PID] = str(os.getpid())
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(_cores() // plan.processes, 1)
+        threads = max(devices.cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if plan.processes > 1:
             say(
-                f"OMP_NUM_THREADS={threads} for each of {plan.processes} ranks here, of {_cores()} cores; set it to choose"
+                f"OMP_NUM_THREADS={threads} for each of {plan.processes} ranks here, of {devices.cores()} cores; set it to choose"
             )
     root = str(Path(__file__).parents[1])
     if "site-packages" not in root:  # a clone that is not installed

@@ -14,14 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.report import page as report
 from meshwright.report.page import BAD, INK, LINE, POINT
-
-if TYPE_CHECKING:
-    pass
 
 # Of each run in turn: colour, line, the line as text, marker, the marker as text. The colour alone never tells.
 LOOKS: list[tuple[str, Any, str, str, str]] = [

@@ -11,7 +11,6 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ SHARE = 0.92  # of the memory that may be filled: the allocator's gaps and other
 
 def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
     """What cannot fit by any means is refused before memory is asked for: the state, and one micro-batch's logits."""
-    have = total_memory() if device.type == "cpu" else devices.total_memory(device)
+    have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
     width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
@@ -84,7 +83,7 @@ def largest(
     small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
     divisors = sorted({*small, *(whole // n for n in small)})
     if device.type == "cpu":
-        each, have = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2, free_memory()
+        each, have = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2, devices.free_memory(device)
         fitting = [n for n in divisors if n * each <= SHARE * have]
         size = preferred if preferred in fitting else max(fitting, default=1)
         return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
@@ -151,43 +150,3 @@ def peak_bytes(attempt: Callable[[int], None], size: int) -> int:
     with counter:
         attempt(size)
     return counter.peak
-
-
-def free_memory() -> int:
-    """What Linux says could be had without swapping, elsewhere half of all memory; in a container no more than is left of
-    its limit."""
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        free = total_memory() // 2
-    limit, used = container()
-    return min(free, limit - used) if limit else free
-
-
-def total_memory() -> int:
-    """Of this machine, or of the container that it runs in."""
-    total = devices.total_memory(torch.device("cpu"))
-    return min(total, container()[0] or total)
-
-
-CGROUP = Path("/sys/fs/cgroup")
-# Limit, use, and what keeps the counts of cached files: version 2's names, and version 1's.
-CGROUP_FILES = [
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-]
-
-
-def container() -> tuple[int | None, int]:
-    """Bytes that the processes of this container may have, None if nobody says, and those they have. Cached files do not
-    count: they give way, and with data in memory-mapped files they fill whatever there is."""
-    for limit, used, stat in CGROUP_FILES:
-        try:
-            most = (CGROUP / limit).read_text().strip()
-            counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
-            cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
-            return (None if most == "max" else int(most)), max(int((CGROUP / used).read_text()) - cached, 0)
-        except (OSError, ValueError):
-            continue
-    return None, 0

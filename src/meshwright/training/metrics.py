@@ -19,6 +19,7 @@ from meshwright import device as devices
 from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch.team import Team
+from meshwright.progress import new_bar
 from meshwright.settings import flags
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.trackers import open_trackers, tags, validation_tags
@@ -72,7 +73,7 @@ class Metrics:
         name = folder.resolve().name if folder is not None else "meshwright"
         told = flags.to_dict(config)
         self.trackers = open_trackers(self.g, folder, told, name, done + 1, consumed) if team.is_lead else []
-        self.bar = _bar(self.steps_in_all) if self.g.progress and sys.stderr.isatty() and team.is_lead else None
+        self.bar = _start_bar(self.steps_in_all) if self.g.progress and sys.stderr.isatty() and team.is_lead else None
         self._reset()
         self.memory_told = False
 
@@ -225,21 +226,11 @@ def _count_starts(path: Path) -> int:
     return data.count(b'{"event": "start"') + data.count(b'{"event": "evaluate"')
 
 
-def _bar(total: int) -> tuple[Any, Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
-    # Lines printed meanwhile go above the bar when both are the same terminal; into a pipe they go untouched.
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
-    progress.start()
-    return progress, progress.add_task("train", total=total, loss="-", speed="-")
+def _start_bar(total: int) -> tuple[Any, Any]:
+    columns = ("bar", "count", "loss {task.fields[loss]}", "{task.fields[speed]}", "left")
+    bar, task = new_bar(*columns, total=total, loss="-", speed="-")
+    bar.start()
+    return bar, task
 
 
 class Timers:

@@ -6,8 +6,6 @@ Nothing is forced to the disk: after a loss of power the parts may be shorter th
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +17,7 @@ from typing import Any, TextIO
 from meshwright.data.format.writer import PARTS
 from meshwright.data.prepare.text import PIECE
 from meshwright.errors import IO, LOCKED, UserError
+from meshwright.files import open_locked
 
 VERSION = 1  # of what a state says
 SECONDS = 0.5  # between two notes
@@ -72,24 +71,13 @@ class Journal:
 
 
 def locked(path: str) -> TextIO:
-    """The file, made if need be, and locked where the file system can: nobody else writes this output."""
+    """Open the file, locked so that no other process writes this output."""
     prefix = path.removesuffix(".progress")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            Path(path).touch()
-            file = open(path, "r+", encoding="utf-8")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                raise UserError(f"another process is writing {prefix}: wait for it", LOCKED) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                    raise
-            if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                return file
-            file.close()  # whoever held it has just ended and removed it
+        return os.fdopen(open_locked(path)[0], "r+", encoding="utf-8")
+    except BlockingIOError:
+        raise UserError(f"another process is writing {prefix}; wait for it", LOCKED) from None
     except OSError as error:
         raise UserError(f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix", IO) from None
 

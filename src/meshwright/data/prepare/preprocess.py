@@ -29,11 +29,12 @@ from meshwright.data.prepare import workers as crew
 from meshwright.data.prepare.encoding import Encoder, Made
 from meshwright.data.prepare.journal import Journal, is_there
 from meshwright.data.prepare.text import Input, Piece, broken, find_inputs, lines_before, look, place_of, shared
+from meshwright.device import cores
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
 from meshwright.launch.world import World
-from meshwright.progress import SkippedLines
+from meshwright.progress import SkippedLines, new_bar
 from meshwright.settings.command import our_version
 from meshwright.settings.schema import PreprocessConfig, Tokenizer, spelling
 
@@ -231,8 +232,7 @@ class Share:
 
     def workers(self) -> int:
         """As many as asked for, or cores; a few pieces are done before others have started."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        wanted = self.config.preprocess.workers or max(1, cores // self.world.local_size)
+        wanted = self.config.preprocess.workers or max(1, cores() // self.world.local_size)
         small = all(one.kind == "lines" for one in self.inputs) and sum(one.bytes for one in self.inputs) < 4 * MIB
         return 1 if small else wanted
 
@@ -333,14 +333,10 @@ class Share:
             yield
             return
 
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         total = self.mine[1] - self.mine[0] if all(one.bytes for one in self.inputs) else None
-        with Progress(*columns, console=Console(file=stderr), transient=True) as bar:
-            task = bar.add_task("", total=total)
-            self.show = lambda behind: bar.update(task, completed=behind, description=t.line())
+        bar, task = new_bar("{task.description}", "bar", "percent", "left", total=total, file=stderr)
+        self.show = lambda behind: bar.update(task, completed=behind, description=t.line())
+        with bar:
             yield
 
 
