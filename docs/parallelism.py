@@ -1,4 +1,6 @@
-"""Draws the pictures and reckons the tables of parallelism.md: `python docs/parallelism.py` makes both anew."""
+"""Draws the pictures and reckons the tables of parallelism.md: `python docs/parallelism.py` makes
+both anew.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from matplotlib.patches import Rectangle
 from meshwright.model.counts import parameters
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import Kind, simulate
-from meshwright.report import page as report
+from meshwright.report import plot
+from meshwright.report.html import write_page
 from meshwright.settings import schema as config
 from meshwright.settings.presets import PRESETS
 
@@ -30,10 +33,12 @@ HALF, FULL = 2, 4  # bytes of a bf16 and of a float32 number
 def moved(
     what: str, n: int, weights: int, layers: int, hidden: int, tokens: int, micro_batches: int = 1, chunks: int = 1
 ) -> float:
-    """Bytes that one of `n` ranks sends in a step; `tokens` of the step that these ranks work on together.
+    """Bytes that one of `n` ranks sends in a step; `tokens` of the step that these ranks work on
+    together.
 
-    A ring: an all-gather or a reduce-scatter of x bytes sends x (n - 1) / n from each rank, an all-reduce twice that.
-    `micro_batches`: of one rank, which matters only where something moves with each of them.
+    A ring: an all-gather or a reduce-scatter of x bytes sends x (n - 1) / n from each rank, an
+    all-reduce twice that. `micro_batches`: of one rank, which matters only where something moves
+    with each of them.
     """
     one = (n - 1) / n
     stream = tokens * hidden * HALF  # the residual stream of the whole step, at one place of the model
@@ -43,7 +48,8 @@ def moved(
         "ZeRO 1": gradients + gathered,
         "ZeRO 2": micro_batches * gradients + gathered,
         "ZeRO 3": micro_batches * (gradients + 2 * gathered),
-        # Four all-reduces a layer, one behind the embedding, one before the head; three numbers a token for the loss.
+        # Four all-reduces a layer, one behind the embedding, one before the head; three numbers a
+        # token for the loss.
         "tensor": 2 * one * ((4 * layers + 2) * stream + 3 * tokens * FULL),
         "pipeline": 2 * chunks * stream * (n > 1),  # of a rank in the middle: forward on, backward back
         "context": 2 * 4 * layers * one * stream / n,  # q, k, v and o of its own tokens, forward and backward
@@ -91,7 +97,9 @@ def tables() -> dict[str, str]:
 
 
 def page() -> str:
-    """The page with its tables reckoned anew: each follows a comment with its name, up to an empty line."""
+    """The page with its tables reckoned anew: each follows a comment with its name, up to an empty
+    line.
+    """
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in tables().items():
         text, found = re.subn(rf"(<!-- table: {name} -->\n).*?(?=\n\n)", lambda m, s=lines: m[1] + s, text, flags=re.S)  # type: ignore[misc]
@@ -101,7 +109,7 @@ def page() -> str:
 
 # Pictures
 
-SHADES = ((report.LINE, 0.75), (report.LINE, 0.3), (report.POINT, 0.75), (report.POINT, 0.3))  # of ranks 0 to 3
+SHADES = ((plot.LINE, 0.75), (plot.LINE, 0.3), (plot.POINT, 0.75), (plot.POINT, 0.3))  # of ranks 0 to 3
 
 
 def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where: float) -> tuple[Figure, list[Axes]]:
@@ -115,7 +123,7 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where
 
 
 def box(
-    axes: Axes, x: float, y: float, w: float, h: float, colour: str = report.INK, alpha: float = 0.0, **more: Any
+    axes: Axes, x: float, y: float, w: float, h: float, colour: str = plot.INK, alpha: float = 0.0, **more: Any
 ) -> None:
     axes.add_patch(
         Rectangle((x, y), w, h, facecolor=colour, alpha=alpha, lw=0, **more)
@@ -125,11 +133,13 @@ def box(
 
 
 def write(axes: Axes, x: float, y: float, text: str, size: float = 8, **more: Any) -> None:
-    axes.text(x, y, text, **{"fontsize": size, "ha": "center", "va": "center", "color": report.INK, **more})
+    axes.text(x, y, text, **{"fontsize": size, "ha": "center", "va": "center", "color": plot.INK, **more})
 
 
 def data() -> Figure:
-    """Four ranks at each stage of ZeRO: bars of bytes for each weight, filled where the rank holds them."""
+    """Four ranks at each stage of ZeRO: bars of bytes for each weight, filled where the rank holds
+    them.
+    """
     kinds = (("weights", 2), ("gradients", 4), ("optimizer state", 12))
     figure, axes = canvas(8, 3.5, columns=4, left=0.13, bottom=0.08, top=0.92)
     bytes_of = (
@@ -140,17 +150,15 @@ def data() -> Figure:
     )  # from ZeRO 1 on a sum's own part is kept as well
     for stage, one in enumerate(axes):
         one.set(xlim=(-0.2, 4.2), ylim=(-4.2, 19.6))
-        one.set_title(f"ZeRO {stage}", color=report.INK, fontsize=10)
+        one.set_title(f"ZeRO {stage}", color=plot.INK, fontsize=10)
         top = 18.9
         for kind, (name, size) in enumerate(kinds):
             cut = stage >= 3 - kind
             for rank in range(RANKS):
-                box(one, rank + 0.1, top - size, 0.8, size, report.INK, alpha=0.07)
+                box(one, rank + 0.1, top - size, 0.8, size, plot.INK, alpha=0.07)
                 part = size / RANKS if cut else size
                 begin = top - (rank + 1) * part if cut else top - size
-                box(
-                    one, rank + 0.1, begin, 0.8, part, report.LINE if kind < 2 else report.POINT, (0.75, 0.4, 0.6)[kind]
-                )
+                box(one, rank + 0.1, begin, 0.8, part, plot.LINE if kind < 2 else plot.POINT, (0.75, 0.4, 0.6)[kind])
             if stage == 0:
                 write(
                     one, -0.3, top - size / 2, f"{name},\n{size} bytes each" if size > 2 else f"{name}, 2", ha="right"
@@ -163,7 +171,9 @@ def data() -> Figure:
 
 
 def tensor() -> Figure:
-    """The model on two ranks, from left to right, without and with sequence parallelism; grey: what a rank lacks."""
+    """The model on two ranks, from left to right, without and with sequence parallelism; grey:
+    what a rank lacks.
+    """
     figure, axes = canvas(8.6, 4.6, rows=2, hspace=0.12, top=0.95, bottom=0.01)
     parts = (
         ("tokens", "rows"),
@@ -189,13 +199,13 @@ def tensor() -> Figure:
     for sequence, one in enumerate(axes):
         one.set(xlim=(-1.6, 21.8), ylim=(-1.0, 5.2))
         title = "Tensor and sequence parallelism" if sequence else "Tensor parallelism"
-        one.set_title(title, loc="left", color=report.INK, fontsize=10)
+        one.set_title(title, loc="left", color=plot.INK, fontsize=10)
         for rank in range(2):
             write(one, -0.2, 3.4 - 2.1 * rank, f"rank {rank}", ha="right")
         x = 0.1
         for part in parts:
             if isinstance(part, str):
-                box(one, x + 0.2, 0.3, 0.3, 4.2, report.POINT, 0.75 if sequence or part == "leave" else 0.35)
+                box(one, x + 0.2, 0.3, 0.3, 4.2, plot.POINT, 0.75 if sequence or part == "leave" else 0.35)
                 write(one, x + 0.35, -0.3, signs[part][sequence], 6.5)
                 x += 0.8
                 continue
@@ -207,9 +217,9 @@ def tensor() -> Figure:
                     (y + 0.9 * (1 - rank), 0.9) if cut == "rows" or (cut == "stream" and sequence) else (y, 1.8)
                 )
                 left, width = (x + 0.625 * rank, 0.625) if cut == "columns" else (x, 1.25)
-                box(one, x, y, 1.25, 1.8, report.INK, 0.07)
+                box(one, x, y, 1.25, 1.8, plot.INK, 0.07)
                 weights = name in ("tokens", "qkv", "proj", "fc", "head")
-                box(one, left, low, width, height, report.LINE, 0.75 if weights else 0.3)
+                box(one, left, low, width, height, plot.LINE, 0.75 if weights else 0.3)
             x += 1.4
     return figure
 
@@ -226,14 +236,14 @@ def pipeline() -> Figure:
         one.set(xlim=(0, 33.2), ylim=(-4, 0.1))
         held = ", ".join(f"{live / chunks:g}" for live in run.live)
         said = f"{title}: waiting {run.bubble:.0%}, micro-batches held at most {held}"
-        one.set_title(said, loc="left", color=report.INK, fontsize=9)
+        one.set_title(said, loc="left", color=plot.INK, fontsize=9)
         for rank, ran in enumerate(run.spans):
             write(one, -0.3, -rank - 0.5, f"rank {rank}", ha="right")
-            box(one, 0, -rank - 0.95, run.total, 0.9, report.INK, 0.07)
+            box(one, 0, -rank - 0.95, run.total, 0.9, plot.INK, 0.07)
             for (op, chunk, microbatch), (start, end) in ran.items():
-                colour = report.LINE if op == "F" else report.POINT
+                colour = plot.LINE if op == "F" else plot.POINT
                 box(one, start, -rank - 0.95, end - start, 0.9, colour, 0.35 if chunk else 0.75)
-                box(one, start, -rank - 0.95, end - start, 0.9, report.FAINT)
+                box(one, start, -rank - 0.95, end - start, 0.9, plot.FAINT)
                 write(one, (start + end) / 2, -rank - 0.5, str(microbatch), 7 if chunks == 1 else 5.5)
     return figure
 
@@ -247,7 +257,7 @@ def context() -> Figure:
             "attention: all tokens, some heads",
             "output: some tokens, all heads",
         )[step]
-        one.set_title(title, color=report.INK, fontsize=9)
+        one.set_title(title, color=plot.INK, fontsize=9)
         one.set(xlim=(0, 4), ylim=(0, 4))
         for tokens in range(RANKS):
             for heads in range(RANKS):
@@ -258,7 +268,7 @@ def context() -> Figure:
         write(one, -0.2, 2, "heads", 8, rotation=90)
         if step < 2:
             one.annotate(
-                "", (4.95, 2), (4.1, 2), annotation_clip=False, arrowprops={"arrowstyle": "->", "color": report.INK}
+                "", (4.95, 2), (4.1, 2), annotation_clip=False, arrowprops={"arrowstyle": "->", "color": plot.INK}
             )
             write(one, 4.5, 2.4, "all to\nall", 7)
     return figure
@@ -272,13 +282,10 @@ def path(name: str) -> Path:
 
 
 def draw(name: str) -> str:
-    svg = report.svg_of(PICTURES[name](), f"Parallelism {name}")
-    style = f"<style>{report.THEME}svg {{ background: var(--paper); font-family: system-ui, sans-serif }}</style>"
-    at = svg.index(">") + 1
-    return svg[:at] + style + svg[at:]
+    return plot.svg_of(PICTURES[name](), f"Parallelism {name}")
 
 
 if __name__ == "__main__":
     for name in PICTURES:
-        print(report.write_whole(path(name), draw(name)))
-    print(report.write_whole(PAGE, page()))
+        print(write_page(path(name), draw(name)))
+    print(write_page(PAGE, page()))

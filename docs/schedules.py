@@ -1,4 +1,4 @@
-"""Draws schedules.svg with the package's own functions: `python docs/schedules.py` makes it anew."""
+"""Draw schedules.svg with the package's own functions; run `python docs/schedules.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import build_schedule
-from meshwright.report import page as report
+from meshwright.report import plot
+from meshwright.report.html import write_page
 from meshwright.settings.schema import Optimizer, Precision, TrainConfig, Training
 
 PICTURE = Path(__file__).with_name("schedules.svg")
@@ -41,7 +42,7 @@ def draw() -> str:
     figure.subplots_adjust(left=0.09, right=0.72, top=0.97, bottom=0.06, hspace=0.28)
     rates, decays, batches, scales = figure.subplots(4, sharex=True, gridspec_kw={"height_ratios": [2.2, 1, 1, 1]})
     for axes in (rates, decays, batches, scales):
-        report.furnish(axes, "samples" if axes is scales else "")
+        plot.style(axes, "samples" if axes is scales else "")
 
     def add(axes: Any, label: str, f: Callable[[int], float], colour: str, line: Any, width: float = 1.6) -> None:
         x = range(0, SAMPLES + 1, 250)
@@ -49,33 +50,33 @@ def draw() -> str:
 
     solid, dashed, dotted, mixed = "-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5))
     for style, colour, line in (
-        ("constant", report.INK, solid),
-        ("inverse-square-root", report.INK, dashed),
-        ("linear", report.LINE, solid),
-        ("cosine", report.LINE, dashed),
+        ("constant", plot.INK, solid),
+        ("inverse-square-root", plot.INK, dashed),
+        ("linear", plot.LINE, solid),
+        ("cosine", plot.LINE, dashed),
     ):
         add(rates, style, build_schedule(config(lr_decay_style=style)).lr, colour, line)
     for style, line in (("exponential", solid), ("linear", dashed), ("cosine", mixed), ("minus_sqrt", dotted)):
         wsd = build_schedule(config(lr_decay_style="WSD", lr_wsd_decay_style=style))
-        add(rates, f"WSD, {style}", wsd.lr, report.POINT, line)
+        add(rates, f"WSD, {style}", wsd.lr, plot.POINT, line)
     for style, line in (("constant", solid), ("linear", dashed), ("cosine", mixed)):
         ramp = {} if style == "constant" else {"start_weight_decay": 0.01, "end_weight_decay": 0.1}
         c = config(weight_decay=0.05, weight_decay_incr_style=style, **ramp)
-        add(decays, style, build_schedule(c).wd, report.LINE, line)
-    add(batches, "--rampup-batch-size\n20 20 30000", config().batch, report.LINE, solid)
+        add(decays, style, build_schedule(c).wd, plot.LINE, line)
+    add(batches, "--rampup-batch-size\n20 20 30000", config().batch, plot.LINE, solid)
     consumed, scale = [0], LossScale(Precision(fp16=True, initial_loss_scale=2.0**16, loss_scale_window=200))
     seen = [scale.scale]
     for step in range(1, SAMPLES // BATCH + 1):
         scale.update(step in OVERFLOWS)
         consumed.append(step * BATCH)
         seen.append(scale.scale)
-    scales.plot(consumed, seen, label="window 200,\nhysteresis 2", color=report.LINE, lw=1.6, drawstyle="steps-post")
+    scales.plot(consumed, seen, label="window 200,\nhysteresis 2", color=plot.LINE, lw=1.6, drawstyle="steps-post")
     scales.set_yscale("log", base=2)
     scales.plot(
         [n * BATCH for n in sorted(OVERFLOWS)],
         [min(seen) / 2] * len(OVERFLOWS),
         "x",
-        color=report.BAD,
+        color=plot.BAD,
         label="overflow",
         ms=6,
     )
@@ -85,20 +86,12 @@ def draw() -> str:
         (batches, "Global batch"),
         (scales, "fp16 loss scale"),
     ):
-        axes.set_title(title, loc="left", color=report.INK, fontsize=11)
+        axes.set_title(title, loc="left", color=plot.INK, fontsize=11)
         axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(1.01, 1),
-            frameon=False,
-            labelcolor=report.INK,
-            fontsize=9,
-            handlelength=2.6,
+            loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, labelcolor=plot.INK, fontsize=9, handlelength=2.6
         )
-    svg = report.svg_of(figure, "Schedules")
-    style = f"<style>{report.THEME}svg {{ background: var(--paper); font-family: system-ui, sans-serif }}</style>"
-    at = svg.index(">") + 1
-    return svg[:at] + style + svg[at:]
+    return plot.svg_of(figure, "Schedules")
 
 
 if __name__ == "__main__":
-    print(report.write_whole(PICTURE, draw()))
+    print(write_page(PICTURE, draw()))

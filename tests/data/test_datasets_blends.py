@@ -593,7 +593,8 @@ def test_what_is_trained_on_and_validated_on_is_told():
 
 @pytest.mark.pictures
 def test_several_sets_in_the_report(files):
-    from meshwright.report import page as report
+    from meshwright.report import page
+    from meshwright.report.history import read_history
 
     step = {
         "attempt": 1,
@@ -610,17 +611,17 @@ def test_several_sets_in_the_report(files):
     check = {"event": "validation", "attempt": 1, "name": "validation", "ppl": 2.0}
     found += [{**check, "iteration": n, "set": s, "loss": n + len(s)} for n in (1, 2) for s in ("a<b", "wiki")]
     (files / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)) + "\n")
-    read = report.read_rows(files)
-    assert [(v.iteration, v.of, v.loss) for v in read.validations] == [
+    read = read_history(files)
+    assert [(v.iteration, v.dataset, v.loss) for v in read.validations] == [
         (1, "a<b", 4),
         (1, "wiki", 5),
         (2, "a<b", 5),
         (2, "wiki", 6),
     ]
-    shown = dict(report.headlines(read, {}))
+    shown = dict(page.headlines(read, {}))
     assert shown["final validation loss on wiki"] == "6.0000" and shown["best validation loss on a<b"] == "4.0000 at 1"
-    page = report.page(files, read, {})
-    assert "validation on wiki" in page and "validation on a&lt;b" in page and "on a<b" not in page
+    text = page.page(files, read, {})
+    assert "validation on wiki" in text and "validation on a&lt;b" in text and "on a<b" not in text
 
 
 def test_a_tag_of_its_own():

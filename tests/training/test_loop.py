@@ -19,7 +19,7 @@ from helpers import TINY_FLAGS, open_step
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.data.format.writer import Writer
-from meshwright.report import page as report
+from meshwright.report import history as report
 from meshwright.tokenizers import train_bpe
 from meshwright.training import loop
 from meshwright.training import loop as trainer
@@ -460,11 +460,11 @@ def test_looking_at_an_older_step_undoes_nothing(run, tmp_path, capsys):
     main(["train", *TINY_FLAGS, "--save", str(c), "--save-interval", "2"])
     got = run("--skip-train", "--load", c / "iter_0000002", "--run-dir", c)
     assert got.status == 0
-    rows = report.read_rows(c)
+    rows = report.read_history(c)
     assert [s.iteration for s in rows.steps] == [1, 2, 3, 4, 5, 6]
     assert len(rows.attempts) == 1 and rows.attempts[0].end["attempt"] == 1
     main(["train", *TINY_FLAGS, "--save", str(c), "--load", str(c), "--train-iters", "7", "--lr-decay-iters", "6"])
-    assert [a.number for a in report.read_rows(c).attempts] == [1, 3]
+    assert [a.number for a in report.read_history(c).attempts] == [1, 3]
 
 
 def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):

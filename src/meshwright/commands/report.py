@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from meshwright.errors import DONE
-from meshwright.report import page as report
-from meshwright.report.compare import run
+from meshwright.report.compare import compare
+from meshwright.report.history import read_history
+from meshwright.report.page import write_report
 
 
 def main(argv: list[str]) -> int:
@@ -43,13 +44,13 @@ def main(argv: list[str]) -> int:
     if args.losses and (args.output or len(args.folders) > 1):
         parser.error("--losses prints one run's numbers: give one folder and no --output")
     if len(args.folders) > 1:
-        return run(args.folders, args.output, args.json, args.tolerance)
+        return compare(args.folders, args.output, args.json, args.tolerance)
     if args.json or args.tolerance is not None:
         parser.error("--json and --tolerance compare runs: give two folders or more")
     (folder,) = args.folders
     if args.losses:
-        for s in report.read_rows(folder).steps:
+        for s in read_history(folder).steps:
             print(s.iteration, s.loss.hex(), s.grad_norm.hex(), s.lr.hex())
     else:
-        print(report.write(folder, args.output))
+        print(write_report(folder, args.output))
     return DONE

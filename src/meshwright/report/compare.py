@@ -1,12 +1,10 @@
-"""`meshwright report`: a page for one run; for several, how far their loss curves lie from the first, and what differs.
-
-`meshwright report A B` prints it and writes a page; `--json` is for programs, `--tolerance` for tests.
+"""The comparison of several runs with the first: distances of their loss curves, and settings that
+differ.
 """
 
 from __future__ import annotations
 
 import bisect
-import html
 import json
 import math
 import statistics
@@ -17,65 +15,71 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
-from meshwright.report import page as report
-from meshwright.report.page import BAD, INK, LINE, POINT
+from meshwright.report import plot
+from meshwright.report.history import History, final_loss, read_history, read_settings, wall_time
+from meshwright.report.html import document, escape, table, write_page
+from meshwright.report.page import columns, duration
 
-# Of each run in turn: colour, line, the line as text, marker, the marker as text. The colour alone never tells.
-LOOKS: list[tuple[str, Any, str, str, str]] = [
-    (LINE, "-", "━━━", "o", "●"),
-    (POINT, (0, (4, 1.5)), "━ ━", "D", "◆"),
-    (BAD, (0, (5, 1.5, 1, 1.5)), "━ ·", "s", "■"),
-    (INK, (0, (1, 1.5)), "· · ·", "^", "▲"),
+# Per run: colour, line, the line as text, marker, the marker as text. Colour is never the only
+# difference.
+STYLES: list[tuple[str, Any, str, str, str]] = [
+    (plot.LINE, "-", "━━━", "o", "●"),
+    (plot.POINT, (0, (4, 1.5)), "━ ━", "D", "◆"),
+    (plot.BAD, (0, (5, 1.5, 1, 1.5)), "━ ·", "s", "■"),
+    (plot.INK, (0, (1, 1.5)), "· · ·", "^", "▲"),
 ]
 
 
 @dataclass(frozen=True)
 class Run:
     name: str
-    rows: report.Rows
+    history: History
     settings: dict[str, Any]
-    unit: str  # tokens; samples where the sequence length of one of the runs is not known
-    scale: int  # of these in a sample
+    unit: str  # "tokens", or "samples" if the sequence length of one of the runs is unknown
+    scale: int  # units per sample
 
     def amount(self, iteration: int) -> int:
-        """Tokens (or samples) consumed by then."""
-        at = bisect.bisect_right(self.rows.steps, iteration, key=lambda s: s.iteration)
-        return self.rows.steps[at - 1].consumed_samples * self.scale if at else 0
+        """Return the tokens (or samples) consumed by an iteration."""
+        steps = self.history.steps
+        at = bisect.bisect_right(steps, iteration, key=lambda s: s.iteration)
+        return steps[at - 1].consumed_samples * self.scale if at else 0
 
     def validations(self) -> dict[int, float]:
-        """By iteration, the mean of several sets; at the last one there may be another at the end of the run, with other
-        samples."""
-        all_of_them: dict[int, dict[str, float]] = {}
-        for v in reversed(self.rows.validations):
+        """Return iteration -> mean loss of the validation sets.
+
+        The last iteration may have a second validation, at the end of the run, on other samples:
+        the first counts.
+        """
+        found: dict[int, dict[str, float]] = {}
+        for v in reversed(self.history.validations):
             if v.name != "test":
-                all_of_them.setdefault(v.iteration, {})[v.of] = v.loss
-        return {i: math.fsum(losses.values()) / len(losses) for i, losses in sorted(all_of_them.items())}
+                found.setdefault(v.iteration, {})[v.dataset] = v.loss
+        return {i: math.fsum(losses.values()) / len(losses) for i, losses in sorted(found.items())}
 
     def final(self, kind: str) -> float:
-        """The last validation's loss, or the median training loss of the last fiftieth: one step alone says little."""
+        """Return the last validation loss, or the median training loss of the last fiftieth."""
         if kind == "validation":
             return [*self.validations().values()][-1]
-        losses = [s.loss for s in self.rows.steps]
-        known = [x for x in losses[-max(1, len(losses) // 50) :] if math.isfinite(x)]
-        return statistics.median(known) if known else math.nan
+        return final_loss([s.loss for s in self.history.steps])
 
     def reaches(self, loss: float, kind: str) -> int | None:
-        """Tokens (or samples) after which the loss is that low for the first time, but for rounding."""
+        """Return the tokens (or samples) after which the loss is first that low, up to rounding."""
         loss += 1e-6 * abs(loss)
         if kind == "validation":
             return next((self.amount(i) for i, x in self.validations().items() if x <= loss), None)
         x, y = curve(self, "loss", by_amount=True)
         if len(y) > 20:
-            x, y = report.smoothed(x, y, len(y) // 100)
+            x, y = plot.running_median(x, y, len(y) // 100)
         return next((int(n) for n, value in zip(x, y, strict=True) if value <= loss), None)
 
 
-def run(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None) -> int:
-    if len(folders) > len(LOOKS):
-        raise UserError(f"{len(folders)} folders: at most {len(LOOKS)} are compared at once", USAGE)
+def compare(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None) -> int:
+    """Print the comparison, write its page, return 1 if losses differ by more than `tolerance`."""
+    if len(folders) > len(STYLES):
+        raise UserError(f"{len(folders)} folders; at most {len(STYLES)} can be compared at once", USAGE)
     if tolerance is not None and not tolerance >= 0:
-        raise UserError(f"--tolerance {tolerance} is not a number from 0 on", USAGE)
-    runs = load(folders)
+        raise UserError(f"--tolerance {tolerance} must be a number of at least 0", USAGE)
+    runs = read_runs(folders)
     found: dict[str, Any] = {
         "unit": runs[0].unit,
         "runs": [figures(r) for r in runs],
@@ -84,11 +88,11 @@ def run(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: 
         "notes": [*dict.fromkeys(note for r in runs[1:] for note in cautions(runs[0], r))],
     }
     if as_json:
-        print(json.dumps(plain(found), allow_nan=False))
+        print(json.dumps(to_json(found), allow_nan=False))
     else:
-        print("\n".join(told(found)))
+        print("\n".join(as_text(found)))
     if output or not as_json:
-        target = report.write_whole(output or folders[0] / "compare.html", page(runs, found))
+        target = write_page(output or folders[0] / "compare.html", page(runs, found))
         print(target, file=sys.stderr if as_json else sys.stdout)
     if tolerance is None:
         return DONE
@@ -100,27 +104,27 @@ def run(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: 
     return UNEXPECTED if worst > tolerance else DONE
 
 
-def load(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[Run]:
     names = [f.resolve().name for f in folders]
     if len(set(names)) < len(names):
         names = [str(f) for f in folders]
     read = []
     for folder in folders:
-        rows = report.read_rows(folder)
-        if not rows.steps:
-            raise UserError(f"{folder / 'metrics.jsonl'}: no step in it", BAD_DATA)
-        groups = report.read_settings(folder).values()
-        read.append((rows, {name: value for group in groups for name, value in group.items()}))
+        history = read_history(folder)
+        if not history.steps:
+            raise UserError(f"{folder / 'metrics.jsonl'} holds no step", BAD_DATA)
+        groups = read_settings(folder).values()
+        read.append((history, {name: value for group in groups for name, value in group.items()}))
     known = all(isinstance(settings.get("seq_length"), int) for _, settings in read)
     return [
-        Run(name, rows, settings, "tokens" if known else "samples", settings["seq_length"] if known else 1)
-        for name, (rows, settings) in zip(names, read, strict=True)
+        Run(name, history, settings, "tokens" if known else "samples", settings["seq_length"] if known else 1)
+        for name, (history, settings) in zip(names, read, strict=True)
     ]
 
 
 def figures(r: Run) -> dict[str, Any]:
-    """What is told of each run."""
-    steps, checks = r.rows.steps, r.validations()
+    """Return the figures of one run."""
+    steps, checks = r.history.steps, r.validations()
     return {
         "name": r.name,
         "steps": steps[-1].iteration,
@@ -129,45 +133,29 @@ def figures(r: Run) -> dict[str, Any]:
         "final_validation": r.final("validation") if checks else None,
         "best_validation": min((x for x in checks.values() if not math.isnan(x)), default=None),
         "tokens_per_second": statistics.median(s.tokens_per_second for s in steps),
-        "seconds": report.wall_time(r.rows.attempts)[1],
+        "seconds": wall_time(r.history.attempts)[1],
     }
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs, paths last: those differ almost always, and hardly ever matter."""
+    """Return the settings that differ, paths last: those differ almost always and rarely matter."""
     names = [n for n in {n: 0 for s in settings for n in s} if any(s.get(n) != settings[0].get(n) for s in settings)]
     names.sort(key=lambda n: n in ("save", "load") or n.endswith(("_path", "_dir", "_file")))
     return {n: [s.get(n) for s in settings] for n in names}
 
 
-# What decides which tokens a validation reads.
-_VALIDATED_ON = (
-    "data_path",
-    "data_args_path",
-    "valid_data_path",
-    "per_split_data_args_path",
-    "valid_weighted_split_paths",
-    "valid_weighted_split_paths_path",
-    "multiple_validation_sets",
-    "full_validation",
-    "split",
-    "split_arithmetic",
-    "seq_length",
-    "seed",
-    "mock_data",
-    "eval_iters",
-    "eval_interval",
-    "global_batch_size",
-    "vocab_file",
-    "tokenizer_model",
-    "tokenizer_type",
-)
+# The settings that decide which tokens a validation reads.
+_VALIDATED_ON = """
+    data_path data_args_path valid_data_path per_split_data_args_path valid_weighted_split_paths
+    valid_weighted_split_paths_path multiple_validation_sets full_validation split split_arithmetic seq_length seed
+    mock_data eval_iters eval_interval global_batch_size vocab_file tokenizer_model tokenizer_type
+""".split()
 
 
 def cautions(a: Run, b: Run) -> list[str]:
-    """What a reader must know before he believes the numbers."""
+    """Return what a reader must know before trusting the numbers."""
     out = []
-    if not_in_step((a, b)):
+    if amounts_differ((a, b)):
         out.append(f"differences are taken at equal iterations, which are not equal {a.unit} here: see the picture")
     other = [n for n in _VALIDATED_ON if a.settings.get(n) != b.settings.get(n)]
     if other and a.validations() and b.validations():
@@ -175,23 +163,28 @@ def cautions(a: Run, b: Run) -> list[str]:
     return out
 
 
-def not_in_step(runs: Sequence[Run]) -> bool:
-    """Whether an iteration that some of them have lies at other tokens (or samples)."""
+def amounts_differ(runs: Sequence[Run]) -> bool:
+    """Return whether some iteration comes after different amounts of tokens (or samples)."""
     amounts: dict[int, set[int]] = {}
     for r in runs:
-        for s in r.rows.steps:
+        for s in r.history.steps:
             amounts.setdefault(s.iteration, set()).add(s.consumed_samples * r.scale)
     return any(len(found) > 1 for found in amounts.values())
 
 
 def difference(a: Run, b: Run) -> dict[str, Any]:
-    """How b's losses lie from a's, b - a, at the iterations that both have."""
-    before, after = ({s.iteration: s.loss for s in r.rows.steps} for r in (a, b))
+    """Return how b's losses differ from a's, b - a, at the iterations that both have."""
+    before, after = ({s.iteration: s.loss for s in r.history.steps} for r in (a, b))
     gaps = {i: gap(before[i], after[i]) for i in before if i in after}
     relative = {i: abs(g / before[i]) if g and before[i] else abs(g) for i, g in gaps.items()}
     late = [g for g in list(gaps.values())[-max(1, len(gaps) // 10) :] if math.isfinite(g)]
     checks = b.validations()
     kind = "validation" if checks and a.validations() else "training"
+
+    def reached(x: Run, y: Run) -> dict[str, Any]:
+        loss = y.final(kind)
+        return {"run": x.name, "loss_of": y.name, "kind": kind, "loss": loss, "after": x.reaches(loss, kind)}
+
     return {
         "runs": [a.name, b.name],
         "common_steps": len(gaps),
@@ -200,45 +193,38 @@ def difference(a: Run, b: Run) -> dict[str, Any]:
         "largest_relative": largest(relative, "share"),
         "mean_of_last_tenth": statistics.fmean(late) if late else None,
         "validation": {i: gap(x, checks[i]) for i, x in a.validations().items() if i in checks},
-        "reached": [
-            {
-                "run": x.name,
-                "loss_of": y.name,
-                "kind": kind,
-                "loss": y.final(kind),
-                "after": x.reaches(y.final(kind), kind),
-            }
-            for x, y in ((b, a), (a, b))
-        ],
+        "reached": [reached(b, a), reached(a, b)],
     }
 
 
 def gap(before: float, after: float) -> float:
-    """Equal bits, two NaNs too, lie 0 apart; a number and what is none lie infinitely far apart."""
+    """Return after - before: 0 for equal bits, even of two NaNs; infinity between a number and a
+    non-number.
+    """
     if before.hex() == after.hex():
         return 0.0
     return after - before if math.isfinite(after - before) else math.inf
 
 
-def largest(values: dict[int, float], called: str) -> dict[str, Any] | None:
+def largest(values: dict[int, float], name: str) -> dict[str, Any] | None:
     at = max(values, key=lambda i: abs(values[i]), default=None)
-    return None if at is None else {called: values[at], "iteration": at}
+    return None if at is None else {name: values[at], "iteration": at}
 
 
-def plain(value: Any) -> Any:
-    """As JSON can say it: what is not finite becomes its name, as in metrics.jsonl."""
+def to_json(value: Any) -> Any:
+    """Replace floats that are not finite by their names, as metrics.jsonl does."""
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
+        return {k: to_json(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [plain(v) for v in value]
+        return [to_json(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Telling
+# Tables
 
 
 def summary(found: dict[str, Any]) -> list[list[str]]:
-    """Lines of a table: a column for each run."""
+    """Return the lines of a table with a column for each run."""
     form = {
         "steps": ("steps", ","),
         "amount": (found["unit"], ","),
@@ -251,22 +237,23 @@ def summary(found: dict[str, Any]) -> list[list[str]]:
         [label, *("-" if r[key] is None else format(r[key], how) for r in found["runs"])]
         for key, (label, how) in form.items()
     ]
-    return [*body, ["wall time", *(report.duration(r["seconds"]) for r in found["runs"])]]
+    return [*body, ["wall time", *(duration(r["seconds"]) for r in found["runs"])]]
 
 
 def distances(found: dict[str, Any]) -> list[list[str]]:
-    """Lines of a table: a column for each run but the first."""
+    """Return the lines of a table with a column for each run but the first."""
     out = []
     for d in found["differences"]:
         far, share, checks = d["largest"], d["largest_relative"], d["validation"]
         column = {"common steps": f"{d['common_steps']:,}"}
         if far:
-            equal = "none: equal to the last bit" if d["first"] is None else f"iteration {d['first']:,}"
             mean = d["mean_of_last_tenth"]
             column |= {
-                "first difference in any bit": equal,
+                "first difference in any bit": "none: equal to the last bit"
+                if d["first"] is None
+                else f"iteration {d['first']:,}",
                 "largest difference": f"{far['loss']:+.4g} at {far['iteration']:,}",
-                "largest relative difference": f"{relatively(share['share'])} at {share['iteration']:,}",
+                "largest relative difference": f"{percentage(share['share'])} at {share['iteration']:,}",
                 "mean difference, last 10% of them": "-" if mean is None else f"{mean:+.4g}",
             }
         if checks:
@@ -280,79 +267,78 @@ def distances(found: dict[str, Any]) -> list[list[str]]:
     return [[label, *(c.get(label, "-") for c in out)] for label in {k: 0 for c in out for k in c}]
 
 
-def relatively(x: float) -> str:
+def percentage(x: float) -> str:
     return f"{x:.0e}".replace("e-0", "e-") if 0 < x < 1e-4 else f"{x:.2%}"
 
 
-def told(found: dict[str, Any]) -> list[str]:
+def as_text(found: dict[str, Any]) -> list[str]:
     names = [r["name"] for r in found["runs"]]
-    lines = padded([["", *names], *summary(found)])
-    lines += ["", *padded([[f"compared with {names[0]}", *names[1:]], *distances(found)])]
-    settings = [f"  {n}: {' | '.join(map(shown, values))}" for n, values in found["settings"].items()]
+    lines = aligned([["", *names], *summary(found)])
+    lines += ["", *aligned([[f"compared with {names[0]}", *names[1:]], *distances(found)])]
+    settings = [f"  {n}: {' | '.join(map(show, values))}" for n, values in found["settings"].items()]
     notes = [f"note: {note}" for note in found["notes"]]
     return [*lines, *notes, "", "settings that differ:" if settings else "no setting differs", *settings]
 
 
-def padded(table: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     return "none" if value is None else json.dumps(value, default=str, ensure_ascii=False)
+
+
+# The page
 
 
 def page(runs: Sequence[Run], found: dict[str, Any]) -> str:
     names = [r.name for r in runs]
-    settings = [[n, *map(shown, values)] for n, values in found["settings"].items()]
+    settings = [[n, *map(show, values)] for n, values in found["settings"].items()]
     parts = [
-        f"<h1>{html.escape(', '.join(names))}</h1>",
-        report.table(summary(found), "numbers", ["", *names]),
-        f'<div class="pictures">{"".join(pictures(runs))}</div>',
-        f"<h2>Compared with {html.escape(names[0])}</h2>",
-        report.table(distances(found), "numbers", ["", *names[1:]]),
-        *(f'<p class="quiet">Note: {html.escape(note)}.</p>' for note in found["notes"]),
+        f"<h1>{escape(', '.join(names))}</h1>",
+        table(summary(found), "numbers", ["", *names]),
+        f'<div class="pictures">{"".join(plots(runs))}</div>',
+        f"<h2>Compared with {escape(names[0])}</h2>",
+        table(distances(found), "numbers", ["", *names[1:]]),
+        *(f'<p class="quiet">Note: {escape(note)}.</p>' for note in found["notes"]),
         f"<h2>Settings that differ ({len(settings)})</h2>",
-        report.table(settings, "numbers", ["", *names]) if settings else '<p class="quiet">None.</p>',
+        table(settings, "numbers", ["", *names]) if settings else '<p class="quiet">None.</p>',
     ]
-    return report.document(f"{', '.join(names)}: comparison", parts)
+    return document(f"{', '.join(names)}: comparison", parts)
 
 
 def curve(r: Run, column: str, by_amount: bool) -> tuple[Any, Any]:
-    """A column's finite values over iterations or over tokens."""
+    """Return a column's finite values over iterations or over tokens."""
     import numpy as np
 
-    x, y = report.points(r.rows.steps, column, "consumed_samples" if by_amount else "iteration")
+    x, y = columns(r.history.steps, column, "consumed_samples" if by_amount else "iteration")
     known = np.isfinite(y)
     return x[known] * (r.scale if by_amount else 1), y[known]
 
 
-def pictures(runs: Sequence[Run]) -> list[str]:
-    """Losses, their differences and learning rates; over tokens where the runs' steps are not of the same size."""
+def plots(runs: Sequence[Run]) -> list[str]:
+    """Return losses, their differences and learning rates; over tokens if the runs' steps differ
+    in size.
+    """
     import numpy as np
 
-    over_amount = not_in_step(runs)
-    x_label = runs[0].unit if over_amount else "iteration"
-    titles = {"Loss": "", "Difference": f"loss less that of {runs[0].name}", "Learning rate": ""}
-    drawn = {t: report.blank_axes((7.6, 3.4 if t == "Loss" else 2.4), x=x_label) for t in titles}
+    by_amount = amounts_differ(runs)
+    x_label = runs[0].unit if by_amount else "iteration"
+    notes = {"Loss": "", "Difference": f"loss minus that of {runs[0].name}", "Learning rate": ""}
+    drawn = {t: plot.new_axes((7.6, 3.4 if t == "Loss" else 2.4), x=x_label) for t in notes}
     losses, differences, rates = (axes for _, axes in drawn.values())
-    differences.axhline(0, color=INK, lw=0.8, alpha=0.6)
+    differences.axhline(0, color=plot.INK, lw=0.8, alpha=0.6)
     legend = ""
-    x0, y0 = curve(runs[0], "loss", over_amount)
-    for r, (colour, line, as_text, marker, sign) in zip(runs, LOOKS, strict=False):
-        x, y = curve(r, "loss", over_amount)
-        report.draw(losses, x, y, colour, line)
-        checks = [(r.amount(i) if over_amount else i, v) for i, v in r.validations().items() if math.isfinite(v)]
+    x0, y0 = curve(runs[0], "loss", by_amount)
+    for r, (colour, line, as_text, marker, sign) in zip(runs, STYLES, strict=False):
+        x, y = curve(r, "loss", by_amount)
+        plot.draw(losses, x, y, colour, line)
+        checks = [(r.amount(i) if by_amount else i, v) for i, v in r.validations().items() if math.isfinite(v)]
         losses.plot([i for i, _ in checks], [v for _, v in checks], marker, color=colour, ms=5)
-        rates.plot(*report.thinned(*curve(r, "lr", over_amount)), color=colour, ls=line, lw=1.6)
+        rates.plot(*plot.thin(*curve(r, "lr", by_amount)), color=colour, ls=line, lw=1.6)
         if r is not runs[0] and len(x):
             both = (x0 >= x[0]) & (x0 <= x[-1])
-            report.draw(differences, x0[both], np.interp(x0[both], x, y) - y0[both], colour, line)
-        points = f", validation {sign}" if checks else ""
-        legend += (
-            f'<span><b style="color: {report.VARIABLES[colour]}">{as_text}</b> {html.escape(r.name)}{points}</span>'
-        )
-    return [
-        report.framed(t, titles[t], f'<div class="legend quiet">{legend}</div>{report.svg_of(figure, t)}', "wide")
-        for t, (figure, _) in drawn.items()
-    ]
+            plot.draw(differences, x0[both], np.interp(x0[both], x, y) - y0[both], colour, line)
+        legend += plot.key(as_text, colour, f"{r.name}, validation {sign}" if checks else r.name)
+    return [plot.embed(figure, t, notes[t], legend, wide=True) for t, (figure, _) in drawn.items()]

@@ -11,7 +11,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import publish, steps
 from meshwright.console import say
 from meshwright.files import replacing
-from meshwright.report import page as report
+from meshwright.report.page import write_report as write_page_of
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
@@ -65,6 +65,6 @@ def as_continued(config: TrainConfig) -> TrainConfig:
 def write_report(folder: Path) -> None:
     """The page with pictures; a run is not spoilt by a picture that failed."""
     try:
-        report.write(folder)
+        write_page_of(folder)
     except Exception as e:
         print(f"note: no report.html: {e}", file=sys.stderr)

@@ -1,0 +1,161 @@
+"""The history of a run: its steps, validations and attempts from metrics.jsonl, its settings from
+config.toml.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import BAD_DATA, USAGE, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    iteration: int
+    consumed_samples: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    ms: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    iteration: int
+    name: str  # "validation" or "test"
+    loss: float
+    ppl: float
+    dataset: str = ""  # its name where there are several
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} on {self.dataset}" if self.dataset else self.name
+
+
+@dataclass
+class Attempt:
+    number: int
+    start: dict[str, Any]
+    began: int  # the iteration it started from
+    last: int  # the iteration it reached
+    seconds: float = 0.0  # in steps and saves, including those that a later attempt repeated
+    end: dict[str, Any] | None = None  # None: still running, or killed
+
+
+@dataclass(frozen=True)
+class History:
+    """The row that counts for each iteration, in order, and all attempts."""
+
+    steps: list[Step]
+    validations: list[Validation]
+    attempts: list[Attempt]
+
+
+def read_history(folder: Path) -> History:
+    """Read metrics.jsonl. An attempt that starts at iteration N undoes what earlier ones did after
+    N.
+
+    So the last row of an iteration counts, and a run started anew in the same folder is not mixed
+    with the one before.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", USAGE)
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"{path}: no such file; a run writes it with --save or --run-dir", BAD_DATA)
+    steps: dict[int, Step] = {}
+    # Keyed by title, iteration, and whether it was the validation at the end of the run.
+    validations: dict[tuple[str, int, bool], Validation] = {}
+    attempts: list[Attempt] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                event, iteration = row["event"], int(row["iteration"])
+                if event == "start":
+                    steps = {i: s for i, s in steps.items() if i <= iteration}
+                    validations = {k: v for k, v in validations.items() if k[1] <= iteration}
+                    attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
+                    row["time"] = float(row.get("time", 0))
+                elif event == "step":
+                    steps[iteration] = step = _step(row)
+                    if attempts:
+                        attempts[-1].last = iteration
+                        attempts[-1].seconds += step.ms / 1e3
+                elif event == "validation":
+                    loss, ppl = float(row["loss"]), float(row["ppl"])
+                    v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")))
+                    validations[v.title, iteration, bool(row.get("end"))] = v
+                elif event == "save" and attempts:
+                    attempts[-1].seconds += float(row["seconds"])
+                elif event == "end" and attempts and attempts[-1].number == int(row["attempt"]):
+                    attempts[-1].end = row
+                    row["time"] = float(row.get("time", 0))
+            except (ValueError, TypeError, KeyError, OverflowError) as e:
+                if not line.endswith(b"\n"):
+                    break  # the last line, cut by a kill
+                why = f"{e} is missing" if isinstance(e, KeyError) else str(e)
+                raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
+    in_order = sorted(validations.values(), key=lambda v: v.iteration)
+    return History([steps[i] for i in sorted(steps)], in_order, attempts)
+
+
+def _step(row: dict[str, Any]) -> Step:
+    # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
+    floats = {name: float(row[name]) for name in ("loss", "grad_norm", "lr", "ms", "tokens_per_second")}
+    optional = {name: None if row.get(name) is None else float(row[name]) for name in ("mfu", "memory")}
+    return Step(
+        iteration=int(row["iteration"]),
+        consumed_samples=int(row["consumed_samples"]),
+        skipped=bool(row["skipped"]),
+        **floats,
+        **optional,
+    )
+
+
+def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the groups of settings in config.toml; none if the file does not exist."""
+    path = folder / "config.toml"
+    try:
+        groups = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as e:
+        raise UserError(f"{path} is damaged: {e}", BAD_DATA) from None
+    return {group: values for group, values in groups.items() if isinstance(values, dict)}
+
+
+def by_dataset(validations: Iterable[Validation]) -> list[list[Validation]]:
+    """Group validations by their data set."""
+    groups: dict[str, list[Validation]] = {}
+    for v in validations:
+        groups.setdefault(v.dataset, []).append(v)
+    return list(groups.values())
+
+
+def final_loss(values: Sequence[float]) -> float:
+    """Return the median of the last fiftieth (one step says little); NaN if none is finite."""
+    import statistics
+
+    finite = [x for x in values[-max(1, len(values) // 50) :] if math.isfinite(x)]
+    return statistics.median(finite) if finite else math.nan
+
+
+def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:
+    """Return a label and seconds: from start to end if every end is dated, else the known steps
+    and saves.
+    """
+    dated = [a.end["time"] - a.start["time"] for a in attempts if a.end and "time" in a.end and "time" in a.start]
+    if dated and len(dated) == len(attempts):
+        return "wall time", sum(dated)
+    return "time in steps and saves", sum(a.seconds for a in attempts)
