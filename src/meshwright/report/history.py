@@ -112,14 +112,20 @@ def read_history(folder: Path) -> History:
 
 def _step(row: dict[str, Any]) -> Step:
     # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
-    floats = {name: float(row[name]) for name in ("loss", "grad_norm", "lr", "ms", "tokens_per_second")}
-    optional = {name: None if row.get(name) is None else float(row[name]) for name in ("mfu", "memory")}
+    def optional(name: str) -> float | None:
+        return None if row.get(name) is None else float(row[name])
+
     return Step(
         iteration=int(row["iteration"]),
         consumed_samples=int(row["consumed_samples"]),
+        loss=float(row["loss"]),
+        grad_norm=float(row["grad_norm"]),
+        lr=float(row["lr"]),
         skipped=bool(row["skipped"]),
-        **floats,
-        **optional,
+        ms=float(row["ms"]),
+        tokens_per_second=float(row["tokens_per_second"]),
+        mfu=optional("mfu"),
+        memory=optional("memory"),
     )
 
 
