@@ -77,6 +77,7 @@ NO_TORCH = [
     "optim.schedule",
     "report.page",
     "report.compare",
+    "checkpoint.convert",
     "checkpoint.publish",
     "checkpoint.native",
     "checkpoint.steps",

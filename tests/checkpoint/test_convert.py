@@ -19,10 +19,10 @@ from helpers import TINY_FLAGS, captured_output
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
+from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.formats import huggingface_writer, pickles
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
-from meshwright.commands.convert import complete
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.settings.schema import Tokenizer
 
@@ -323,7 +323,7 @@ def test_a_vocabulary_that_is_told_is_not_cut(folder, tmp_path):
     for kind, size in (("Megatron", 60), ("Megatron", 62), (HUGGING_FACE, 62), (NATIVE, 60)):
         source.kind = kind
         with pytest.raises(UserError, match=f"a vocabulary of {size} ids, the checkpoint has 61$"):
-            complete(source, {}, Tokenizer(vocab_size=size))
+            complete_source(source, {}, Tokenizer(vocab_size=size))
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +406,7 @@ def most_memory(*words):
 def imported():
     """Of a process that has only imported what the command does."""
     code = (
-        "import torch, safetensors, tokenizers, meshwright.commands.convert, meshwright.model.gpt, meshwright.checkpoint.formats.huggingface;"
+        "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt, meshwright.checkpoint.formats.huggingface;"
         "import meshwright.checkpoint.formats.megatron_writer; print(open('/proc/self/status').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -454,8 +454,7 @@ def test_memory(optimizer, tmp_path, record_property):
 def write_made(source, root):
     """As `native.save` would, one tensor at a time."""
     from meshwright.checkpoint import publish
-    from meshwright.commands.convert import Chosen, native_files
 
     source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}
     root.mkdir()
-    publish.write_step(root, 7, native_files(Chosen.of(source)))
+    publish.write_step(root, 7, native_files(select(source)))

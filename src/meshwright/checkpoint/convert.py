@@ -1,0 +1,325 @@
+"""Convert a checkpoint of any program into another one's format: `convert(source, target, to="native")`.
+
+Tensors are converted one at a time, so that a model of any size needs little memory. Where the source does not describe its
+network, `settings` do: `{"num_attention_heads": 16, "vocab_size": 50257}` for Megatron-LM's 345M release of 2019.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import mmap
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright import tokenizers
+from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint.boxes import Box
+from meshwright.checkpoint.formats import huggingface_writer
+from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.manifests import Damaged
+from meshwright.checkpoint.publish import Produce
+from meshwright.checkpoint.saved_model import SavedModel, describe
+from meshwright.checkpoint.sources import Known, Named, Source
+from meshwright.checkpoint.steps import HUGGING_FACE
+from meshwright.console import notice
+from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.progress import progress_bar
+from meshwright.settings import checks, flags
+from meshwright.settings.schema import ARCHITECTURE, GenerateConfig, Tokenizer, spelling
+
+if TYPE_CHECKING:
+    import torch
+
+Format = Literal["native", "torch", "huggingface"]
+DType = Literal["float32", "float16", "bfloat16"]
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to write: the format, the type of the weights (None: unchanged) and, for Megatron's tree, the ranks."""
+
+    folder: Path
+    to: Format = "native"
+    dtype: DType | None = None
+    optimizer: bool = True
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.to not in ("native", "torch", "huggingface"):
+            raise UserError(f"no format {self.to!r}; give native, torch or huggingface")
+        if min(self.tensor_parallel, self.pipeline_parallel) < 1:
+            raise UserError("the sizes of --to torch must be above 0")
+        if self.to != "torch" and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
+            raise UserError(f"--to {self.to} has no ranks: --target-... sizes are for --to torch; any layout loads it")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """How much was written, and how long it took."""
+
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: Format = "native",
+    *,
+    dtype: DType | None = None,
+    optimizer: bool = True,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    settings: Mapping[str, Any] | None = None,
+) -> Converted:
+    """Convert the checkpoint `source`, or the newest one in that folder, into the new folder `target`.
+
+    `settings` are flags by name (`num_attention_heads`, `vocab_size`, `vocab_file`, `verify`, `trust_pickle`, ...): they
+    complete what the source does not say of itself. Raises UserError if the conversion is impossible.
+    """
+    wanted = Target(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
+    return prepare(source, wanted, settings or {}).run()
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that has been checked and not yet run."""
+
+    path: Path
+    source: Source
+    target: Target
+    config: GenerateConfig
+    tokenizer: tokenizers.Tokenizer | None
+
+    def run(self) -> Converted:
+        began = time.perf_counter()
+        try:
+            tensors, size = write(self)
+        except Damaged as damage:
+            raise Damaged(f"{damage}{suggest_older(self.path, self.source)}") from damage
+        return Converted(tensors, size, time.perf_counter() - began)
+
+
+def prepare(source: str | Path, target: Target, settings: Mapping[str, Any]) -> Conversion:
+    """Open the source and check that it, the settings and its tokenizer fit together."""
+    if unknown := settings.keys() - flags.fields(GenerateConfig).keys():
+        raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
+    given = flags.from_saved(GenerateConfig, settings, "settings")
+    config, _ = flags.build(GenerateConfig, [("settings", given)])
+    if wrong := checks.unusable(config) + checks.not_yet(config):
+        raise UserError(flags.listed(wrong))
+    c = config.checkpoint
+    opened = loading.open_any(source, OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads))
+    if opened is None:
+        raise UserError(f"no checkpoint in {source}", BAD_DATA)
+    for note in opened.notes:
+        notice(note)
+    complete, tokenizer = complete_source(opened, given, config.tokenizer)
+    return Conversion(Path(source), complete, target, config, tokenizer)
+
+
+def suggest_older(path: Path, source: Source) -> str:
+    """Name an older step that could be converted; it is not taken unasked, since it was trained for less long."""
+    place = None
+    if source.folder.resolve() != path.resolve():
+        with contextlib.suppress(UserError):
+            place, _ = steps.find(path, below=source.step)
+    return f"; {place.folder} is older and looks whole: give that path" if place else ""
+
+
+# The source
+
+
+def complete_source(
+    source: Source, given: Mapping[str, Any], t: Tokenizer
+) -> tuple[Source, tokenizers.Tokenizer | None]:
+    """Return the source with what the flags add, cut to its true vocabulary, and its tokenizer if there is one."""
+    saved, where = describe(source, given), source.folder
+    tokenizer = find_tokenizer(saved, t)
+    size = (tokenizer.size if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab
+    if size is None and tokenizer is not None:
+        size = tokenizer.size
+    most = source.vocab or saved.rows
+    may_be_padded = source.vocab is None or source.kind == HUGGING_FACE  # theirs counts padding as ids
+    wrong = saved.contradictions(given)
+    if size is not None and (size > most or (size < most and not may_be_padded)):
+        wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}")
+    if wrong:
+        raise UserError(
+            "\n  ".join([f"these flags contradict {where} (what it says itself need not be said):", *wrong]), BAD_DATA
+        )
+    if size is None:
+        raise UserError(
+            f"{where} has {saved.rows:,} rows for tokens and does not say how many are padding: give --true-vocab-size "
+            f"(GPT-2: 50257; {saved.rows} if there is none), or the files of its vocabulary"
+        )
+    if source.vocab and size < source.vocab:
+        notice(
+            f"{source.vocab - size:,} of {source.vocab:,} rows for tokens are cut off, the vocabulary has {size:,} ids"
+        )
+    source = source.of_vocabulary(size)
+    source.config = {name: given[name] for name in ARCHITECTURE if name in given} | source.config
+    if saved.positions is not None:
+        source.config.setdefault("max_position_embeddings", saved.positions)
+    if missing := [spelling(name) for name in REQUIRED if not source.config.get(name)]:
+        raise UserError(f"{where} does not say everything of its network: give {', '.join(missing)}")
+    return source, tokenizer
+
+
+def find_tokenizer(saved: SavedModel, t: Tokenizer) -> tokenizers.Tokenizer | None:
+    """Return the tokenizer of the flags, or the one kept with the checkpoint, if any."""
+    if t.vocab_file or t.merge_file or t.tokenizer_model:
+        return tokenizers.build(t)
+    kept = saved.tokenizer_folder
+    if kept is None:
+        return tokenizers.build(t) if t.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else None
+    try:
+        return tokenizers.build(dataclasses.replace(t, vocab_size=None), kept)
+    except UserError as error:
+        if kept != saved.root:
+            raise
+        notice(f"its tokenizer is left out: {error}")
+        return None
+
+
+@dataclass
+class Selection(Source):
+    """The tensors of another source that are converted, with the type that they get; `advance` counts bytes read."""
+
+    inner: Source | None = None
+    optimizer: bool = True
+    dtype: str | None = None
+    advance: Callable[[int], None] = field(default=lambda count: None)
+
+    @property
+    def tensors(self) -> Mapping[str, Known]:
+        assert self.inner
+        return {
+            name: Known(known.shape, self.dtype or known.dtype if "/" not in name else known.dtype)
+            for name, known in self.inner.tensors.items()
+            if self.optimizer or "/" not in name
+        }
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(known.shape) * native.SIZES[native.NAMES[known.dtype]] for known in self.tensors.values())
+
+    def fill(self, want: Named) -> None:
+        assert self.inner
+        self.inner.fill(want)
+        self.advance(native.bytes_of(want))
+
+    def parts(self, name: str) -> Iterable[tuple[str, Box]]:
+        assert self.inner
+        return self.inner.parts(name)
+
+    def of_vocabulary(self, size: int) -> Selection:
+        assert self.inner
+        return dataclasses.replace(self, vocab=size, inner=self.inner.of_vocabulary(size))
+
+
+def select(source: Source, optimizer: bool = True, dtype: str | None = None) -> Selection:
+    """Select the tensors of a source, with or without optimizer state; `dtype` is for the weights alone."""
+    common = {f.name: getattr(source, f.name) for f in dataclasses.fields(Source)}
+    return Selection(**common, inner=source, optimizer=optimizer, dtype=dtype)
+
+
+# Writing
+
+
+def write(job: Conversion) -> tuple[int, int]:
+    """Write the target; return the number of tensors and of bytes."""
+    source, target = job.source, job.target
+    optimizer = target.to != "huggingface" and target.optimizer and source.has_optimizer
+    if target.to == "native" and optimizer and target.dtype not in (None, "float32"):
+        raise UserError(f"--dtype {target.dtype} would round the weights that a run goes on from: add --no-optimizer")
+    # Megatron keeps weights in half precision beside the masters.
+    half = target.to == "torch" and optimizer and target.dtype != "float32"
+    chosen = select(source, optimizer, None if half else target.dtype)
+    total = chosen.bytes
+    with progress_bar("convert", total) as chosen.advance:
+        if target.to == "huggingface":
+            for note in huggingface_writer.write(chosen, target.folder, tokenizer=job.tokenizer):
+                notice(note)
+        else:
+            write_step(chosen, job)
+    return len(chosen.tensors), total
+
+
+def write_step(source: Selection, job: Conversion) -> None:
+    """Write a step, in our format or as Megatron's tree, by the protocol of every save."""
+    folder = job.target.folder
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} exists and is not a folder; give another one", LOCKED)
+    # A conversion that was killed leaves a lock and a step that was never finished.
+    held = [path.name for path in folder.glob("*") if path.name != ".lock" and path.suffix != ".tmp"]
+    if held:
+        raise UserError(f"{folder} already holds {min(held)}, and nothing is overwritten; give another folder", LOCKED)
+    files = native_files(source) if job.target.to == "native" else megatron_files(source, job)
+    step = source.step or int(job.target.to == "torch")  # Megatron takes no iteration 0
+    is_new = not folder.exists()
+    try:
+        with publish.lock(folder):
+            publish.write_step(folder, step, files, bytes_needed=source.bytes)
+            save_tokenizer(job.tokenizer, source, folder)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer | None, source: Source, folder: Path) -> None:
+    assert source.vocab
+    if tokenizer is not None and tokenizer.size == source.vocab:
+        tokenizers.save(tokenizer, folder / "tokenizer")
+    elif tokenizer is not None:
+        can_cut = source.kind == HUGGING_FACE and tokenizer.size < source.vocab
+        cure = f"; --true-vocab-size {tokenizer.size} cuts the rest off" if can_cut else ""
+        notice(f"no tokenizer is kept: it has {tokenizer.size:,} ids, the table {source.vocab:,} rows{cure}")
+
+
+def native_files(source: Source) -> dict[str, Produce]:
+    """Return what native.save would write, each tensor read when its bytes are due."""
+    import torch
+
+    shapes = {
+        name: native.full_entry(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
+        for name, known in source.tensors.items()
+    }
+    sizes = {"true_vocab_size": source.vocab, "positions": describe(source).require_positions()}
+    config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
+    return native.files_of(shapes, sizes | source.state, config, functools.partial(read_run, source))[0]
+
+
+def read_run(source: Source, run: native.Run) -> torch.Tensor:
+    """Read a box into memory that returns to the system at once; torch's allocator would keep it between others."""
+    import torch
+
+    count, size = run.flat.numel(), run.flat.element_size()
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default would be memory shared between processes
+    memory = mmap.mmap(-1, max(count, 1) * size, private)
+    tensor = torch.frombuffer(memory, dtype=run.flat.dtype)[:count]
+    source.fill({run.key: (run.box.size, [(run.box.offset, run.box.size)], tensor)})
+    return tensor
+
+
+def megatron_files(source: Selection, job: Conversion) -> dict[str, Produce]:
+    from meshwright.checkpoint.formats import megatron_writer
+
+    target, model = job.target, job.config.model
+    if target.dtype:
+        source.config |= {"fp16": target.dtype == "float16", "bf16": target.dtype == "bfloat16"}
+    t, p = target.tensor_parallel, target.pipeline_parallel
+    assert source.vocab
+    padded = tokenizers.padded_size(source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to)
+    return megatron_writer.files(source, t, p, padded, source.has_optimizer)
