@@ -78,6 +78,7 @@ NO_TORCH = [
     "report.page",
     "report.compare",
     "checkpoint.convert",
+    "checkpoint.inspect",
     "checkpoint.publish",
     "checkpoint.native",
     "checkpoint.steps",

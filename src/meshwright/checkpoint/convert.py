@@ -1,7 +1,8 @@
-"""Convert a checkpoint of any program into another one's format: `convert(source, target, to="native")`.
+"""Convert a checkpoint of any program into another format.
 
-Tensors are converted one at a time, so that a model of any size needs little memory. Where the source does not describe its
-network, `settings` do: `{"num_attention_heads": 16, "vocab_size": 50257}` for Megatron-LM's 345M release of 2019.
+Tensors are converted one at a time, so that a model of any size needs little memory. Where the
+source does not describe its network, `settings` do: `{"num_attention_heads": 16, "vocab_size":
+50257}` for Megatron-LM's 345M release of 2019.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True)
 class Target:
-    """What to write: the format, the type of the weights (None: unchanged) and, for Megatron's tree, the ranks."""
+    """What to write: the format, the type of the weights (None: unchanged), and Megatron's ranks."""
 
     folder: Path
     to: Format = "native"
@@ -82,10 +83,11 @@ def convert(
     pipeline_parallel: int = 1,
     settings: Mapping[str, Any] | None = None,
 ) -> Converted:
-    """Convert the checkpoint `source`, or the newest one in that folder, into the new folder `target`.
+    """Convert a checkpoint, or the newest one in a folder, into the new folder `target`.
 
-    `settings` are flags by name (`num_attention_heads`, `vocab_size`, `vocab_file`, `verify`, `trust_pickle`, ...): they
-    complete what the source does not say of itself. Raises UserError if the conversion is impossible.
+    `settings` are flags by name (`num_attention_heads`, `vocab_size`, `vocab_file`, `verify`,
+    `trust_pickle`, ...): they complete what the source does not say of itself. Raises UserError if
+    the conversion is impossible.
     """
     wanted = Target(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
     return prepare(source, wanted, settings or {}).run()
@@ -129,7 +131,7 @@ def prepare(source: str | Path, target: Target, settings: Mapping[str, Any]) -> 
 
 
 def suggest_older(path: Path, source: Source) -> str:
-    """Name an older step that could be converted; it is not taken unasked, since it was trained for less long."""
+    """Suggest an older step; it is not taken unasked, because it was trained for less long."""
     place = None
     if source.folder.resolve() != path.resolve():
         with contextlib.suppress(UserError):
@@ -143,7 +145,7 @@ def suggest_older(path: Path, source: Source) -> str:
 def complete_source(
     source: Source, given: Mapping[str, Any], t: Tokenizer
 ) -> tuple[Source, tokenizers.Tokenizer | None]:
-    """Return the source with what the flags add, cut to its true vocabulary, and its tokenizer if there is one."""
+    """Return the source, completed by the flags and cut to its true vocabulary, and its tokenizer."""
     saved, where = describe(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)
     size = (tokenizer.size if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab
@@ -194,7 +196,8 @@ def find_tokenizer(saved: SavedModel, t: Tokenizer) -> tokenizers.Tokenizer | No
 
 @dataclass
 class Selection(Source):
-    """The tensors of another source that are converted, with the type that they get; `advance` counts bytes read."""
+    """The tensors of another source that are converted, with the type that they get; `advance`
+    counts bytes read."""
 
     inner: Source | None = None
     optimizer: bool = True
@@ -229,7 +232,8 @@ class Selection(Source):
 
 
 def select(source: Source, optimizer: bool = True, dtype: str | None = None) -> Selection:
-    """Select the tensors of a source, with or without optimizer state; `dtype` is for the weights alone."""
+    """Select the tensors of a source, with or without optimizer state; `dtype` is for the weights
+    alone."""
     common = {f.name: getattr(source, f.name) for f in dataclasses.fields(Source)}
     return Selection(**common, inner=source, optimizer=optimizer, dtype=dtype)
 
@@ -302,7 +306,8 @@ def native_files(source: Source) -> dict[str, Produce]:
 
 
 def read_run(source: Source, run: native.Run) -> torch.Tensor:
-    """Read a box into memory that returns to the system at once; torch's allocator would keep it between others."""
+    """Read a box into memory that returns to the system at once; torch's allocator would keep it
+    between others."""
     import torch
 
     count, size = run.flat.numel(), run.flat.element_size()

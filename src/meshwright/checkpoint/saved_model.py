@@ -1,7 +1,8 @@
 """The model that a checkpoint holds: its settings, vocabulary size, positions and tokenizer.
 
-Resuming, generation, conversion, inspection and the export for Hugging Face all ask here, so that they agree about every
-folder, whichever program wrote it. Nothing here imports torch or reads a tensor.
+Resuming, generation, conversion, inspection and the export for Hugging Face all ask here, so that
+they agree about every folder, whichever program wrote it. Nothing here imports torch or reads a
+tensor.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ class SavedModel:
     def require_positions(self) -> int:
         if self.positions is None:
             raise UserError(
-                f"{self.source.folder} does not say how long its sequences are; give --max-position-embeddings or --seq-length",
+                f"{self.source.folder} does not say how long its sequences are; "
+                "give --max-position-embeddings or --seq-length",
                 BAD_DATA,
             )
         return self.positions
 
     def contradictions(self, given: Mapping[str, Any]) -> list[str]:
-        """List the architecture flags in `given` that differ from the checkpoint, even if they equal a default."""
+        """List the architecture flags in `given` that differ from the checkpoint, even if they
+        equal a default."""
         named = {name: given[name] for name in ARCHITECTURE if name in given}
         return checks.contradictions(dataclasses.replace(self.model, **named), self.model, named)
 
@@ -112,7 +115,8 @@ def describe(source: Source, given: Mapping[str, Any] | None = None) -> SavedMod
 
 
 def recorded_settings(source: Source) -> dict[str, Any]:
-    """Return the settings that a step records, with the number of positions that its state counts."""
+    """Return the settings that a step records, with the number of positions that its state
+    counts."""
     positions = source.state.get("positions")
     return source.config | ({"max_position_embeddings": positions} if positions else {})
 

@@ -1,7 +1,8 @@
-"""`meshwright convert SRC DST --to native|torch|huggingface`: a checkpoint of any program as another one's.
+"""`meshwright convert SRC DST --to native|torch|huggingface`: a checkpoint of any program as
+another one's.
 
-What the source does not say about its network, the usual flags do: `--num-attention-heads 16 --true-vocab-size 50257` for the
-345M release of 2019.
+What the source does not say about its network, the usual flags do: `--num-attention-heads 16
+--true-vocab-size 50257` for the 345M release of 2019.
 """
 
 from __future__ import annotations

@@ -1,0 +1,188 @@
+"""Describe in lines of text what a checkpoint of any program holds, whether it is undamaged, and
+how two of them differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint import loading, native, steps
+from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.manifests import Damaged, verify
+from meshwright.checkpoint.saved_model import model_settings
+from meshwright.checkpoint.sources import Known, Source
+from meshwright.checkpoint.steps import Place
+from meshwright.data.history import History
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import OUTCOME, TrainConfig
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How closely to look: verify every byte, list tensors, and list the boxes of each."""
+
+    full: bool = False
+    tensors: bool = False
+    boxes: bool = False
+
+
+def describe_folder(
+    path: str | Path, step: int | None = None, detail: Detail = Detail(), options: OpenOptions = loading.PLAIN
+) -> tuple[list[str], bool]:
+    """Describe every step in a folder, or one of them; return the lines and whether all of it is
+    undamaged."""
+    root, named = steps.split_path(path)
+    number = named if step is None else step
+    if not root.exists():
+        raise UserError(f"there is no folder {root}", BAD_DATA)
+    present = steps.steps(root)[::-1]
+    if present and (number is None or number in present):
+        return describe_steps(root, number, detail, options)
+    if present and step is not None:
+        few = (
+            ", ".join(map(str, present)) if len(present) < 10 else f"{len(present)}, from {present[0]} to {present[-1]}"
+        )
+        raise UserError(f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}", BAD_DATA)
+    folder = Path(path) if step is None else steps.step_folder(root, step)
+    if not folder.exists():
+        raise UserError(f"there is no {folder}: name another program's step by its folder", BAD_DATA)
+    return describe_foreign(open_existing(folder, options), detail), True
+
+
+def open_existing(path: Path, options: OpenOptions) -> Source:
+    source = loading.open_any(path, options)
+    if source is None:
+        raise UserError(f"{path} holds no checkpoints" if path.exists() else f"there is no folder {path}", BAD_DATA)
+    return source
+
+
+def describe_foreign(source: Source, detail: Detail) -> list[str]:
+    contents = "weights and optimizer state" if source.has_optimizer else "weights"
+    layout = f", {source.layout}" if source.layout else ""
+    lines = [f"{source.folder}", f"  {source.kind} checkpoint{layout}: {contents}", summarize(source)]
+    lines += [f"    {note.strip()}" for note in source.notes]
+    lines += ["    --full: it has no checksums, so its bytes cannot be verified"] if detail.full else []
+    return lines + list_contents(source, detail)
+
+
+def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOptions) -> tuple[list[str], bool]:
+    """Describe our steps, and the newest undamaged one of them in detail; return also whether all
+    are undamaged."""
+    contents: list[str] | None = None
+    undamaged = True
+    lines = [f"{root}"]
+    for number in steps.steps(root) if step is None else [step]:
+        folder = steps.step_folder(root, number)
+        kind = steps.kind_of(folder) or steps.NATIVE
+        try:
+            manifest = verify(folder, detail.full)
+            source = loading.open_place(Place(kind, folder, number, root), options._replace(verify="none"))
+        except Damaged as damage:
+            lines.append(f"  {folder.name}  verified: NO, {damage}")
+            undamaged = False
+            continue
+        how = "verified: yes, every byte" if detail.full else "sizes: ok, contents not checked (--full does)"
+        ranks = sum(name.startswith("rank_") for name in manifest)
+        by = f"written by {ranks} rank{'s' * (ranks != 1)}" if ranks else f"{source.kind}'s tree: {source.layout}"
+        size = sum(file.size for file in manifest.values())
+        lines += [f"  {folder.name}  {how}", f"{summarize(source)} | {size:,} bytes, {by}"]
+        contents = list_contents(source, detail) if contents is None else contents
+    return lines + (contents or []), undamaged
+
+
+def summarize(source: Source) -> str:
+    parameters = sum(math.prod(known.shape) for name, known in source.tensors.items() if "/" not in name)
+    state = source.state
+    return (
+        f"    iteration {state.get('iteration', source.step)} | consumed samples "
+        f"{state.get('consumed_train_samples', 'not recorded')} | parameters {parameters:,}"
+    )
+
+
+def list_contents(source: Source, detail: Detail) -> list[str]:
+    lines = list_settings(source.config)
+    blends = History.of(source.state.get("blends"))
+    lines += [f"  {line}" for line in blends.lines()] if blends else []
+    for name, known in sorted(source.tensors.items()) if detail.tensors or detail.boxes else ():
+        shape, kept = "x".join(map(str, known.shape)) or "scalar", native.NAMES[known.dtype]
+        size = math.prod(known.shape) * native.SIZES[kept]
+        where = list(source.parts(name))
+        spread = f"{len(where)} boxes, {len({file for file, _ in where})} files"
+        lines.append(f"  {name:40} {shape:>16} {kept:>4} {size:>16,} bytes in {spread}")
+        lines += [f"    {file} {native.ranges(box)}" for file, box in where] if detail.boxes else []
+    return lines
+
+
+def list_settings(saved: Mapping[str, Any]) -> list[str]:
+    """List by group the settings that the run was made with, except those at their defaults."""
+    defaults = flags.to_dict(TrainConfig())
+    lines = []
+    for group, kind in flags.groups(TrainConfig).items():
+        names = (f.name for f in dataclasses.fields(kind))
+        changed = [f"{name} {saved[name]}" for name in names if name in saved and saved[name] != defaults[name]]
+        if changed:
+            lines.append(f"  {group}: {', '.join(changed)}")
+    return lines
+
+
+# Two checkpoints
+
+
+def compare(first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN) -> list[str]:
+    """List the settings and tensors in which two checkpoints differ, reading one tensor at a time;
+    [] if in none."""
+    a, b = (open_existing(Path(path), options) for path in (first, second))
+    lines = []
+    one, two = (source.config | resolved_settings(source) for source in (a, b))
+    for name in sorted(a.config.keys() & b.config.keys()):
+        if one[name] != two[name]:
+            lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
+    optimizer, equal = a.has_optimizer and b.has_optimizer, 0
+    if a.has_optimizer != b.has_optimizer:
+        lines.append(f"optimizer state: only in {(a if a.has_optimizer else b).folder}")
+    names = sorted(n for n in a.tensors.keys() | b.tensors.keys() if optimizer or "/" not in n)
+    for name in names:
+        differences = list(compare_tensor(a, b, name))
+        equal += not differences
+        lines += differences
+    if lines:
+        lines.append(f"{equal} of {len(names)} {'tensors' if optimizer else 'weights'} are equal")
+    return lines
+
+
+def resolved_settings(source: Source) -> dict[str, Any]:
+    """Return the settings of the network that follow from others where they were left open."""
+    model = model_settings(source.config, source.folder)
+    return {name: getattr(model, outcome) for name, outcome in OUTCOME.items()}
+
+
+def compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:
+    one, two = a.tensors.get(name), b.tensors.get(name)
+    if one is None or two is None:
+        yield f"{name}: only in {(a if two is None else b).folder}"
+    elif one.shape != two.shape:
+        yield f"{name}: {one.shape} | {two.shape}"
+    else:
+        yield from compare_numbers(a, b, name, one, two)
+
+
+def compare_numbers(a: Source, b: Source, name: str, one: Known, two: Known) -> Iterator[str]:
+    import torch
+
+    values = []
+    for source in (a, b):
+        dtype = torch.float64 if "float64" in (one.dtype, two.dtype) else torch.float32
+        values.append(torch.empty(one.shape, dtype=dtype))
+        source.fill({name: native.full_entry(values[-1])})
+    types = f", {one.dtype} | {two.dtype}" if one.dtype != two.dtype else ""
+    differ = int((values[0] != values[1]).sum())
+    if differ:
+        furthest = float((values[0] - values[1]).abs().max())
+        yield f"{name}: {differ:,} of {values[0].numel():,} numbers differ, by at most {furthest:.3g}{types}"
+    elif types:
+        yield f"{name}: equal{types}"
