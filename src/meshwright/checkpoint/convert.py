@@ -45,7 +45,7 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True)
 class Target:
-    """What to write: the format, the type of the weights (None: unchanged), and Megatron's ranks."""
+    """The folder to write, the format, the type of the weights (None: unchanged), and the ranks."""
 
     folder: Path
     to: Format = "native"
@@ -145,7 +145,7 @@ def suggest_older(path: Path, source: Source) -> str:
 def complete_source(
     source: Source, given: Mapping[str, Any], t: Tokenizer
 ) -> tuple[Source, tokenizers.Tokenizer | None]:
-    """Return the source, completed by the flags and cut to its true vocabulary, and its tokenizer."""
+    """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
     saved, where = describe(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)
     size = (tokenizer.size if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab
