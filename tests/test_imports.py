@@ -156,7 +156,9 @@ def test_nothing_unpickles() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] + [getattr(node, "module", "") or ""]
-                known = path.name in ("pickles.py", "unpickler.py")  # the one writes, the other takes opcodes' numbers
+                # The one writes, and runs what --trust-pickle says; the other's Unpickler gets programs
+                # without calls, and every global it asks for is ours.
+                known = path.name in ("pickles.py", "unpickler.py")
                 assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & set(names) or known, path
             if (
                 isinstance(node, ast.Call)

@@ -180,7 +180,7 @@ in_zip(
 )
 in_zip("NEWOBJ_EX with keywords", "keywords", lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92")
 in_zip("INST", "instruction", lambda m: b"(" + touch(m) + b"ios\nsystem\n", True)
-in_zip("OBJ", UNTRUSTED, lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
+in_zip("OBJ", "instruction", lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
 in_zip("STACK_GLOBAL", UNTRUSTED, lambda m: text("os") + text("system") + b"\x93" + many(touch(m)) + b"R", True)
 in_zip(
     "STACK_GLOBAL with dots",
@@ -257,18 +257,18 @@ in_zip(
     "a product beyond 64 bits", "on a storage of 4", lambda m: tensor(storage(), [1 << 32, 1 << 32, 0x10], [0, 0, 0])
 )
 in_zip("a number repeated for ever", "on a storage of 4", lambda m: tensor(storage(), [1 << 40], [0]))
-in_zip("a stride below zero", "something else", lambda m: tensor(storage(), [4], [-1]))
-in_zip("an offset below zero", "something else", lambda m: tensor(storage(), [1], [1], -8))
-in_zip("sizes below zero", "something else", lambda m: tensor(storage(), [-1, -4], [1, 1]))
-in_zip("a tensor of a text", "something else", lambda m: tensor(text("storage"), [1], [1]))
-in_zip("a million dimensions", "something else", lambda m: tensor(storage(), [1] * 100_000, [1] * 100_000))
+in_zip("a stride below zero", "something other", lambda m: tensor(storage(), [4], [-1]))
+in_zip("an offset below zero", "something other", lambda m: tensor(storage(), [1], [1], -8))
+in_zip("sizes below zero", "something other", lambda m: tensor(storage(), [-1, -4], [1, 1]))
+in_zip("a tensor of a text", "something other", lambda m: tensor(text("storage"), [1], [1]))
+in_zip("a million dimensions", "something other", lambda m: tensor(storage(), [1] * 100_000, [1] * 100_000))
 in_zip("a storage longer than its record", "has 16 bytes", lambda m: tensor(storage(count=1 << 30), [1], [1]))
 in_zip("a storage that is not there", "no storage", lambda m: tensor(storage("7"), [1], [1]))
 in_zip("a storage outside of the archive", "no storage", lambda m: tensor(storage("../../../etc/passwd"), [1], [1]))
 in_zip("a storage of no type", UNTRUSTED, lambda m: tensor(storage(kind="torch.Generator"), [1], [1]))
 in_zip(
     "a parameter that is no tensor",
-    "no tensor",
+    "not a tensor",
     lambda m: call("torch._utils._rebuild_parameter", text("x"), b"\x89", b"N"),
 )
 in_zip("torch.Size of texts", "torch.Size", lambda m: call("torch.Size", many(text("x"))))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.formats import archive
-from meshwright.checkpoint.formats.unpickler import STORAGES, Machine, Name, Stub
+from meshwright.checkpoint.formats.unpickler import STORAGES, Name, Reader, Stub
 from meshwright.errors import BAD_DATA, UserError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def read_archive(data: memoryview) -> Any:
         raise ValueError("a zip archive, but not one of torch.save's")
     order = records.get(f"{prefix}byteorder")
     if order and bytes(data[order.begin : order.end][:10]) != b"little":
-        raise ValueError("its numbers are big-endian: load it on a machine that has such, and save it anew")
+        raise ValueError("its numbers are big-endian: load it on a reader that has such, and save it anew")
 
     def place(key: str, size: int) -> int:
         record = records.get(f"{prefix}data/{key}")
@@ -115,34 +115,34 @@ def read_archive(data: memoryview) -> Any:
         return record.begin
 
     program = records[found[0]]
-    return Machine(data, place, program.begin, program.end).load()
+    return Reader(data, place, program.begin, program.end).load()
 
 
 def read_stream(data: memoryview) -> Any:
-    """A plain pickle, or torch's old form: magic number, version, machine, object, keys of the storages, storages."""
+    """A plain pickle, or torch's old form: magic number, version, reader, object, keys of the storages, storages."""
     if bytes(data[257:262]) == b"ustar":
         raise ValueError("a tar archive of torch 0.1: load it with torch.load and save it anew")
-    machine = Machine(data)
-    first = machine.load()
+    reader = Reader(data)
+    first = reader.load()
     if type(first) is not int or first != MAGIC:
         return first
-    version, system = machine.load(), machine.load()
+    version, system = reader.load(), reader.load()
     if version != PROTOCOL or type(system) is not dict or not system.get("little_endian"):
         raise ValueError(
             f"torch's old form in version {version!r:.20}, or big-endian: load it with torch.load and save it anew"
         )
-    begin, sizes, places = machine.position, dict[str, int](), dict[str, int]()
+    begin, sizes, places = reader.position, dict[str, int](), dict[str, int]()
 
     def announce(key: str, size: int) -> None:
         if sizes.setdefault(key, size) != size:
             raise ValueError(f"the storage {key!r} has two sizes, {sizes[key]:,} and {size:,} bytes")
 
-    machine.place = announce  # the object is read twice: where its storages lie is said after it
-    machine.load()
-    keys = machine.load()
+    reader.place = announce  # the object is read twice: where its storages lie is said after it
+    reader.load()
+    keys = reader.load()
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(sizes):
         raise ValueError("the storages that follow are not those of its tensors")
-    at = machine.position
+    at = reader.position
     for key in keys:
         (count,) = struct.unpack("<q", data[at : at + 8])
         places[key], at = at + 8, at + 8 + sizes[key]
@@ -150,8 +150,8 @@ def read_stream(data: memoryview) -> Any:
             raise ValueError(
                 f"the storage {key!r} of {sizes[key]:,} bytes is cut short, or said to have {count:,} numbers"
             )
-    machine.place, machine.position = lambda key, size: places[key], begin
-    return machine.load()
+    reader.place, reader.position = lambda key, size: places[key], begin
+    return reader.load()
 
 
 # Writing

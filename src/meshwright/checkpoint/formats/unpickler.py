@@ -1,20 +1,26 @@
-"""A pickle read as data: containers, numbers, strings, tensors, and inert notes of everything else.
+"""Read a pickle as data: containers, numbers, strings, tensors, inert records of all else.
 
-Python's unpickler calls what a file names; this one calls nothing. A global is looked up in our own table, never
-imported, and stands for a function of ours, a dtype, or a `Name` that can do nothing; what a file makes of a `Name` is a
-`Stub`, which remembers what it was given. Written by hand, and not derived from pickle.Unpickler, because that lets a
-file of 20 bytes allocate gigabytes (memo numbers, declared lengths) and hash a tuple of tuples for ever. Here each object
-is counted before it is made, so memory and time end at COST, and the program itself is read from the mapped file.
+A pickle is a program. `translate` copies it from the mapped file, instruction by instruction, and
+refuses lengths, memo numbers and amounts that would cost more than COST. It copies what moves
+values; an instruction that would call or change an object (REDUCE, BUILD, SETITEMS, ...) becomes a
+reference to something outside the pickle, which Python's unpickler hands to us, as it hands us
+every global. Nothing that a file names is imported or called, no `__setstate__` or `__hash__` of a
+class runs: a global stands for a function of ours, a dtype, or a `Name`, whose objects are `Stub`s.
+
+pickle.Unpickler alone would let a file of 20 bytes allocate gigabytes (memo numbers, declared
+lengths), hash a tuple of tuples for ever, and call the `__setstate__` of tensors.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import pickle
+import pickletools
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +29,20 @@ from meshwright.device import NVIDIA
 if TYPE_CHECKING:
     import torch
 
-COST = 128 << 20  # bytes of memory, by sys.getsizeof, and
-STEP = 24  # for each instruction: 5 million of them take about two seconds
+COST = 128 << 20  # bytes of memory that one file's objects may take, where each instruction counts
+STEP = 24  # bytes: 5 million of them take some seconds
 LONG_BYTES = 1 << 16  # longer byte strings stay in the mapped file
-LONG_TEXT = 4 << 20
-DEPTH, VALUES = 100, 20_000_000  # of the finished tree, as one sees it who walks through it
+LONG_TEXT, LONG_LINE, LONG_NUMBER = 4 << 20, 1024, 255  # bytes
+DEPTH, VALUES = 100, 20_000_000  # limits of the finished tree, with shared parts counted each time
 
-# Packages whose classes stand in honest checkpoints as settings and counters: taken down as Stubs, never imported.
+# Packages whose classes appear in honest checkpoints as settings and counters; they become Stubs.
 INERT = (
     *("megatron", "deepspeed", "libai", "oneflow", "apex", "transformer_engine", "fp16", "mpu", "pathlib"),
     *("torch.distributed.checkpoint", "torch.nn.functional"),
 )
 INERT_NAMES = {
     *("_io.BytesIO", "io.BytesIO", "numpy.ndarray", "builtins.slice", "builtins.complex", "builtins.range"),
-    *(
-        f"builtins.{name}" for name in ("list", "dict", "tuple", "int", "float", "str", "bool")
-    ),  # as a defaultdict's kind
+    *(f"builtins.{name}" for name in ("list", "dict", "tuple", "int", "float", "str", "bool")),
     *("torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"),
 }
 DTYPES = {
@@ -58,24 +62,13 @@ STORAGES = {
     "Bool": "bool",
     "Untyped": "uint8",
 }
-NUMPY = {
-    "f8": "float64",
-    "f4": "float32",
-    "f2": "float16",
-    "i8": "int64",
-    "i4": "int32",
-    "i2": "int16",
-    "i1": "int8",
-    "u8": "uint64",
-    "u4": "uint32",
-    "u2": "uint16",
-    "u1": "uint8",
-    "b1": "bool",
-}
+# NumPy's codes: kind and bytes, such as f8.
+NUMPY = {f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
 
 
 class Refused(ValueError):
-    """Why a pickle is not read on."""
+    """Why reading a pickle stopped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,12 +83,12 @@ class Name:
 
 
 class Stub:
-    """What an object of a class that is not ours was made of; a state that is a dict is read as attributes."""
+    """Arguments and state of an object of a foreign class; a state's items read as attributes."""
 
     __slots__ = ("module", "name", "args", "state")
 
-    def __init__(self, of: Name, args: tuple[Any, ...]) -> None:
-        self.module, self.name, self.args = of.module, of.name, args
+    def __init__(self, kind: Name, args: tuple[Any, ...]) -> None:
+        self.module, self.name, self.args = kind.module, kind.name, args
         self.state: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -109,14 +102,14 @@ class Stub:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """One of ours that stands for one that files call."""
+    """A function of ours that stands for one that files call."""
 
     call: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Elements of a mapped file; `begin` none: its place is not known yet."""
+    """Elements of a mapped file; `begin` is None while their place is not known yet."""
 
     dtype: torch.dtype
     begin: int | None
@@ -125,9 +118,75 @@ class Storage:
 
 Place = Callable[[str, int], int | None]  # a storage's key and size in bytes -> where it begins
 
+# Instructions
 
-class Machine:
-    """Pickles of one piece of memory, one after the other, within one allowance.
+LENGTHS = {op.code.encode("latin1")[0]: op.arg.n if op.arg else 0 for op in pickletools.opcodes}
+PREFIXES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: struct.Struct("<B"),
+    pickletools.TAKEN_FROM_ARGUMENT4: struct.Struct("<i"),
+    pickletools.TAKEN_FROM_ARGUMENT4U: struct.Struct("<I"),
+    pickletools.TAKEN_FROM_ARGUMENT8U: struct.Struct("<Q"),
+}
+STOP, FRAME, GLOBAL, BINPUT = (code[0] for code in (pickle.STOP, pickle.FRAME, pickle.GLOBAL, pickle.BINPUT))
+PUTS = set(pickle.BINPUT + pickle.LONG_BINPUT)
+LONGS = set(pickle.LONG1 + pickle.LONG4)
+TEXTS = set(pickle.SHORT_BINUNICODE + pickle.BINUNICODE + pickle.BINUNICODE8)
+STRINGS = set(pickle.SHORT_BINSTRING + pickle.BINSTRING)  # texts of Python 2
+BYTES = set(pickle.SHORT_BINBYTES + pickle.BINBYTES + pickle.BINBYTES8 + pickle.BYTEARRAY8)
+
+# Instructions that are copied, and the memory that each takes beside STEP and its argument. Missing
+# are the registry of extensions, buffers outside the file and most of protocols 0 and 1.
+MOVES = (pickle.PROTO, pickle.POP, pickle.POP_MARK, pickle.DUP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE)
+MOVES += (pickle.MARK, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET)
+MOVES += (pickle.EMPTY_TUPLE, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.FRAME, pickle.STOP)
+NUMBERS = (pickle.INT, pickle.LONG, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.BINFLOAT)
+TUPLES = (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.EMPTY_LIST)
+COSTS = {code[0]: 0 for code in MOVES} | {code[0]: 32 for code in NUMBERS} | {code[0]: 72 for code in TUPLES}
+COSTS |= dict.fromkeys(LONGS | TEXTS | STRINGS | BYTES, 72) | {pickle.EMPTY_DICT[0]: 80, pickle.EMPTY_SET[0]: 232}
+
+# Instructions that are replaced: how the operands become a tuple, and the Reader method for it.
+CALLS = {
+    pickle.REDUCE: (pickle.TUPLE2, "reduce"),
+    pickle.NEWOBJ: (pickle.TUPLE2, "reduce"),
+    pickle.NEWOBJ_EX: (pickle.TUPLE3, "reduce"),
+    pickle.BUILD: (pickle.TUPLE2, "build"),
+    pickle.APPEND: (pickle.TUPLE1 + pickle.TUPLE2, "extend"),
+    pickle.APPENDS: (pickle.TUPLE + pickle.TUPLE2, "extend"),
+    pickle.SETITEM: (pickle.TUPLE2 + pickle.TUPLE2, "set_items"),
+    pickle.SETITEMS: (pickle.TUPLE + pickle.TUPLE2, "set_items"),
+    pickle.ADDITEMS: (pickle.TUPLE + pickle.TUPLE2, "add_items"),
+    pickle.FROZENSET: (pickle.TUPLE + pickle.TUPLE1, "make_set"),
+    pickle.BINPERSID: (pickle.TUPLE1, "find_storage"),
+}
+METHODS = [*dict.fromkeys(method for _, method in CALLS.values()), "find_bytes"]
+CALL_COST = 200
+
+
+def reference(method: str) -> bytes:
+    """Return instructions that hand the tuple on top of the stack to a method of Reader."""
+    return pickle.BININT1 + bytes([METHODS.index(method)]) + pickle.TUPLE2 + pickle.BINPERSID
+
+
+REPLACED = {code[0]: operands + reference(method) for code, (operands, method) in CALLS.items()}
+
+
+class Unpickler(pickle.Unpickler):
+    """Runs a translated program; every global and every reference is the reader's to answer."""
+
+    def __init__(self, program: io.BytesIO, reader: Reader) -> None:
+        super().__init__(program, encoding="latin1")
+        self.reader = reader
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self.reader.find(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        operands, method = pid
+        return getattr(self.reader, METHODS[method])(*operands)
+
+
+class Reader:
+    """Reads the pickles in a piece of memory, one after the other, within one allowance.
 
     `place` finds the storages of tensors; without it a pickle that mentions one is refused.
     """
@@ -138,149 +197,107 @@ class Machine:
         self.cost = 0
         self.globals: dict[str, Any] = {}
         self.flat: dict[tuple[torch.dtype, int], torch.Tensor] = {}
-        self.forget()
-
-    def forget(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: list[Any] = []
-        self.arrays: dict[int, torch.Tensor] = {}  # by id, of NumPy's arrays
+        self.arrays: dict[int, torch.Tensor] = {}  # NumPy's arrays, by id
+        self.long: list[memoryview] = []
 
     def load(self) -> Any:
-        """The next pickle's object: a tree without cycles, that can be walked through."""
-        self.forget()
-        while True:
-            if self.position >= self.end:
-                self.take(1)
-            code = self.data[self.position]
-            self.position += 1
-            self.charge(STEP)
-            if code == STOP:
-                break
-            operation = OPERATIONS.get(code)
-            if operation is None:
-                raise Refused(
-                    f"instruction {bytes([code])!r} at byte {self.position - 1:,} is in no checkpoint we know"
-                )
-            operation(self)
-        result = self.stack.pop()
+        """Return the next pickle's object: a tree without cycles, which can be walked."""
+        result = Unpickler(self.translate(), self).load()
         self.measure(result, {})
-        self.forget()
+        self.arrays, self.long = {}, []
         return result
 
-    # Bytes and allowances
+    # The program
 
-    def take(self, count: int) -> memoryview:
-        if count < 0 or self.position + count > self.end:
-            raise Refused(f"it ends at byte {self.end:,}, and {count:,} more are to come at {self.position:,}")
-        self.position += count
-        return self.data[self.position - count : self.position]
+    def translate(self) -> io.BytesIO:
+        """Return the next program without calls, frames and long byte strings."""
+        data, end, out = self.data, self.end, io.BytesIO()
+        copied = at = self.position
+        code, memory = -1, 0
+        while code != STOP:
+            start = at
+            code = data[at] if at < end else -1
+            replaced, length = REPLACED.get(code), LENGTHS.get(code, 0)
+            if replaced is None and code not in COSTS:
+                self.check_end(at, 1)
+                raise Refused(f"instruction {bytes([code])!r} at byte {at:,} is in no checkpoint we know")
+            at = begin = at + 1
+            cost = STEP + COSTS.get(code, CALL_COST)
+            if length > 0:
+                self.check_end(at, length)
+                at += length
+                if code in PUTS:
+                    number = data[begin] if code == BINPUT else int.from_bytes(data[begin:at], "little")
+                    cost, memory = cost + 16 * max(0, number - memory), max(number, memory)
+            elif length < 0:
+                begin, at = self.argument(code, at, length)
+                cost += 2 * (at - begin)
+                if code in TEXTS:
+                    cost += sys.getsizeof(str(data[begin:at], "utf-8", "surrogatepass"))
+                elif code in BYTES and at - begin >= LONG_BYTES:
+                    replaced = pickle.BININT + len(self.long).to_bytes(4, "little") + pickle.TUPLE1
+                    replaced += reference("find_bytes")
+                    cost = CALL_COST
+                    self.long.append(data[begin:at])
+            self.charge(cost)
+            if replaced is not None or code == FRAME:
+                out.write(data[copied:start])
+                out.write(replaced or b"")
+                copied = at
+        out.write(data[copied:at])
+        out.seek(0)
+        self.position = at
+        return out
 
-    def number(self, form: str) -> int:
-        return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
+    def argument(self, code: int, at: int, kind: int) -> tuple[int, int]:
+        """Return where an argument begins and ends whose length the file declares."""
+        begin = at
+        if kind == pickletools.UP_TO_NEWLINE:
+            for _ in range(2 if code == GLOBAL else 1):
+                found = bytes(self.data[at : min(at + LONG_LINE, self.end)]).find(b"\n")
+                if found < 0:
+                    raise Refused(f"no line ends within {LONG_LINE:,} bytes after byte {at:,}")
+                at += found + 1
+            return begin, at
+        prefix = PREFIXES[kind]
+        self.check_end(at, prefix.size)
+        (length,) = prefix.unpack_from(self.data, at)
+        if code in LONGS and length > LONG_NUMBER:
+            raise Refused(f"a number of {length:,} bytes; at most {LONG_NUMBER} are read")
+        if code in TEXTS | STRINGS and length > LONG_TEXT:
+            raise Refused(f"a text of {length:,} bytes; at most {LONG_TEXT:,} are read")
+        at += prefix.size
+        self.check_end(at, length)
+        return at, at + length
 
-    def line(self) -> str:
-        raw = bytes(self.data[self.position : self.position + 1024])
-        end = raw.find(b"\n")
-        if end < 0:
-            raise Refused(f"no line ends after byte {self.position:,}")
-        self.position += end + 1
-        return raw[:end].decode()
+    def check_end(self, at: int, count: int) -> None:
+        if count < 0 or at + count > self.end:
+            raise Refused(f"it ends at byte {self.end:,}, but byte {at:,} needs {count:,} more")
 
-    def charge(self, bytes_: int) -> None:
-        self.cost += bytes_
+    def charge(self, count: int) -> None:
+        self.cost += count
         if self.cost > COST:
-            raise Refused(f"its objects would take more than {COST >> 20} MiB; its tensors do not count")
+            raise Refused(f"its objects would take more than {COST >> 20} MiB, not counting tensors")
 
-    def push(self, value: Any) -> None:
-        self.charge(sys.getsizeof(value))
-        self.stack.append(value)
+    # The instructions that are replaced
 
-    def push_text(self, count: int, encoding: str = "utf-8") -> None:
-        if count > LONG_TEXT:
-            raise Refused(f"a text of {count:,} bytes, at most {LONG_TEXT:,} are read")
-        self.push(str(self.take(count), encoding))
+    def find_bytes(self, number: int) -> memoryview:
+        return self.long[number]
 
-    def push_bytes(self, count: int) -> None:
-        raw = self.take(count)
-        self.push(bytes(raw) if count < LONG_BYTES else raw)
-
-    def items(self) -> list[Any]:
-        """What stands above the last mark."""
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def push_above(self, make: Callable[[list[Any]], Any]) -> None:
-        self.push(make(self.items()))
-
-    # Instructions that need more than a line
-
-    def remember(self, number: int) -> None:
-        gap = number + 1 - len(self.memo)
-        if gap > 0:
-            self.charge(10 * gap)
-            self.memo.extend([None] * gap)
-        self.memo[number] = self.stack[-1]
-
-    def mark(self) -> None:
-        self.charge(100)
-        self.marks.append(self.stack)
-        self.stack = []
-
-    def extend(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            raise Refused(f"it appends to {type(target).__name__}, not a list")
-        before = sys.getsizeof(target)
-        self.charge(16 * len(values))
-        target.extend(values)
-        self.charge(max(0, sys.getsizeof(target) - before))
-
-    def set_items(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, Stub):  # of a class derived from dict
-            self.charge(100)
-            target.state = {} if target.state is None else target.state
-            target = target.state
-        if type(target) is not dict:
-            raise Refused(f"it sets items of {type(target).__name__}, not of a dict")
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            before = sys.getsizeof(target)
-            target[self.key(key)] = value
-            self.charge(16 + sys.getsizeof(target) - before)
-
-    def add_items(self, values: Iterable[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not set:
-            raise Refused(f"it adds to {type(target).__name__}, not to a set")
-        for value in values:
-            before = sys.getsizeof(target)
-            target.add(self.key(value))
-            self.charge(16 + sys.getsizeof(target) - before)
-
-    def key(self, key: Any) -> Any:
-        """A key that is hashed and compared in an instant: long and nested ones can be made to take for ever."""
-        for part in key if type(key) is tuple and len(key) <= 64 else [key]:
-            if (
-                not (type(part) in (str, bytes) and len(part) <= 1024)
-                and not (type(part) is int and abs(part) < 1 << 60)
-                and not (part is None or type(part) is bool or isinstance(part, Stub) or is_dtype(part))
-            ):
-                raise Refused(f"a {type(key).__name__} as a key")
-        return key
-
-    def reduce(self, function: Any, args: Any) -> None:
+    def reduce(self, function: Any, args: Any, keywords: Any = None) -> Any:
+        """Return what our function makes of the arguments, or a Stub for a foreign one."""
+        if keywords:
+            raise Refused("an object that is made with keywords")
         if type(args) is not tuple:
-            raise Refused(f"{function!r} is called with {type(args).__name__}, not a tuple")
+            raise Refused(f"{function!r:.200} is called with {type(args).__name__}, not a tuple")
         if isinstance(function, Name):
-            self.push(Stub(function, args))
-        elif isinstance(function, Function):
-            self.push(function.call(*args))
-        else:
+            return Stub(function, args)
+        if not isinstance(function, Function):
             raise Refused(f"it calls a {type(function).__name__}")
+        return function.call(*args)
 
-    def build(self, state: Any) -> None:
-        target = self.stack[-1]
+    def build(self, target: Any, state: Any) -> Any:
+        """Set the state of an object that may have one."""
         if isinstance(target, Stub):
             target.state = state
         elif type(target) is argparse.Namespace and type(state) is dict and all(type(k) is str for k in state):
@@ -290,15 +307,64 @@ class Machine:
             _, shape, dtype, fortran, raw = state
             target.data = self.array(raw, dtype, shape, "F" if fortran else "C")
         elif is_dtype(target) and type(state) is tuple and len(state) > 1 and state[1] in ("<", "|", "="):
-            pass  # of NumPy, little-endian
+            pass  # a little-endian type of NumPy
         elif type(target) is dict and type(state) is dict:
-            pass  # an OrderedDict's attributes: torch notes versions of modules there
+            pass  # attributes of an OrderedDict, where torch notes the versions of modules
         else:
             raise Refused(f"it sets the state of a {type(target).__name__}")
+        return target
 
-    def persistent(self, pid: Any) -> None:
+    def extend(self, target: Any, values: tuple[Any, ...]) -> Any:
+        if type(target) is not list:
+            raise Refused(f"it appends to {type(target).__name__}, not a list")
+        before = sys.getsizeof(target)
+        self.charge(16 * len(values))
+        target.extend(values)
+        self.charge(max(0, sys.getsizeof(target) - before))
+        return target
+
+    def set_items(self, target: Any, values: Sequence[Any]) -> Any:
+        items = target
+        if isinstance(target, Stub):  # its class is derived from dict
+            self.charge(100)
+            items = target.state = {} if target.state is None else target.state
+        if type(items) is not dict:
+            raise Refused(f"it sets items of {type(items).__name__}, not of a dict")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            before = sys.getsizeof(items)
+            items[self.key(key)] = value
+            self.charge(16 + sys.getsizeof(items) - before)
+        return target
+
+    def add_items(self, target: Any, values: Iterable[Any]) -> Any:
+        if type(target) is not set:
+            raise Refused(f"it adds to {type(target).__name__}, not to a set")
+        for value in values:
+            before = sys.getsizeof(target)
+            target.add(self.key(value))
+            self.charge(16 + sys.getsizeof(target) - before)
+        return target
+
+    def make_set(self, values: Any = ()) -> Any:
+        if type(values) not in (list, tuple):
+            raise Refused("a set of something other than a list")
+        return self.add_items(set(), values)
+
+    def key(self, key: Any) -> Any:
+        """Return the key if it is quick to hash and compare; a long or nested one may never end."""
+        for part in key if type(key) is tuple and len(key) <= 64 else [key]:
+            if (
+                not (type(part) in (str, bytes) and len(part) <= 1024)
+                and not (type(part) is int and abs(part) < 1 << 60)
+                and not (part is None or type(part) is bool or isinstance(part, Stub) or is_dtype(part))
+            ):
+                raise Refused(f"a {type(key).__name__} as a key")
+        return key
+
+    def find_storage(self, pid: Any) -> Storage:
+        """Return the storage that a persistent id names."""
         if self.place is None or type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise Refused("a reference to something outside of it that is no storage of a tensor")
+            raise Refused("a reference to something outside of it that is not a storage of a tensor")
         _, dtype, key, _, count, *view = pid
         if not is_dtype(dtype) or type(key) is not str or type(count) is not int or count < 0:
             raise Refused("a storage without type, key or size")
@@ -308,13 +374,14 @@ class Machine:
             if not 0 <= offset <= offset + size <= count:
                 raise Refused(f"a view of elements {offset:,} to {offset + size:,} on a storage of {count:,}")
             begin, count = None if begin is None else begin + offset * dtype.itemsize, size
-        self.push(Storage(dtype, begin, count))
+        return Storage(dtype, begin, count)
 
     # Globals
 
-    def find(self, module: Any, name: Any) -> Any:
-        if type(module) is not str or type(name) is not str or len(module) + len(name) > 500:
-            raise Refused("a global without a name, or with one of more than 500 letters")
+    def find(self, module: str, name: str) -> Any:
+        """Return what stands for a global."""
+        if len(module) + len(name) > 500:
+            raise Refused("a global whose name has more than 500 letters")
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         if full not in self.globals:
@@ -330,10 +397,9 @@ class Machine:
         kind, storage, _ = name.partition("Storage")
         if module in ("torch", f"torch.{NVIDIA}", "torch.storage") and storage and kind in STORAGES:
             return getattr(torch, STORAGES[kind])
-        ours = FUNCTIONS.get(full)
-        if ours is not None:
-            return Function(lambda *args: ours(self, *args))
-        if full in ("argparse.Namespace", "types.SimpleNamespace"):  # the latter in what transformers' scripts convert
+        if full in FUNCTIONS:
+            return Function(getattr(self, FUNCTIONS[full]))
+        if full in ("argparse.Namespace", "types.SimpleNamespace"):  # the latter from transformers' converters
             return Function(argparse.Namespace)
         if full in INERT_NAMES or any(f"{module}.".startswith(f"{known}.") for known in INERT):
             return Name(module, name)
@@ -342,13 +408,13 @@ class Machine:
             "and with it whatever its author put in: only for files you trust"
         )
 
-    # What the functions of files are for us
+    # The functions that files call
 
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
         import torch
 
-        if not isinstance(storage, Storage) or not ints((offset,)) or not ints(size) or not ints(stride):
-            raise Refused("a tensor that is made of something else than a storage and numbers")
+        if not isinstance(storage, Storage) or not are_sizes((offset,)) or not are_sizes(size) or not are_sizes(stride):
+            raise Refused("a tensor made of something other than a storage and numbers")
         self.charge(1500)
         if storage.begin is None:
             return torch.empty(0)
@@ -365,63 +431,54 @@ class Machine:
             self.flat[place] = torch.frombuffer(self.data, dtype=place[0], count=storage.count, offset=place[1])
         return self.flat[place].as_strided(size, stride, offset)
 
-    def tensor_v3(
+    def tensor_of_bytes(
         self, storage: Any, offset: Any, size: Any, stride: Any, _g: Any, _h: Any, dtype: Any, *_: Any
-    ) -> Any:
-        """Of a storage of bytes; strides and offset count elements."""
+    ) -> torch.Tensor:
+        """Return a tensor on a storage of bytes; strides and offset count elements."""
         if not isinstance(storage, Storage) or not is_dtype(dtype):
             raise Refused("a tensor without a storage or type")
         count = storage.count * storage.dtype.itemsize // dtype.itemsize
         return self.tensor(Storage(dtype, storage.begin, count), offset, size, stride)
 
-    def same(self, tensor: Any, *_: Any) -> torch.Tensor:
+    def parameter(self, tensor: Any, *_: Any) -> torch.Tensor:
         import torch
 
         if not isinstance(tensor, torch.Tensor):
-            raise Refused("a parameter that is no tensor")
+            raise Refused("a parameter that is not a tensor")
         return tensor
 
-    def of_type(self, function: Any, _type: Any, args: Any, _state: Any) -> Any:
+    def tensor_of_class(self, function: Any, _type: Any, args: Any, _state: Any) -> Any:
         if not isinstance(function, Function) or type(args) is not tuple:
             raise Refused("a tensor of a class of its own")
         return function.call(*args)
 
     def size(self, numbers: Any) -> tuple[int, ...]:
-        if not ints(numbers):
-            raise Refused("a torch.Size that is not of numbers")
+        if not are_sizes(numbers):
+            raise Refused("a torch.Size that is not made of numbers")
         return tuple(numbers)
 
     def mapping(self, *args: Any) -> dict[Any, Any]:
-        """An OrderedDict or defaultdict; dicts keep their order, and have no attributes to be set."""
+        """Return a dict for an OrderedDict or defaultdict, in its order, without attributes."""
         result: dict[Any, Any] = {}
         if args and isinstance(args[0], (list, tuple, dict)):
-            self.stack.append(result)
             for key, value in args[0].items() if isinstance(args[0], dict) else args[0]:
-                self.set_items([key, value])
-            self.stack.pop()
-        return result
-
-    def collection(self, values: Any = ()) -> set[Any]:
-        if type(values) not in (list, tuple):
-            raise Refused("a set of something else than a list")
-        self.stack.append(set())
-        self.add_items(values)
-        result: set[Any] = self.stack.pop()
+                self.set_items(result, (key, value))
         return result
 
     def encoded(self, text: Any = b"", encoding: Any = "latin1") -> Any:
-        """Bytes, as pickles of protocol 2 spell them."""
+        """Return bytes, which pickles of protocol 2 spell as text."""
         if type(text) is str and encoding in ("latin1", "latin-1"):
+            self.charge(len(text))
             return text.encode("latin1")
-        if isinstance(text, (bytes, memoryview)):
+        if isinstance(text, (bytes, bytearray, memoryview)):
             return text
         raise Refused("an encoding that bytes do not need")
 
-    def member(self, of: Any, name: Any) -> Stub:
-        """getattr() of a class of theirs: how some versions of Python write an enum's value."""
-        if not isinstance(of, Name) or type(name) is not str:
-            raise Refused("getattr() of something else than an enum. It was not run")
-        return Stub(of, (name,))
+    def member(self, kind: Any, name: Any) -> Stub:
+        """Stand for getattr() of an enum, by which some versions of Python write a member."""
+        if not isinstance(kind, Name) or type(name) is not str:
+            raise Refused("getattr() of something other than an enum. It was not run")
+        return Stub(kind, (name,))
 
     def empty_array(self, *_: Any) -> torch.Tensor:
         import torch
@@ -442,31 +499,33 @@ class Machine:
         return self.array(raw, dtype, (), "C").item()
 
     def array(self, raw: Any, dtype: Any, shape: Any, order: Any = "C") -> torch.Tensor:
-        """Numbers in the file itself, where they are many."""
+        """Return NumPy's array as a tensor: a view of the file if it is large."""
         import torch
 
         raw = raw.encode("latin1") if type(raw) is str else raw
         shape = (shape,) if type(shape) is int else shape
-        if not isinstance(raw, (bytes, memoryview)) or not is_dtype(dtype) or not ints(shape):
+        if not isinstance(raw, (bytes, bytearray, memoryview)) or not is_dtype(dtype) or not are_sizes(shape):
             raise Refused("a NumPy array that is not numbers")
         if math.prod(shape) * dtype.itemsize != len(raw):
             raise Refused(f"a NumPy array of {shape} in {len(raw):,} bytes")
         self.charge(1500)
         if not len(raw):
             return torch.empty(shape, dtype=dtype)
-        if isinstance(raw, bytes):
+        if not isinstance(raw, memoryview):
             self.charge(len(raw))
-        flat = torch.frombuffer(raw if isinstance(raw, memoryview) else bytearray(raw), dtype=dtype)
-        return (
-            flat.view(tuple(shape[::-1])).permute(*reversed(range(len(shape))))
-            if order == "F"
-            else flat.view(tuple(shape))
-        )
+            raw = bytearray(raw)
+        flat = torch.frombuffer(raw, dtype=dtype)
+        if order == "F":
+            return flat.view(tuple(shape[::-1])).permute(*reversed(range(len(shape))))
+        return flat.view(tuple(shape))
 
     # The finished tree
 
     def measure(self, value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
-        """How many values one meets who walks through it, and how deep: a few lists that hold each other make billions."""
+        """Return how many values a walk meets, and how deep.
+
+        A few lists that hold each other make billions.
+        """
         children: Iterable[Any]
         if isinstance(value, (list, tuple, set)):
             children = value
@@ -479,7 +538,7 @@ class Machine:
         seen = known.get(id(value))
         if seen is None:
             self.charge(150)
-            known[id(value)] = (0, DEPTH + 1)  # until it is done: a tree that holds itself is as deep as can be
+            known[id(value)] = (0, DEPTH + 1)  # while unfinished: a tree that holds itself is too deep
             total, height = 1, 0
             for child in children:
                 count, below = self.measure(child, known, depth + 1) if depth < DEPTH else (1, DEPTH)
@@ -496,138 +555,31 @@ def is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
-def ints(values: Any) -> bool:
+def are_sizes(values: Any) -> bool:
     return (
         type(values) in (tuple, list) and len(values) <= 16 and all(type(v) is int and 0 <= v < 1 << 60 for v in values)
     )
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": Machine.tensor,
-    "torch._utils._rebuild_tensor_v2": Machine.tensor,
-    "torch._utils._rebuild_tensor_v3": Machine.tensor_v3,
-    "torch._utils._rebuild_parameter": Machine.same,
-    "torch._utils._rebuild_parameter_with_state": Machine.same,
-    "torch._tensor._rebuild_from_type_v2": Machine.of_type,
-    "torch.Size": Machine.size,
-    "collections.OrderedDict": Machine.mapping,
-    "collections.defaultdict": Machine.mapping,
-    "collections.Counter": Machine.mapping,
-    "builtins.set": Machine.collection,
-    "builtins.frozenset": Machine.collection,
-    "builtins.bytearray": Machine.encoded,
-    "builtins.bytes": Machine.encoded,
-    "builtins.getattr": Machine.member,
-    "_codecs.encode": Machine.encoded,
-    "numpy.core.multiarray._reconstruct": Machine.empty_array,
-    "numpy.core.multiarray.scalar": Machine.scalar,
-    "numpy.core.numeric._frombuffer": Machine.array,
-    "numpy.dtype": Machine.numpy_type,
-}
-
-
-def put_object(machine: Machine) -> None:
-    args = machine.stack.pop()
-    machine.reduce(machine.stack.pop(), args)
-
-
-def new_object_with_keywords(machine: Machine) -> None:
-    keywords = machine.stack.pop()
-    if type(keywords) is not dict or keywords:
-        raise Refused("an object that is made with keywords")
-    put_object(machine)
-
-
-def global_by_line(machine: Machine) -> None:
-    module = machine.line()
-    machine.stack.append(machine.find(module, machine.line()))
-
-
-def global_by_stack(machine: Machine) -> None:
-    name = machine.stack.pop()
-    machine.stack.append(machine.find(machine.stack.pop(), name))
-
-
-def last(machine: Machine, count: int) -> tuple[Any, ...]:
-    values = tuple(machine.stack[-count:])
-    del machine.stack[-count:]
-    if len(values) < count:
-        raise Refused("an instruction without what it takes")
-    return values
-
-
-def integer(text: str) -> int | bool:
-    if text in ("00", "01"):
-        return text == "01"
-    if len(text) > 40:
-        raise Refused("a number of more than 40 digits")
-    return int(text.removesuffix("L"))
-
-
-def long(machine: Machine, count: int) -> int:
-    if count > 255:
-        raise Refused(f"a number of {count:,} bytes")
-    return int.from_bytes(machine.take(count), "little", signed=True)
-
-
-STOP = pickle.STOP[0]
-# The instructions of protocols 2 to 5, without the registry of extensions, buffers outside of the
-# file, and what is left
-# of protocols 0 and 1.
-OPERATIONS: dict[int, Callable[[Machine], object]] = {
-    code[0]: operation
-    for code, operation in {
-        pickle.PROTO: lambda m: m.take(1),
-        pickle.FRAME: lambda m: m.take(8),
-        pickle.MARK: lambda m: m.mark(),
-        pickle.POP: lambda m: m.stack.pop() if m.stack else m.items(),
-        pickle.POP_MARK: lambda m: m.items(),
-        pickle.DUP: lambda m: m.stack.append(m.stack[-1]),
-        pickle.NONE: lambda m: m.stack.append(None),
-        pickle.NEWTRUE: lambda m: m.stack.append(True),
-        pickle.NEWFALSE: lambda m: m.stack.append(False),
-        pickle.INT: lambda m: m.push(integer(m.line())),
-        pickle.LONG: lambda m: m.push(integer(m.line())),
-        pickle.BININT: lambda m: m.push(m.number("<i")),
-        pickle.BININT1: lambda m: m.push(m.number("<B")),
-        pickle.BININT2: lambda m: m.push(m.number("<H")),
-        pickle.LONG1: lambda m: m.push(long(m, m.number("<B"))),
-        pickle.LONG4: lambda m: m.push(long(m, m.number("<i"))),
-        pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-        pickle.SHORT_BINSTRING: lambda m: m.push_text(m.number("<B"), "latin1"),
-        pickle.BINSTRING: lambda m: m.push_text(m.number("<i"), "latin1"),
-        pickle.SHORT_BINUNICODE: lambda m: m.push_text(m.number("<B")),
-        pickle.BINUNICODE: lambda m: m.push_text(m.number("<I")),
-        pickle.BINUNICODE8: lambda m: m.push_text(m.number("<Q")),
-        pickle.SHORT_BINBYTES: lambda m: m.push_bytes(m.number("<B")),
-        pickle.BINBYTES: lambda m: m.push_bytes(m.number("<I")),
-        pickle.BINBYTES8: lambda m: m.push_bytes(m.number("<Q")),
-        pickle.BYTEARRAY8: lambda m: m.push_bytes(m.number("<Q")),
-        pickle.EMPTY_TUPLE: lambda m: m.stack.append(()),
-        pickle.TUPLE1: lambda m: m.push(last(m, 1)),
-        pickle.TUPLE2: lambda m: m.push(last(m, 2)),
-        pickle.TUPLE3: lambda m: m.push(last(m, 3)),
-        pickle.TUPLE: lambda m: m.push_above(tuple),
-        pickle.EMPTY_LIST: lambda m: m.push([]),
-        pickle.EMPTY_DICT: lambda m: m.push({}),
-        pickle.EMPTY_SET: lambda m: m.push(set()),
-        pickle.FROZENSET: lambda m: m.push_above(m.collection),
-        pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
-        pickle.APPENDS: lambda m: m.extend(m.items()),
-        pickle.SETITEM: lambda m: m.set_items(list(last(m, 2))),
-        pickle.SETITEMS: lambda m: m.set_items(m.items()),
-        pickle.ADDITEMS: lambda m: m.add_items(m.items()),
-        pickle.GLOBAL: global_by_line,
-        pickle.STACK_GLOBAL: global_by_stack,
-        pickle.REDUCE: put_object,
-        pickle.NEWOBJ: put_object,
-        pickle.NEWOBJ_EX: new_object_with_keywords,
-        pickle.BUILD: lambda m: m.build(m.stack.pop()),
-        pickle.BINPERSID: lambda m: m.persistent(m.stack.pop()),
-        pickle.BINPUT: lambda m: m.remember(m.number("<B")),
-        pickle.LONG_BINPUT: lambda m: m.remember(m.number("<I")),
-        pickle.MEMOIZE: lambda m: m.remember(len(m.memo)),
-        pickle.BINGET: lambda m: m.stack.append(m.memo[m.number("<B")]),
-        pickle.LONG_BINGET: lambda m: m.stack.append(m.memo[m.number("<I")]),
-    }.items()
+FUNCTIONS = {
+    "torch._utils._rebuild_tensor": "tensor",
+    "torch._utils._rebuild_tensor_v2": "tensor",
+    "torch._utils._rebuild_tensor_v3": "tensor_of_bytes",
+    "torch._utils._rebuild_parameter": "parameter",
+    "torch._utils._rebuild_parameter_with_state": "parameter",
+    "torch._tensor._rebuild_from_type_v2": "tensor_of_class",
+    "torch.Size": "size",
+    "collections.OrderedDict": "mapping",
+    "collections.defaultdict": "mapping",
+    "collections.Counter": "mapping",
+    "builtins.set": "make_set",
+    "builtins.frozenset": "make_set",
+    "builtins.bytearray": "encoded",
+    "builtins.bytes": "encoded",
+    "builtins.getattr": "member",
+    "_codecs.encode": "encoded",
+    "numpy.core.multiarray._reconstruct": "empty_array",
+    "numpy.core.multiarray.scalar": "scalar",
+    "numpy.core.numeric._frombuffer": "array",
+    "numpy.dtype": "numpy_type",
 }
