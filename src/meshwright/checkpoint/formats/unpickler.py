@@ -136,7 +136,15 @@ BYTES = set(pickle.SHORT_BINBYTES + pickle.BINBYTES + pickle.BINBYTES8 + pickle.
 
 # Instructions that are copied, and the memory that each takes beside STEP and its argument. Missing
 # are the registry of extensions, buffers outside the file and most of protocols 0 and 1.
-MOVES = (pickle.PROTO, pickle.POP, pickle.POP_MARK, pickle.DUP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE)
+MOVES: tuple[bytes, ...] = (
+    pickle.PROTO,
+    pickle.POP,
+    pickle.POP_MARK,
+    pickle.DUP,
+    pickle.NONE,
+    pickle.NEWTRUE,
+    pickle.NEWFALSE,
+)
 MOVES += (pickle.MARK, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET)
 MOVES += (pickle.EMPTY_TUPLE, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.FRAME, pickle.STOP)
 NUMBERS = (pickle.INT, pickle.LONG, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.BINFLOAT)
