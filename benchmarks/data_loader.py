@@ -27,7 +27,7 @@ import torch
 from meshwright import console
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
-from meshwright.data.loader import Loader, Samples
+from meshwright.data.loader import Loader, LoaderSpec, Samples
 
 VOCAB = 50257
 
@@ -57,7 +57,7 @@ busy_matrix = torch.full((256, 256), 1e-3)
 
 
 def measure(data: Samples, workers: int, work: Callable[[float], None], step: float, seconds: float) -> str:
-    loader = Loader(data, 8, lambda _: 64, 0, workers, VOCAB, wrap=True)
+    loader = Loader(data, LoaderSpec(8, lambda _: 64, VOCAB, workers, at_end="wrap"))
     waits: list[float] = []
     batches = iter(loader)
     begin = 0.0
@@ -101,9 +101,9 @@ def main() -> None:
         for length in args.lengths:
             data = Samples(indexed, range(len(indexed)), len(indexed) * 400 // length, length, 1)
             start = time.perf_counter()
-            loader = Loader(data, 8, lambda _: 64, 0, 0, VOCAB)
+            loader = Loader(data, LoaderSpec(8, lambda _: 64, VOCAB))
             for k in range(20):
-                loader.step(64 * k, 64)
+                loader.read_step(64 * k, 64)
             alone = (time.perf_counter() - start) / 20
             print(f"| {length} | reading alone, no step | {1e3 * alone:.3f} | | | 20 | |", flush=True)
             for work in (asleep, busy):

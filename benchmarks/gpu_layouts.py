@@ -360,28 +360,24 @@ def vocabulary_of(config: Any) -> tuple[int, int]:
 
 def loader(config: Any, layout: Any, data: Any, device: Any, vocab: int) -> Iterator[list[Any]]:
     """As the Trainer makes it."""
-    from meshwright.data.loader import Loader
+    from meshwright.data.loader import Loader, LoaderSpec
 
     length, at = config.data.seq_length, layout.at("cp")
     columns = length // layout.cp
     mine = None if layout.cp == 1 else slice(at * columns, (at + 1) * columns)
-    return iter(
-        Loader(
-            data,
-            config.micro_batch,
-            config.batch,
-            0,
-            config.data.num_workers,
-            vocab,
-            None,
-            layout.at("replicas", "shard"),
-            layout.dp,
-            True,
-            device,
-            mine,
-            length + 1,
-        )
+    spec = LoaderSpec(
+        config.micro_batch,
+        config.batch,
+        vocab,
+        workers=config.data.num_workers,
+        rank=layout.at("replicas", "shard"),
+        ranks=layout.dp,
+        columns=mine,
+        length=length + 1,
+        device=device,
+        at_end="wrap",
     )
+    return iter(Loader(data, spec))
 
 
 def drawing(config: Any, vocab: int) -> Callable[[Iterable[tuple[str, Any]]], None]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshwright import console
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
-from meshwright.data.loader import Batch, Loader, Samples
+from meshwright.data.loader import Batch, Loader, LoaderSpec, Samples
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore, StoreSpec
@@ -86,7 +86,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
     initialise(params.masters(), m, VOCAB, 1)
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
     net = Network([model], params, losses, cpu)
-    for batches in Loader(data, BATCH, lambda consumed: BATCH, 0, 2, VOCAB, wrap=True):
+    for batches in Loader(data, LoaderSpec(BATCH, lambda consumed: BATCH, VOCAB, workers=2, at_end="wrap")):
         loss, norm, _ = train_step(net, batches, 1, 1e-3, 0.1, 1.0, "global")
         yield torch.stack((loss, norm)).tolist()[0]
 

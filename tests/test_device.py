@@ -14,7 +14,7 @@ import torch
 from helpers import TINY_FLAGS
 from meshwright import device as devices
 from meshwright.__main__ import main
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Loader, LoaderSpec
 from meshwright.errors import UserError
 
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
@@ -262,12 +262,12 @@ def test_the_reading_thread_works_on_the_same_device(machine, monkeypatch):
 
     used = machine("cuda", 4)
     monkeypatch.setattr("meshwright.data.loader.Batch.to", lambda batch, device: batch)
-    batches = iter(Loader(Numbers(), 2, lambda consumed: 2, 0, 2, 9, device=torch.device("cuda", 3)))
+    batches = iter(Loader(Numbers(), LoaderSpec(2, lambda consumed: 2, 9, workers=2, device=torch.device("cuda", 3))))
     next(batches)
     batches.close()
     (device, thread), *others = used
     assert device == torch.device("cuda", 3) and thread != threading.get_ident() and not others
-    next(iter(Loader(Numbers(), 2, lambda consumed: 2, 0, 2, 9, device=CPU)))
+    next(iter(Loader(Numbers(), LoaderSpec(2, lambda consumed: 2, 9, workers=2, device=CPU))))
     assert len(used) == 1
 
 

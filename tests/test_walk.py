@@ -19,7 +19,7 @@ import torch
 from helpers import TINY
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
-from meshwright.data.loader import Batch, Loader, Samples
+from meshwright.data.loader import Batch, Loader, LoaderSpec, Samples
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore, StoreSpec
@@ -40,7 +40,7 @@ def walk(prefix: Path) -> dict[str, dict[str, int]]:
     with torch.device("meta"):
         model = GPT(TINY, 61, 64, 16)
     params = ParameterStore(model, StoreSpec(config.Optimizer(), torch.float32, torch.device("cpu"), 61))
-    batches = iter(Loader(data, 2, lambda consumed: 4, 0, 0, 61))
+    batches = iter(Loader(data, LoaderSpec(2, lambda consumed: 4, 61)))
     seen: set[CodeType] = set()
 
     def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

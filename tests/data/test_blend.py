@@ -10,11 +10,11 @@ import pytest
 
 from helpers import captured_output
 from meshwright.data import blend
-from meshwright.data.blend import Blend, normalised, order
+from meshwright.data.blend import Blend, blend_order, normalise
 from meshwright.data.datasets import build_datasets
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
-from meshwright.data.loader import Cyclic, Loader, Mock, Samples
+from meshwright.data.loader import Cyclic, Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings import checks
 from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
@@ -33,9 +33,9 @@ def rule(shares, size):
 
 
 def check(weights, size):
-    shares = np.array(normalised(weights))
+    shares = np.array(normalise(weights))
     shares /= shares.sum()
-    which, number = order(shares, size)
+    which, number = blend_order(shares, size)
     assert (which.dtype, number.dtype) == (np.int16, np.int64)
     assert (which.tolist(), number.tolist()) == rule(shares.tolist(), size), (weights, size)
 
@@ -46,12 +46,12 @@ def test_order_by_hand():
     i    0 (as 1)       1              2             3              4        5              6             7
          1/2 1/4 1/4    -1/2 1/4 1/4   0 -1/2 1/2    1/2 -1/4 -1/4  0 0 0    -1/2 1/4 1/4   0 -1/2 1/2    1/2 -1/4 -1/4
     """
-    which, number = order(np.array([0.5, 0.25, 0.25]), 9)
+    which, number = blend_order(np.array([0.5, 0.25, 0.25]), 9)
     assert which.tolist() == [0, 1, 2, 0, 0, 1, 2, 0, 0]
     assert number.tolist() == [0, 0, 0, 1, 2, 1, 1, 3, 4]
-    which, number = order(np.array([1.0]), 5)
+    which, number = blend_order(np.array([1.0]), 5)
     assert (which.tolist(), number.tolist()) == ([0] * 5, [0, 1, 2, 3, 4])
-    assert [len(part) for part in order(np.array([1.0]), 0)] == [0, 0]
+    assert [len(part) for part in blend_order(np.array([1.0]), 0)] == [0, 0]
 
 
 def test_order_on_random_cases(monkeypatch):
@@ -161,9 +161,9 @@ def test_parts_never_run_out(monkeypatch):
     assert [blend.samples_needed(size, 0.25) for size in (1, 40, 1000)] == [1, 11, 252]
     rng = np.random.default_rng(2)
     for _ in range(300):
-        shares = normalised(rng.pareto(1, int(rng.integers(1, 30))).tolist())
+        shares = normalise(rng.pareto(1, int(rng.integers(1, 30))).tolist())
         size = int(rng.integers(1, 300))
-        which, _ = order(np.array(shares), size)
+        which, _ = blend_order(np.array(shares), size)
         counts = np.bincount(which, minlength=len(shares)).tolist()
         assert all(n <= blend.samples_needed(size, s) for n, s in zip(counts, shares, strict=True))
 
@@ -172,7 +172,7 @@ def test_without_weights_the_tokens_of_the_split_decide(files):
     made, _, _ = build(data_path=paths(files, "p0", "p1", "p2"), train_iters=100)
     for name, tokens in (("train", [420, 350, 196]), ("valid", [120, 100, 56]), ("test", [60, 50, 28])):
         size = len(made[name])
-        assert made[name].dataset_idx.tolist() == rule(normalised(tokens), size)[0]
+        assert made[name].dataset_idx.tolist() == rule(normalise(tokens), size)[0]
     weighed, _, _ = build(data_path=paths(files, 420, "p0", 350, "p1", 196, "p2"), train_iters=100)
     assert all(np.array_equal(made["train"][k], weighed["train"][k]) for k in range(200))
 
@@ -183,7 +183,7 @@ def test_what_is_empty_drops_out_with_its_weight(files):
     assert len(made["train"].parts) == 3
     assert np.bincount(made["train"].dataset_idx).tolist() == [20, 12, 8]
     for name in ("valid", "test"):
-        [a, b] = normalised([0.3, 0.2])
+        [a, b] = normalise([0.3, 0.2])
         assert made[name].dataset_idx.tolist() == rule([a, b], len(made[name]))[0]
         assert [part.indexed.prefix for part in made[name].parts] == paths(files, "p0", "p2")
     assert notices == [
@@ -268,7 +268,7 @@ def test_missing_files_and_foreign_ids_name_the_file(files):
     with pytest.raises(UserError, match=rf"{files}/p1.bin has id 1400 in document 8, .* 0 ... 1399"):
         build(vocab=1400, data_path=paths(files, 1, "p0", 1, "p1"))
     parts = [Samples(Indexed(files / f"p{n}"), range(10), 20, 8, 1) for n in range(2)]
-    loader = Loader(Blend(parts, [0.5, 0.5], 40), 1, lambda _: 1, 0, 0, 1000)
+    loader = Loader(Blend(parts, [0.5, 0.5], 40), LoaderSpec(1, lambda _: 1, 1000))
     with pytest.raises(
         UserError, match=rf"sample 1 has id 1\d+ \(token \d+ of document \d in {files}/p1\), .* 0 ... 999"
     ):
@@ -276,8 +276,8 @@ def test_missing_files_and_foreign_ids_name_the_file(files):
 
 
 def test_cache_is_used_checked_and_keyed(tmp_path, monkeypatch):
-    calls, real = [], order
-    monkeypatch.setattr(blend, "order", lambda *a: calls.append(1) or real(*a))
+    calls, real = [], blend_order
+    monkeypatch.setattr(blend, "blend_order", lambda *a: calls.append(1) or real(*a))
     parts = [Mock(50, 100, 4, n) for n in range(3)]
     notices = []
 

@@ -303,14 +303,13 @@ def test_one_training_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["one pair", "blend", "cyclic", "chain", "random"])
 def test_stretches_are_where_they_are_said_to_be(tmp_path: Path, how: str) -> None:
     """Of every kind of data set: the tokens of each stretch stand in the file, one after the other, at its place."""
-    from meshwright.data.blend import Blend
-    from meshwright.data.changing import Chain, From
+    from meshwright.data.blend import Blend, Chain, Tail
     from meshwright.data.loader import Cyclic, Mock, Samples
 
     prefixes = [write(tmp_path / name, [[], *some(30, n), []]) for n, name in enumerate("ab")]
     a, b = (Samples(Indexed(prefix), range(len(Indexed(prefix))), 60, 64, 5) for prefix in prefixes)
-    kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, From(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
-    dataset = {**kinds, "chain": Chain([a, From(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
+    kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, Tail(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
+    dataset = {**kinds, "chain": Chain([a, Tail(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
     for k in range(50):
         ids, found = dataset[k].tolist(), ahead.stretches(dataset, k)
         assert [first for first, *_ in found] == [0, *(stop for _, stop, _ in found[:-1])] and found[-1][1] == len(ids)

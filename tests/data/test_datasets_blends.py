@@ -11,14 +11,12 @@ from test_blend import rule
 
 from helpers import TINY_FLAGS, captured_output, open_step
 from meshwright.__main__ import main
-from meshwright.data.blend import Blend, normalised, samples_needed
-from meshwright.data.changing import Chain, used_of_each
-from meshwright.data.datasets import build_datasets, continue_datasets
+from meshwright.data.blend import Blend, Chain, normalise, samples_needed
+from meshwright.data.datasets import build_datasets, continue_datasets, count_used
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
 from meshwright.data.history import History
-from meshwright.data.loader import Loader, Mock, Samples
-from meshwright.data.once import Once
+from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import UserError
 from meshwright.settings import checks
 from meshwright.settings import data_paths as datapaths
@@ -238,12 +236,12 @@ def test_three_hundred_sources(tmp_path):
     config = settings(data_args_path=str(tmp_path / "paths"), split="1", train_iters=500)
     with captured_output():
         train = build_datasets(config, 30_000)["train"]
-    shares = np.array(normalised(weights))
+    shares = np.array(normalise(weights))
     which, number = rule((shares / shares.sum()).tolist(), 1000)
     assert train.dataset_idx.tolist() == which and train.sample_idx.tolist() == number
     assert {k: train[k][0] // 100 for k in range(1000)} == dict(enumerate(which))
     counts = Counter(str(tmp_path / f"s{d}") for d in which[:777])
-    used = used_of_each(train, 777)
+    used = count_used(train, 777)
     assert len(used) == 300 and Counter(used) == counts and sum(used.values()) == 777
 
 
@@ -294,8 +292,8 @@ def test_full_validation_has_every_sample_once(files):
 def test_what_fills_the_last_batch_counts_for_nothing(ranks, columns):
     data, seen, counted = Mock(50, 11, SEQ, 1), Counter(), 0
     for rank in range(ranks):
-        loader = Loader(data, 2, lambda _: 4, 0, 0, 50, None, rank, ranks, True, None, columns)
-        for micro in islice(iter(Once(loader)), 3):
+        spec = LoaderSpec(2, lambda _: 4, 50, rank=rank, ranks=ranks, columns=columns, at_end="mask")
+        for micro in islice(Loader(data, spec), 3):
             for batch in micro:
                 counted += batch.unmasked
                 assert batch.tokens.shape[1] == (4 if columns else SEQ)
@@ -319,7 +317,7 @@ def run_of(steps, begin, end, past, size=None, **given):
     config = settings(**{"split": "1", "train_iters": steps, **given})
     with captured_output() as (lines, _):
         data, history = continue_datasets(config, 50_000, past, begin)
-    kept = History.of(json.loads(json.dumps(history.state())))
+    kept = History.from_state(json.loads(json.dumps(history.state())))
     assert kept == history
     return [sample_of(data["train"][k]) for k in range(begin, end)], kept, data["train"], lines
 
@@ -341,7 +339,7 @@ def by_hand(files, segments, first_needs):
         raise AssertionError
 
     for samples, weights in segments:
-        shares = np.array(normalised(list(weights.values())))
+        shares = np.array(normalise(list(weights.values())))
         for which in rule((shares / shares.sum()).tolist(), samples)[0]:
             name = list(weights)[which]
             out.append(sample(name, used[name]))
@@ -379,7 +377,7 @@ def test_a_run_with_two_changes_and_interruptions(files):
         needs,
     )
     assert got == wanted
-    assert used_of_each(data, 200) == used and sum(used.values()) == 200
+    assert count_used(data, 200) == used and sum(used.values()) == 200
     assert len(set(got)) == 200 and Counter(f"p{s[0] // 10_000}" for s in got) == used
     for n, name in enumerate(("p0", "p1", "p2", "p3")):  # of each the first ones of its order
         order = Samples(Indexed(name), range(len(Indexed(name))), needs[name], SEQ, 1234)
@@ -456,7 +454,7 @@ def test_files_that_moved_are_the_same(files):
         ),
         (
             {"data_path": ["1", "p0", "9", "p1"], "split": "9,1,0", "blend_change_at": "now"},
-            "p0: the training set has documents 0 to 18 of it, in the checkpoint 0 to 20: with another --split",
+            "p0: the training set has documents 0 to 18 of it, in the checkpoint 0 to 20; give the checkpoint's --split",
         ),
     ],
 )
@@ -480,7 +478,7 @@ def test_a_change_that_was_to_come_can_be_taken_back(files):
 
 
 def test_a_checkpoint_without_a_history(files):
-    with pytest.raises(UserError, match="the checkpoint does not remember its blend"):
+    with pytest.raises(UserError, match="the checkpoint is too old to remember its blend"):
         run_of(20, 10, 20, None, data_path=["p0"], blend_change_at="now")
     assert run_of(20, 10, 20, None, data_path=["p0"])[1].blends[0].begin == 0
 

@@ -103,7 +103,7 @@ def test_seven_steps_on_random_cases(monkeypatch, way):
 
 @pytest.mark.parametrize("n", [2, 511, 512, 513, 1025, 70_000])
 def test_numbas_shuffle_is_numpys(n):
-    fast = pytest.importorskip("meshwright.data.fast", reason="numba is not there (the extra `fast`)")
+    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not there (the extra `fast`)")
     for seed, dtype in enumerate((np.int32, np.uint32, np.int64)):
         a, b = np.random.RandomState(seed), np.random.RandomState(seed)
         assert a.randn() == b.randn()  # which leaves half of a pair of normal numbers in the state
@@ -117,7 +117,7 @@ def test_numbas_shuffle_is_numpys(n):
 @pytest.mark.parametrize("limit", [5, 255, 256, 2**31 - 1, 2**31, 2**32 - 2, 2**32 + 300, 2**40 + 7])
 def test_numbas_random_numbers_are_numpys(limit):
     """Up to i, i - 1, ...: also where arrays would be too large to be shuffled in a test."""
-    fast = pytest.importorskip("meshwright.data.fast", reason="numba is not there (the extra `fast`)")
+    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not there (the extra `fast`)")
     for seed in range(3):
         rng = np.random.RandomState(seed)
         rng.random_sample(7)
@@ -132,8 +132,8 @@ def test_numbas_random_numbers_are_numpys(limit):
 
 
 def test_widths_of_numbers():
-    assert samples.dtypes(2**31, 2**31 - 1, 2**32 - 3) == (np.int32, np.int32, np.uint32)
-    assert samples.dtypes(2**31 + 1, 2**31, 2**32 - 2) == (np.int64, np.int64, np.int64)
+    assert samples.index_dtypes(2**31, 2**31 - 1, 2**32 - 3) == (np.int32, np.int32, np.uint32)
+    assert samples.index_dtypes(2**31 + 1, 2**31, 2**32 - 2) == (np.int64, np.int64, np.int64)
 
 
 def test_places_beyond_31_bits(way):
@@ -141,7 +141,7 @@ def test_places_beyond_31_bits(way):
     many = np.broadcast_to(np.int32(0), 2**31 + 8)
     assert [b.dtype for b in samples.cut(np.array([5]), many[:3], 0, 1, 7)] == [np.int32, np.int32]
     if way == "fast":
-        from meshwright.data import fast
+        from meshwright.data import numba_indices as fast
 
         rows = np.zeros((9, 2), np.int64)
         made, place, offset = fast.cut(np.array([5], np.int32), many, 2**31 - 2, 1, 7, rows)
@@ -162,13 +162,13 @@ def test_sums_beyond_31_bits(way):
 
 
 def test_lengths_that_are_not_what_the_pointers_say(way):
-    with pytest.raises(UserError, match="sizes of the .idx give 3 samples, its pointers 9: it is damaged") as caught:
+    with pytest.raises(UserError, match="sizes of the .idx give 3 samples, its pointers 9; it is damaged") as caught:
         build_indices(np.array([10, 5], np.int32), range(2), 40, 4, 4, 1, 0.8)
     assert caught.value.status == BAD_DATA
 
 
 def test_numba_is_for_large_data_and_may_be_absent(monkeypatch):
-    assert samples.compiled(samples.LARGE - 1) is None
+    assert samples.numba_twins(samples.LARGE - 1) is None
     real = builtins.__import__
 
     def without(name, *rest):
@@ -176,12 +176,12 @@ def test_numba_is_for_large_data_and_may_be_absent(monkeypatch):
             raise ImportError(name)
         return real(name, *rest)
 
-    for module in ("numba", "meshwright.data.fast"):
+    for module in ("numba", "meshwright.data.numba_indices"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.delattr("meshwright.data.fast", raising=False)
+    monkeypatch.delattr("meshwright.data.numba_indices", raising=False)
     with captured_output() as (_, notices):
-        assert samples.compiled(samples.LARGE) is None
+        assert samples.numba_twins(samples.LARGE) is None
     assert notices == []
 
 

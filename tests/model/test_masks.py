@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.loader import Loader, Marks
+from meshwright.data.loader import Loader, LoaderSpec, Marks
 
 EOD = 3
 
@@ -28,7 +28,7 @@ class Fixed:
 
 
 def batches(rows, micro, marks, workers=0):
-    steps = Loader(Fixed(rows), micro, lambda _: micro, 0, workers, 10, marks)
+    steps = Loader(Fixed(rows), LoaderSpec(micro, lambda _: micro, 10, workers, marks))
     return [b for [b] in itertools.islice(steps, len(rows) // micro)]
 
 

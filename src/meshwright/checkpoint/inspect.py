@@ -106,7 +106,7 @@ def summarize(source: Source) -> str:
 
 def list_contents(source: Source, detail: Detail) -> list[str]:
     lines = list_settings(source.config)
-    blends = History.of(source.state.get("blends"))
+    blends = History.from_state(source.state.get("blends"))
     lines += [f"  {line}" for line in blends.lines()] if blends else []
     for name, known in sorted(source.tensors.items()) if detail.tensors or detail.boxes else ():
         shape, kept = "x".join(map(str, known.shape)) or "scalar", native.NAMES[known.dtype]

@@ -1,50 +1,48 @@
-"""Several data sets read as one, in proportion to their weights, in Megatron's order, element for element.
+"""Several data sets read as one, in proportion to their weights or one after the other.
 
-Hand-written because Megatron's own is C++ that compiles at the first start.
+The order of a blend is Megatron's, element for element. Hand-written because Megatron's own is C++
+that compiles at the first start.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import say
 from meshwright.data.index_cache import Ints, Room, cached_indices
-from meshwright.data.samples import BLOCK, compiled
-
-if TYPE_CHECKING:
-    from meshwright.data.loader import Dataset
+from meshwright.data.samples import BLOCK, Dataset, numba_twins, require_sample
 
 VERSION = 1  # of the order: part of the cache's key
 ROWS = PIECES = 2048  # samples of a piece, and pieces that are walked side by side
 Floats = npt.NDArray[np.float64]
 
 
-class Several:
-    """Samples that are those of other data sets."""
+class Composite:
+    """A data set whose samples are those of other data sets."""
 
-    def _at(self, k: int) -> tuple[Dataset, int]:
-        """Which one's, and their number there."""
+    def resolve(self, k: int) -> tuple[Dataset, int]:
+        """Return the data set that holds sample k, and the sample's number there."""
         raise NotImplementedError
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        part, number = self._at(k)
+        part, number = self.resolve(k)
         return part[number]
 
     def locate(self, k: int, position: int) -> str:
-        part, number = self._at(k)
+        part, number = self.resolve(k)
         return part.locate(number, position)
 
 
-class Blend(Several):
-    """`size` samples out of `parts`; `weights` add up to 1 but for rounding."""
+class Blend(Composite):
+    """`size` samples out of `parts`; `weights` add up to 1 up to rounding."""
 
     def __init__(
         self, parts: Sequence[Dataset], weights: Sequence[float], size: int, cache_dir: str | Path | None = None
@@ -56,60 +54,104 @@ class Blend(Several):
         def build(room: Room) -> list[Ints]:
             start = perf_counter()
             say(" > building indices for blendable datasets ...")
-            which, number = order(shares, size, room)
-            counts = sum(np.bincount(which[k : k + BLOCK], minlength=len(parts)) for k in range(0, size, BLOCK))
+            which, number = blend_order(shares, size, room)
             say(" > sample ratios:")
-            for d, count in enumerate(np.atleast_1d(counts).tolist()):
+            for d, count in enumerate(count_parts(which, len(parts))):
                 say(f"   dataset {d}, input: {shares[d]:g}, achieved: {count / size:g}")
             say(f"> elapsed time for building blendable dataset indices: {perf_counter() - start:.2f} (sec)")
             return [which, number]
 
-        key = {"version": VERSION, "weights": shares.tolist(), "samples": size}  # nothing else decides
+        key = {"version": VERSION, "weights": shares.tolist(), "samples": size}  # the order depends on nothing else
         self.dataset_idx, self.sample_idx = cached_indices(cache_dir, key, ("dataset", "dataset_sample"), build)
         say(f"> size of blendable dataset: {size} samples")
 
     def __len__(self) -> int:
         return len(self.dataset_idx)
 
-    def _at(self, k: int) -> tuple[Dataset, int]:
-        if not 0 <= k < len(self):
-            raise IndexError(f"sample {k} of {len(self)}")
+    def resolve(self, k: int) -> tuple[Dataset, int]:
+        require_sample(k, len(self))
         return self.parts[self.dataset_idx[k]], int(self.sample_idx[k])
 
+    def count_used(self, end: int) -> list[int]:
+        """Return how many of the first `end` samples come from each part."""
+        return count_parts(self.dataset_idx[:end], len(self.parts))
 
-def normalised(weights: Sequence[float]) -> list[float]:
-    """Added from left to right: Python's own sum() rounds otherwise since 3.12."""
+
+def count_parts(which: Ints, parts: int) -> list[int]:
+    counts = np.zeros(parts, np.int64)
+    for begin in range(0, len(which), BLOCK):
+        counts += np.bincount(which[begin : begin + BLOCK], minlength=parts)
+    return [int(n) for n in counts]
+
+
+class Chain(Composite):
+    """One data set after the other, each in full."""
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        self.parts = list(parts)
+        self.ends = list(accumulate(len(part) for part in self.parts))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def append(self, part: Dataset) -> None:
+        self.ends.append(len(self) + len(part))
+        self.parts.append(part)
+
+    def resolve(self, k: int) -> tuple[Dataset, int]:
+        require_sample(k, len(self))
+        place = bisect_right(self.ends, k)
+        return self.parts[place], k - (self.ends[place - 1] if place else 0)
+
+
+class Tail(Composite):
+    """A data set from one of its samples on."""
+
+    def __init__(self, dataset: Dataset, first: int) -> None:
+        self.dataset, self.first = dataset, first
+
+    def __len__(self) -> int:
+        return len(self.dataset) - self.first
+
+    def resolve(self, k: int) -> tuple[Dataset, int]:
+        return self.dataset, self.first + k
+
+
+def normalise(weights: Sequence[float]) -> list[float]:
+    """Divide by the sum, added from left to right: since Python 3.12 sum() rounds differently."""
     *_, total = accumulate(weights)
     return [weight / total for weight in weights]
 
 
 def samples_needed(size: int, share: float) -> int:
-    """Megatron's half percent more than the share of one data set."""
+    """Return the share of one data set and half a percent more, as in Megatron."""
     return math.ceil(size * share * 1.005)
 
 
-def order(shares: Floats, size: int, room: Room | None = None) -> tuple[Ints, Ints]:
-    """For each sample the data set, int16, and the number of the sample in it, int64.
+def blend_order(shares: Floats, size: int, room: Room | None = None) -> tuple[Ints, Ints]:
+    """Return for each sample its data set, int16, and its number in that data set, int64.
 
-    Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x max(i, 1) -
-    taken_d, the first of equals; float64 as in Megatron, so that ties fall alike.
+    Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x
+    max(i, 1) - taken_d, and the first of equals; float64 as in Megatron, so that ties fall alike.
     """
     room = room or Room()
     which, number = room.array("dataset", size, np.int16), room.array("dataset_sample", size, np.int64)
-    fast = compiled(size)
-    if fast is None:
+    twins = numba_twins(size)
+    if twins is None:
         walk_side_by_side(shares, which, number)
     else:
-        fast.blend(shares, np.zeros(len(shares)), 0, which, number)
+        twins.blend(shares, np.zeros(len(shares)), 0, which, number)
     return which, number
 
 
 def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
-    """Each choice depends on all before it, yet two walks that differ a little soon fall into step. So the walk is cut
-    into pieces, walked side by side from guessed starts; a piece that does not start where the one before ended is walked
-    again from there, until all fit. What fits is the rule's walk, whatever was guessed: the first piece starts right, so
-    it ends right. A second pass over some of the pieces is usual, and a hundred times faster than one choice after the
-    other.
+    """Fill `which` and `number`, a hundred times faster than with one choice after the other.
+
+    Each choice depends on all before it, yet two walks that differ a little soon fall into step. So
+    the walk is cut into pieces, walked side by side from guessed starts; a piece that does not start
+    where the one before it ended is walked again from there, until all fit. The result is exact
+    whatever was guessed: the first piece starts right, so it ends right, and so on. Usually some of
+    the pieces need a second pass.
     """
     size, taken, done = len(which), np.zeros(len(shares)), 0
     while done < size:
@@ -134,7 +176,7 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
 
 
 def walk(shares: Floats, starts: Ints, taken: Floats, rows: int) -> tuple[Ints, Ints, Floats]:
-    """The rule itself, `rows` times from each of the starts."""
+    """Apply the rule `rows` times from each of the starts; return choices, numbers and counts."""
     chosen, numbers = np.empty((rows, len(starts)), np.int16), np.empty((rows, len(starts)), np.int64)
     columns = np.arange(len(starts))
     for row in range(rows):

@@ -1,54 +1,67 @@
-"""The data of a run: token files, split, to the samples of train, validation and test. Prints what Megatron prints."""
+"""The data of a run: from the flags to the samples of train, validation and test.
+
+Prints Megatron's lines on the way.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.console import say
-from meshwright.data.blend import Blend
-from meshwright.data.changing import Chain, build
+from meshwright.data.blend import Blend, Chain, Tail
 from meshwright.data.format.indexed import Indexed, check_vocabulary
-from meshwright.data.history import History, follow, names
-from meshwright.data.loader import Cyclic, Dataset, Marks, Mock, Samples
-from meshwright.data.plan import Part, Wanted, documents, needed, targets, wanted
-from meshwright.data.plan import parts as parts_of
-from meshwright.data.samples import split_bounds
+from meshwright.data.history import (
+    History,
+    Part,
+    SetSpec,
+    continue_history,
+    document_range,
+    find_parts,
+    needed_sets,
+    needed_sizes,
+    target_sizes,
+    unique_names,
+)
+from meshwright.data.loader import Cyclic, Marks, Mock, Samples
+from meshwright.data.samples import Dataset, split_bounds
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings.schema import Data, TrainConfig
 from meshwright.tokenizers import Tokenizer
 
-Datasets = Mapping[str, Dataset | None]  # "train", "valid", "test"; of several, "valid/NAME" and "test/NAME"
+# Keys: "train", "valid" and "test", or "valid/NAME" and "test/NAME" where a split has several sets.
+Datasets = Mapping[str, Dataset | None]
 TITLES = {"train": "train", "valid": "validation", "test": "test"}
 
 
-def marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
-    """What the ends of documents are to change, None if nothing."""
+def make_marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
+    """Return the effects of document ends that the flags ask for, or None if there are none."""
     if not (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask):
         return None
     if tokenizer is None:
         raise UserError(
             "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need a tokenizer, which knows the "
-            "end of a document: give its flags instead of --vocab-size alone",
+            "end of a document; give its flags instead of --vocab-size alone",
             everywhere=True,
         )
     return Marks(tokenizer.eod, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
 
 
 def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int, int] | None) -> None:
-    """Whether the data, the user's `own` or what the flags name, reaches to the end of the run.
+    """Refuse data that do not reach to the end of the run.
 
-    `at`: iterations and samples behind us, None if nothing will be trained.
+    `own`: they are the user's own data sets, not what the flags name. `at`: the iterations and
+    samples that are done, None if nothing will be trained.
     """
     for name, dataset in data.items() if own else ():
-        parts = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
-        lacking = [told for told, method in parts.items() if dataset is not None and not hasattr(dataset, method)]
+        methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
+        lacking = [shown for shown, method in methods.items() if dataset is not None and not hasattr(dataset, method)]
         if lacking:
             why = f"a {type(dataset).__name__}, has no {' and no '.join(lacking)}"
-            raise UserError(f'datasets["{name}"], {why}: docs/extending.md says what each does', BAD_DATA)
+            raise UserError(f'datasets["{name}"], {why}; docs/extending.md describes each', BAD_DATA)
     if at is None:
         return
     train = data.get("train")
@@ -62,23 +75,26 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
             raise UserError(f'datasets["train"] has {len(train)} samples, the run needs {last}', BAD_DATA)
         raise UserError(
             f"{consumed} samples are consumed and {config.steps - iteration} steps of {size} would "
-            f"end at {last}, but the data set is built for {config.steps} steps of {size}: another "
-            "--global-batch-size than before needs the length in samples, --train-samples instead of --train-iters"
+            f"end at {last}, but the data set is built for {config.steps} steps of {size}; with another "
+            "--global-batch-size than before, give the length in samples: --train-samples instead of --train-iters"
         )
 
 
 def build_datasets(config: TrainConfig, vocab_size: int) -> dict[str, Dataset | None]:
-    """The data of a run that begins, by "train", "valid" and "test", or "valid/NAME" where several sets are validated on."""
+    """Return the data sets of a new run."""
     return continue_datasets(config, vocab_size, None, 0)[0]
 
 
 def continue_datasets(
     config: TrainConfig, vocab_size: int, past: History | None, consumed: int
 ) -> tuple[dict[str, Dataset | None], History | None]:
-    """The same after so many samples, and the history of its blends. None where there is nothing to read, or no need to."""
+    """Return the data sets of a run that continues after `consumed` samples, and its blends' history.
+
+    A data set is None where there is nothing to read, or no need to.
+    """
     t, d = config.training, config.data
     assert d.seq_length
-    sizes, out = targets(config), dict[str, Dataset | None](dict.fromkeys(TITLES))
+    sizes, out = target_sizes(config), dict[str, Dataset | None](dict.fromkeys(TITLES))
     say("> building train, validation, and test datasets ...")
     say(" > datasets target sizes (minimum size):")
     for title, samples in zip(("train:      ", "validation: ", "test:       "), sizes.values(), strict=True):
@@ -86,106 +102,164 @@ def continue_datasets(
     say("> building train, validation, and test datasets for GPT ...")
     history = None
     if d.mock_data:
+        needed = needed_sizes(config)
         for n, name in enumerate(sizes):
-            out[name] = Mock(vocab_size, sizes[name], d.seq_length, t.seed + n) if name in needed(config) else None
+            out[name] = Mock(vocab_size, sizes[name], d.seq_length, t.seed + n) if name in needed else None
     else:
-        for want, parts in open_parts(config, vocab_size):
-            if want.key != want.paths.split:
-                out.pop(want.paths.split, None)
-            if want.key == "train":
-                history = follow(past, parts, want.samples, consumed, d.blend_change_at)
-                out["train"] = build_train(config, want, parts, history, consumed, vocab_size)
+        for spec, parts in open_parts(config, vocab_size):
+            if spec.key != spec.paths.split:
+                out.pop(spec.paths.split, None)
+            if spec.key == "train":
+                history = continue_history(past, parts, spec.samples, consumed, d.blend_change_at)
+                out["train"] = build_train(config, spec, parts, history, consumed, vocab_size)
             else:
-                out[want.key] = build_split(config, want, parts)
+                out[spec.key] = build_set(config, spec, parts)
     if d.dataloader_type == "cyclic":
-        whole = ("valid",) if d.full_validation else ()
-        out = {n: x if x is None or n.startswith(whole) and whole else Cyclic(x) for n, x in out.items()}
+        for name, dataset in out.items():
+            if dataset is not None and not (d.full_validation and name.startswith("valid")):
+                out[name] = Cyclic(dataset)
     say("> finished creating GPT datasets ...")
     return out, history
 
 
-def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[Wanted, list[Part]]]:
-    """The documents of each wanted set; every pair of files is opened once."""
+def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list[Part]]]:
+    """Open every pair of files once, and return the parts of each needed set."""
     d, opened = config.data, dict[str, Indexed]()
-    sets = wanted(config)
-    if any(want.paths.divided for want in sets):
+    sets = needed_sets(config)
+    if any(spec.paths.divided for spec in sets):
         say("Single data path provided for train, valid & test")
         say(f"data_prefix: {d.data_path or d.data_args_path}")
     else:
         say("Separate data paths provided for train, valid & test. Split string will be ignored.")
-    for want in sets:
-        for source in want.paths.sources:
+    for spec in sets:
+        for source in spec.paths.sources:
             if source.prefix not in opened:
                 indexed = opened[source.prefix] = open_indexed(source.prefix, d.mmap_warmup, vocab_size)
-                if want.paths.divided:
+                if spec.paths.divided:
                     say(" > dataset split:")
                     bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
                     for name, a, b in zip(TITLES, bounds, bounds[1:], strict=False):
                         say_documents(TITLES[name], range(a, b))
-            if not want.paths.divided:
-                title = want.paths.name or TITLES[want.paths.split]
-                say_documents(title, documents(d, want.paths, source, len(opened[source.prefix])))
-    return [(want, parts_of(config, want, opened.__getitem__)) for want in sets]
+            if not spec.paths.divided:
+                title = spec.paths.name or TITLES[spec.paths.split]
+                say_documents(title, document_range(d, spec.paths, source, len(opened[source.prefix])))
+    return [(spec, find_parts(config, spec, opened.__getitem__)) for spec in sets]
 
 
-def say_documents(title: str, mine: range) -> None:
+def say_documents(title: str, documents: range) -> None:
     say(f"    {title}:")
-    say(f"     document indices in [{mine.start}, {mine.stop}) total of {len(mine)} documents")
+    say(f"     document indices in [{documents.start}, {documents.stop}) total of {len(documents)} documents")
 
 
-def build_split(config: TrainConfig, want: Wanted, parts: list[Part]) -> Dataset | None:
-    """The samples of one set: of one pair of files, or a blend of several."""
+def build_set(config: TrainConfig, spec: SetSpec, parts: list[Part]) -> Dataset | None:
+    """Return the samples of one pair of files, or a blend of several."""
     if not parts:
         return None
-    made = [build_samples(config, want.key, p.indexed, p.documents, p.samples) for p in parts]
-    if len(want.paths.sources) == 1 and want.paths.sources[0].weight is None:
+    made = [build_samples(config, spec.key, p.indexed, p.documents, p.samples) for p in parts]
+    if len(spec.paths.sources) == 1 and spec.paths.sources[0].weight is None:
         return made[0]
-    if want.whole:
+    if spec.in_full:
         return Chain(made)
-    return Blend(made, [p.share for p in parts], want.samples, cache_folder(config, parts[0].prefix))
+    return Blend(made, [p.share for p in parts], spec.samples, cache_folder(config, parts[0].prefix))
 
 
 def build_train(
-    config: TrainConfig, want: Wanted, parts: list[Part], history: History, consumed: int, vocab_size: int
+    config: TrainConfig, spec: SetSpec, parts: list[Part], history: History, consumed: int, vocab_size: int
 ) -> Dataset | None:
-    """The training set: one blend, as a split's, or one after the other."""
-    place = {name: part for name, part in zip(names(parts), parts, strict=True)}
+    """Return the training set: one blend, as for any set, or a blend that changes."""
+    by_name = dict(zip(unique_names(parts), parts, strict=True))
     if len(history.blends) == 1:
-        return build_split(config, want, [replace(place[n], share=share) for n, share in history.blends[0].shares])
-    opened: dict[str, Indexed] = {name: part.indexed for name, part in place.items()}
+        return build_set(config, spec, [replace(by_name[n], share=share) for n, share in history.blends[0].shares])
+    opened: dict[str, Indexed] = {name: part.indexed for name, part in by_name.items()}
 
-    def indexed_of(name: str) -> Indexed:
-        if name not in opened:  # one that the blend given has no longer, and that is still to be read from
+    def build_more(name: str, made: int) -> Samples:
+        if name not in opened:  # no longer in the blend given, but still to be read from
             opened[name] = open_indexed(history.sources[name].prefix, config.data.mmap_warmup, vocab_size)
-        return opened[name]
+        documents, number = range(*history.sources[name].documents), history.sources[name].samples
+        if made:
+            assert config.data.seq_length
+            tokens = opened[name].tokens_of(documents.start, documents.stop)
+            number = max(1, (tokens - 1) // config.data.seq_length)
+        return build_samples(config, "train", opened[name], documents, number, made)
 
-    def samples(name: str, number: int, more: int) -> Samples:
-        return build_samples(config, "train", indexed_of(name), range(*history.sources[name].documents), number, more)
-
-    def one_epoch(name: str) -> int:
-        first, end = history.sources[name].documents
-        tokens = indexed_of(name).tokens_of(first, end)
-        return max(1, (tokens - 1) // (config.data.seq_length or 1))
-
-    return build(history, want.samples, consumed, samples, one_epoch, cache_folder(config, parts[0].prefix))
+    return build_phases(history, spec.samples, consumed, build_more, cache_folder(config, parts[0].prefix))
 
 
-def build_samples(config: TrainConfig, key: str, indexed: Indexed, mine: range, number: int, more: int = 0) -> Samples:
+class Phases(Chain):
+    """The blends of a history, each for its samples of the run, and the prefixes of their parts."""
+
+    def __init__(self, blends: Sequence[Blend], prefixes: Sequence[Sequence[str]]) -> None:
+        super().__init__(blends)
+        self.blends, self.prefixes = list(blends), prefixes
+
+
+def build_phases(
+    history: History, size: int, consumed: int, build_more: Callable[[str, int], Samples], folder: Path | None
+) -> Phases:
+    """Return the run's `size` samples.
+
+    `build_more(name, made)` returns a data set's first order where `made` is 0, else one further
+    epoch, shuffled with `made` added to the seed. Data sets whose last sample is among the `consumed`
+    ones are not opened: their files may be gone.
+    """
+    chains: dict[str, Chain] = {}
+    used: dict[str, int] = {}
+    blends = []
+    phases = [b for b in history.blends if b.begin < size]
+    ends = [*(b.begin for b in phases[1:]), size]
+    for phase, end in zip(phases, ends, strict=True):
+        names = [name for name, _ in phase.shares]
+        tails = [Tail(chains.setdefault(name, Chain([])), used.get(name, 0)) for name in names]
+        blends.append(Blend(tails, [share for _, share in phase.shares], end - phase.begin, folder))
+        for name, count in zip(names, blends[-1].count_used(end - phase.begin), strict=True):
+            used[name] = used.get(name, 0) + count
+    still_read = {name for phase, end in zip(phases, ends, strict=True) if end > consumed for name, _ in phase.shares}
+    for name in (n for n in used if n in still_read):
+        chain = chains[name]
+        chain.append(build_more(name, 0))
+        # More samples are needed than the first order has: all of it, then further epochs.
+        while len(chain) < used[name]:
+            chain.append(build_more(name, len(chain.parts)))
+    return Phases(blends, [[history.sources[name].prefix for name, _ in phase.shares] for phase in phases])
+
+
+def count_used(dataset: object, consumed: int) -> dict[str, int]:
+    """Return how many samples a run has used of each data set of a blend, by the files' prefix.
+
+    Empty for what is not a blend of files, and for a cyclic order, which mixes the data sets anew.
+    """
+    if isinstance(dataset, Phases):
+        blends = list(zip(dataset.blends, dataset.prefixes, [0, *dataset.ends[:-1]], strict=True))
+    elif isinstance(dataset, Blend) and all(isinstance(part, Samples) for part in dataset.parts):
+        blends = [(dataset, [part.indexed.prefix for part in dataset.parts if isinstance(part, Samples)], 0)]
+    else:
+        return {}
+    out: dict[str, int] = {}
+    for blend, prefixes, begin in blends:
+        for prefix, n in zip(prefixes, blend.count_used(max(0, consumed - begin)), strict=True):
+            out[prefix] = out.get(prefix, 0) + n
+    return out
+
+
+def build_samples(
+    config: TrainConfig, key: str, indexed: Indexed, documents: range, number: int, more: int = 0
+) -> Samples:
+    """Return `number` samples; `more` is added to the seed."""
     d, seed = config.data, (config.training.seed + more) % 2**32
     assert d.seq_length
-    return Samples(
-        indexed, mine, number, d.seq_length, seed, d.last_epoch_cutoff, cache_folder(config, indexed.prefix), key
-    )
+    folder = cache_folder(config, indexed.prefix)
+    return Samples(indexed, documents, number, d.seq_length, seed, d.last_epoch_cutoff, folder, key)
 
 
-def epochs(dataset: object) -> list[list[Any]]:
-    """Of each pair of files how often it is read, and whether the last time is shuffled apart; nothing of other data."""
+def list_epochs(dataset: object) -> list[list[Any]]:
+    """Return for each pair of files its number of epochs, and whether the last is shuffled apart.
+
+    Empty for other data, and for a blend that changes, whose orders stay what they are.
+    """
     if isinstance(dataset, Cyclic):
-        return epochs(dataset.dataset)
+        return list_epochs(dataset.dataset)
     if isinstance(dataset, Blend):
-        return [
-            one for part in dataset.parts for one in epochs(part)
-        ]  # of a blend that changes: nothing, its order stays
+        return [epochs for part in dataset.parts for epochs in list_epochs(part)]
     return [[dataset.epochs, dataset.apart]] if isinstance(dataset, Samples) else []
 
 

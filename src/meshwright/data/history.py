@@ -1,31 +1,156 @@
-"""Which blend a run reads from which sample on: what a checkpoint remembers of its training data, and what may change in it.
+"""The data that a run reads: its sets, their files and sizes, and how the training blend changes.
 
-From the sample of a change on the new shares hold, and every data set goes on at the sample after its last used one, in its
-own order. A data set's order is fixed when it first takes part, as Megatron would build it for the need known then. Where a
-change makes a need larger, all epochs of that order are read to their end, and then further ones, each shuffled by itself
-(changing.py); Megatron would build a longer order, in which samples that were seen come again and others never.
+The first half follows from the settings and the lengths of the files alone, and without torch, so
+that samples can be counted ahead of a run.
 
-A data set is known by the fingerprint of its files, not by their place.
+The second half is what a checkpoint remembers of its training data. From the sample of a change on,
+the new shares hold, and every data set continues at the sample after its last used one, in its own
+order. That order is fixed when the data set first takes part, as Megatron would build it for the
+number of samples needed then. Where a change makes this number larger, all epochs of that order are
+read to their end, and then further epochs, each shuffled apart (datasets.build_phases); Megatron
+would build a longer order, in which some used samples come again and others never come.
+
+A data set is identified by the fingerprint of its files, not by their path.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.console import say
-from meshwright.data.blend import samples_needed
-from meshwright.data.format.indexed import fingerprint
-from meshwright.data.plan import Part
-from meshwright.errors import USAGE, UserError
+from meshwright.console import notice, say
+from meshwright.data.blend import normalise, samples_needed
+from meshwright.data.format.indexed import Indexed, fingerprint
+from meshwright.data.samples import split_bounds
+from meshwright.errors import BAD_DATA, USAGE, UserError
+from meshwright.settings.data_paths import SPLITS, PathSet, Source, path_sets
+from meshwright.settings.schema import Data, TrainConfig
+
+# What a run reads
 
 
 @dataclass(frozen=True)
-class Known:
-    """A data set that has taken part."""
+class SetSpec:
+    """A set of data that a run needs, and how many samples of it."""
+
+    paths: PathSet
+    samples: int
+    in_full: bool = False  # read every sample once instead: --full-validation
+
+    @property
+    def key(self) -> str:
+        return self.paths.key
+
+
+@dataclass(frozen=True)
+class Part:
+    """The documents of a pair of files that belong to a set."""
+
+    source: Source
+    indexed: Indexed
+    documents: range
+    tokens: int
+    share: float  # of the set's samples; the shares of a set add up to 1
+    samples: int  # samples asked for: Megatron's order of all of them follows from this number
+
+    @property
+    def prefix(self) -> str:
+        return self.indexed.prefix
+
+
+def target_sizes(config: TrainConfig) -> dict[str, int]:
+    """Return Megatron's numbers of samples of a training, validation and test set."""
+    t, size = config.training, config.global_batch
+    return {
+        "train": config.samples or config.steps * size,
+        "valid": (config.steps // t.eval_interval + 1) * t.eval_iters * size,
+        "test": t.eval_iters * size,
+    }
+
+
+def needed_sizes(config: TrainConfig) -> dict[str, int]:
+    """Return the target sizes of the splits that will be read."""
+    skipped = {"train"} if config.training.skip_train else set()
+    return {split: n for split, n in target_sizes(config).items() if n and split not in skipped}
+
+
+def needed_sets(config: TrainConfig) -> list[SetSpec]:
+    """Return the sets of data of a run that reads files."""
+    d, sizes = config.data, needed_sizes(config)
+    try:
+        sets = path_sets(d)
+    except ValueError as error:  # a file that the flags name has changed since they were checked
+        raise UserError(str(error)) from None
+    return [SetSpec(s, sizes[s.split], d.full_validation and s.split == "valid") for s in sets if s.split in sizes]
+
+
+def document_range(d: Data, paths: PathSet, source: Source, n: int) -> range:
+    """Return which of a file's n documents belong to a set."""
+    if paths.divided:
+        bounds, i = split_bounds(d.split, n, d.split_arithmetic), SPLITS.index(paths.split)
+        return range(bounds[i], bounds[i + 1])
+    return range(round(source.begin * float(n)), round(source.end * float(n)))  # bigscience's rounding
+
+
+def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], Indexed]) -> list[Part]:
+    """Return the parts of one set, without those that have no token or no weight."""
+    d, paths = config.data, spec.paths
+    assert d.seq_length
+    kept: list[tuple[float, Part]] = []
+    documents = used = 0
+    flag = f"--split {d.split}" if paths.divided else paths.flag
+    for source in paths.sources:
+        indexed = open_files(source.prefix)
+        mine = document_range(d, paths, source, len(indexed))
+        documents, used = documents + len(indexed), used + len(mine)
+        tokens = indexed.tokens_of(mine.start, mine.stop)
+        weight = float(tokens) if source.weight is None else source.weight
+        if not tokens:
+            why = f"of {len(indexed)} documents is empty"
+        elif not weight:
+            why = "has the weight 0"
+        elif spec.in_full and tokens <= d.seq_length:
+            why = f"has {tokens} tokens, less than one sample of {d.seq_length} + 1"
+        else:
+            kept.append((weight, Part(source, indexed, mine, tokens, 0.0, 0)))
+            continue
+        notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
+    total = sum(part.tokens for _, part in kept)
+    if paths.split == "train" and total <= d.seq_length:
+        raise UserError(
+            f"the training split ({used} of {documents} documents) has {total} tokens, but one sample takes "
+            f"--seq-length {d.seq_length} + 1; give more data, a shorter --seq-length or another {flag.split()[0]}",
+            BAD_DATA,
+        )
+    shares = normalise([weight for weight, _ in kept]) if kept else []
+    return [size_part(d, spec, part, share) for share, (_, part) in zip(shares, kept, strict=True)]
+
+
+def size_part(d: Data, spec: SetSpec, part: Part, share: float) -> Part:
+    """Return the part with its share, and with the samples that are asked of it."""
+    assert d.seq_length
+    sources = spec.paths.sources
+    alone = len(sources) == 1 and sources[0].weight is None
+    number = spec.samples if alone else samples_needed(spec.samples, share)
+    if spec.in_full:
+        number = (part.tokens - 1) // d.seq_length
+    elif part.tokens <= d.seq_length:
+        notice(
+            f"the {spec.key} split of {part.prefix} has {part.tokens} tokens: each sample of {d.seq_length} + 1 repeats "
+            "its documents"
+        )
+    return replace(part, share=share, samples=number)
+
+
+# What a checkpoint remembers
+
+
+@dataclass(frozen=True)
+class KnownSource:
+    """A data set that has taken part in the training."""
 
     prefix: str
     documents: tuple[int, int]  # first and end
@@ -34,8 +159,11 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Blended:
-    """From this sample of the run on, these shares of the data sets, in the order that decides between equals."""
+class Phase:
+    """A blend that holds from a sample of the run on: a share for each data set.
+
+    The data sets stand in the order that decides between equals.
+    """
 
     begin: int
     shares: tuple[tuple[str, float], ...]
@@ -43,35 +171,44 @@ class Blended:
 
 @dataclass(frozen=True)
 class History:
-    sources: dict[str, Known]
-    blends: tuple[Blended, ...]
+    """The blends of a training set, and the data sets that took part in any of them."""
+
+    sources: dict[str, KnownSource]
+    blends: tuple[Phase, ...]
 
     def state(self) -> dict[str, Any]:
-        """As JSON, for a checkpoint."""
+        """Return the history as JSON, for a checkpoint."""
         known = {n: [k.prefix, list(k.documents), k.weight, k.samples] for n, k in self.sources.items()}
         return {"sources": known, "blends": [[b.begin, [list(pair) for pair in b.shares]] for b in self.blends]}
 
     @classmethod
-    def of(cls, state: dict[str, Any] | None) -> History | None:
-        """None of a checkpoint that remembers none: an older one, or of random tokens."""
+    def from_state(cls, state: dict[str, Any] | None) -> History | None:
+        """Return the history of a checkpoint; None if it has none, being older or of random tokens."""
         if state is None:
             return None
-        known = {n: Known(prefix, (first, end), w, k) for n, (prefix, (first, end), w, k) in state["sources"].items()}
-        blends = [Blended(begin, tuple((n, share) for n, share in pairs)) for begin, pairs in state["blends"]]
-        return cls(known, tuple(blends))
+        known = {
+            n: KnownSource(prefix, (first, end), weight, samples)
+            for n, (prefix, (first, end), weight, samples) in state["sources"].items()
+        }
+        return cls(
+            known, tuple(Phase(begin, tuple((n, share) for n, share in pairs)) for begin, pairs in state["blends"])
+        )
 
-    def lines(self, most: int = 8) -> list[str]:
-        """For people."""
+    def lines(self) -> list[str]:
+        """Describe each blend in a line."""
         out = []
-        for one in self.blends:
-            told = [f"{share:.4g} {self.sources[name].prefix}" for name, share in one.shares[:most]]
-            more = [f"and {len(one.shares) - most} more"] if len(one.shares) > most else []
-            out.append(f"blend from sample {one.begin} on: {', '.join([*told, *more])}")
+        for phase in self.blends:
+            shares = [f"{share:.4g} {self.sources[name].prefix}" for name, share in phase.shares]
+            out.append(f"blend from sample {phase.begin} on: {', '.join(first_eight(shares))}")
         return out
 
 
-def names(parts: Sequence[Part]) -> list[str]:
-    """Of each its own; files that are alike are told apart by their order."""
+def first_eight(items: list[str]) -> list[str]:
+    return [*items[:8], f"and {len(items) - 8} more"] if len(items) > 8 else items
+
+
+def unique_names(parts: Sequence[Part]) -> list[str]:
+    """Return a name for each part; parts with equal files are numbered in their order."""
     seen: Counter[str] = Counter()
     out = []
     for part in parts:
@@ -81,64 +218,72 @@ def names(parts: Sequence[Part]) -> list[str]:
     return out
 
 
-def begin(parts: Sequence[Part]) -> History:
-    called = names(parts)
+def begin_history(parts: Sequence[Part]) -> History:
+    names = unique_names(parts)
     known = {
-        name: Known(p.prefix, (p.documents.start, p.documents.stop), p.source.weight, p.samples)
-        for name, p in zip(called, parts, strict=True)
+        name: KnownSource(p.prefix, (p.documents.start, p.documents.stop), p.source.weight, p.samples)
+        for name, p in zip(names, parts, strict=True)
     }
-    return History(known, (Blended(0, tuple((n, p.share) for n, p in zip(called, parts, strict=True))),))
+    return History(known, (Phase(0, tuple((n, p.share) for n, p in zip(names, parts, strict=True))),))
 
 
-def follow(past: History | None, parts: Sequence[Part], size: int, consumed: int, change_at: str | None) -> History:
-    """The history that a run of `size` samples goes on with; another blend is refused unless a sample is said for it."""
-    now = begin(parts)
+def continue_history(
+    past: History | None, parts: Sequence[Part], size: int, consumed: int, change_at: str | None
+) -> History:
+    """Return the history with which a run of `size` samples continues.
+
+    Another blend than the checkpoint's is refused, unless --blend-change-at gives its first sample.
+    """
+    now = begin_history(parts)
     if past is None:
         if consumed and change_at is not None:
             raise UserError(
-                "--blend-change-at: the checkpoint does not remember its blend, being older than this; without the flag it "
-                "goes on with the blend given, from the same sample number on"
+                "--blend-change-at: the checkpoint is too old to remember its blend; leave the flag out, and the run "
+                "continues with the blend given, from the same sample number on"
             )
         return now
     last = past.blends[-1]
-    if is_same(last, now.blends[0]):
+    if is_same_blend(last, now.blends[0]):
         if change_at not in (None, "now", str(last.begin)):
             raise UserError(
-                f"--blend-change-at {change_at}: the blend given holds from sample {last.begin} on already: leave the flag "
+                f"--blend-change-at {change_at}: the blend given holds from sample {last.begin} on already; leave the flag "
                 "out, or give another blend"
             )
-        return now_told(past, now)
-    if len(past.blends) == 1 and change_at is None and as_written(past) == as_written(now):
-        return now  # the files have other contents, which resume.py tells
+        return update_paths(past, now)
+    if len(past.blends) == 1 and change_at is None and prefixes_and_weights(past) == prefixes_and_weights(now):
+        return now  # the same files with other contents: resume.py reports that
     if change_at is None:
-        raise UserError(refusal(past, now, consumed))
-    return changed(past, now, size, consumed, consumed if change_at == "now" else int(change_at))
+        raise UserError(explain_refusal(past, now, consumed))
+    return change_blend(past, now, size, consumed, consumed if change_at == "now" else int(change_at))
 
 
-def is_same(one: Blended, other: Blended) -> bool:
-    """The same data sets in the same proportion, in whichever order they were said."""
-    mine, theirs = dict(one.shares), dict(other.shares)
-    return mine.keys() == theirs.keys() and all(math.isclose(mine[n], theirs[n], rel_tol=1e-12) for n in mine)
+def is_same_blend(a: Phase, b: Phase) -> bool:
+    """Return whether both have the same data sets in the same proportions, in any order."""
+    ours, theirs = dict(a.shares), dict(b.shares)
+    return ours.keys() == theirs.keys() and all(math.isclose(ours[n], theirs[n], rel_tol=1e-12) for n in ours)
 
 
-def as_written(history: History) -> list[tuple[str, float | None]]:
+def prefixes_and_weights(history: History) -> list[tuple[str, float | None]]:
     return [(known.prefix, known.weight) for known in history.sources.values()]
 
 
-def now_told(past: History, now: History) -> History:
-    """The past, with the places where its files lie today. One blend alone is built anew, for the need of today."""
+def update_paths(past: History, now: History) -> History:
+    """Return the past with today's paths of its files.
+
+    A run that has had one blend only gets a new order, for the number of samples needed today.
+    """
     if len(past.blends) == 1 and past.blends[0].shares == now.blends[0].shares:
         return now
     for name, known in now.sources.items():
-        require_documents(past.sources[name], known)
-    if len(past.blends) == 1:  # said in another order: the first one decides between equals
+        require_same_documents(past.sources[name], known)
+    if len(past.blends) == 1:  # given in another order: the past order decides between equals
         return History({n: now.sources[n] for n in past.sources}, past.blends)
-    there = {n: replace(k, prefix=now.sources[n].prefix) if n in now.sources else k for n, k in past.sources.items()}
-    return History(there, past.blends)
+    sources = {n: replace(k, prefix=now.sources[n].prefix) if n in now.sources else k for n, k in past.sources.items()}
+    return History(sources, past.blends)
 
 
-def changed(past: History, now: History, size: int, consumed: int, at: int) -> History:
-    """Another blend from sample `at` on; one that was to come after it does not come."""
+def change_blend(past: History, now: History, size: int, consumed: int, at: int) -> History:
+    """Return the history with another blend from sample `at` on, and without changes planned for later."""
     if at < consumed:
         raise UserError(
             f"--blend-change-at {at}: {consumed} samples are used already; give {consumed} (or now), or a later sample"
@@ -147,41 +292,40 @@ def changed(past: History, now: History, size: int, consumed: int, at: int) -> H
     for name, share in now.blends[0].shares:
         samples = samples_needed(max(size - at, 1), share)
         if name in sources:
-            require_documents(sources[name], now.sources[name])
+            require_same_documents(sources[name], now.sources[name])
             samples = sources[name].samples
         sources[name] = replace(now.sources[name], samples=samples)
     kept = tuple(b for b in past.blends if b.begin < at)
-    new = Blended(at, now.blends[0].shares)
-    out = History(sources, kept if kept and is_same(kept[-1], new) else (*kept, new))
+    new = Phase(at, now.blends[0].shares)
+    out = History(sources, kept if kept and is_same_blend(kept[-1], new) else (*kept, new))
     say(f" > the blend changes at sample {at}:")
     for line in out.lines():
         say(f" >   {line}")
     return out
 
 
-def require_documents(before: Known, now: Known) -> None:
+def require_same_documents(before: KnownSource, now: KnownSource) -> None:
     if before.documents != now.documents:
         raise UserError(
             f"{now.prefix}: the training set has documents {now.documents[0]} to {now.documents[1]} of it, in the checkpoint "
-            f"{before.documents[0]} to {before.documents[1]}: with another --split or range its samples would be others, "
-            "some to come again and some never; give the checkpoint's",
+            f"{before.documents[0]} to {before.documents[1]}; give the checkpoint's --split or range, because with another "
+            "one some samples would come again and some never",
             USAGE,
         )
 
 
-def refusal(past: History, now: History, consumed: int) -> str:
-    """What is different, and both ways out."""
+def explain_refusal(past: History, now: History, consumed: int) -> str:
+    """Say how the blends differ, and name both ways out."""
     before, after = dict(past.blends[-1].shares), dict(now.blends[0].shares)
-    told = [f"{past.sources[n].prefix} is not in it" for n in before if n not in after]
-    told += [f"{now.sources[n].prefix} is new" for n in after if n not in before]
-    told += [
+    changes = [f"{past.sources[n].prefix} is not in it" for n in before if n not in after]
+    changes += [f"{now.sources[n].prefix} is new" for n in after if n not in before]
+    changes += [
         f"{now.sources[n].prefix} has the share {after[n]:.4g}, it had {before[n]:.4g}"
         for n in after
         if n in before and not math.isclose(before[n], after[n], rel_tol=1e-12)
     ]
-    more = [f"and {len(told) - 8} more"] if len(told) > 8 else []
     return (
-        f"the training data are not blended as in the checkpoint: {'; '.join([*told[:8], *more])}. Read from its beginning, "
-        f"another blend would repeat some samples and leave out others: give the checkpoint's blend, or --blend-change-at now "
-        f"(or a sample from {consumed} on) to go over to this one there, each data set going on after its last used sample"
+        f"the training data are not blended as in the checkpoint: {'; '.join(first_eight(changes))}. Read from its beginning, "
+        "another blend would repeat some samples and leave out others; give the checkpoint's blend, or --blend-change-at now "
+        f"(or a sample from {consumed} on) to change to this one, each data set continuing after its last used sample"
     )

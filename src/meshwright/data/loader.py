@@ -1,9 +1,13 @@
-"""From disk to batches: what one data-parallel rank reads in each step, a pure function of the consumed samples.
+"""From the memory-mapped token files to batches: what one data-parallel rank reads in each step.
 
-There is no state to save. A step that begins after `consumed` samples reads the next batch(consumed) of them; each
-block of micro-batch x ranks consecutive samples is cut into one slice for each rank (Megatron's `single` order). A
-background thread reads ahead: torch releases the interpreter while it computes, so a thread is enough, costs no
-second process, and hands its errors to the loop that asks for the batch.
+`Loader.steps` says which samples make a step, `Loader.read_step` picks this rank's share of them,
+`Samples.read` copies their tokens out of the file, and `Loader.make_batch` makes each `Batch`.
+
+There is no state to save: what is read is a pure function of the consumed samples. A step that
+begins after `consumed` samples reads the next `step_size(consumed)` of them; each block of
+micro-batch x ranks consecutive samples is cut into one slice for each rank (Megatron's `single`
+order). A background thread reads ahead: torch releases the interpreter while it computes, so a
+thread is enough, costs no second process, and hands its errors to the loop that asks for the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, starmap
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,28 +29,18 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.console import say
+from meshwright.data.blend import Composite
 from meshwright.data.format.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Room, cached_indices
-from meshwright.data.samples import VERSION, build_indices, epochs_needed
+from meshwright.data.samples import VERSION, Dataset, build_indices, epochs_needed, require_sample
 from meshwright.errors import BAD_DATA, UserError
 
 
-class Dataset(Protocol):
-    """What the loader reads. A user's own data set needs these three methods."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        """S + 1 token ids."""
-        ...
-
-    def locate(self, k: int, position: int) -> str:
-        """Where a token of sample k comes from, for messages."""
-        ...
-
-
 class Samples:
-    """Samples of one split. `len` is how many can be cut from the epochs, at least the number asked for."""
+    """The samples of one split of a pair of token files.
+
+    `len` is how many can be cut from the epochs, at least the number asked for.
+    """
 
     def __init__(
         self,
@@ -88,36 +82,36 @@ class Samples:
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         tokens, pointers, itemsize = self.indexed.tokens, self.indexed.pointers, self.indexed.dtype.itemsize
         parts = []
-        for document, offset, length in self._pieces(k):
+        for document, offset, length in self.pieces(k):
             start = int(pointers[document]) // itemsize + offset
-            parts.append(tokens[start : start + length])  # a view of the memory-mapped file
+            parts.append(tokens[start : start + length])
         return np.concatenate(parts, dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
-        """[samples, S + 1]: the same of many at once, a third of the time."""
-        indexed, tokens, j = self.indexed, self.indexed.tokens, self.shuffle_idx[numbers].astype(np.int64)
+        """Return [samples, S + 1]: the tokens of many samples, in a third of the time of one by one."""
+        indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
         (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
-        counts = last - first + 1
-        stops = counts.cumsum()  # of each sample's pieces
+        counts = last - first + 1  # documents that each sample touches
+        stops = counts.cumsum()
         documents = self.doc_idx[np.arange(stops[-1]) + np.repeat(first - stops + counts, counts)]
         begins = indexed.pointers[documents] // indexed.dtype.itemsize
         ends = begins + indexed.sizes[documents]
         ends[stops - 1] = begins[stops - 1] + end + 1
         begins[stops - counts] += offset
-        pieces = [tokens[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]  # of the memory-mapped file
+        # Slices of the memory-mapped file: the concatenation is the one copy.
+        pieces = [indexed.tokens[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
         return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
 
     def locate(self, k: int, position: int) -> str:
-        for document, offset, length in self._pieces(k):
+        for document, offset, length in self.pieces(k):
             if position < length:
                 return f"token {offset + position} of document {document} in {self.indexed.prefix}"
             position -= length
         raise IndexError(f"sample {k} has no token {position}")
 
-    def _pieces(self, k: int) -> list[tuple[int, int, int]]:
-        """(document, first token, number of tokens) of each part of sample k."""
-        if not 0 <= k < len(self):
-            raise IndexError(f"sample {k} of {len(self)}")
+    def pieces(self, k: int) -> list[tuple[int, int, int]]:
+        """Return (document, first token, number of tokens) of each part of sample k."""
+        require_sample(k, len(self))
         j = int(self.shuffle_idx[k])
         (first, offset), (last, end) = self.sample_idx[j].tolist(), self.sample_idx[j + 1].tolist()
         pieces = []
@@ -139,8 +133,7 @@ class Mock:
         return self.num_samples
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        if not 0 <= k < len(self):
-            raise IndexError(f"sample {k} of {len(self)}")
+        require_sample(k, len(self))
         rng = np.random.RandomState([self.seed, k])
         return rng.randint(self.vocab_size, size=self.seq_length + 1, dtype=np.int64)
 
@@ -148,45 +141,40 @@ class Mock:
         return f"token {position} of mock sample {k}"
 
 
-class Cyclic:
+class Cyclic(Composite):
     """Megatron's `cyclic` order: every epoch reads all samples in a new order. It never runs out.
 
-    Megatron gives each data-parallel rank a part of the samples to shuffle; here one order serves all, the one that
-    Megatron has with a single rank and a length that is a multiple of the micro-batch. So the layout changes nothing.
+    Megatron gives each data-parallel rank a part of the samples to shuffle; here one order serves
+    all ranks, the one that Megatron has with a single rank and a length that is a multiple of the
+    micro-batch. So the layout changes nothing.
     """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
-        self._order = lru_cache(maxsize=2)(self._shuffled)  # a step can lie in two epochs
+        self._order = lru_cache(maxsize=2)(self._shuffle)  # a step can lie in two epochs
 
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        return self.dataset[self._number(k)]
-
-    def locate(self, k: int, position: int) -> str:
-        return self.dataset.locate(self._number(k), position)
-
-    def _number(self, k: int) -> int:
+    def resolve(self, k: int) -> tuple[Dataset, int]:
         epoch, place = divmod(k, len(self.dataset))
-        return int(self._order(epoch)[place])
+        return self.dataset, int(self._order(epoch)[place])
 
-    def _shuffled(self, epoch: int) -> Tensor:
+    def _shuffle(self, epoch: int) -> Tensor:
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch))
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What the ends of documents inside a sample change. An end belongs to the document before it."""
+    """The effects of document ends inside a sample. An end belongs to the document before it."""
 
     eod: int
     mask_loss: bool
     reset_positions: bool
     reset_attention: bool
 
-    def of(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """These fields of a Batch, for tokens [B, S]."""
+    def fields(self, tokens: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return these fields of a Batch for tokens [B, S]."""
         ends = tokens == self.eod
         out: dict[str, npt.NDArray[Any]] = {}
         if self.mask_loss:
@@ -203,7 +191,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. None stands for the trivial value, so that nothing is computed or copied for it."""
+    """One micro-batch. None stands for the trivial value, which is neither computed nor copied."""
 
     tokens: Tensor  # [B, S] int64
     labels: Tensor  # [B, S] int64: the next tokens
@@ -211,8 +199,8 @@ class Batch:
     loss_mask: Tensor | None = None  # [B, S] float32; None: all ones
     position_ids: Tensor | None = None  # [B, S] int64; None: 0 ... S - 1
     doc_ids: Tensor | None = None  # [B, S] int32; None: one document, causal attention over all of it
-    first_sample: int = -1  # sample_ids[0] and the tokens that count, read while the batch is on the host
-    unmasked: int = -1
+    first_sample: int = -1  # sample_ids[0], read while the batch is on the host
+    unmasked: int = -1  # tokens that count in the loss, counted on the host too
 
     def __post_init__(self) -> None:
         if self.unmasked < 0:
@@ -220,13 +208,13 @@ class Batch:
             object.__setattr__(self, "unmasked", unmasked)
             object.__setattr__(self, "first_sample", int(self.sample_ids[0]))
 
-    def part(self, columns: slice) -> Batch:
-        """Some columns of each sample; attention sees the documents of all, and `unmasked` stays that of all."""
+    def select(self, columns: slice) -> Batch:
+        """Return some columns of each sample; `doc_ids` and `unmasked` stay those of whole samples."""
         cut = {n: getattr(self, n) for n in ("tokens", "labels", "loss_mask", "position_ids")}
         return replace(self, **{n: x[:, columns].contiguous() for n, x in cut.items() if x is not None})
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on a device; to an accelerator from pinned memory, so that nobody waits for the copy."""
+        """Return the batch on a device; accelerators copy from pinned memory, without a wait."""
         device = torch.device(device)
         if self.tokens.device == device or (device.index is None and self.tokens.device.type == device.type):
             return self
@@ -239,116 +227,109 @@ class Batch:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True)
+class LoaderSpec:
+    """Which samples a rank reads in each step, and what it makes of them."""
+
+    micro_batch: int  # samples of a batch
+    step_size: Callable[[int], int]  # samples of the step that begins after this many
+    vocab_size: int
+    workers: int = 0  # steps to read ahead in a thread; 0: read when asked
+    marks: Marks | None = None
+    rank: int = 0  # among the `ranks` that read different samples
+    ranks: int = 1
+    columns: slice | None = None  # of each sample, where several ranks share it
+    length: int | None = None  # tokens of a sample, including the last label; None: any
+    device: torch.device | None = None  # None: batches stay on the host
+    # At the end of the data set: raise an error that names both numbers; or wrap to the first
+    # sample, for validation (sample numbers continue); or wrap, but mask the samples that have been
+    # read before, so that each counts once (--full-validation).
+    at_end: Literal["raise", "wrap", "mask"] = "raise"
+
+
 class Loader:
-    """An iterable over steps; each item is the list of a step's micro-batches for this rank.
+    """An iterable over steps after `consumed` samples; an item is this rank's list of micro-batches."""
 
-    A step that begins after `consumed` samples has batch(consumed) of them. `wrap=True`, for validation, starts again
-    at the first sample when the data set runs out (sample numbers go on counting); without it, running out is an
-    error that names both numbers.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        micro_batch: int,
-        batch: Callable[[int], int],
-        consumed: int,
-        workers: int,
-        vocab_size: int,
-        marks: Marks | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        wrap: bool = False,
-        device: torch.device | None = None,
-        columns: slice | None = None,
-        length: int | None = None,
-    ) -> None:
-        """`rank` of `ranks` read each their own samples; `columns`: of each sample, where several ranks share it; `length`:
-        the tokens of a sample, the last label with them."""
-        self.dataset, self.vocab_size, self.marks = dataset, vocab_size, marks
-        self.micro_batch, self.batch, self.consumed = micro_batch, batch, consumed
-        self.workers, self.rank, self.ranks = workers, rank, ranks
-        self.wrap, self.device, self.columns, self.length = wrap, device, columns, length
+    def __init__(self, dataset: Dataset, spec: LoaderSpec, consumed: int = 0) -> None:
+        self.dataset, self.spec, self.consumed = dataset, spec, consumed
         if not len(dataset):
             raise UserError("the data set has no sample", BAD_DATA)
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
-        """Endless: the caller stops. Closing the iterator ends the thread."""
+        """Yield steps without end: the caller stops. Closing the iterator ends the thread."""
         steps = self.steps()
-        if self.workers == 0:
-            yield from starmap(self.step, steps)
-        thread = ThreadPoolExecutor(1, "read-ahead", devices.set_current, (self.device,))
+        if self.spec.workers == 0:
+            yield from starmap(self.read_step, steps)
+        thread = ThreadPoolExecutor(1, "read-ahead", devices.set_current, (self.spec.device,))
         try:
-            ahead = deque(thread.submit(self.step, *where) for where in islice(steps, self.workers))
-            for where in steps:
+            ahead = deque(thread.submit(self.read_step, *step) for step in islice(steps, self.spec.workers))
+            for step in steps:
                 batches = ahead.popleft().result()
-                ahead.append(thread.submit(self.step, *where))
+                ahead.append(thread.submit(self.read_step, *step))
                 yield batches
         finally:
             thread.shutdown(cancel_futures=True)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """First sample and number of samples of each step."""
-        consumed, block = self.consumed, self.micro_batch * self.ranks
+        """Yield the first sample and the number of samples of each step."""
+        consumed, block = self.consumed, self.spec.micro_batch * self.spec.ranks
         while True:
-            samples = self.batch(consumed)
+            samples = self.spec.step_size(consumed)
             if samples % block or not samples:
                 raise UserError(
-                    f"a step of {samples} samples is not a multiple of {self.micro_batch} (--micro-batch-size) x "
-                    f"{self.ranks} ranks: change --global-batch-size or --rampup-batch-size"
+                    f"a step of {samples} samples is not a multiple of {self.spec.micro_batch} (--micro-batch-size) x "
+                    f"{self.spec.ranks} ranks; change --global-batch-size or --rampup-batch-size"
                 )
             yield consumed, samples
             consumed += samples
 
-    def step(self, first: int, samples: int) -> list[Batch]:
-        """This rank's slice of each block of the step."""
-        size = self.micro_batch
-        starts = range(first + self.rank * size, first + samples, size * self.ranks)
+    def read_step(self, first: int, samples: int) -> list[Batch]:
+        """Return this rank's slice of each block of the step."""
+        size = self.spec.micro_batch
+        starts = range(first + self.spec.rank * size, first + samples, size * self.spec.ranks)
         numbers = [n for start in starts for n in range(start, start + size)]
-        if numbers[-1] >= len(self.dataset) and not self.wrap:
+        if numbers[-1] >= len(self.dataset) and self.spec.at_end == "raise":
             raise UserError(
-                f"samples {first} to {first + samples - 1} are wanted, but the data set has {len(self.dataset)}: it was "
-                "built for fewer steps",
+                f"the step needs samples {first} to {first + samples - 1}, but the data set has {len(self.dataset)}; "
+                "it was built for fewer steps",
                 BAD_DATA,
             )
-        text = self.texts(numbers)
-        if text.min() < 0 or text.max() >= self.vocab_size:
+        text = self.read_tokens(numbers)
+        if text.min() < 0 or text.max() >= self.spec.vocab_size:
             raise self.unknown_id(numbers, text)
-        return [self.batch_of(numbers[k : k + size], text[k : k + size]) for k in range(0, len(numbers), size)]
+        return [self.make_batch(numbers[k : k + size], text[k : k + size]) for k in range(0, len(numbers), size)]
 
-    def texts(self, numbers: list[int]) -> npt.NDArray[np.int64]:
-        """[samples, S + 1]: all of a step at once where the data set can, for meanwhile nobody else has the interpreter."""
+    def read_tokens(self, numbers: list[int]) -> npt.NDArray[np.int64]:
+        """Return [samples, S + 1]: the tokens of a step, read at once where the data set can."""
         places = [k % len(self.dataset) for k in numbers]
-        if isinstance(self.dataset, Samples) and self.length in (None, self.dataset.seq_length + 1):
+        if isinstance(self.dataset, Samples) and self.spec.length in (None, self.dataset.seq_length + 1):
             return self.dataset.read(places)
         samples = [np.asarray(self.dataset[k]) for k in places]
-        shape = (self.length or samples[0].size,)
-        if any(ids.dtype.kind not in "iu" or ids.shape != shape for ids in samples):
-            raise self.misshapen(numbers, samples, shape)
+        shape = (self.spec.length or samples[0].size,)
+        for k, ids in zip(numbers, samples, strict=True):
+            if ids.dtype.kind not in "iu" or ids.shape != shape:
+                wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"
+                raise UserError(
+                    f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}", BAD_DATA
+                )
         return np.stack(samples).astype(np.int64, copy=False)
 
-    def batch_of(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
-        batch = Batch(
-            tokens=torch.from_numpy(text[:, :-1].copy()),
-            labels=torch.from_numpy(text[:, 1:].copy()),
-            sample_ids=torch.arange(numbers[0], numbers[-1] + 1),
-            **(self.marks.of(text[:, :-1]) if self.marks else {}),
-        )
-        if self.columns is not None:
-            batch = batch.part(self.columns)
-        return batch if self.device is None else batch.to(self.device)
-
-    def misshapen(self, numbers: list[int], samples: list[npt.NDArray[Any]], shape: tuple[int]) -> UserError:
-        pairs = zip(numbers, samples, strict=True)
-        k, ids = next((k, ids) for k, ids in pairs if ids.dtype.kind not in "iu" or ids.shape != shape)
-        wanted = "one row of int64" if self.length is None else f"{self.length} int64, --seq-length + 1"
-        return UserError(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}: give {wanted}", BAD_DATA)
+    def make_batch(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
+        spec, tokens, labels = self.spec, text[:, :-1].copy(), text[:, 1:].copy()
+        fields: dict[str, Any] = spec.marks.fields(tokens) if spec.marks else {}
+        if spec.at_end == "mask" and numbers[-1] >= len(self.dataset):
+            mask = fields.setdefault("loss_mask", torch.ones(tokens.shape))
+            mask[torch.tensor(numbers) >= len(self.dataset)] = 0.0
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.tensor(numbers), **fields)
+        if spec.columns is not None:
+            batch = batch.select(spec.columns)
+        return batch if spec.device is None else batch.to(spec.device)
 
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
-        row, column = np.argwhere((text < 0) | (text >= self.vocab_size))[0].tolist()
+        row, column = np.argwhere((text < 0) | (text >= self.spec.vocab_size))[0].tolist()
         place = self.dataset.locate(numbers[row] % len(self.dataset), column)
         return UserError(
             f"sample {numbers[row]} has id {text[row, column]} ({place}), but the tokenizer's ids are "
-            f"0 ... {self.vocab_size - 1}: the data was made with another tokenizer",
+            f"0 ... {self.spec.vocab_size - 1}; the data was made with another tokenizer",
             BAD_DATA,
         )

@@ -1,9 +1,10 @@
-"""Token files to samples: which S + 1 tokens are sample k, in Megatron's order, element for element.
+"""The order of samples: which S + 1 tokens are sample k, as in Megatron, element for element.
 
-Three index arrays make the order. The documents of a split, repeated for as many epochs as are needed, are shuffled
-(`doc_idx`); the shuffled documents are read as one stream of tokens and cut every S tokens (`sample_idx`: where each
-sample begins); the samples are shuffled (`shuffle_idx`). A sample takes S + 1 tokens, its last being the next one's
-first. Everything is vectorised numpy, so nothing compiles; with the extra `fast`, numba's twins of it serve large data.
+Three index arrays make the order. The documents of a split, repeated for as many epochs as needed,
+are shuffled (`doc_idx`); the shuffled documents are read as one stream of tokens and cut every S
+tokens (`sample_idx`: where each sample begins); the samples are shuffled (`shuffle_idx`). A sample
+takes S + 1 tokens: its last is the first of the next one. Everything is vectorised numpy, so
+nothing compiles; with the extra `fast`, numba's twins of the loops serve large data.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from meshwright.console import say
 from meshwright.data.index_cache import Ints, Room
@@ -23,11 +25,30 @@ from meshwright.settings.grammar import split_shares
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 BLOCK = 1 << 20
-LARGE = 10_000_000  # documents and samples; below, numpy is done before numba is imported
+LARGE = 10_000_000  # documents and samples; below this, numpy is done before numba is imported
+
+
+class Dataset(Protocol):
+    """The data that the loader reads. A user's own data set needs these three methods."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        """Return S + 1 token ids."""
+        ...
+
+    def locate(self, k: int, position: int) -> str:
+        """Return where a token of sample k comes from, for messages."""
+        ...
+
+
+def require_sample(k: int, length: int) -> None:
+    if not 0 <= k < length:
+        raise IndexError(f"sample {k} of {length}")
 
 
 def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
-    """Borders of train, validation and test among n documents: 0, a, b, n."""
+    """Return the borders of train, validation and test among n documents: 0, a, b, n."""
     shares = split_shares(split)
     parts = [share / sum(shares) for share in shares]
     if arithmetic == "cumulative":
@@ -39,18 +60,19 @@ def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
     for part in parts:
         bounds.append(bounds[-1] + int(round(part * float(n))))
     surplus = bounds[-1] - n
-    return [0] + [max(bound - surplus, 0) for bound in bounds[1:]]  # below 0 would take documents from the end
+    # A border below 0 would take documents from the end.
+    return [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
 
 
-def compiled(elements: int) -> ModuleType | None:
-    """numba's twins of the loops over so many elements, where they are worth their import and can be had."""
+def numba_twins(elements: int) -> ModuleType | None:
+    """Return numba's twins of the loops, or None where numpy is faster or numba cannot be used."""
     if elements < LARGE:
         return None
     try:
-        from meshwright.data import fast
-    except (ImportError, RuntimeError):  # not installed, or made for another numpy; no folder for what it compiles
+        from meshwright.data import numba_indices
+    except (ImportError, RuntimeError):  # not installed, built for another numpy, or no folder for compiled code
         return None
-    return fast
+    return numba_indices
 
 
 def build_indices(
@@ -63,9 +85,10 @@ def build_indices(
     cutoff: float,
     room: Room | None = None,
 ) -> list[Ints]:
-    """doc_idx, sample_idx and shuffle_idx; `tokens` are those of the documents.
+    """Return doc_idx, sample_idx and shuffle_idx; `tokens` is the number of tokens in the documents.
 
-    A second thread fills and shuffles the samples beside the rest, as soon as the documents have had their random numbers.
+    A second thread fills shuffle_idx meanwhile, and shuffles it as soon as the shuffle of the
+    documents has drawn its random numbers.
     """
     room = room or Room()
     if tokens == 0:
@@ -82,42 +105,42 @@ def build_indices(
             f"number of samples per epoch ({per_epoch}), setting separate_last_epoch to {apart}"
         )
     places = epochs * len(documents)
-    rng = np.random.RandomState(seed)  # the same for every split; its stream is frozen by numpy's promise
-    fast = compiled(places + total)
+    rng = np.random.RandomState(seed)  # the same for every split; numpy promises never to change its stream
+    twins = numba_twins(places + total)
 
-    doc_dtype, row_dtype, shuffle_dtype = dtypes(documents.stop, places, total)
+    doc_dtype, row_dtype, shuffle_dtype = index_dtypes(documents.stop, places, total)
     shuffle_idx = room.array("shuffle", total, shuffle_dtype)
-    with ThreadPoolExecutor(1) as beside:
-        ready = beside.submit(fill, shuffle_idx.reshape(1, -1), 0)
+    with ThreadPoolExecutor(1) as thread:
+        filled = thread.submit(fill_rows, shuffle_idx.reshape(1, -1), 0)
 
-        # "elasped" is Megatron's own misspelling: its log is what people's scripts read.
+        # "elasped" is Megatron's own misspelling; people's scripts read these lines.
         start = time.perf_counter()
         doc_idx = room.array("doc", places, doc_dtype)
-        fill(doc_idx.reshape(epochs, -1), documents.start)
-        shuffle(rng, doc_idx, places - len(documents) if apart else places, fast)
+        fill_rows(doc_idx.reshape(epochs, -1), documents.start)
+        shuffle(rng, doc_idx, places - len(documents) if apart else places, twins)
         say(f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
         first = before_last if apart else total
-        ready.result()
-        ready = beside.submit(shuffle, rng, shuffle_idx, first, fast)
+        filled.result()
+        shuffled = thread.submit(shuffle, rng, shuffle_idx, first, twins)
         start = time.perf_counter()
-        if fast is None:  # numpy is twice as slow where numbers lie off their alignment, as in the file
-            mine = np.array(sizes[documents.start : documents.stop])
-            rows = cut(mine, doc_idx, documents.start, total, seq_length)
+        if twins is None:  # numpy is twice as slow on unaligned numbers, as they lie in the file
+            aligned = np.array(sizes[documents.start : documents.stop])
+            rows = cut(aligned, doc_idx, documents.start, total, seq_length)
         else:
-            rows = cut_fast(sizes, doc_idx, total, seq_length)
+            rows = cut_with_numba(twins, sizes, doc_idx, total, seq_length)
         sample_idx = room.stream("sample", (total + 1, 2), row_dtype, rows)
         say(f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
         start = time.perf_counter()
         say(f" > building shuffle index with split [0, {first}) and [{first}, {total}) ...")
-        ready.result()
+        shuffled.result()
         say(f" > elasped time to build and save shuffle-idx mapping (seconds): {time.perf_counter() - start:4f}")
     return [doc_idx, sample_idx, shuffle_idx]
 
 
-def dtypes(documents: int, places: int, samples: int) -> tuple[type[np.integer[Any]], ...]:
-    """Of doc_idx, sample_idx and shuffle_idx: Megatron's, and wider where it ends with more than 31 bits of documents."""
+def index_dtypes(documents: int, places: int, samples: int) -> tuple[type[np.integer[Any]], ...]:
+    """Return Megatron's types of doc_idx, sample_idx and shuffle_idx, wider where those overflow."""
     return (
         np.int32 if documents <= 2**31 else np.int64,
         np.int32 if places < 2**31 else np.int64,
@@ -125,23 +148,26 @@ def dtypes(documents: int, places: int, samples: int) -> tuple[type[np.integer[A
     )
 
 
-def fill(x: Ints, first: int) -> None:
-    """first, first + 1, ... in each row."""
+def fill_rows(x: Ints, first: int) -> None:
+    """Fill each row with first, first + 1, ..."""
     for begin in range(0, x.shape[1], BLOCK):
         part = x[:, begin : begin + BLOCK]
         part[:] = np.arange(first + begin, first + begin + part.shape[1], dtype=x.dtype)
 
 
-def shuffle(rng: np.random.RandomState, x: Ints, border: int, fast: ModuleType | None) -> None:
-    """What lies before the border, then what lies behind it."""
+def shuffle(rng: np.random.RandomState, x: Ints, border: int, twins: ModuleType | None) -> None:
+    """Shuffle the elements before the border, then those behind it."""
     for part in (x[:border], x[border:]):
         if len(part):
-            rng.shuffle(part) if fast is None else fast.shuffle(rng, part)
+            rng.shuffle(part) if twins is None else twins.shuffle(rng, part)
 
 
 def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float) -> tuple[int, bool]:
-    """How often the documents are repeated, and whether the last epoch is shuffled by itself, so that documents of a barely
-    begun one don't crowd out others. The order of all samples follows from these two."""
+    """Return the number of epochs, and whether the last one is shuffled apart from the others.
+
+    It is shuffled apart where only a small part of it is needed, so that its documents don't crowd
+    out others. The order of all samples follows from these two.
+    """
     # The smallest number of epochs with (epochs x tokens - 1) // S >= num_samples
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
     before_last = ((epochs - 1) * tokens - 1) // seq_length
@@ -149,16 +175,16 @@ def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float)
 
 
 def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -> Iterator[Ints]:
-    """Row k: in which place of doc_idx, and at which token of that document, sample k begins; in blocks of rows.
+    """Yield blocks of rows; row k says at which place of doc_idx and token of it sample k begins.
 
-    `sizes` are those of the documents from number `first` on. Sample k begins at token k x S of the stream. Counting the
-    multiples of S inside each document and repeating the document's place as often gives many rows at once; documents are
-    taken in blocks, so memory stays bounded.
+    `sizes` are those of the documents from number `first` on. Sample k begins at token k x S of the
+    stream. Counting the multiples of S inside each document and repeating the document's place as
+    often gives many rows at once; documents are taken in blocks, so memory stays bounded.
     """
-    _, dtype, _ = dtypes(0, len(doc_idx), samples)
-    yield np.zeros((1, 2), dtype)  # row 0 is (0, 0) even where the first documents are empty, as in Megatron's walk
+    _, dtype, _ = index_dtypes(0, len(doc_idx), samples)
+    yield np.zeros((1, 2), dtype)  # row 0 is (0, 0) even where the first documents are empty, as in Megatron
     done, position = 1, 0
-    block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))  # of documents, about BLOCK rows
+    block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))  # documents that give about BLOCK rows
     for begin in range(0, len(doc_idx), block):
         lengths = sizes[doc_idx[begin : begin + block] - first]
         ends = position + np.cumsum(lengths, dtype=np.int64)
@@ -169,29 +195,27 @@ def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -
         rows[:, 1] = np.arange(done, done + len(places)) * seq_length - (ends - lengths)[places]
         done, position = done + len(places), int(ends[-1])
         yield rows
-    whole(done, samples)
+    require_rows(done, samples)
 
 
-def cut_fast(sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Iterator[Ints]:
-    """The same, by numba."""
-    from meshwright.data import fast
-
-    _, dtype, _ = dtypes(0, len(doc_idx), samples)
+def cut_with_numba(twins: ModuleType, sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Iterator[Ints]:
+    """Yield the rows of `cut`, computed by numba."""
+    _, dtype, _ = index_dtypes(0, len(doc_idx), samples)
     yield np.zeros((1, 2), dtype)
     done, place, offset = 1, 0, seq_length
     rows = np.empty((BLOCK + 1, 2), dtype)
     while place < len(doc_idx):
-        made, place, offset = fast.cut(sizes, doc_idx, place, offset, seq_length, rows)
+        made, place, offset = twins.cut(sizes, doc_idx, place, offset, seq_length, rows)
         done += made
         yield rows[:made]
-    whole(done, samples)
+    require_rows(done, samples)
 
 
-def whole(done: int, samples: int) -> None:
-    """Sizes and pointers of the .idx tell different stories where this fails."""
+def require_rows(done: int, samples: int) -> None:
+    """Refuse an .idx whose sizes and pointers disagree."""
     if done != samples + 1:
         raise UserError(
-            f"the sizes of the .idx give {done - 1:,} samples, its pointers {samples:,}: it is damaged; "
-            "`meshwright data verify` tells where",
+            f"the sizes of the .idx give {done - 1:,} samples, its pointers {samples:,}; it is damaged: "
+            "`meshwright data verify` says where",
             BAD_DATA,
         )

@@ -14,15 +14,15 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from meshwright import device as devices
 from meshwright.console import say, say_time
-from meshwright.data.changing import used_of_each
-from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, epochs, marks
-from meshwright.data.loader import Batch, Dataset, Loader
-from meshwright.data.once import Once
+from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, count_used, list_epochs, make_marks
+from meshwright.data.loader import Batch, Loader, LoaderSpec
+from meshwright.data.samples import Dataset
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.launch.team import Team
 from meshwright.model import counts
@@ -115,12 +115,12 @@ class Trainer:
 
     def open_data(self, tokenizer: Tokenizer | None, datasets: Datasets | None) -> None:
         p = self.progress
-        self.marks = marks(self.config.data, tokenizer)
+        self.marks = make_marks(self.config.data, tokenizer)
         at = (p.iteration, p.consumed_train_samples) if self.will_train else None
         data = self.team.run_lead_first(self.open_files) if datasets is None else datasets
         self.team.run_on_all(lambda: check_datasets(self.config, data, datasets is not None, at))
         self.data = data
-        self.state.read_in(epochs(self.data.get("train")))
+        self.state.read_in(list_epochs(self.data.get("train")))
 
     def open_files(self) -> Datasets:
         """The flags' data, with the blends that the checkpoint remembers, and those from now on."""
@@ -178,29 +178,30 @@ class Trainer:
         )
 
     def batches(
-        self, dataset: Dataset, consumed: int, batch: Callable[[int], int], wrap: bool = False, once: bool = False
+        self,
+        dataset: Dataset,
+        consumed: int,
+        step_size: Callable[[int], int],
+        at_end: Literal["raise", "wrap", "mask"] = "raise",
     ) -> Generator[list[Batch], None, None]:
-        """Endless: the micro-batches of one step after the other, from this sample on. `once`: no sample counts twice."""
-        at, micro, length = self.layout.at, self.config.micro_batch, self.config.data.seq_length
+        """Yield the micro-batches of each step from this sample on, without end."""
+        at, length = self.layout.at, self.config.data.seq_length
         assert length
         columns = length // self.layout.cp
-        mine = None if self.layout.cp == 1 else slice(at("cp") * columns, (at("cp") + 1) * columns)
-        loader = Loader(
-            dataset,
-            micro,
-            batch,
-            consumed,
-            self.config.data.num_workers,
+        spec = LoaderSpec(
+            self.config.micro_batch,
+            step_size,
             self.vocab,
-            self.marks,
-            at("replicas", "shard"),
-            self.layout.dp,
-            wrap,
-            self.device,
-            mine,
-            length + 1,
+            workers=self.config.data.num_workers,
+            marks=self.marks,
+            rank=at("replicas", "shard"),
+            ranks=self.layout.dp,
+            columns=None if self.layout.cp == 1 else slice(at("cp") * columns, (at("cp") + 1) * columns),
+            length=length + 1,
+            device=self.device,
+            at_end=at_end,
         )
-        return iter(Once(loader) if once else loader)
+        return iter(Loader(dataset, spec, consumed))
 
     @property
     def is_done(self) -> bool:
@@ -365,7 +366,9 @@ class Trainer:
         whole = name == "valid" and self.config.data.full_validation
         before = self.progress.iteration // t.eval_interval + ahead if name == "valid" and not whole else 0
         steps = -(-len(dataset) // size) if whole else t.eval_iters
-        batches = self.batches(dataset, before * t.eval_iters * size, lambda consumed: size, wrap=True, once=whole)
+        batches = self.batches(
+            dataset, before * t.eval_iters * size, lambda consumed: size, "mask" if whole else "wrap"
+        )
         with contextlib.closing(batches):
             cut = (lambda: ending.signal is not None) if self.team.size == 1 else (lambda: False)
             loss = evaluate(self.net, itertools.islice(batches, steps), cut)
@@ -387,7 +390,7 @@ class Trainer:
     def tell_used(self, aloud: bool = False) -> None:
         """Of a blend, the samples that were used of each data set so far: a row, and at the end of a training lines."""
         p = self.progress
-        used = used_of_each(self.data.get("train"), p.consumed_train_samples) if self.team.is_lead else {}
+        used = count_used(self.data.get("train"), p.consumed_train_samples) if self.team.is_lead else {}
         if used:
             self.metrics.row("used", p.iteration, consumed_samples=p.consumed_train_samples, samples=used)
         for prefix, number in sorted(used.items(), key=lambda item: -item[1])[:20] if aloud else ():

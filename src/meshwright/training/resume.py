@@ -20,8 +20,7 @@ from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.console import say
 from meshwright.data.format.indexed import Indexed, fingerprint
-from meshwright.data.history import History, follow
-from meshwright.data.plan import parts, wanted
+from meshwright.data.history import History, continue_history, find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.launch.team import Team
 from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule
@@ -128,7 +127,7 @@ class State:
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
         self.skips, self.epochs = state.get("skips", []), state.get("epochs")
-        self.blends = History.of(state.get("blends"))
+        self.blends = History.from_state(state.get("blends"))
         self.net.store.steps = 0 if c.no_load_optim else state.get("optimizer_steps", self.progress.iteration)
         before = saved.get("micro_batch_size")
         self.micro_batch_before = before if isinstance(before, int) else None
@@ -412,10 +411,10 @@ def check_loading(config: TrainConfig) -> list[str]:
         if "schedule" in state:
             resume_schedule(build_schedule(config), state["schedule"], config)
         past, sets = (
-            History.of(state.get("blends")),
-            {} if config.data.mock_data else {w.key: w for w in wanted(config)},
+            History.from_state(state.get("blends")),
+            {} if config.data.mock_data else {w.key: w for w in needed_sets(config)},
         )
         if past is not None and "train" in sets:
-            mine, consumed = parts(config, sets["train"], Indexed), state["consumed_train_samples"]
-            told += follow(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
+            mine, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]
+            told += continue_history(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
     return told

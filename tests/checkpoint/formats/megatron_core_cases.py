@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.blend import order
+from meshwright.data.blend import blend_order
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Samples
@@ -91,7 +91,7 @@ def our_index(case: dict[str, Any], folder: Path) -> list[Any]:
 
 def our_blend(case: dict[str, Any]) -> list[Any]:
     weights = np.array(case["weights"])
-    return list(order(weights / weights.sum(), case["size"]))
+    return list(blend_order(weights / weights.sum(), case["size"]))
 
 
 def megatron_dataset(case: dict[str, Any], folder: Path) -> Any:

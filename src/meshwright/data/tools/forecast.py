@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright import console
-from meshwright.data.blend import order
+from meshwright.data.blend import Composite, blend_order
 from meshwright.data.format.indexed import Indexed
-from meshwright.data.plan import Part, Wanted, parts, wanted
+from meshwright.data.history import Part, SetSpec, find_parts, needed_sets
 from meshwright.data.tools.statistics import text_of
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
@@ -28,7 +28,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from meshwright.data.loader import Dataset
+    from meshwright.data.samples import Dataset
 
 ANY_ID = 2**31  # without a tokenizer ids are not compared with one
 EXACT = 100_000_000  # samples of a blend that are counted in their real order: some seconds
@@ -47,7 +47,7 @@ def index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in datapaths.prefixes(config.data)))
     there = ", ".join(map(str, folders))
     if dry:
-        print(f"would build the indices of {len(wanted(config))} sets in {there}")
+        print(f"would build the indices of {len(needed_sets(config))} sets in {there}")
         return
     for folder in folders:  # a training keeps in memory what it cannot write; built ahead it would be lost
         make_folder(folder, "--data-cache-path, here and in the training")
@@ -109,7 +109,7 @@ def plan(config: TrainConfig, as_json: bool) -> None:
     def indexed(prefix: str) -> Indexed:
         return opened.setdefault(prefix, opened.get(prefix) or Indexed(prefix))
 
-    sets = [one_set(config, want, parts(config, want, indexed)) for want in wanted(config)]
+    sets = [one_set(config, want, find_parts(config, want, indexed)) for want in needed_sets(config)]
     warnings = [line for one in sets for line in one.pop("warnings")]
     if config.data.blend_change_at is not None:
         warnings.append("--blend-change-at: counted as if this blend held from the first sample")
@@ -121,7 +121,7 @@ def plan(config: TrainConfig, as_json: bool) -> None:
         console.notice(f"warning: {line}")
 
 
-def one_set(config: TrainConfig, want: Wanted, found: list[Part]) -> dict[str, Any]:
+def one_set(config: TrainConfig, want: SetSpec, found: list[Part]) -> dict[str, Any]:
     """The samples that are read from each source of a set."""
     length = config.data.seq_length or 1
     counts, how = sample_counts(want, found)
@@ -151,16 +151,16 @@ def one_set(config: TrainConfig, want: Wanted, found: list[Part]) -> dict[str, A
     return {"set": want.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
 
 
-def sample_counts(want: Wanted, found: list[Part]) -> tuple[list[int], str]:
+def sample_counts(want: SetSpec, found: list[Part]) -> tuple[list[int], str]:
     """How many of a set's samples each part gives, and how that is known."""
-    if want.whole:
+    if want.in_full:
         return [part.samples for part in found], "every sample once"
     if len(found) == 1:
         return [want.samples], "one source"
     shares = np.array([part.share for part in found])
     if not found or want.samples > EXACT:
         return [round(share * want.samples) for share in shares.tolist()], "from the shares: one sample more or less"
-    which, _ = order(shares / shares.sum(), want.samples)
+    which, _ = blend_order(shares / shares.sum(), want.samples)
     return np.bincount(which, minlength=len(found)).tolist(), "in the real order"
 
 
@@ -219,19 +219,12 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
 
 def stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
     """(first position, end, place of the first token) of each stretch of a sample that lies in one document."""
-    from meshwright.data.blend import Blend
-    from meshwright.data.changing import Chain, From
-    from meshwright.data.loader import Cyclic, Samples
+    from meshwright.data.loader import Samples
 
     held, k = dataset, number
-    while not isinstance(held, Samples):
-        if isinstance(held, Blend | Chain):
-            held, k = held._at(k)
-        elif isinstance(held, From):
-            k, held = held.first + k, held.dataset
-        elif isinstance(held, Cyclic):
-            k, held = held._number(k), held.dataset
-        else:  # random tokens
-            return [(0, len(dataset[number]), dataset.locate(number, 0))]
-    ends = accumulate((length for *_, length in held._pieces(k)), initial=0)
+    while isinstance(held, Composite):
+        held, k = held.resolve(k)
+    if not isinstance(held, Samples):  # random tokens
+        return [(0, len(dataset[number]), dataset.locate(number, 0))]
+    ends = accumulate((length for *_, length in held.pieces(k)), initial=0)
     return [(first, stop, dataset.locate(number, first)) for first, stop in pairwise(ends) if first < stop]

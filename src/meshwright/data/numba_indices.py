@@ -1,7 +1,7 @@
 """The loops of index building, compiled by numba: the extra `fast`. Same results as the numpy beside each call, sooner.
 
 numba keeps what it has compiled in files, so that only the first process ever waits for it. This module is imported through
-`compiled`, and for large data alone: the import takes longer than numpy does for a million samples.
+`samples.numba_twins`, and for large data alone: the import takes longer than numpy does for a million samples.
 
 numpy's shuffle draws one place, swaps, draws the next: it waits for memory at each swap. Here places are drawn a batch at a
 time, so that the processor has many swaps to work on at once. (Explicit prefetches were measured too: they add nothing.)
@@ -147,7 +147,7 @@ def cut(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows
 
 @njit(cache=True, nogil=True)
 def blend(shares: Any, taken: Any, first: int, which: Any, number: Any) -> None:
-    """Samples from number `first` on: of the data set that is furthest behind, the first of equals. See blend.order."""
+    """Samples from number `first` on: of the data set that is furthest behind, the first of equals. See blend.blend_order."""
     for row in range(len(which)):
         i = float(max(first + row, 1))
         best: Any = 0
