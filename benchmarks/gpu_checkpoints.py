@@ -35,6 +35,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     from meshwright.settings.schema import TrainConfig
     from meshwright.training.loop import Trainer
     from meshwright.training.metrics import Timers
+    from meshwright.training.network import Spec
 
     console.set_stream(None)
     layers, hidden, heads = SIZES[size]
@@ -46,7 +47,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     )
     config = flags.parse(TrainConfig, line.split(), "benchmark").config
     device_ = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
-    trainer = Trainer(config, device_, vocab, -(-vocab // 128) * 128, None, None, Timers(), Layout(), ALONE)
+    trainer = Trainer(Spec(config, Layout(), device_, vocab, -(-vocab // 128) * 128), ALONE, Timers())
     trainer.load_or_initialise()
     return trainer
 

@@ -289,11 +289,11 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
     from meshwright.data.datasets import build_datasets
     from meshwright.optim.schedule import build_schedule
     from meshwright.training import network
-    from meshwright.training.step import train_step
+    from meshwright.training.step import StepSettings, train_step
 
     times = {"build": -time.perf_counter()}
     vocab, padded = vocabulary_of(config)
-    net = network.build(config, layout, device, vocab, padded, config.data.seq_length)
+    net = network.build(network.Spec(config, layout, device, vocab, padded))
     HELD["store"] = weakref.ref(net.store)
     with device:
         net.store.initialise(drawing(config, vocab))
@@ -311,7 +311,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
 
     def step(number: int) -> None:
         lr, wd = schedule.lr(number * batch), schedule.wd(number * batch)
-        loss, norm, _ = train_step(net, next(batches), config.training.seed, lr, wd, 1.0, "global")
+        loss, norm, _ = train_step(net, next(batches), StepSettings(config.training.seed, lr, wd))
         told = torch.stack([loss.double(), norm.double()]).tolist()  # the one wait for the device
         losses.append(told[0])
         norms.append(told[1])
@@ -768,21 +768,21 @@ def overhead(given: argparse.Namespace) -> None:
     from meshwright.settings.flags import parse
     from meshwright.settings.schema import TrainConfig
     from meshwright.training import network
-    from meshwright.training.step import train_step
+    from meshwright.training.step import StepSettings, train_step
 
     for model in given.models:
         line = line_of(model, replace(CELLS[model][0], batch=CELLS[model][0].micro), given)
         config = parse(TrainConfig, [*line.split(), "--world-size=1"], "train").config
         device = devices.pick(config.parallel.device)
         vocab, padded = vocabulary_of(config)
-        net = network.build(config, Layout(), device, vocab, padded, config.data.seq_length)
+        net = network.build(network.Spec(config, Layout(), device, vocab, padded))
         with device:
             net.store.initialise(drawing(config, vocab))
         net.store.publish_weights()
         plain = PlainLoop(config, device)
 
         def ours(micro: list[Any], net: Any = net, config: Any = config) -> list[float]:
-            loss, norm, _ = train_step(net, micro, config.training.seed, 1.5e-4, 0.1, 1.0, "global")
+            loss, norm, _ = train_step(net, micro, StepSettings(config.training.seed, 1.5e-4, 0.1))
             return torch.stack([loss.double(), norm.double()]).tolist()
 
         loops = {"ours": ours, "plain": plain.step}

@@ -26,8 +26,7 @@ from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings import schema as config
-from meshwright.training.network import Network
-from meshwright.training.step import train_step
+from meshwright.training.step import Network, StepSettings, train_step
 
 # The demo's model and batch.
 LAYERS, HIDDEN, HEADS, SEQ, VOCAB, BATCH = 4, 128, 4, 128, 4096, 8
@@ -87,7 +86,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
     net = Network([model], params, losses, cpu)
     for batches in Loader(data, LoaderSpec(BATCH, lambda consumed: BATCH, VOCAB, workers=2, at_end="wrap")):
-        loss, norm, _ = train_step(net, batches, 1, 1e-3, 0.1, 1.0, "global")
+        loss, norm, _ = train_step(net, batches, StepSettings(1, 1e-3, 0.1))
         yield torch.stack((loss, norm)).tolist()[0]
 
 

@@ -91,25 +91,25 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     from meshwright.parallel.layout import layout_of
     from meshwright.training.loop import Trainer
     from meshwright.training.metrics import Timers
+    from meshwright.training.network import Spec
     from meshwright.training.preflight import vocabulary
-    from meshwright.training.stop import Ending
+    from meshwright.training.stop import StopConditions
 
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
     layout = layout_of(config, team.rank) if connect is None else connect(layout_of(config, team.rank))
     _, vocab, padded = vocabulary(config, None)
-    trainer = Trainer(config, torch.device("cpu"), vocab, padded, None, None, Timers(), layout, team)
+    trainer = Trainer(Spec(config, layout, torch.device("cpu"), vocab, padded), team, Timers())
     trainer.load_or_initialise()
     d = config.data
     marked = d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask
     trainer.marks = Marks(EOD, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask) if marked else None
     trainer.data = {name: Mock(VOCAB, 10**6, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
     trainer.metrics = Told()
-    ending = Ending(config.training, time.perf_counter(), saves=False)
-    batches = trainer.batches(trainer.data["train"], trainer.progress.consumed_train_samples, config.batch)
+    stop = StopConditions(config.training, time.perf_counter(), saves=False)
     for step in range(steps):
         with around(name, trainer, step):
-            trainer.step(batches, ending)
-    trainer.validate("valid", "", 0, ending)
+            trainer.step(stop)
+    trainer.validate("valid", "", 0, stop)
     return trainer
 
 

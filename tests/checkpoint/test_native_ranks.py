@@ -386,12 +386,12 @@ def other_files(folder: Path) -> None:
     given = Tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
     config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]))
     with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+ on rank 1"):
-        preflight.same_vocabulary(config, None, t)
+        preflight.build_vocabulary_on_all(config, None, t)
     with pytest.raises(UserError, match=r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1") as caught:
-        preflight.same_on_all(t, config)
+        preflight.require_equal_settings(t, config)
     assert "data_fingerprint" not in str(caught.value)
     shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
-    assert "none.json does not exist" in error_of(lambda: preflight.same_vocabulary(shared, None, t))
+    assert "none.json does not exist" in error_of(lambda: preflight.build_vocabulary_on_all(shared, None, t))
 
 
 def test_files_that_differ_between_nodes_are_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from helpers import open_step
 from meshwright.optim.loss_scale import LossScale, dtype_of
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer, Precision
-from meshwright.training import network
+from meshwright.training import step as training_step
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -155,7 +155,7 @@ def test_forced_overflows(rule):
 def breaking(monkeypatch):
     """breaking({iterations}): the loss of these, from 1 in each attempt, becomes NaN or `value`; `alone`: no gradient."""
 
-    real = network.loss_sum
+    real = training_step.loss_sum
 
     def arrange(iterations, value=math.nan, alone=False):
         calls = []
@@ -168,7 +168,7 @@ def breaking(monkeypatch):
             hit = (len(calls) + 1) // 2 in iterations and len(calls) % 2 == 0  # the second of two micro-batches
             return (total + value if alone else total * value) if hit else total
 
-        monkeypatch.setattr(network, "loss_sum", broken)
+        monkeypatch.setattr(training_step, "loss_sum", broken)
 
     return arrange
 
@@ -229,7 +229,7 @@ def test_stop(run, breaking, tmp_path, flags):  # noqa: F811
     got = run(*BASE, *flags, *saving(tmp_path))
     assert got.status == 70 and got.column("skipped") == [False, False, False, True]
     assert "iteration 4 (samples up to 16): the loss is nan, so this step was not applied" in got.err
-    assert f"the checkpoints in {tmp_path} are as before it" in got.err and "--lr (now 0.01)" in got.err
+    assert f"the checkpoints in {tmp_path} are unchanged" in got.err and "--lr (now 0.01)" in got.err
     assert got.column("status", "end") == [70]
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002", "iter_0000003"]
     breaking(set())

@@ -273,7 +273,7 @@ def test_dynamic_loss_scale(run):
 
 def test_least_loss_scale(run):
     got = run("--fp16", "--hysteresis", "1", "--min-loss-scale", str(2.0**31))
-    assert got.status == 70 and "least loss scale" in got.err and got.column("loss_scale") == [2.0**32, 2.0**31]
+    assert got.status == 70 and "smallest loss scale" in got.err and got.column("loss_scale") == [2.0**32, 2.0**31]
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     from meshwright.model.pick import pick
     from meshwright.parallel.zero import ParameterStore, StoreSpec
     from meshwright.settings.schema import Optimizer
-    from meshwright.training.network import Network
-    from meshwright.training.step import train_step
+    from meshwright.training.step import Network, StepSettings, train_step
 
     def loss(logits, batch):
         return token_losses(logits, batch.labels, 64)
@@ -351,7 +350,8 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
         batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
         flag = ["--loss-mean", how] if how in ("global", "microbatch") else []
         mean = parse(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
-        losses[how] = float(train_step(Network([model], params, loss, cpu), batches, 1, 0.0, 0.0, 1.0, mean)[0])
+        settings = StepSettings(1, 0.0, 0.0, loss_mean=mean)
+        losses[how] = float(train_step(Network([model], params, loss, cpu), batches, settings)[0])
     assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
     assert losses["global"] == pytest.approx((32 * losses["first"] + 2 * losses["second"]) / 34)
     assert losses["global"] != pytest.approx(losses["microbatch"], rel=1e-6)

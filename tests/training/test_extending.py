@@ -170,7 +170,7 @@ class Twice(GPT):
         self.head_weight = self.wte.weight
 
 
-@pytest.mark.parametrize(("model", "words"), [(Odd, "has buffers: scale"), (Twice, "parameters of two names")])
+@pytest.mark.parametrize(("model", "words"), [(Odd, "has buffers: scale"), (Twice, "parameters with two names")])
 def test_what_would_be_lost_is_refused(example, model, words):
     with pytest.raises(UserError, match=words):
         train.run(example.settings(None, 2), model, None, parts(example)[2])

@@ -14,7 +14,7 @@ from test_flag_effects import run  # noqa: F401, a fixture
 from meshwright.settings.schema import Training
 from meshwright.training import memory as fit
 from meshwright.training import stop as ending
-from meshwright.training.stop import Ending
+from meshwright.training.stop import StopConditions
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -306,18 +306,18 @@ def clock(monkeypatch):
 
 
 def test_duration(clock):
-    end = Ending(Training(exit_duration_in_mins=1.5), 1000.0)
+    end = StopConditions(Training(exit_duration_in_mins=1.5), 1000.0)
     for seconds, over in ((0, False), (90, False), (90.6, True)):
         clock[0] = 1000.0 + seconds
         assert (end.reason() is not None) == over
     assert end.reason() == "1.51 minutes, more than --exit-duration-in-mins 1.5" and end.status == 0
     clock[0] = 1e9
-    assert Ending(Training(), 0.0).reason() is None
+    assert StopConditions(Training(), 0.0).reason() is None
 
 
 def test_kill_switch_file(clock, tmp_path):
     switch = tmp_path / "stop"
-    end = Ending(Training(kill_switch_path=str(switch)), 1000.0)
+    end = StopConditions(Training(kill_switch_path=str(switch)), 1000.0)
     assert end.reason() is None
     switch.mkdir()  # whatever it is
     assert end.reason() == f"kill switch {switch}" and end.status == 0
@@ -329,12 +329,12 @@ def test_kill_switch_file(clock, tmp_path):
 def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
     """Noted and told; it comes before every other reason; the second ends at once; the old handlers come back."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    end = Ending(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0)
-    with end.catching():
+    end = StopConditions(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0)
+    with end.handle_signals():
         assert end.reason() == f"kill switch {tmp_path}" and end.status == 0 and end.signal is None
         signal.raise_signal(number)
         assert end.signal is number and end.reason() == number.name and end.status == status
-        told = f"{number.name}: finishing this step and saving; once more to stop at once\n"
+        told = f"{number.name}: finishing this step and saving; send it again to stop at once\n"
         assert capfd.readouterr().err == told
         left = []
         monkeypatch.setattr(os, "_exit", left.append)
@@ -349,12 +349,12 @@ def test_signals_are_left_alone():
     seen = []
     old = signal.signal(signal.SIGTERM, lambda *a: seen.append(a[0]))
     try:
-        end = Ending(Training(exit_signal_handler=False), 0.0)
-        with end.catching():
+        end = StopConditions(Training(exit_signal_handler=False), 0.0)
+        with end.handle_signals():
             signal.raise_signal(signal.SIGTERM)
         assert seen == [signal.SIGTERM] and end.reason() is None and end.status == 0
-        end = Ending(Training(), 0.0)
-        with pytest.raises(ZeroDivisionError), end.catching():
+        end = StopConditions(Training(), 0.0)
+        with pytest.raises(ZeroDivisionError), end.handle_signals():
             raise ZeroDivisionError
         signal.raise_signal(signal.SIGTERM)
         assert len(seen) == 2 and end.signal is None
@@ -367,6 +367,6 @@ def test_which_reason_is_told(clock, tmp_path):
     for there, late in itertools.product((False, True), repeat=2):
         clock[0] = 1061.0 if late else 1001.0
         path = tmp_path if there else tmp_path / "none"
-        reason = Ending(Training(kill_switch_path=str(path), exit_duration_in_mins=1.0), 1000.0).reason()
+        reason = StopConditions(Training(kill_switch_path=str(path), exit_duration_in_mins=1.0), 1000.0).reason()
         assert (reason or "").startswith("kill switch" if there else "1.02 minutes" if late else "")
         assert (reason is None) == (not there and not late)

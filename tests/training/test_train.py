@@ -674,12 +674,12 @@ def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, error, told
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(meshwright.training.network, "train_step", fail)
+    monkeypatch.setattr(meshwright.training.loop, "train_step", fail)
     assert main(["train", *TINY_FLAGS]) == 2
     shown = capsys.readouterr().err
     assert told in shown and "Including" not in shown and "Error code" not in shown
     assert "smaller --micro-batch-size (now 2) or --seq-length (now 16), or --recompute-granularity full needs" in shown
-    monkeypatch.setattr(meshwright.training.network, "train_step", lambda *args: 1 / 0)
+    monkeypatch.setattr(meshwright.training.loop, "train_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", *TINY_FLAGS])
 

@@ -13,7 +13,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.preflight import dry_run
 from meshwright.training.resume import checkpoint_architecture
-from meshwright.training.run import WORD, run
+from meshwright.training.run import REPORT_SECONDS, run
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         return command_line(argv, world)
     except UserError as error:
         if world.local_rank and not error.everywhere:  # the machine's first rank was given the same flags
-            time.sleep(WORD)
+            time.sleep(REPORT_SECONDS)
         raise
 
 
@@ -57,4 +57,4 @@ def command_line(argv: list[str], world: World) -> int:
         return launched
     if world.local_rank == 0:
         flags.tell(parsed)
-    return dry_run(config) if dry else run(config, command=["meshwright", "train", *argv])
+    return dry_run(config) if dry else run(config, command=["meshwright", "train", *argv], handle_signals=True)

@@ -25,9 +25,8 @@ from meshwright.errors import UserError
 from meshwright.launch.team import Team
 from meshwright.model.loss import loss_sum
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.network import Network
 from meshwright.training.sizes import bytes_per_parameter
-from meshwright.training.step import forward
+from meshwright.training.step import Network, forward
 
 SHARE = 0.92  # of the memory that may be filled: the allocator's gaps and other libraries want some
 
@@ -48,7 +47,9 @@ def require_memory(config: TrainConfig, parameters: int, padded: int, device: to
         )
 
 
-def micro_batch(net: Network, config: TrainConfig, vocab: int, preferred: int | None, team: Team) -> tuple[int, str]:
+def fit_micro_batch(
+    net: Network, config: TrainConfig, vocab: int, preferred: int | None, team: Team
+) -> tuple[int, str]:
     """`--micro-batch-size auto`, found by running the network on samples of random ids; and how, in words."""
     t, d, length = config.training, config.data, config.data.seq_length
     assert length

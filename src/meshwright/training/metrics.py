@@ -1,4 +1,4 @@
-"""What a run tells: Megatron's console lines on stdout, metrics.jsonl as the source of truth, a bar on stderr."""
+"""A run's numbers: Megatron's lines on stdout, metrics.jsonl as the source of truth, a progress bar."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
-# Dense half-precision peaks in FLOP/s by what the device calls itself, from the vendors' datasheets.
+# Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
 PEAKS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -40,42 +41,54 @@ PEAKS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's peak, or None when unknown (every CPU): then no MFU is claimed."""
+    """Return the device's peak, or None if it is unknown, as for every CPU; then no MFU is printed."""
     name = devices.name(device)
     return next((peak for key, peak in sorted(PEAKS.items(), key=lambda x: -len(x[0])) if key in name), None)
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """Where an attempt begins, and the size of the whole run."""
+
+    done: int  # iterations
+    consumed: int  # samples
+    total_steps: int
+    flops_per_token: float
+
+
 class Metrics:
-    """Counts since the last log line, the JSON-lines file, the trackers and the progress bar of one attempt."""
+    """The sums since the last log line, the JSON-lines file, the trackers and the progress bar.
+
+    Every rank has one. Those that do not lead have no folder and print nothing.
+    """
 
     def __init__(
         self,
         folder: Path | None,
         config: TrainConfig,
-        flops_per_token: float,
+        attempt: Attempt,
         device: torch.device,
         timers: Timers,
-        done: int,
-        consumed: int,
-        in_all: int,
         team: Team,
     ) -> None:
-        """Of every rank; those that do not lead have no folder and tell nothing."""
         assert config.data.seq_length
         self.world = team.size
         self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
-        self.flops, self.device, self.timers, self.steps_in_all = flops_per_token, device, timers, in_all
+        self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
+        self.device, self.timers = device, timers
         self.peak = peak_flops(device)
         self.file, self.attempt = -1, 1
         if folder is not None:
             self.attempt = 1 + _count_starts(folder / "metrics.jsonl")
             self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         name = folder.resolve().name if folder is not None else "meshwright"
-        told = flags.to_dict(config)
-        self.trackers = open_trackers(self.g, folder, told, name, done + 1, consumed) if team.is_lead else []
-        self.bar = _start_bar(self.steps_in_all) if self.g.progress and sys.stderr.isatty() and team.is_lead else None
+        self.trackers, self.bar = [], None
+        if team.is_lead:
+            settings = flags.to_dict(config)
+            self.trackers = open_trackers(self.g, folder, settings, name, attempt.done + 1, attempt.consumed)
+            self.bar = _start_bar(self.total_steps) if self.g.progress and sys.stderr.isatty() else None
         self._reset()
-        self.memory_told = False
+        self.memory_is_printed = False
 
     def _reset(self) -> None:
         self.losses: list[float] = []
@@ -83,24 +96,25 @@ class Metrics:
         self.seconds = 0.0
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
-        """Append one row at once and whole: a reader, or a kill, sees complete lines or one cut at the very end."""
+        """Append one row in one write, so that a reader or a kill sees at most the last line cut short."""
         if self.file < 0:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = json.dumps({"event": event, "attempt": self.attempt, "iteration": iteration, **plain})
         data = line.encode() + b"\n"
-        while data:  # a nearly full disk may take a part
+        while data:  # a nearly full disk may write only a part
             data = data[os.write(self.file, data) :]
 
     def sync(self) -> None:
-        """To the disk, so that no power cut leaves a checkpoint that knows more steps than the log."""
+        """Flush to disk, so that after a power cut no checkpoint has more steps than the log."""
         if self.file >= 0:
             os.fsync(self.file)
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, **values: Any) -> None:
-        """Record one step; every --log-interval steps print the line. It shows the next step's rate, as Megatron's.
+        """Record one step, and print a line every --log-interval steps.
 
-        Values: batch, loss, grad_norm, lr, loss_scale, skipped; num_zeros and params_norm where asked for.
+        The line shows the learning rate of the next step, as Megatron's does. `values` are batch,
+        loss, grad_norm, lr, loss_scale and skipped, and num_zeros and params_norm if asked for.
         """
         batch, loss = values["batch"], values["loss"]
         self.steps += 1
@@ -114,7 +128,7 @@ class Metrics:
         row = values | {
             "ms": round(seconds * 1e3, 3),
             "tokens_per_second": round(tokens, 1),
-            "tflops": round(tokens * self.flops / self.world / 1e12, 4),  # of one device, as the share of its peak
+            "tflops": round(tokens * self.flops / self.world / 1e12, 4),  # per device
             "mfu": round(tokens * self.flops / self.world / self.peak, 4) if self.peak else None,
             "memory": memory,
         }
@@ -123,7 +137,7 @@ class Metrics:
             extra: dict[str, Any] = {
                 "iteration": iteration,
                 "world_size": self.world,
-                "timers": self.timers.of_this_step(),
+                "timers": self.timers.times_of_step(),
             }
             if self.g.log_memory_to_tensorboard and memory is not None:
                 stats = devices.memory_stats(self.device)
@@ -135,7 +149,7 @@ class Metrics:
             self._track(tags(self.g, row | extra), iteration, consumed)
         if self.bar is not None:
             self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
-        if iteration % self.g.log_interval == 0 or iteration == self.steps_in_all or not math.isfinite(loss):
+        if iteration % self.g.log_interval == 0 or iteration == self.total_steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr, values)
 
     def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
@@ -146,9 +160,9 @@ class Metrics:
         samples = self.samples / self.seconds
         rate = samples * self.seq * self.flops / self.world
         in_all = self.config.samples
-        left = (in_all - consumed if in_all else (self.steps_in_all - iteration) * values["batch"]) / samples
+        left = (in_all - consumed if in_all else (self.total_steps - iteration) * values["batch"]) / samples
         parts = [
-            f" iteration {iteration:8d}/{self.steps_in_all:8d}",
+            f" iteration {iteration:8d}/{self.total_steps:8d}",
             f"consumed samples: {consumed:12d}",
             f"elapsed time per iteration (ms): {self.seconds / self.steps * 1e3:.1f}",
             f"learning rate: {lr:.3E}",
@@ -174,8 +188,8 @@ class Metrics:
         if memory:
             parts.append(f"memory (GiB): {memory / 2**30:.2f}")
         say(" | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(max(left, 0)))}"]) + " |")
-        if memory is not None and not self.memory_told:
-            self.memory_told, stats = True, devices.memory_stats(self.device)
+        if memory is not None and not self.memory_is_printed:
+            self.memory_is_printed, stats = True, devices.memory_stats(self.device)
             mb = {
                 f"{x} {n}": stats[f"{x}_bytes.all.{n}"] / 2**20
                 for x in ("allocated", "reserved")
@@ -186,19 +200,24 @@ class Metrics:
                 f"max allocated: {mb['allocated peak']} | reserved: {mb['reserved current']} | "
                 f"max reserved: {mb['reserved peak']}"
             )
-        self.timers.tell_steps(self.steps)
+        self.timers.print_means(self.steps)
         self._reset()
 
-    def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float, of: str = "") -> None:
-        """Megatron's framed line; perplexity is exp(loss), capped as there. `of`: the name of one of several sets."""
+    def validation(
+        self, iteration: int, consumed: int, name: str, prefix: str, loss: float, set_name: str = ""
+    ) -> None:
+        """Record one validation and print Megatron's framed line.
+
+        The perplexity is exp(loss), capped as in Megatron. `set_name` is that of one of several sets.
+        """
         ppl = math.exp(min(20, loss)) if math.isfinite(loss) else math.nan
-        where = f"{prefix} on {of}" if of else prefix
+        where = f"{prefix} on {set_name}" if set_name else prefix
         line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
         say("-" * (len(line) + 1))
         say(line)
         say("-" * (len(line) + 1))
-        end = {"end": True} if prefix.startswith("the end") else {}  # it may follow another one at the same iteration
-        row = {"name": name, "loss": loss, "ppl": ppl} | ({"set": of} if of else {})
+        end = {"end": True} if prefix.startswith("the end") else {}  # may repeat an iteration
+        row = {"name": name, "loss": loss, "ppl": ppl} | ({"set": set_name} if set_name else {})
         self.row("validation", iteration, **row, **end)
         self._track(validation_tags(self.g, row), iteration, consumed)
 
@@ -214,7 +233,7 @@ class Metrics:
 
 
 def _count_starts(path: Path) -> int:
-    """Attempts so far; a line cut short by a kill is closed, so that the next row starts on a line of its own."""
+    """Return the number of attempts so far, and cut off a last line that a kill left incomplete."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -234,27 +253,30 @@ def _start_bar(total: int) -> tuple[Any, Any]:
 
 
 class Timers:
-    """Wall time of named phases, printed as Megatron does. Within a step only those of --timing-log-level are taken."""
+    """Wall time of named phases, printed as Megatron does.
+
+    Within a step only the phases of --timing-log-level are timed.
+    """
 
     def __init__(
         self, level: int = 0, option: str = "minmax", device: torch.device | None = None, team: Team | None = None
     ) -> None:
         self.level, self.option, self.team = level, option, team or Team()
         self.device = device
-        self.took: dict[str, float] = {}
-        self.of_steps: dict[str, float] = {}  # since they were last told
-        self.before: dict[str, float] = {}  # of these, until the last step
+        self.phases: dict[str, float] = {}  # ms, of the set-up
+        self.steps: dict[str, float] = {}  # ms, summed since the last log line
+        self.before: dict[str, float] = {}  # the same sums before the last step
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Of the setup, for `tell`."""
+        """Time a phase of the set-up."""
         start = time.perf_counter()
         yield
-        self.took[name] = 1e3 * (time.perf_counter() - start)
+        self.phases[name] = 1e3 * (time.perf_counter() - start)
 
     @contextlib.contextmanager
     def time(self, name: str, level: int) -> Iterator[None]:
-        """A phase of a step, summed until the next log line."""
+        """Time a phase of a step, and add it to the sum for the next log line."""
         if level > self.level or not self.level:
             yield
             return
@@ -262,36 +284,39 @@ class Timers:
         start = time.perf_counter()
         yield
         self._wait()
-        self.of_steps[name] = self.of_steps.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+        self.steps[name] = self.steps.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
 
     def _wait(self) -> None:
-        """For this rank's own work. Waiting for the whole device would wait for what others are yet to send, and they may
-        wait for what we have not launched."""
+        """Wait for this rank's own work.
+
+        Waiting for the whole device would include what other ranks are yet to send, and they may be
+        waiting for work that this rank has not launched.
+        """
         if self.device is not None and self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
 
-    def of_this_step(self) -> dict[str, float]:
-        """Since it was last asked."""
-        new = {name: ms - self.before.get(name, 0.0) for name, ms in self.of_steps.items()}
-        self.before = dict(self.of_steps)
+    def times_of_step(self) -> dict[str, float]:
+        """Return the times since the last call."""
+        new = {name: ms - self.before.get(name, 0.0) for name, ms in self.steps.items()}
+        self.before = dict(self.steps)
         return new
 
-    def tell_steps(self, steps: int) -> None:
-        """Means of the steps since the last time."""
-        if self.of_steps:
-            self._tell({name: ms / steps for name, ms in self.of_steps.items()})
-        self.of_steps.clear()
+    def print_means(self, steps: int) -> None:
+        """Print the means of the steps since the last log line."""
+        if self.steps:
+            self._print({name: ms / steps for name, ms in self.steps.items()})
+        self.steps.clear()
         self.before.clear()
 
-    def tell(self, *names: str) -> None:
-        self._tell({name: self.took[name] for name in names})
+    def print_phases(self, *names: str) -> None:
+        self._print({name: self.phases[name] for name in names})
 
-    def _tell(self, times: dict[str, float]) -> None:
+    def _print(self, times: dict[str, float]) -> None:
         titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
         say(f"{titles[self.option]} across ranks (ms):")
-        told = self.team.gather(times)
+        everyone = self.team.gather(times)
         for name in times:
-            ms = [of_rank.get(name, 0.0) for of_rank in told]
+            ms = [of_rank.get(name, 0.0) for of_rank in everyone]
             ranks = "".join(f"\n     rank {rank:2d}: {one:.2f}" for rank, one in enumerate(ms))
             value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
             say(f"    {name} {'.' * (47 - len(name))}{value[self.option]}")
@@ -299,8 +324,11 @@ class Timers:
 
 @contextlib.contextmanager
 def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """To be called before each step with its number: from --profile-step-start to --profile-step-end torch's profiler runs,
-    and leaves a trace and a table of what took longest."""
+    """Yield a function to call with each step's number before the step.
+
+    From --profile-step-start to --profile-step-end torch's profiler runs; then it writes a trace and
+    prints a table of the longest operations.
+    """
 
     @contextlib.contextmanager
     def traced() -> Iterator[None]:
@@ -316,10 +344,10 @@ def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[
 
     with contextlib.ExitStack() as running:
 
-        def before(iteration: int) -> None:
+        def before_step(iteration: int) -> None:
             if g.profile and iteration == g.profile_step_start:
                 running.enter_context(traced())
             elif iteration == g.profile_step_end:
                 running.close()
 
-        yield before
+        yield before_step

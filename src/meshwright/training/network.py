@@ -1,8 +1,4 @@
-"""The network as one rank runs it, and what is done with a batch: one update, or a mean loss.
-
-`train_step` is the middle of the way of a batch: data/loader.py reads it from disk, train_step runs it through the model,
-parallel/zero.py turns its gradients into new weights.
-"""
+"""Build the network of one rank: the plain model, cut by the layout, with its parameter store."""
 
 from __future__ import annotations
 
@@ -11,200 +7,157 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.checkpoint.saved_model import GPT_NETWORK
-from meshwright.data.loader import Batch
 from meshwright.errors import UserError
 from meshwright.model import pick
-from meshwright.model.attention import Stream, Where
 from meshwright.model.gpt import GPT, Options, name_of
-from meshwright.model.loss import token_losses
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, require_tried, stages
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
-from meshwright.parallel.tensor import joining, spread
+from meshwright.parallel.tensor import spread
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.parallel.zero3 import FullyShardedStore
 from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.training.step import Loss, Network, make_loss
 
 Model = Callable[..., nn.Module]  # as GPT: (config.Model, vocab, padded, positions, options=...)
-Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
 
 
-@dataclass
-class Network:
-    """`parts`: the whole model, or a pipeline rank's stages of it; `store` holds all their numbers."""
+@dataclass(frozen=True)
+class Spec:
+    """Everything that a rank's network is built from."""
 
-    parts: list[Any]
-    store: ParameterStore | FullyShardedStore
-    loss: Loss
+    config: TrainConfig
+    layout: Layout
     device: torch.device
-    layout: Layout = Layout()
-    sequence: bool = False  # parallelism of the sequence
-    heads: range | None = None  # of the model's heads, those computed here
-    pipeline: Pipeline | None = None
-    name: str = GPT_NETWORK  # kept with a checkpoint: which network its tensors belong to
-    why: str = ""  # how it is run, in words
-
-    def train(self, training: bool = True) -> None:
-        for part in self.parts:
-            part.train(training)
+    vocab: int
+    padded: int  # the vocabulary size of the tables
+    model: Model | None = None  # the user's, in the place of GPT
+    loss: Loss | None = None  # the user's, in the place of cross entropy
 
     @property
-    def is_counted(self) -> bool:
-        """Whether this rank's loss is one of those whose sum is the batch's: the last stage has it, tensor ranks alike."""
-        return any(getattr(part, "last", True) for part in self.parts) and not self.layout.at("tp")
+    def positions(self) -> int:
+        positions = self.config.model.max_position_embeddings or self.config.data.seq_length
+        assert positions
+        return positions
 
-    def where(self, b: Batch, seed: int | None) -> Where:
-        """Where this rank's part of a micro-batch stands in the run. Without a seed there is no dropout."""
-        t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
-        samples = None if seed is None else b.sample_ids
-        w = Where(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
-        first = layout.at("cp") * t
-        if layout.cp > 1:
-            w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
-        if self.sequence:
-            rows = b.tokens.numel() // layout.tp
-            n = torch.arange(layout.at("tp") * rows, (layout.at("tp") + 1) * rows, device=device)
-            ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-            w.stream = Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
-        return w
+    @property
+    def sequence(self) -> bool:
+        """Whether sequence parallelism is on."""
+        return self.config.parallel.sequence_parallel and self.layout.tp > 1
+
+    @property
+    def options(self) -> Options:
+        config, p = self.config, self.config.parallel
+        options = pick.options(config.training, config.model, config.precision, self.device)
+        # torch's own schedules keep the weights' gradients outside of any compiled graph.
+        plain = self.layout.pp > 1 and p.pipeline_schedule not in OWN
+        return replace(options, compiled=False) if plain else options
 
 
-def build(
-    config: TrainConfig,
-    layout: Layout,
-    device: torch.device,
-    vocab: int,
-    padded: int,
-    positions: int,
-    model: Model | None = None,
-    loss: Loss | None = None,
-    tell: Callable[[int], None] = lambda parameters: None,
-) -> Network:
-    """The plain model on the meta device, cut to this rank's part, given memory, compiled. `tell` is told its number of
-    parameters."""
+def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: None) -> Network:
+    """Build the model on the meta device, cut it to this rank's part, allocate and compile it.
+
+    Calls `report_parameters` with the number of this rank's parameters before it allocates them.
+    """
+    config, layout, device, options = spec.config, spec.layout, spec.device, spec.options
     m, p, o = config.model, config.parallel, config.optimizer
     if layout.pp > 1:
         require_tried(p.pipeline_schedule, device)
     comm.open_all(layout, device)
-    options = pick.options(config.training, m, config.precision, device)
-    if layout.pp > 1 and p.pipeline_schedule not in OWN:  # the weights' gradients wait outside of any graph
-        options = replace(options, compiled=False)
-    sequence = p.sequence_parallel and layout.tp > 1
-    if model or loss:
-        refuse_to_cut(p, model is not None)
-    with torch.device("meta"):
-        if model is None:
-            parts, heads, why = ours(config, layout, device, vocab, padded, positions, options, sequence)
-            name = GPT_NETWORK  # whichever block was picked: they are twins
-        else:
-            parts, heads = [model(m, vocab, padded, positions, options=options)], None
-            name = name_of(parts[0])
-            why = f"{'compiled' if options.compiled else 'plain'} {name}, a model of its own"
-            refuse_what_is_not_kept(parts[0])
+    if spec.model or spec.loss:
+        refuse_to_cut(p, spec.model is not None)
+    parts, heads, name, why = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
-    if tied and parts[0].first and parts[-1].last:  # a V-shaped pipeline has both ends of the model on its first rank
+    if tied and parts[0].first and parts[-1].last:  # a V-shaped pipeline: both ends are on the first rank
         parts[-1].wte = parts[0].wte
     tied = tied and p.pipeline_schedule not in V_SHAPED
     names = {n: x for part in parts for n, x in part.named_parameters()}
-    tell(sum(x.numel() for x in names.values()))
+    report_parameters(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
-        raise UserError("--optimizer muon is for the matrices of layers named h.*, of which this model has none")
+        raise UserError(
+            "--optimizer muon updates the matrices of layers named h.*, of which this model has none; "
+            "choose another --optimizer"
+        )
     dtype = dtype_of(config.precision)
-    spec = StoreSpec(o, dtype, device, vocab, p.offloads, layout, p.zero, sequence, tied)
+    store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied)
     store: ParameterStore | FullyShardedStore
     if p.zero == 3 and layout.group("shard") is not None:
-        store = FullyShardedStore(parts, spec)
+        store = FullyShardedStore(parts, store_spec)
     else:
-        store = ParameterStore(parts, spec)
+        store = ParameterStore(parts, store_spec)
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
-    pipeline, combine = None, joining(layout)
+    pipeline = None
     if layout.pp > 1:
         wide = torch.float32 if options.fp32_residual and dtype is not torch.float64 else dtype
-        pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, sequence, wide)
+        pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, spec.sequence, wide)
         pipeline.open(device)
-
-    def losses(logits: Tensor, batch: Batch) -> Tensor:
-        if loss is not None:
-            return of_each_token(loss(logits[..., :vocab], batch), batch)
-        return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
-
-    return Network(parts, store, losses, device, layout, sequence, heads, pipeline, name, why)
+    loss = make_loss(spec.vocab, layout, spec.loss)
+    return Network(parts, store, loss, device, layout, spec.sequence, heads, pipeline, name, why)
 
 
-def ours(
-    config: TrainConfig,
-    layout: Layout,
-    device: torch.device,
-    vocab: int,
-    padded: int,
-    positions: int,
-    options: Options,
-    sequence: bool,
-) -> tuple[list[Any], range | None, str]:
-    """This rank's parts of a GPT, the heads that it computes, and how it is run."""
-    m, heads = config.model, None
+def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, str, str]:
+    """Return this rank's parts of the model, its attention heads, its name and how it is run."""
+    config, layout, m = spec.config, spec.layout, spec.config.model
     assert config.data.seq_length
-    block, why = pick.pick(m, device, options.compiled)
-    parts = stages(
-        lambda: GPT(m, vocab, padded, positions, block, options),
-        config.stages,
-        layout,
-        config.parallel.pipeline_schedule,
-    )
-    for part in parts:
-        heads = spread(part, layout, sequence, config.data.seq_length // layout.cp)
-    return list(parts), heads, why
-
-
-def of_each_token(losses: Tensor, batch: Batch) -> Tensor:
-    """A user's losses, if they are what they must be."""
-    if losses.shape != batch.labels.shape:
-        raise UserError(
-            f"loss returned a tensor of shape {tuple(losses.shape)}: it must be [B, T] = {tuple(batch.labels.shape)}, one "
-            "loss for each token, neither summed nor averaged"
+    with torch.device("meta"):
+        if spec.model is not None:
+            custom = spec.model(m, spec.vocab, spec.padded, spec.positions, options=options)
+            name = name_of(custom)
+            refuse_what_is_not_saved(custom)
+            return [custom], None, name, f"{'compiled' if options.compiled else 'plain'} {name}, a custom model"
+        heads = None
+        block, why = pick.pick(m, spec.device, options.compiled)
+        parts = stages(
+            lambda: GPT(m, spec.vocab, spec.padded, spec.positions, block, options),
+            config.stages,
+            layout,
+            config.parallel.pipeline_schedule,
         )
-    return losses
+        for part in parts:
+            heads = spread(part, layout, spec.sequence, config.data.seq_length // layout.cp)
+    return list(parts), heads, GPT_NETWORK, why  # one name for all our blocks, which compute the same
 
 
-def refuse_to_cut(p: Parallel, model: bool) -> None:
-    """A user's loss, or model."""
+def refuse_to_cut(p: Parallel, has_model: bool) -> None:
+    """Refuse a layout that would cut a custom model or loss."""
     if p.model_ranks > 1:
         raise UserError(
-            f"a model or a loss of one's own is trained by data parallelism alone: how it would be cut over {p.model_ranks} "
-            "ranks is not known; give tensor, pipeline and context sizes of 1"
+            f"a custom model or loss can only be trained with data parallelism, not cut over {p.model_ranks} ranks; "
+            "set the tensor, pipeline and context sizes to 1"
         )
-    if model and p.zero > 1:
+    if has_model and p.zero > 1:
         raise UserError(
-            f"ZeRO {p.zero} with a model of one's own: only --zero-stage 0 and 1 wait for parameters that a loss "
-            "leaves out"
+            f"ZeRO {p.zero} with a custom model: only --zero-stage 0 and 1 handle parameters that the loss does not "
+            "depend on; choose one of these"
         )
 
 
-def refuse_what_is_not_kept(model: nn.Module) -> None:
-    """A user's network: what its constructor made beside parameters has no memory and is in no checkpoint."""
+def refuse_what_is_not_saved(model: nn.Module) -> None:
+    """Refuse a custom model that holds more than trained parameters: no checkpoint would hold it."""
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         raise UserError(
-            f"the model has parameters without requires_grad: {', '.join(frozen[:5])}; all that it has is trained"
+            f"the model has parameters without requires_grad: {', '.join(frozen[:5])}; every parameter must be trained"
         )
     drops = [name for name, m in model.named_modules() if "Dropout" in type(m).__name__ and getattr(m, "p", False)]
     if drops:
         raise UserError(
-            f"the model has {', '.join(drops[:5])}, whose dropout follows a generator's state and would not continue exactly: "
-            "use model.gpt.join, or kernels.dropout"
+            f"the model has {', '.join(drops[:5])}, whose dropout depends on a generator's state and would not resume "
+            "exactly; use model.gpt.join or kernels.dropout"
         )
     buffers = [name for name, _ in model.named_buffers()]
     known = dict(model.named_parameters())
     twice = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in known]
     if buffers or twice:
         raise UserError(
-            f"the model has {'buffers' if buffers else 'parameters of two names'}: {', '.join((buffers or twice)[:5])}; "
+            f"the model has {'buffers' if buffers else 'parameters with two names'}: "
+            f"{', '.join((buffers or twice)[:5])}; "
             + ("compute constants in forward" if buffers else "refer to the one parameter in forward")
         )

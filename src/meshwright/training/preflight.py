@@ -55,7 +55,7 @@ def pick_backend(config: TrainConfig, device: torch.device, tells: bool = False)
     return wanted or str(dist.get_default_backend_for_device(device))
 
 
-def same_on_all(team: Team, config: TrainConfig) -> None:
+def require_equal_settings(team: Team, config: TrainConfig) -> None:
     """Ranks that were started with other settings, versions or data are refused before anything is computed."""
     if team.size == 1:
         return
@@ -109,7 +109,7 @@ def kept_for(config: TrainConfig, folder: Path | None) -> tuple[Path | None, Pat
     return loaded, tokenizers.kept_by(folder, loaded)
 
 
-def same_vocabulary(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
+def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
     """`vocabulary` on every rank. Files of one name may differ between nodes: the same ids would mean other text."""
     made: list[tuple[Tokenizer | None, int, int]] = []
 

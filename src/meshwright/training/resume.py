@@ -34,7 +34,7 @@ from meshwright.training.saver import Saver, is_continued
 
 if TYPE_CHECKING:
     from meshwright.optim.loss_scale import LossScale
-    from meshwright.training.network import Network
+    from meshwright.training.step import Network
 
 
 @dataclass

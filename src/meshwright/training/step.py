@@ -1,26 +1,88 @@
-"""One batch: `train_step` updates the weights, `evaluate` returns a mean loss.
+"""One global batch on one rank: `train_step` updates the weights, `evaluate` returns a mean loss.
 
-`train_step` is the middle of a batch's path: data/loader.py reads it from disk, train_step runs it through the model,
-parallel/zero.py turns its gradients into new weights.
+`train_step` is the middle of a batch's path: data/loader.py reads it from disk, train_step runs it
+through the model, parallel/zero.py turns its gradients into new weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.model.loss import loss_sum
+from meshwright.model.attention import Stream, Where
+from meshwright.model.loss import loss_sum, token_losses
 from meshwright.parallel import comm
-from meshwright.training.network import Network
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.tensor import joining
 
+if TYPE_CHECKING:
+    from meshwright.parallel.pipeline import Pipeline
+    from meshwright.parallel.zero import ParameterStore
+    from meshwright.parallel.zero3 import FullyShardedStore
+
+Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
 Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
+
+
+@dataclass
+class Network:
+    """The model as one rank runs it, with the store that owns its parameters."""
+
+    parts: list[Any]  # the whole model, or the stages of one pipeline rank
+    store: ParameterStore | FullyShardedStore
+    loss: Loss
+    device: torch.device
+    layout: Layout = Layout()
+    sequence: bool = False  # sequence parallelism
+    heads: range | None = None  # the attention heads computed on this rank
+    pipeline: Pipeline | None = None
+    name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
+    why: str = ""  # how the network is run, for the log
+
+    def train(self, training: bool = True) -> None:
+        for part in self.parts:
+            part.train(training)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank adds its losses to the batch's: the last stage does, once per tensor group."""
+        return any(getattr(part, "last", True) for part in self.parts) and not self.layout.at("tp")
+
+    def where(self, b: Batch, seed: int | None) -> Where:
+        """Return the positions of this rank's part of a micro-batch; no seed means no dropout."""
+        t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
+        samples = None if seed is None else b.sample_ids
+        w = Where(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
+        first = layout.at("cp") * t
+        if layout.cp > 1:
+            w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
+        if self.sequence:
+            rows = b.tokens.numel() // layout.tp
+            n = torch.arange(layout.at("tp") * rows, (layout.at("tp") + 1) * rows, device=device)
+            ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
+            w.stream = Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
+        return w
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The numbers of one update."""
+
+    seed: int
+    lr: float
+    weight_decay: float
+    scale: float = 1.0  # of the loss, for fp16
+    loss_mean: str = "global"
+    wants_stop: bool = False  # whether this rank has a reason to end the run
 
 
 def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
@@ -28,78 +90,99 @@ def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
 
 
 def train_step(
-    net: Network,
-    batches: list[Batch],
-    seed: int,
-    lr: float,
-    weight_decay: float,
-    scale: float,
-    loss_mean: str,
-    stop: bool = False,
-    timed: Timed = untimed,
+    net: Network, batches: list[Batch], settings: StepSettings, timed: Timed = untimed
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update from this rank's micro-batches of one global batch; returns the whole batch's loss, its unclipped gradient
-    norm, and on how many ranks `stop` was asked for.
+    """Update the weights from this rank's micro-batches of one global batch.
 
-    The loss of every token weighs the same, wherever the masks lie: sums are divided by the unmasked tokens of the whole
-    batch, counted beforehand. `microbatch` weighs every micro-batch the same instead.
+    Return the loss of the whole batch, its gradient norm before clipping, and the number of ranks
+    that want the run to stop.
+
+    Every token's loss weighs the same, wherever the masks lie: sums are divided by the unmasked
+    tokens of the whole batch, counted beforehand. With loss_mean "microbatch" every micro-batch
+    weighs the same instead.
     """
     net.train()
     store = net.store
     store.clear_gradients()
     unmasked = count_unmasked(net, batches)
-    told = torch.zeros(2, dtype=torch.float64, device=net.device)
-    told[1] = float(stop)
+    sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, ranks that want to stop
+    sums[1] = float(settings.wants_stop)
 
-    def share(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
+    def compute_loss(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
+        """Return a micro-batch's share of the loss, or what the next pipeline stage continues with."""
         b = batch.to(net.device)
         with timed("forward-compute", 2):
-            out = forward(net, part, b, seed, stream)
+            out = forward(net, part, b, settings.seed, stream)
             if not getattr(part, "last", True):
                 return out
-            weight = unmasked if loss_mean == "global" else max(b.unmasked, 1) * len(batches) * net.layout.dp
+            is_global = settings.loss_mean == "global"
+            weight = unmasked if is_global else max(b.unmasked, 1) * len(batches) * net.layout.dp
             return loss_sum(net.loss(out, b), b.loss_mask) / weight
 
     losses = []
     with timed("forward-backward", 1):
         if net.pipeline is not None:
-            losses = net.pipeline.train(batches, share, scale, lambda last: setattr(store, "last", last))
+            losses = net.pipeline.train(
+                batches, compute_loss, settings.scale, lambda last: setattr(store, "last", last)
+            )
         else:
             for i, batch in enumerate(batches):
-                loss = share(net.parts[0], batch)
+                loss = compute_loss(net.parts[0], batch)
                 store.last = i == len(batches) - 1
                 with timed("backward-compute", 2):
-                    (loss * scale).backward()  # type: ignore[no-untyped-call]
+                    (loss * settings.scale).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
-    if net.is_counted:
-        told[0] = sum_of(losses)
+    if net.has_loss:
+        sums[0] = add_up(losses)
     with timed("optimizer", 1):
-        norm = store.step(lr, weight_decay, scale, told)
-    return told[0], norm, told[1]
+        norm = store.step(settings.lr, settings.weight_decay, settings.scale, sums)
+    return sums[0], norm, sums[1]
 
 
 def forward(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
-    """Logits [B, T, padded vocabulary], or what the next stage continues with. Without a seed there is no dropout."""
+    """Return logits [B, T, padded vocabulary], or what the next stage continues with.
+
+    Without a seed there is no dropout.
+    """
     where = net.where(batch, seed)
     return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
 
 
+def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> Loss:
+    """Return the function that computes the loss of each token [B, T] from this rank's logits."""
+    combine = joining(layout)
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        if custom is None:
+            return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
+        losses = custom(logits[..., :vocab], batch)
+        if losses.shape != batch.labels.shape:
+            raise UserError(
+                f"the loss function returned a tensor of shape {tuple(losses.shape)}; return [B, T] = "
+                f"{tuple(batch.labels.shape)}, one loss for each token, neither summed nor averaged"
+            )
+        return losses
+
+    return loss
+
+
 def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
-    """Tokens that count in the whole batch, on all ranks."""
-    unmasked: float = sum(b.unmasked for b in batches)
+    """Return the number of tokens that count in the global batch, over all ranks."""
+    here: float = sum(b.unmasked for b in batches)
     if batches[0].loss_mask is None or net.layout.dp == 1:
-        whole: float | Tensor = unmasked * net.layout.dp
-    else:  # it stays on the device: nobody waits for it, unless here there is none
-        counted = torch.tensor(unmasked, dtype=torch.float64).to(net.device, non_blocking=True)
-        whole = comm.total(counted, net.layout.group("gradients")) / net.layout.cp  # context ranks count a sample each
-    if not unmasked and not whole:
+        unmasked: float | Tensor = here * net.layout.dp
+    else:  # stays on the device, so that the host does not wait, unless this rank has none
+        counted = torch.tensor(here, dtype=torch.float64).to(net.device, non_blocking=True)
+        # Each rank of a context group counts the whole samples.
+        unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp
+    if not here and not unmasked:
         first = batches[0].first_sample
         raise UserError(f"no token counts in the global batch from sample {first} on: all are masked", BAD_DATA, True)
-    return whole
+    return unmasked
 
 
-def sum_of(losses: list[Tensor]) -> Tensor:
-    """One after the other, so that a batch's loss does not depend on how its micro-batches are held."""
+def add_up(losses: list[Tensor]) -> Tensor:
+    """Add one after the other, so that the sum does not depend on how micro-batches are stored."""
     total = torch.zeros_like(losses[0])
     for loss in losses:
         total += loss
@@ -107,32 +190,35 @@ def sum_of(losses: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(net: Network, batches: Iterator[list[Batch]], asked_to_stop: Callable[[], bool] = lambda: False) -> float:
-    """Mean loss of the unmasked tokens of these global batches, without dropout; given up when asked to stop."""
-    net.train(False)
-    told = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
+def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable[[], bool] = lambda: False) -> float:
+    """Return the mean loss of the unmasked tokens of these global batches, without dropout.
 
-    def sums(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
+    Checks `should_stop` before each batch; the mean is then that of the batches so far.
+    """
+    net.train(False)
+    sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
+
+    def compute_loss(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
         b = batch.to(net.device)
         out = forward(net, part, b, None, stream)
         return loss_sum(net.loss(out, b), b.loss_mask) if getattr(part, "last", True) else out
 
     stopped = False
-    for micro in batches:
-        if asked_to_stop():
+    for micro_batches in batches:
+        if should_stop():
             stopped = True
             break
         if net.pipeline is not None:
-            losses = net.pipeline.evaluate([b.to(net.device) for b in micro], sums)
+            losses = net.pipeline.evaluate([b.to(net.device) for b in micro_batches], compute_loss)
         else:
-            losses = [sums(net.parts[0], batch) for batch in micro]
-        if net.is_counted:
+            losses = [compute_loss(net.parts[0], batch) for batch in micro_batches]
+        if net.has_loss:
             for loss in losses:
-                told[0] += loss
-            told[1] += 0 if net.layout.at("cp") else sum(b.unmasked for b in micro)
+                sums[0] += loss
+            sums[1] += 0 if net.layout.at("cp") else sum(b.unmasked for b in micro_batches)
     if net.layout.world > 1:
-        dist.all_reduce(told)
-    total, tokens = told.tolist()
+        dist.all_reduce(sums)
+    total, tokens = sums.tolist()
     if not tokens and not stopped:
-        raise UserError("no token of the validation counts: all are masked", BAD_DATA, True)
+        raise UserError("no token counts in the validation set: all are masked", BAD_DATA, True)
     return total / max(tokens, 1)  # type: ignore[no-any-return]

@@ -1,10 +1,11 @@
-"""What ends a run before its last step: a signal, the clock, or a file that appears."""
+"""Reasons to end a run before its last step: a signal, the clock, or a file that appears."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +15,19 @@ from meshwright.errors import DONE, SIGINT, SIGTERM
 from meshwright.settings.schema import Training
 
 
-class Ending:
-    """Asked after every step; a signal also cuts a validation short, for a grace of seconds may be running."""
+class StopConditions:
+    """The conditions to check after every step; a signal also cuts a validation short.
+
+    `began` is the time.perf_counter() of the run's start; `saves` is whether the run saves
+    checkpoints, for the message to the user.
+    """
 
     def __init__(self, t: Training, began: float, saves: bool = True) -> None:
-        self.t, self.began, self.saves = t, began, saves  # time.perf_counter() of the command's start
+        self.t, self.began, self.saves = t, began, saves
         self.signal: signal.Signals | None = None
 
-    def take(self, number: int) -> None:
-        """A signal that another rank got."""
-        self.signal = signal.Signals(number)
-
     def reason(self) -> str | None:
-        """In the words of the log's last line."""
+        """Return the reason to stop now, as the log and metrics.jsonl name it, or None."""
         if self.signal is not None:
             return self.signal.name
         if self.t.kill_switch_path and Path(self.t.kill_switch_path).exists():
@@ -41,25 +42,28 @@ class Ending:
         return DONE if self.signal is None else SIGINT if self.signal is signal.SIGINT else SIGTERM
 
     @contextlib.contextmanager
-    def catching(self) -> Iterator[None]:
-        """Note the first SIGTERM or SIGINT; the second one ends the process at once."""
+    def handle_signals(self) -> Iterator[None]:
+        """Note the first SIGTERM, SIGINT or SIGHUP; the second one ends the process at once.
+
+        Does nothing outside the main thread, where Python allows no signal handlers.
+        """
 
         def note(number: int, frame: FrameType | None) -> None:
-            number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal is gone
+            number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal was closed
             if self.signal is not None:
                 os._exit(SIGINT if number == signal.SIGINT else SIGTERM)
             self.signal = signal.Signals(number)
-            if os.environ.get("LOCAL_RANK", "0") != "0":  # a launcher passes it to all
+            if os.environ.get("LOCAL_RANK", "0") != "0":  # a launcher passes the signal to every rank
                 return
-            with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+            with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
                 name = self.signal.name
-                then = "and saving" if self.saves else "(there is no --save: nothing is kept)"
-                os.write(2, f"{name}: finishing this step {then}; once more to stop at once\n".encode())
+                then = "and saving" if self.saves else "(no --save, so nothing is kept)"
+                os.write(2, f"{name}: finishing this step {then}; send it again to stop at once\n".encode())
 
         before = {}
-        if self.t.exit_signal_handler:
+        if self.t.exit_signal_handler and threading.current_thread() is threading.main_thread():
             caught = [signal.SIGTERM, signal.SIGINT]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup wants it
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
                 caught.append(signal.SIGHUP)
             before = {n: signal.signal(n, note) for n in caught}
         try:
