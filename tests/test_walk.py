@@ -1,8 +1,12 @@
-"""Can one batch be followed from disk to the optimizer update? Walk it, and count what a reader has to open.
+"""Can one batch be followed from disk to the update of the weights? Walk it, and count what a reader has to open.
 
-One real step runs under a profiler hook that notes every function of ours that is called, from the read of the
-memory-mapped file to the update of the weights. The network itself (model/ and kernels/) is one call on the way,
-`model(tokens)`, and is counted apart: who wants to know GPT reads model/gpt.py.
+A real training runs under a profiling hook that notes every function of ours that its second step
+calls, from the body of the loop to the read of the memory-mapped file and the update. Three kinds of
+functions are not part of the walk, and neither is anything that they call:
+
+* the model itself, `part(tokens, where)`, which is one call: to know GPT, read model/gpt.py;
+* what the loop does beside the batch, whose names say it: ASIDE;
+* questions to the layout, the device and the settings: LOOKED_UP.
 """
 
 from __future__ import annotations
@@ -14,28 +18,55 @@ from types import CodeType, FrameType
 
 import numpy as np
 import pytest
-import torch
 
-from helpers import TINY
-from meshwright.data.format.indexed import Indexed
+import meshwright
+from helpers import TINY_FLAGS
+from meshwright.__main__ import main
 from meshwright.data.format.writer import Writer
+<<<<<<< HEAD
 from meshwright.data.loader import Batch, Loader, LoaderSpec, Samples
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import token_losses
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings import schema as config
 from meshwright.training import network, step
+=======
+from meshwright.training.loop import Trainer
+>>>>>>> 3b6e060 (Walk one batch from the training loop)
 
-SOURCE = Path(network.__file__).parent
-MOST_FILES, MOST_LINES = 3, 350
+SOURCE = Path(meshwright.__file__).parent
+MOST_FILES, MOST_LINES = 4, 400
+MODEL = ("model/", "kernels/")
+LOOKED_UP = ("parallel/layout", "device", "settings/")
+ASIDE = {
+    *("Trainer.is_done", "Trainer.reason_to_stop", "Trainer.skip_iterations", "Trainer.validate_and_save"),
+    *("Trainer.step_settings", "Trainer.record", "Trainer.batches", "Timers.time"),
+    "profiler.<locals>.before_step",
+}
 
 
-def walk(prefix: Path) -> dict[str, dict[str, int]]:
-    """file -> function -> lines, for every function of ours that one step calls."""
-    with Writer(prefix, np.uint16) as writer:
-        for n in range(20):
+def file_of(code: CodeType) -> str:
+    path = Path(code.co_filename)
+    return str(path.relative_to(SOURCE)) if path.is_relative_to(SOURCE) else ""
+
+
+def is_on_the_walk(frame: FrameType | None) -> bool:
+    """Whether neither this function nor one that led to it is left out."""
+    while frame is not None and frame.f_code is not Trainer.train.__code__:
+        code = frame.f_code
+        if code.co_qualname in ASIDE or file_of(code).startswith((*MODEL, *LOOKED_UP)):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def walk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
+    """Return file -> function -> lines, for every function that the second step of a training calls."""
+    with Writer(folder / "data", np.uint16) as writer:
+        for n in range(40):
             writer.add(np.arange(n, n + 30) % 61)
             writer.end_document()
+<<<<<<< HEAD
     data = Samples(Indexed(prefix), range(20), 8, 16, seed=1)
     with torch.device("meta"):
         model = GPT(TINY, 61, 64, 16)
@@ -45,37 +76,43 @@ def walk(prefix: Path) -> dict[str, dict[str, int]]:
 
     def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         return token_losses(logits, batch.labels, 61)
+=======
+    seen: set[CodeType] = {Trainer.train.__code__}
+    begins = iter(range(9))
+>>>>>>> 3b6e060 (Walk one batch from the training loop)
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+        if event == "call" and file_of(frame.f_code) and is_on_the_walk(frame):
             seen.add(frame.f_code)
 
-    sys.setprofile(note)
+    def reason_to_stop(self: Trainer, stop: object) -> None:
+        """Called first in each round of the loop: note the second round."""
+        sys.setprofile(note if next(begins) == 1 else None)
+
+    monkeypatch.setattr(Trainer, "reason_to_stop", reason_to_stop)
+    given = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", str(folder / "data")]
     try:
-        net = network.Network([model], params, losses, torch.device("cpu"))
-        step.train_step(net, next(batches), 1, 1e-3, 0.01, 1.0, "global")
+        assert main(["train", *given, "--train-iters=4", "--eval-iters=0"]) == 0
     finally:
         sys.setprofile(None)
-    assert params.steps == 1
     files: dict[str, dict[str, int]] = {}
     for code in seen:
-        if not code.co_name.startswith("<"):  # comprehensions lie inside functions that are counted
-            name = str(Path(code.co_filename).relative_to(SOURCE))
-            files.setdefault(name, {})[code.co_qualname] = len(inspect.getsourcelines(code)[0])
+        outer = code.co_qualname.partition(".<locals>")[0]
+        is_inside = code.co_qualname != outer and any(outer == other.co_qualname for other in seen)
+        if not is_inside and not code.co_name.startswith("<"):
+            files.setdefault(file_of(code), {})[code.co_qualname] = len(inspect.getsourcelines(code)[0])
     return files
 
 
-def test_one_batch_is_followed_through_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = walk(tmp_path / "data")
-    # Settings are read on the way, not followed.
-    apart = ("model/", "kernels/", "config", "device", "parallel/layout")
-    road = {name: f for name, f in files.items() if not name.startswith(apart)}
-    the_model = {name: f for name, f in files.items() if name.startswith(("model/", "kernels/"))}
-    for title, part in (("the road", road), ("the network", the_model)):
-        total = sum(sum(f.values()) for f in part.values())
-        print(f"{title}: {len(part)} files, {total} lines")
-        for name, functions in sorted(part.items()):
+def test_one_batch_is_followed_through_four_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = walk(tmp_path, monkeypatch)
+    lines = sum(sum(functions.values()) for functions in files.values())
+    with capsys.disabled():
+        print(f"\none batch: {len(files)} files, {lines} lines")
+        for name, functions in sorted(files.items()):
             print(f"  {name}: {', '.join(f'{f} ({n})' for f, n in sorted(functions.items()))}")
-    assert "data/loader.py" in road and "parallel/zero.py" in road and "network.py" in road
-    assert len(road) <= MOST_FILES, sorted(road)
-    assert sum(sum(f.values()) for f in road.values()) <= MOST_LINES
+    assert {"training/loop.py", "data/loader.py", "training/step.py", "parallel/zero.py"} <= files.keys()
+    assert len(files) <= MOST_FILES, sorted(files)
+    assert lines <= MOST_LINES
