@@ -23,16 +23,7 @@ import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.data.format.writer import Writer
-<<<<<<< HEAD
-from meshwright.data.loader import Batch, Loader, LoaderSpec, Samples
-from meshwright.model.gpt import GPT
-from meshwright.model.loss import token_losses
-from meshwright.parallel.zero import ParameterStore, StoreSpec
-from meshwright.settings import schema as config
-from meshwright.training import network, step
-=======
 from meshwright.training.loop import Trainer
->>>>>>> 3b6e060 (Walk one batch from the training loop)
 
 SOURCE = Path(meshwright.__file__).parent
 MOST_FILES, MOST_LINES = 4, 400
@@ -66,20 +57,8 @@ def walk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, i
         for n in range(40):
             writer.add(np.arange(n, n + 30) % 61)
             writer.end_document()
-<<<<<<< HEAD
-    data = Samples(Indexed(prefix), range(20), 8, 16, seed=1)
-    with torch.device("meta"):
-        model = GPT(TINY, 61, 64, 16)
-    params = ParameterStore(model, StoreSpec(config.Optimizer(), torch.float32, torch.device("cpu"), 61))
-    batches = iter(Loader(data, LoaderSpec(2, lambda consumed: 4, 61)))
-    seen: set[CodeType] = set()
-
-    def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return token_losses(logits, batch.labels, 61)
-=======
     seen: set[CodeType] = {Trainer.train.__code__}
     begins = iter(range(9))
->>>>>>> 3b6e060 (Walk one batch from the training loop)
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and file_of(frame.f_code) and is_on_the_walk(frame):
