@@ -7,6 +7,7 @@ through the model, parallel/zero.py turns its gradients into new weights.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -97,9 +98,8 @@ def train_step(
     Return the loss of the whole batch, its gradient norm before clipping, and the number of ranks
     that want the run to stop.
 
-    Every token's loss weighs the same, wherever the masks lie: sums are divided by the unmasked
-    tokens of the whole batch, counted beforehand. With loss_mean "microbatch" every micro-batch
-    weighs the same instead.
+    Every unmasked token of the whole batch weighs the same; with loss_mean "microbatch" every
+    micro-batch does.
     """
     net.train()
     store = net.store
@@ -122,9 +122,8 @@ def train_step(
     losses = []
     with timed("forward-backward", 1):
         if net.pipeline is not None:
-            losses = net.pipeline.train(
-                batches, compute_loss, settings.scale, lambda last: setattr(store, "last", last)
-            )
+            set_last = functools.partial(setattr, store, "last")
+            losses = net.pipeline.train(batches, compute_loss, settings.scale, set_last)
         else:
             for i, batch in enumerate(batches):
                 loss = compute_loss(net.parts[0], batch)
@@ -133,7 +132,7 @@ def train_step(
                     (loss * settings.scale).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
     if net.has_loss:
-        sums[0] = add_up(losses)
+        sums[0] = sum(losses)  # one after the other, however the micro-batches are stored
     with timed("optimizer", 1):
         norm = store.step(settings.lr, settings.weight_decay, settings.scale, sums)
     return sums[0], norm, sums[1]
@@ -179,14 +178,6 @@ def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
         first = batches[0].first_sample
         raise UserError(f"no token counts in the global batch from sample {first} on: all are masked", BAD_DATA, True)
     return unmasked
-
-
-def add_up(losses: list[Tensor]) -> Tensor:
-    """Add one after the other, so that the sum does not depend on how micro-batches are stored."""
-    total = torch.zeros_like(losses[0])
-    for loss in losses:
-        total += loss
-    return total
 
 
 @torch.no_grad()
