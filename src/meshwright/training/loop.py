@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.console import say, say_time
@@ -40,7 +39,7 @@ from meshwright.training import memory, network
 from meshwright.training.metrics import Attempt, Metrics, Timers, profiler
 from meshwright.training.resume import Progress, State
 from meshwright.training.sizes import parameters_of_ranks
-from meshwright.training.step import StepSettings, evaluate, train_step
+from meshwright.training.step import StepSettings, Update, evaluate, train_step
 from meshwright.training.stop import StopConditions
 
 ALL_DONE = "all iterations done"
@@ -205,7 +204,7 @@ class Trainer:
             wants_stop=self.team.size > 1 and (stop.reason() is not None or self.state.saver.failed),
         )
 
-    def record(self, settings: StepSettings, update: tuple[Tensor, Tensor, Tensor]) -> None:
+    def record(self, settings: StepSettings, update: Update) -> None:
         """Move the counters and the loss scale on by one step, and log it."""
         p, c, scaler = self.progress, self.config, self.state.scaler
         extras = {}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.zero3 import FullyShardedStore
 
 Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
+Update = tuple[Tensor, Tensor, Tensor]  # loss, gradient norm, ranks that want to stop
 Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 
@@ -90,16 +91,12 @@ def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def train_step(
-    net: Network, batches: list[Batch], settings: StepSettings, timed: Timed = untimed
-) -> tuple[Tensor, Tensor, Tensor]:
+def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed: Timed = untimed) -> Update:
     """Update the weights from this rank's micro-batches of one global batch.
 
     Return the loss of the whole batch, its gradient norm before clipping, and the number of ranks
-    that want the run to stop.
-
-    Every unmasked token of the whole batch weighs the same; with loss_mean "microbatch" every
-    micro-batch does.
+    that want the run to stop. Every unmasked token of the batch weighs the same; with loss_mean
+    "microbatch" every micro-batch does.
     """
     net.train()
     store = net.store
@@ -115,8 +112,7 @@ def train_step(
             out = forward(net, part, b, settings.seed, stream)
             if not getattr(part, "last", True):
                 return out
-            is_global = settings.loss_mean == "global"
-            weight = unmasked if is_global else max(b.unmasked, 1) * len(batches) * net.layout.dp
+            weight = unmasked if settings.loss_mean == "global" else max(b.unmasked, 1) * len(batches) * net.layout.dp
             return loss_sum(net.loss(out, b), b.loss_mask) / weight
 
     losses = []
