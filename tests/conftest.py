@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if name == "table":
                 terminalreporter.write_line(f"\n{table}\n")
     later: dict[int, set[str]] = {}
-    for configuration in settings.EVERY:
+    for configuration in flags.every_config():
         for _, f, _ in flags.fields(configuration).values():
             if flags.is_not_yet(f):
                 later.setdefault(f.metadata["step"], set()).add(settings.spelling(f.name))

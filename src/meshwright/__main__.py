@@ -81,11 +81,9 @@ def _run(name: str, argv: list[str]) -> int:
         print(f"meshwright {version('meshwright')}")
         return DONE
     if name not in COMMANDS:
-        import difflib
+        from meshwright.settings.grammar import did_you_mean
 
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"meshwright: no command {name!r}{hint}\n{usage()}", file=sys.stderr)
+        print(f"meshwright: no command {name!r}{did_you_mean(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return USAGE
     with contextlib.suppress(ImportError, ValueError, OSError):  # a blend of hundreds of files has thousands of maps
         import resource

@@ -275,9 +275,9 @@ def test_one_document(tmp_path: Path) -> None:
 
 def test_one_training_sample(tmp_path: Path) -> None:
     """Its ids are the training's, and each stretch is where it is said to come from."""
+    from meshwright.commands.data import InspectConfig
     from meshwright.data.datasets import build_datasets
     from meshwright.settings import flags
-    from meshwright.settings.schema import InspectConfig
 
     a, b = write(tmp_path / "a", some(60, 1)), write(tmp_path / "b", some(60, 2))
     argv = ["--data-path", "3", a, "1", b, *TRAIN]
@@ -419,10 +419,10 @@ def test_indices_that_stayed_in_memory_are_told(tmp_path: Path, monkeypatch: pyt
 
 
 def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
+    from meshwright.commands.data import PlanConfig
     from meshwright.data.blend import Blend
     from meshwright.data.datasets import build_datasets
     from meshwright.settings import flags
-    from meshwright.settings.schema import PlanConfig
 
     prefixes = [write(tmp_path / name, some(60, n)) for n, name in enumerate("abc")]
     argv = ["--data-path", "5", prefixes[0], "0.3", prefixes[1], "2", prefixes[2], *TRAIN, "--split", "80,20,0"]

@@ -15,8 +15,9 @@ from helpers import tokens_of
 from meshwright.data.format.indexed import HEADER, Indexed, check_vocabulary
 from meshwright.data.format.writer import Writer
 from meshwright.data.prepare import preprocess, text
+from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.settings.schema import Tokenizer
 
 BAD = {
     "not UTF-8": b'{"text": "caf\xe9"}',

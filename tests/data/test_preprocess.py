@@ -15,8 +15,9 @@ from helpers import tokens_of
 from meshwright import tokenizers
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import preprocess, text
+from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.settings.schema import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,9 @@ from meshwright.data.format import writer as writing
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import journal, preprocess, text
 from meshwright.data.prepare import workers as crew
+from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
-from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.settings.schema import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 SMALL = """

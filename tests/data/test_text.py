@@ -19,9 +19,10 @@ import pytest
 from helpers import tokens_of
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import containers, preprocess, sentences, tables, text
+from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.data.prepare.text import BadLine, lines_of, look, pieces, read_place, units
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
-from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.settings.schema import Tokenizer
 
 
 def line(text, **more):

@@ -21,6 +21,7 @@ from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, 
 from meshwright.launch import launcher as launch
 from meshwright.launch import outcome as launched
 from meshwright.launch.launcher import Plan
+from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
 
 SCRIPT = str(Path(__file__).with_name("one_rank.py"))
@@ -224,7 +225,7 @@ def test_the_port_of_the_machine_is_in_use() -> None:
 
 
 def plan(*words: str) -> Plan:
-    return launch.plan(launch._parser().parse_args([*words, "train"]))
+    return launch.plan(flags.parse(launch.LaunchConfig, [*words, "train"], "meshwright launch").config)
 
 
 def test_plans() -> None:
@@ -253,10 +254,10 @@ def test_plans() -> None:
         (["--node-ips=127.0.0.1,198.51.100.2", "--master-addr=x"], "--master-addr x is not the first of --node-ips"),
         (["--master-port=70000"], "70000 is no port"),
         (["--max-restarts=-1"], "--max-restarts -1"),
-        (["--nnodes=1:2"], "invalid int value: '1:2'"),
+        (["--nnodes=1:2"], "--nnodes: '1:2' is not a whole number"),
         (["--nproc-per-node=²"], "is neither a number from 1 to 9999"),
         (["--nproc-per-node=2000000000"], "is neither a number from 1 to 9999"),
-        (["--nproc-per-node=1", "--wait=nan"], "--wait nan: above 0 seconds"),
+        (["--nproc-per-node=1", "--wait=nan"], "--wait: 'nan' is not a number"),
         (["--nproc-per-node=1", "--node-ips="], "--node-ips is empty"),
     ],
 )

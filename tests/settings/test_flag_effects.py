@@ -11,8 +11,9 @@ import torch
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.data.prepare import preprocess
+from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.flags import parse
-from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer, TrainConfig
+from meshwright.settings.schema import Tokenizer, TrainConfig
 
 
 class Run:

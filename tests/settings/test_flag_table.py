@@ -17,7 +17,7 @@ from meshwright.settings import flags
 from meshwright.settings import schema as settings
 
 TESTS = Path(__file__).parents[1]
-CONFIGS = settings.EVERY
+CONFIGS = flags.every_config()
 E = "test_flag_effects.py::"
 SAME = E + "test_another_word_for_the_same"  # another spelling, or nothing to do for one process: equal losses
 LOSSES = E + "test_changes_the_losses"

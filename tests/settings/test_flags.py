@@ -10,15 +10,17 @@ import pytest
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.commands.data import MergeConfig
+from meshwright.data.prepare.preprocess import PreprocessConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.model import counts
 from meshwright.settings import flags
 from meshwright.settings import megatron_flags as foreign_flags
 from meshwright.settings import schema as settings
 from meshwright.settings.presets import PRESETS
-from meshwright.settings.schema import GenerateConfig, PreprocessConfig, TrainConfig
+from meshwright.settings.schema import GenerateConfig, TrainConfig
 
-CONFIGS = settings.EVERY
+CONFIGS = flags.every_config()
 
 
 def parse(*argv, cls=TrainConfig, **more):
@@ -138,7 +140,7 @@ def test_every_field_has_help_and_no_two_flags_collide():
             for spelling in {settings.spelling(f.name), *f.metadata["aliases"]}:
                 assert seen.setdefault(spelling, f.name) == f.name, spelling
         for spelling in seen:
-            assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (settings.MergeConfig, "--datasets")
+            assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (MergeConfig, "--datasets")
             assert spelling not in foreign_flags.REFUSED
         if cls is TrainConfig:
             assert not set(seen) & (
@@ -385,7 +387,7 @@ def test_empty_file_is_no_mistake(tmp_path):
 
 def test_no_effect_is_told_once(capsys):
     got = parse("--DDP-impl", "local", "--DDP-impl=torch", "--no-bias-dropout-fusion", "--use-rdma")
-    flags.tell(got)
+    flags.print_notices(got)
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and got.config == TrainConfig()
     assert (

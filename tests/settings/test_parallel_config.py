@@ -7,10 +7,11 @@ import pytest
 from test_deepspeed_config import CONFIG_003
 
 from helpers import TINY_FLAGS
+from meshwright.commands.evaluate import EvaluateConfig
 from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings.grammar import split_layers
-from meshwright.settings.schema import EvaluateConfig, GenerateConfig, Model, Parallel, TrainConfig, Training
+from meshwright.settings.schema import GenerateConfig, Model, Parallel, TrainConfig, Training
 
 SMALL = [
     "--num-layers=4",
@@ -358,7 +359,7 @@ def test_reading_commands_run_on_one_device(cls):
     parse(line + ones, cls)
     for flag in ones.split()[::2]:
         told = refusal(f"{line} {flag} 2", cls)
-        assert told == f"{flag} 2: {name} runs on one device: it loads a checkpoint of any layout; give 1"
+        assert told == f"{flag} is 2, but {name} runs on one device and loads a checkpoint of any layout; give 1"
 
 
 # Notices

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
         return DONE
-    flags.tell(parsed)
+    flags.print_notices(parsed)
     c = parsed.config.conversion
     if wrong := checks.unusable(parsed.config) + checks.not_yet(parsed.config):
         raise UserError(flags.listed(wrong))

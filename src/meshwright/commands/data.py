@@ -3,31 +3,172 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright import tokenizers
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, IO, USAGE, UserError
 from meshwright.launch.world import find_world
-from meshwright.settings import command
-from meshwright.settings.schema import (
-    FetchConfig,
-    IndexConfig,
-    InspectConfig,
-    LooseTextConfig,
-    MergeConfig,
-    PlanConfig,
-    VerifyConfig,
-    spelling,
-)
+from meshwright.settings import checks, command
+from meshwright.settings.grammar import did_you_mean
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.settings.schema import TrainConfig, flag, spelling
 
-TOP = 20  # of the most frequent tokens, where --top does not say
+TOP = 20  # default of --top
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Token files to check."""
+
+    prefixes: list[str] = flag([], "prefixes of .bin/.idx pairs, as for --data-path", "--prefix")
+    checksums: str | None = flag(
+        None, "file in sha256sum's format: compared if it exists, otherwise written once everything is found whole"
+    )
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Settings of `meshwright data verify`."""
+
+    verification: Verification = Verification()
+    tokenizer: TokenizerFlags = TokenizerFlags()
+
+    def problems(self) -> list[str]:
+        if self.verification.prefixes:
+            return []
+        return ["a prefix of .bin/.idx is needed, or several: meshwright data verify PREFIX ..."]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Part of token files to show."""
+
+    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path")
+    document: int | None = flag(None, "show only this document, counted from 0", bound="from 0")
+    sample: int | None = flag(
+        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound="from 0"
+    )
+    sample_set: str | None = flag(
+        None, "set that --sample counts in: train (the default), valid, test, or valid/NAME if there are several"
+    )
+    top: int | None = flag(None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound="from 0")
+    picture: str | None = flag(None, "write a histogram of document lengths to this .png, .svg or .pdf")
+    json: bool = flag(False, "print one line of JSON instead of a table")
+
+
+@dataclass(frozen=True)
+class InspectConfig(TrainConfig):
+    """Settings of `meshwright data inspect`; the training's flags define the samples."""
+
+    inspection: Inspection = Inspection()
+
+    def problems(self) -> list[str]:
+        i, out = self.inspection, []
+        if not i.prefix and i.sample is None:
+            out.append("a prefix of .bin/.idx is needed: meshwright data inspect PREFIX")
+        if i.document is not None and i.sample is not None:
+            out.append(f"--document {i.document} and --sample {i.sample} exclude each other; give one")
+        if i.sample is None and i.sample_set is not None:
+            out.append(f"--sample-set {i.sample_set} needs --sample; say which sample of the set to show")
+        for name in ("document", "sample"):
+            others = [spelling(other) for other in ("top", "picture") if getattr(i, other) is not None]
+            if others and getattr(i, name) is not None:
+                out.append(
+                    f"--{name} shows nothing else, but {' and '.join(others)} covers all documents; leave one out"
+                )
+        return out if i.sample is None else out + checks.forecast_problems(self, needs_data=not i.prefix)
+
+
+@dataclass(frozen=True)
+class IndexConfig(TrainConfig):
+    """Settings of `meshwright data index`: every flag of the training."""
+
+    def problems(self) -> list[str]:
+        return checks.forecast_problems(self)
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Format of the forecast."""
+
+    json: bool = flag(False, "print one line of JSON instead of a table")
+
+
+@dataclass(frozen=True)
+class PlanConfig(IndexConfig):
+    """Settings of `meshwright data plan`."""
+
+    planning: Planning = Planning()
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Token files to merge into one pair."""
+
+    datasets: list[str] = flag([], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes")
+    input: str | None = flag(None, "folder whose pairs are all merged, sorted by name")
+    output_prefix: str | None = flag(None, "prefix of the output files")
+    merge: Literal["serial", "distributed"] = flag(
+        "serial", "copy one file at a time, or several at once, which is faster on network disks"
+    )
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Settings of `meshwright data merge`."""
+
+    merging: Merging = Merging()
+
+    def problems(self) -> list[str]:
+        m = self.merging
+        out = [] if m.output_prefix else ["--output-prefix is needed: where to write"]
+        if bool(m.datasets) == bool(m.input):
+            out.append("give either prefixes of .bin/.idx (meshwright data merge A B ...) or --input FOLDER")
+        return out
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """Files to download."""
+
+    names: list[str] = flag([], "names of known files, or addresses; without any, list the known files", "--name")
+    output: str = flag(".", "folder to download to")
+    sha256: str | None = flag(None, "expected SHA-256 of the file, if there is only one")
+
+
+@dataclass(frozen=True)
+class FetchConfig:
+    """Settings of `meshwright data fetch`."""
+
+    fetching: Fetching = Fetching()
+
+    def problems(self) -> list[str]:
+        f = self.fetching
+        if not f.sha256 or len(f.names) == 1:
+            return []
+        return [f"--sha256 is for one file, but {len(f.names)} are named; fetch them one at a time"]
+
+
+@dataclass(frozen=True)
+class LooseText:
+    """Files of text or JSON lines to merge into one file of JSON lines."""
+
+    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path")
+    output_file: str = flag("merged_output.json", "output file", "--output_file")
+    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file")
+
+
+@dataclass(frozen=True)
+class LooseTextConfig:
+    """Settings of `meshwright data merge-json`."""
+
+    loose_text: LooseText = LooseText()
 
 
 def main(argv: list[str]) -> int:
@@ -36,8 +177,7 @@ def main(argv: list[str]) -> int:
         print(usage())
         return DONE if name else USAGE
     if name not in VERBS:
-        near = difflib.get_close_matches(name, VERBS, 1)
-        print(f"meshwright data: no {name!r}{f'; did you mean {near[0]}?' if near else ''}\n{usage()}", file=sys.stderr)
+        print(f"meshwright data: no verb {name!r}{did_you_mean(name, VERBS)}\n{usage()}", file=sys.stderr)
         return USAGE
     settings, about, positional, work = VERBS[name]
     parsed = command.settings(settings, argv[1:], f"data {name}", f"{about[0].upper()}{about[1:]}.", positional)
@@ -203,7 +343,8 @@ def merge_json(config: LooseTextConfig, dry: bool) -> None:
 def fetch(config: FetchConfig, dry: bool) -> None:
     from meshwright.data.tools import fetch as work
 
-    work.main(config.fetching, dry)
+    f = config.fetching
+    work.main(f.names, Path(f.output), f.sha256, dry)
 
 
 # Its settings, what it does, the setting that words without a flag give, and the work.

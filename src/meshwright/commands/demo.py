@@ -6,7 +6,6 @@ cores and two minutes, and still predicts files it never saw better than a byte-
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import BAD_DATA, DONE, LOCKED, SIGINT, SIGTERM, UNEXPECTED, UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import flag
 
 MARK = ".meshwright-demo"  # says that the folder is a demo's; only these names in it are ours to remove:
 OURS = (
@@ -66,12 +67,16 @@ class Scale:
     sample: int = 64  # tokens
 
 
+@dataclass(frozen=True)
+class DemoConfig:
+    """Settings of `meshwright demo`."""
+
+    dir: Path = flag(Path("demo"), "folder that the demo writes (default: demo)", positional=True)
+
+
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "meshwright demo", allow_abbrev=False, description="A tour in three to five minutes."
-    )
-    parser.add_argument("dir", nargs="?", type=Path, default=Path("demo"), metavar="DIR", help="default: demo")
-    return run(parser.parse_args(argv).dir)
+    about = "Train and use a small model on this machine, in three to five minutes."
+    return run(flags.parse(DemoConfig, argv, "meshwright demo", about=about).config.dir)
 
 
 def run(folder: Path, scale: Scale | None = None) -> int:

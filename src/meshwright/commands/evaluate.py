@@ -9,13 +9,14 @@ models without one, can be compared.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,46 @@ from meshwright.data.prepare.text import find_inputs
 from meshwright.data.prepare.text import read_texts as read_documents
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
 from meshwright.launch.world import is_first_process
-from meshwright.settings import command
-from meshwright.settings.schema import EvaluateConfig
+from meshwright.settings import checks, command
+from meshwright.settings.schema import READING, Checkpoint, Data, Model, Parallel, Precision, Tokenizer, Training, flag
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
     from meshwright.tokenizers import Tokenizer as TextTokenizer
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Text to score."""
+
+    input: list[str] = flag([], "text files, or .jsonl/.json files with one document per line")
+    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines", "--json-key")
+    overlapping_eval: int | None = flag(
+        None, "tokens by which a window advances (none: half the sequence length)", bound="above 0"
+    )
+    json: bool = flag(False, "print one line of JSON instead of a table")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Settings of `meshwright evaluate`."""
+
+    evaluate: Evaluate = Evaluate()
+    model: Model = Model()
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data = Data()
+    training: Training = Training()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    checkpoint: Checkpoint = Checkpoint()
+
+    USES: ClassVar[frozenset[str]] = frozenset(
+        {f.name for group in (Evaluate, Tokenizer) for f in dataclasses.fields(group)} | READING
+    )
+
+    def problems(self) -> list[str]:
+        out = checks.reading_problems(self, "evaluate")
+        return out if self.evaluate.input else [*out, "--input is needed: text or JSON-lines files"]
 
 
 @dataclass(frozen=True)

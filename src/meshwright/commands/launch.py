@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 
 from meshwright.errors import UserError
-from meshwright.launch.launcher import TOGETHER, _parser, command, plan, run
+from meshwright.launch.launcher import TOGETHER, LaunchConfig, command, plan, run
 from meshwright.launch.world import find_world
+from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
 
 
 def main(argv: list[str]) -> int:
-    parser = _parser()
-    said, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UserError(
-            f"{unknown[0]} is no flag of launch; a command's stand behind it: meshwright launch --nproc-per-node N train "
-            f"{unknown[0]} ..."
-        )
+    about = f"Start COMMAND, {', '.join(TOGETHER)} or a Python script, as several ranks. Flags of launch go before it."
+    said = flags.parse(LaunchConfig, argv, "meshwright launch", about=about).config
     words = said.command[1:] if said.command[:1] == ["--"] else said.command
     if not words:
         raise UserError(f"what is to be started? {' or '.join(TOGETHER)} with its flags, or a Python script")
@@ -30,8 +26,8 @@ def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
 
     None: nothing is to be started, this process is the run or one of its ranks.
     """
-    flags = wanted(parallel)
-    return None if flags is None else main([*flags, *argv])
+    words = wanted(parallel)
+    return None if words is None else main([*words, *argv])
 
 
 def wanted(parallel: Parallel) -> list[str] | None:
@@ -50,5 +46,5 @@ def wanted(parallel: Parallel) -> list[str] | None:
         raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}: give one for each machine")
     if here * nodes == 1:
         return None
-    flags = ["--nproc-per-node", str(here), "--nnodes", str(nodes)]
-    return [*flags, "--node-ips", ",".join(ips)] if nodes > 1 else flags
+    words = ["--nproc-per-node", str(here), "--nnodes", str(nodes)]
+    return [*words, "--node-ips", ",".join(ips)] if nodes > 1 else words

@@ -7,13 +7,12 @@ import sys
 
 from meshwright import tokenizers
 from meshwright.data.prepare import sentences
-from meshwright.data.prepare.preprocess import run
+from meshwright.data.prepare.preprocess import PreprocessConfig, run
 from meshwright.data.prepare.text import find_inputs, look
 from meshwright.errors import DONE
 from meshwright.launch import rendezvous
 from meshwright.launch.world import find_world
 from meshwright.settings import command
-from meshwright.settings.schema import PreprocessConfig
 
 
 def main(argv: list[str]) -> int:

@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import DONE
 from meshwright.report.compare import compare
 from meshwright.report.history import read_history
 from meshwright.report.page import write_report
+from meshwright.settings import flags
+from meshwright.settings.schema import MISSING, flag
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Settings of `meshwright report`."""
+
+    folders: list[Path] = flag(
+        MISSING,
+        "run folder: --run-dir, or --save, of the training; with several, each is compared with the first",
+        positional=True,
+    )
+    output: Path | None = flag(
+        None, "file for the page (none: DIR/report.html, or compare.html in the first of several folders)"
+    )
+    losses: bool = flag(
+        False,
+        "print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text means equal bits",
+    )
+    json: bool = flag(False, "print the comparison as JSON; write a page only with --output")
+    tolerance: float | None = flag(
+        None, "exit with status 1 if the losses of two runs at a common iteration differ by more than this"
+    )
+
+    def problems(self) -> list[str]:
+        several = len(self.folders) > 1
+        if self.losses and (self.output or several):
+            return ["--losses prints one run's numbers; give one folder and no --output"]
+        if not several and (self.json or self.tolerance is not None):
+            return ["--json and --tolerance compare runs; give two folders or more"]
+        return []
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="meshwright report", description="One page with pictures of a run, or of some."
-    )
-    parser.add_argument(
-        "folders",
-        metavar="DIR",
-        type=Path,
-        nargs="+",
-        help="run folder: --run-dir, or --save, of the training; several are compared, each with the first",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="where to write the page (default: DIR/report.html, of several runs compare.html in the first folder)",
-    )
-    parser.add_argument(
-        "--losses",
-        action="store_true",
-        help="print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text is equal bits",
-    )
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON; no page without --output")
-    parser.add_argument(
-        "--tolerance",
-        metavar="X",
-        type=float,
-        help="exit with 1 if the losses of two runs at a common iteration are further apart than this",
-    )
-    args = parser.parse_args(argv)
-    if args.losses and (args.output or len(args.folders) > 1):
-        parser.error("--losses prints one run's numbers: give one folder and no --output")
-    if len(args.folders) > 1:
-        return compare(args.folders, args.output, args.json, args.tolerance)
-    if args.json or args.tolerance is not None:
-        parser.error("--json and --tolerance compare runs: give two folders or more")
-    (folder,) = args.folders
-    if args.losses:
+    about = "Write one page with plots of a run, or a comparison of several."
+    c = flags.parse(ReportConfig, argv, "meshwright report", about=about).config
+    if len(c.folders) > 1:
+        return compare(c.folders, c.output, c.json, c.tolerance)
+    (folder,) = c.folders
+    if c.losses:
         for s in read_history(folder).steps:
             print(s.iteration, s.loss.hex(), s.grad_norm.hex(), s.lr.hex())
     else:
-        print(write_report(folder, args.output))
+        print(write_report(folder, c.output))
     return DONE

@@ -56,5 +56,5 @@ def command_line(argv: list[str], world: World) -> int:
     if launched is not None:
         return launched
     if world.local_rank == 0:
-        flags.tell(parsed)
+        flags.print_notices(parsed)
     return dry_run(config) if dry else run(config, command=["meshwright", "train", *argv], handle_signals=True)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.data.prepare.text import find_inputs, read_texts
 from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import MISSING, flag
 from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, train_bpe
 
 
+@dataclass(frozen=True)
+class TrainTokenizerConfig:
+    """Settings of `meshwright train-tokenizer`."""
+
+    input: list[str] = flag(MISSING, "files of JSON lines, one document per line")
+    vocab_size: int = flag(MISSING, f"size of the vocabulary, with the bytes and {END_OF_TEXT}")
+    output: Path = flag(MISSING, "folder for vocab.json and merges.txt")
+    json_keys: list[str] = flag(["text"], "keys whose text is read")
+
+
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("meshwright train-tokenizer", allow_abbrev=False, description="Learn a BPE.")
-    parser.add_argument("--input", nargs="+", required=True, help="JSON-lines file(s), one document a line")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is read (default: text)")
-    parser.add_argument("--vocab-size", type=int, required=True, help=f"ids in all, with the bytes and {END_OF_TEXT}")
-    parser.add_argument("--output", type=Path, required=True, help="folder for vocab.json and merges.txt")
-    given = parser.parse_args(argv)
+    given = flags.parse(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
     texts = read_texts(find_inputs(given.input), given.json_keys)
     first = next((text for text in texts if text), None)
     if first is None:

@@ -21,7 +21,7 @@ from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
 from meshwright.model.pick import pick
 from meshwright.settings import checks, flags
-from meshwright.settings.schema import GenerateConfig, Model
+from meshwright.settings.schema import Model, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
 
@@ -78,7 +78,8 @@ def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: Tokenizer
     """Refuse flags and a vocabulary that do not fit the checkpoint, and a model that this version cannot run."""
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
-    later = checks.not_yet(GenerateConfig(model=saved.model))
+    # A model of a later version must not load as another one.
+    later = checks.not_yet(TrainConfig(model=saved.model))
     if later:
         raise UserError("\n  ".join([f"{where} holds a model that this version cannot run:", *later]), BAD_DATA)
     impl = given.get("attention_impl", saved.model.attention_impl)

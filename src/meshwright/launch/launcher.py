@@ -10,71 +10,46 @@ and words for a port in use, a node that does not come and a rank that fails.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
 import re
 import signal
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 from meshwright import device as devices
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.outcome import Plan, ending, first, say, status
+from meshwright.settings.schema import flag
 
 PORT = 29500  # torchrun's
 TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that several ranks can run
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Settings of `meshwright launch`; the spellings with underscores are torch.distributed.launch's."""
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        "meshwright launch",
-        usage="meshwright launch [-h] [flags] COMMAND [its flags]",
-        allow_abbrev=False,
-        description="Start COMMAND, one of ours or a Python script, as several ranks. Flags of launch stand before it.",
+    nproc_per_node: str = flag(
+        "auto", "ranks on each machine: a number, gpu, cpu, or auto for one per accelerator", "--nproc_per_node"
     )
-
-    def add(name: str, metavar: str, text: str, **more: Any) -> None:
-        parser.add_argument(name, metavar=metavar, help=text, **more)
-        other = name[:2] + name[2:].replace("-", "_")
-        if other != name:  # torch.distributed.launch's spelling
-            parser.add_argument(other, help=argparse.SUPPRESS, **(more | {"default": argparse.SUPPRESS}))
-
-    add(
-        "--nproc-per-node",
-        "N",
-        "ranks on each machine: a number, gpu, cpu or auto (default: one for each accelerator)",
-        default="auto",
+    nnodes: int | None = flag(None, "number of machines; give each of them the same command (none: 1)")
+    node_rank: int | None = flag(None, "number of this machine, from 0", "--node_rank")
+    master_addr: str | None = flag(None, "address of machine 0", "--master_addr")
+    master_port: int | None = flag(
+        None, f"port on machine 0 (none: {PORT}, or any free port on a single machine)", "--master_port"
     )
-    add("--nnodes", "M", "machines; each is given the same command (default: 1)", type=int)
-    add("--node-rank", "R", "number of this machine, from 0", type=int)
-    add("--master-addr", "A", "address of machine 0")
-    add("--master-port", "P", f"port there (default: {PORT}; on one machine any free one)", type=int)
-    add("--node-ips", "A,B,...", "addresses of all machines instead of these: each finds its own number")
-    add(
-        "--max-restarts",
-        "N",
-        "start again after a crash, a time-out or a signal, at most so often (default: 0)",
-        type=int,
-        default=0,
+    node_ips: str | None = flag(
+        None,
+        "A,B,...: addresses of all machines, instead of the three flags above; each finds its own number",
+        "--node_ips",
     )
-    add(
-        "--wait",
-        "SECONDS",
-        f"longest wait for the other machines at the start (default: {rendezvous.START_SECONDS:g})",
-        type=float,
-        default=rendezvous.START_SECONDS,
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=argparse.SUPPRESS)
-    return parser
+    max_restarts: int = flag(0, "most restarts after a crash, a time-out or a signal", "--max_restarts")
+    wait: float = flag(rendezvous.START_SECONDS, "seconds to wait for the other machines at the start")
+    command: list[str] = flag([], "one of our commands or a Python script, with its flags", positional="rest")
 
 
 def command(words: list[str]) -> list[str]:
@@ -93,7 +68,7 @@ def command(words: list[str]) -> list[str]:
     raise UserError(f"{name} is none of {', '.join(TOGETHER)}, and no Python script (its name ends with .py)")
 
 
-def plan(said: argparse.Namespace) -> Plan:
+def plan(said: LaunchConfig) -> Plan:
     ips = [ip.strip() for ip in (said.node_ips or "").split(",") if ip.strip()]
     nodes = said.nnodes if said.nnodes is not None else len(ips) or 1
     if nodes < 1:

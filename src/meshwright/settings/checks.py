@@ -20,50 +20,31 @@ from meshwright.settings.schema import (
     ARCHITECTURE,
     OUTCOME,
     Data,
-    EvaluateConfig,
-    FetchConfig,
     GenerateConfig,
-    IndexConfig,
-    InspectConfig,
     Logging,
-    LooseTextConfig,
-    MergeConfig,
     Model,
     Parallel,
-    PlanConfig,
     Precision,
-    PreprocessConfig,
     TrainConfig,
     Training,
-    VerifyConfig,
+    group_values,
     spelling,
 )
 
 
-def problems(config: Any, data: bool = True) -> list[str]:
-    """Every objection; `data`: a training needs token files."""
+def problems(config: Any, needs_data: bool = True) -> list[str]:
+    """Return every objection to a configuration.
+
+    A command's own configuration has a method `problems` for what concerns it alone.
+    """
     out = not_yet(config) + unusable(config)
-    if isinstance(config, InspectConfig | IndexConfig | PlanConfig):
-        return out + ahead_problems(config)
-    if isinstance(config, TrainConfig):
-        return out + training_problems(config, data)
-    if isinstance(config, VerifyConfig | MergeConfig | FetchConfig | LooseTextConfig):
-        return out + files_problems(config)
-    if isinstance(config, PreprocessConfig):
-        p = config.preprocess
-        needs = {
-            "--input is needed: a JSON-lines file": p.input,
-            "--json-keys names no key": p.json_keys,
-            "--output-prefix is needed: where to write": p.output_prefix,
-            "--keep-newlines belongs to --split-sentences": p.split_sentences or not p.keep_newlines,
-            "--lang belongs to --split-sentences": p.split_sentences or p.lang == type(p).lang,
-        }
-        return out + [line for line, there in needs.items() if not there]
-    if isinstance(config, GenerateConfig):
-        return out + reading_problems(config, "generate") + sampling_problems(config)
-    assert isinstance(config, EvaluateConfig)
-    out += reading_problems(config, "evaluate")
-    return out if config.evaluate.input else [*out, "--input is needed: text or JSON-lines files"]
+    if hasattr(config, "problems"):
+        out += config.problems()
+    elif isinstance(config, TrainConfig):
+        out += training_problems(config, needs_data)
+    elif isinstance(config, GenerateConfig):
+        out += generation_problems(config)
+    return out
 
 
 def training_problems(c: TrainConfig, data: bool) -> list[str]:
@@ -104,82 +85,52 @@ def training_problems(c: TrainConfig, data: bool) -> list[str]:
     return out
 
 
-def ahead_problems(c: InspectConfig | IndexConfig | PlanConfig) -> list[str]:
-    """Of the commands that count a training's samples ahead of it: only what decides these is needed."""
-    out, prefix = [], None
-    if isinstance(c, InspectConfig):
-        i, prefix = c.inspection, c.inspection.prefix
-        if not prefix and i.sample is None:
-            out.append("a prefix of .bin/.idx is needed: meshwright data inspect PREFIX")
-        if i.document is not None and i.sample is not None:
-            out.append(f"--document {i.document} and --sample {i.sample} show two things: give one")
-        if i.sample is None and i.sample_set is not None:
-            out.append(f"--sample-set {i.sample_set} without --sample: which sample of it?")
-        for one in ("document", "sample"):
-            beside = [spelling(name) for name in ("top", "picture") if getattr(i, name) is not None]
-            if beside and getattr(i, one) is not None:
-                out.append(f"--{one} shows nothing else, but {' and '.join(beside)} is of all documents: leave one out")
-        if i.sample is None:
-            return out
+def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[str]:
+    """Check only what decides which samples a training will read."""
     t, p = c.training, c.parallel
-    out += data_problems(c.data, not prefix)
+    out = data_problems(c.data, needs_data)
     if c.data.seq_length is None:
         out.append("--seq-length is needed: tokens of one sample")
     lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
     if len(lengths) != 1:
         few = f"{' and '.join(map(spelling, lengths))} are given" if lengths else "none is given"
         out.append(
-            f"--train-iters, --train-samples or --train-tokens is needed, one of them ({few}): how long the run is"
+            f"one of --train-iters, --train-samples and --train-tokens is needed for the length of the run; {few}"
         )
     if t.global_batch_size is None and p.world_size is None and p.model_ranks > 1:
         out.append(
-            f"--global-batch-size is needed, or --world-size: a model on {p.model_ranks} ranks will not run on this one"
+            f"--global-batch-size or --world-size is needed: a model on {p.model_ranks} ranks will not run on this one"
         )
     if t.micro_batch_size in (None, "auto") and t.global_batch_size is None:
-        out.append("--global-batch-size is needed, or a --micro-batch-size: samples of one step")
+        out.append("--global-batch-size or --micro-batch-size is needed: samples of one step")
     return out
 
 
-def files_problems(c: VerifyConfig | MergeConfig | FetchConfig | LooseTextConfig) -> list[str]:
-    """Of the commands that work on files as such."""
-    if isinstance(c, VerifyConfig) and not c.verification.prefixes:
-        return ["a prefix of .bin/.idx is needed, or several: meshwright data verify PREFIX ..."]
-    if isinstance(c, FetchConfig) and c.fetching.sha256 and len(c.fetching.names) != 1:
-        return [f"--sha256 is for one file, but {len(c.fetching.names)} are named"]
-    if not isinstance(c, MergeConfig):
-        return []
-    m = c.merging
-    out = [] if m.output_prefix else ["--output-prefix is needed: where to write"]
-    if bool(m.datasets) == bool(m.input):
-        out.append("prefixes of .bin/.idx are needed (meshwright data merge A B ...), or --input FOLDER: give either")
-    return out
-
-
-def reading_problems(c: GenerateConfig | EvaluateConfig, command: str) -> list[str]:
-    """Of the commands that read a trained model, on one device."""
+def reading_problems(c: Any, command: str) -> list[str]:
+    """Check a command that reads a trained model on one device."""
     p, out = c.parallel, precision_problems(c.precision)
     if c.training.micro_batch_size == "auto":
-        out.append("--micro-batch-size auto is for training")
+        out.append("--micro-batch-size auto is only for training; give a number")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size")
     out += naming_problems(p) + [
-        f"{spelling(n)} {getattr(p, n)}: {command} runs on one device: it loads a checkpoint of any layout; give 1"
+        f"{spelling(n)} is {getattr(p, n)}, but {command} runs on one device and loads a checkpoint of any layout; give 1"
         for n in sizes
         if (getattr(p, n) or 1) > 1
     ]
     return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
 
 
-def sampling_problems(c: GenerateConfig) -> list[str]:
-    s, out = c.sampling, []
+def generation_problems(c: GenerateConfig) -> list[str]:
+    s, out = c.sampling, reading_problems(c, "generate")
     if s.top_p > 1:
-        out.append(f"--top_p {s.top_p} is above 1")
+        out.append(f"--top_p {s.top_p} is above 1; give a share from 0 to 1")
     if s.num_samples and not s.genfile:
-        out.append(f"--num-samples {s.num_samples} writes to a file: name it with --genfile")
+        out.append(f"--num-samples {s.num_samples} writes to a file; name it with --genfile")
     if s.sample_output_file and not s.sample_input_file:
-        out.append("--sample-output-file holds continuations: name the prompts with --sample-input-file")
+        out.append("--sample-output-file holds continuations; name the prompts with --sample-input-file")
     modes = [bool(s.num_samples), bool(s.sample_input_file), s.interactive, s.prompt is not None]
     if sum(modes) > 1:
-        out.append("--num-samples, --sample-input-file, --prompt and --interactive are four modes: give one")
+        out.append("--num-samples, --sample-input-file, --prompt and --interactive exclude each other; give one")
     return out
 
 
@@ -274,7 +225,7 @@ def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITEC
 def not_yet(config: Any) -> list[str]:
     """Values that exist in the vocabulary and not in this release."""
     out = []
-    for group in (getattr(config, f.name) for f in dataclasses.fields(config)):
+    for group in group_values(config):
         for f in dataclasses.fields(group):
             value, only = getattr(group, f.name), f.metadata["only"]
             if only is not None and value not in only:
@@ -287,11 +238,13 @@ def not_yet(config: Any) -> list[str]:
 def unusable(config: Any) -> list[str]:
     """Values that no setting can have: an empty text, often an unset shell variable, and numbers out of bounds."""
     out = []
-    for group in (getattr(config, f.name) for f in dataclasses.fields(config)):
+    for group in group_values(config):
         out += out_of_bounds(group)
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            if f.name != "prompt" and (value == "" or (isinstance(value, list) and "" in value)):
+            # A prompt may be empty, and so may an argument of a launched command.
+            is_free = f.name == "prompt" or f.metadata["positional"] == "rest"
+            if not is_free and (value == "" or (isinstance(value, list) and "" in value)):
                 out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
             if type(value) is int and abs(value) >= most and f.name != "seed":

@@ -23,7 +23,7 @@ def settings(
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
         return None
-    flags.tell(parsed)
+    flags.print_notices(parsed)
     return parsed
 
 

@@ -10,13 +10,13 @@ DeepSpeed's "auto" leaves a key to the flags. Any other key is a mistake: DeepSp
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.settings.grammar import did_you_mean
 from meshwright.settings.schema import TrainConfig, spelling
 
 
@@ -197,8 +197,7 @@ def merge(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, lis
         elif key in IDLE:
             idle.append(key)
         else:
-            near = difflib.get_close_matches(key, [*MAPPED, *REFUSED, *OURS, *IDLE], 1)
-            wrong.append(f'unknown key "{key}"' + (f'; did you mean "{near[0]}"?' if near else ""))
+            wrong.append(f'unknown key "{key}"{did_you_mean(key, [*MAPPED, *REFUSED, *OURS, *IDLE])}')
     if not found.get("fp16.enabled", config.precision.fp16):  # its other keys are not in use
         found = {k: v for k, v in found.items() if k == "fp16.enabled" or not k.startswith("fp16.")}
 

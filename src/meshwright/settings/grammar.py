@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "; did you mean X?" for the closest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), 1, cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def split_shares(split: str) -> list[float]:

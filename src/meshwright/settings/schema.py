@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import MISSING as MISSING
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -22,12 +23,43 @@ def flag(
     only: tuple[Any, ...] | None = None,
     step: int = 0,
     bound: Literal["above 0", "from 0", "in [0, 1)"] | None = None,
+    needs: str | tuple[str, ...] = (),
+    positional: Literal[True, "rest"] | None = None,
 ) -> Any:
-    """A dataclass field with its help line, other spellings, the values that work before release `step`, and its range."""
-    metadata = {"help": help, "aliases": aliases, "only": only, "step": step, "bound": bound}
+    """Return a dataclass field that is a flag; the default `MISSING` makes it required.
+
+    Args:
+        default: Value without the flag.
+        help: Line of help.
+        aliases: Other spellings.
+        only: Values that work before release `step`.
+        step: Release in which the other values are planned.
+        bound: Range of a number.
+        needs: Conditions, keys of `checks.CONDITIONS`, without which the flag has no effect.
+        positional: Given without a flag; "rest" takes all that follows. Only in flat dataclasses.
+    """
+    metadata = {
+        "help": help,
+        "aliases": aliases,
+        "only": only,
+        "step": step,
+        "bound": bound,
+        "needs": (needs,) if isinstance(needs, str) else needs,
+        "positional": positional,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def is_flat(config: Any) -> bool:
+    """Return whether a configuration's own fields are flags, not groups of them."""
+    return "help" in dataclasses.fields(config)[0].metadata
+
+
+def group_values(config: Any) -> list[Any]:
+    """Return the groups of settings of a configuration; a flat one is its own only group."""
+    return [config] if is_flat(config) else [getattr(config, f.name) for f in dataclasses.fields(config)]
 
 
 @dataclass(frozen=True)
@@ -504,104 +536,6 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Preprocess:
-    """Text to .bin/.idx."""
-
-    input: list[str] = flag(
-        [],
-        "JSON lines, one document a line, also compressed; Parquet; folders of a saved data set; tar archives of texts; -",
-    )
-    output_prefix: str | None = flag(None, "files are <prefix>_<key>_document.bin/.idx")
-    json_keys: list[str] = flag(["text"], "keys whose text is read", "--json-key")
-    append_eod: bool = flag(False, "end each document with the end-of-document id")
-    on_error: Literal["stop", "skip"] = flag("stop", "a bad line: stop, or count it and go on")
-    dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "format (lazy and cached are written as mmap)")
-    workers: int | None = flag(None, "worker processes (none: one for each core)", bound="above 0")
-    log_interval: int = flag(1000, "documents between progress lines", bound="above 0")
-    split_sentences: bool = flag(False, "cut documents into sentences with NLTK, files <prefix>_<key>_sentence")
-    keep_newlines: bool = flag(False, "with --split-sentences keep the white space between sentences")
-    lang: str = flag("english", "language of --split-sentences")
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """What is scored."""
-
-    input: list[str] = flag([], "text files, or .jsonl/.json with one document a line")
-    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines", "--json-key")
-    overlapping_eval: int | None = flag(
-        None, "tokens a window moves on (none: half the sequence length)", bound="above 0"
-    )
-    json: bool = flag(False, "print one JSON line instead of a table")
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What is checked of token files."""
-
-    prefixes: list[str] = flag([], "prefixes of .bin/.idx, as --data-path takes them", "--prefix")
-    checksums: str | None = flag(
-        None, "file as sha256sum writes it: compared if it exists, else written when everything is whole"
-    )
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What is shown of token files."""
-
-    prefix: str | None = flag(None, "prefix of .bin/.idx, as --data-path takes it")
-    document: int | None = flag(None, "show this document, counted from 0, and nothing else", bound="from 0")
-    sample: int | None = flag(
-        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound="from 0"
-    )
-    sample_set: str | None = flag(
-        None, "the set that --sample counts in: train (unless given), valid, test, or valid/NAME of several"
-    )
-    top: int | None = flag(
-        None, "most frequent tokens that are shown: 20 unless given (0: they are not counted)", bound="from 0"
-    )
-    picture: str | None = flag(None, "histogram of the documents' lengths, a .png, .svg or .pdf")
-    json: bool = flag(False, "print one JSON line instead of a table")
-
-
-@dataclass(frozen=True)
-class Planning:
-    """How the samples ahead are told."""
-
-    json: bool = flag(False, "print one JSON line instead of a table")
-
-
-@dataclass(frozen=True)
-class Merging:
-    """Token files that become one pair."""
-
-    datasets: list[str] = flag([], "prefixes of .bin/.idx in the order in which they are joined", "--prefixes")
-    input: str | None = flag(None, "folder: every pair of files in it, sorted by name")
-    output_prefix: str | None = flag(None, "prefix of the files that are written")
-    merge: Literal["serial", "distributed"] = flag(
-        "serial", "copy one after the other, or several at a time, which network disks answer faster"
-    )
-
-
-@dataclass(frozen=True)
-class Fetching:
-    """What is downloaded, and where to."""
-
-    names: list[str] = flag([], "names of known files, or addresses; without any, the known ones are listed", "--name")
-    output: str = flag(".", "folder that gets the files")
-    sha256: str | None = flag(None, "the SHA-256 that the one file must have")
-
-
-@dataclass(frozen=True)
-class LooseText:
-    """Many files of text or JSON lines that become one of JSON lines."""
-
-    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path")
-    output_file: str = flag("merged_output.json", "file that is written", "--output_file")
-    each_line: bool = flag(False, "each line of a .txt file is a document, not the whole file")
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """Everything a training run is made of."""
 
@@ -741,8 +675,8 @@ OUTCOME = {
 }
 
 
-# What matters to the commands that read a trained model.
-_READING = {
+# Settings that matter to the commands that read a trained model.
+READING = {
     *ARCHITECTURE,
     "attention_impl",
     "seq_length",
@@ -761,7 +695,7 @@ _READING = {
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Everything generation is made of: a run's settings, and how to sample."""
+    """Settings of `meshwright generate`."""
 
     sampling: Sampling = Sampling()
     model: Model = Model()
@@ -776,97 +710,8 @@ class GenerateConfig:
     # Megatron's generation takes every training flag; these are the ones that matter here.
     USES: ClassVar[frozenset[str]] = frozenset(
         {f.name for group in (Sampling, Tokenizer) for f in dataclasses.fields(group)}
-        | {*_READING, "seed", "deterministic_mode"}
+        | {*READING, "seed", "deterministic_mode"}
     )
-
-
-@dataclass(frozen=True)
-class PreprocessConfig:
-    """Everything preprocessing is made of."""
-
-    preprocess: Preprocess = Preprocess()
-    tokenizer: Tokenizer = Tokenizer()
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Everything an evaluation is made of."""
-
-    evaluate: Evaluate = Evaluate()
-    model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
-    data: Data = Data()
-    training: Training = Training()
-    precision: Precision = Precision()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
-
-    USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Evaluate, Tokenizer) for f in dataclasses.fields(group)} | _READING
-    )
-
-
-@dataclass(frozen=True)
-class VerifyConfig:
-    """Everything a check of token files is made of."""
-
-    verification: Verification = Verification()
-    tokenizer: Tokenizer = Tokenizer()
-
-
-@dataclass(frozen=True)
-class InspectConfig(TrainConfig):
-    """What is shown of token files; the training's flags say which sample is which."""
-
-    inspection: Inspection = Inspection()
-
-
-@dataclass(frozen=True)
-class IndexConfig(TrainConfig):
-    """A training whose sample indices are built ahead of it: every flag of the training is taken."""
-
-
-@dataclass(frozen=True)
-class PlanConfig(TrainConfig):
-    """A training whose samples are counted ahead of it."""
-
-    planning: Planning = Planning()
-
-
-@dataclass(frozen=True)
-class MergeConfig:
-    """Everything a merge of token files is made of."""
-
-    merging: Merging = Merging()
-
-
-@dataclass(frozen=True)
-class FetchConfig:
-    """Everything a download is made of."""
-
-    fetching: Fetching = Fetching()
-
-
-@dataclass(frozen=True)
-class LooseTextConfig:
-    """Everything a merge of text files is made of."""
-
-    loose_text: LooseText = LooseText()
-
-
-EVERY = (
-    TrainConfig,
-    GenerateConfig,
-    PreprocessConfig,
-    EvaluateConfig,
-    VerifyConfig,
-    InspectConfig,
-    IndexConfig,
-    PlanConfig,
-    MergeConfig,
-    FetchConfig,
-    LooseTextConfig,
-)
 
 
 def spelling(name: str) -> str:

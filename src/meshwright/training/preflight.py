@@ -127,7 +127,7 @@ def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team
 
 def dry_run(config: TrainConfig) -> int:
     """Check everything without torch and without writing: settings, files, sizes."""
-    problems = checks.problems(config, data=False)
+    problems = checks.problems(config, needs_data=False)
     if problems:
         raise UserError(flags.listed(problems), USAGE)
     later = checks.problems(config)

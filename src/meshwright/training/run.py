@@ -82,7 +82,7 @@ def run(
         config = apply_deepspeed_file(config, prints=here.rank == 0)
     if datasets is not None:
         config = dataclasses.replace(config, data=without_files(config.data))
-    problems = checks.problems(config, data=datasets is None)
+    problems = checks.problems(config, needs_data=datasets is None)
     if problems:
         raise UserError(flags.listed(problems))
     require_files(config)

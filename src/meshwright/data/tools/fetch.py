@@ -23,7 +23,6 @@ from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
 from meshwright.files import checksums, make_folder
 from meshwright.progress import progress_bar
 from meshwright.settings.command import our_version
-from meshwright.settings.schema import Fetching
 
 BLOCK = 1 << 20
 TRIES = 5  # in a row without a single new byte
@@ -295,9 +294,8 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def main(f: Fetching, dry: bool) -> None:
-    if not f.names:
+def main(names: list[str], output: Path, sha256: str | None, dry_run: bool) -> None:
+    if not names:
         print("\n".join(["meshwright data fetch NAME ... fetches", *table(), "and any http(s) address."]))
-    for name, known in wanted(f.names, f.sha256).items():
-        folder = Path(f.output)
-        print(f"would fetch {known.url} to {folder / name}" if dry else fetch(name, known, folder), flush=True)
+    for name, known in wanted(names, sha256).items():
+        print(f"would fetch {known.url} to {output / name}" if dry_run else fetch(name, known, output), flush=True)
