@@ -326,9 +326,9 @@ def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
     for given in (["--top", "20"], ["--picture", "a.png"]):
         for one in (["--document", "3"], ["--sample", "3", *TRAIN]):
             status, out, err = run("inspect", prefix, *one, *given)
-            assert status == 2 and not out and f"{one[0]} shows nothing else, but {given[0]} is of all" in err
+            assert status == 2 and not out and f"{one[0]} shows nothing else, but {given[0]} covers all" in err
     status, _, err = run("inspect", prefix, "--sample-set", "train")
-    assert status == 2 and "--sample-set train without --sample" in err
+    assert status == 2 and "--sample-set train needs --sample" in err
 
 
 def test_a_files_name_stands_for_its_prefix(tmp_path: Path) -> None:

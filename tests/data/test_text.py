@@ -700,4 +700,4 @@ def test_flags_of_sentences_belong_together():
     from meshwright.settings.checks import problems
 
     told = problems(PreprocessConfig(Preprocess(input=["x"], output_prefix="y", keep_newlines=True, lang="german")))
-    assert told == ["--keep-newlines belongs to --split-sentences", "--lang belongs to --split-sentences"]
+    assert told == ["--keep-newlines needs --split-sentences", "--lang needs --split-sentences"]

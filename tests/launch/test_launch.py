@@ -311,7 +311,7 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
             asks(**wrong)
 
     started: list[tuple[Plan, list[str]]] = []
-    monkeypatch.setattr(launch, "run", lambda plan, program: started.append((plan, program)) or 7)
+    monkeypatch.setattr(launch_command, "run", lambda plan, program: started.append((plan, program)) or 7)
     assert launch_command.relaunch(alone, ["train", "--lr=1"]) is None and not started
     assert launch_command.relaunch(dataclasses.replace(alone, num_gpus_per_node=2), ["train", "--lr=1"]) == 7
     assert started == [(Plan(2), ["-u", "-m", "meshwright", "train", "--lr=1"])]
