@@ -24,8 +24,7 @@ from meshwright.settings.schema import Tokenizer
 ROOT = Path(__file__).parents[2]
 SMALL = """
 import sys
-from meshwright.data import containers, journal, text
-from meshwright import preprocess
+from meshwright.data.prepare import containers, journal, preprocess, text
 text.PIECE, containers.CHUNK, preprocess.MIB, journal.SECONDS = 3000, 1000, 1, 0
 from meshwright.__main__ import main
 sys.exit(main(sys.argv[1:]))
@@ -114,7 +113,7 @@ def test_a_bad_line_late_in_the_input_loses_nothing(tmp_path, small):
             work(tmp_path, "out", [tmp_path / "a"], workers=workers)
         assert left(tmp_path, "out")
         _, stderr = work(tmp_path, "out", [tmp_path / "a"], workers=workers, on_error="skip")
-        assert "going on after" in stderr and "1 not JSON, first " in stderr and "/a:2001" in stderr
+        assert "continuing after" in stderr and "1 not JSON, first " in stderr and "/a:2001" in stderr
         assert made(tmp_path, "out") == made(tmp_path, "skip")
         assert left(tmp_path, "out") == []
 
@@ -135,7 +134,7 @@ def test_a_full_disk_while_the_index_is_written(tmp_path, small, monkeypatch):
             work(tmp_path, "out", [tmp_path / "a"], workers=2)
     assert left(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
     _, stderr = work(tmp_path, "out", [tmp_path / "a"], workers=2)
-    assert "going on after 2,000 documents" in stderr or "going on after 1," in stderr
+    assert "continuing after 2,000 documents" in stderr or "continuing after 1," in stderr
     assert made(tmp_path, "out") == made(tmp_path, "whole") and left(tmp_path, "out") == []
 
 
@@ -206,7 +205,7 @@ def made_of(tmp_path, name):
 SLOW = SMALL.replace(
     "from meshwright.__main__",
     """import time
-from meshwright.data import encoding
+from meshwright.data.prepare import encoding
 real = encoding.Encoder.__call__
 encoding.Encoder.__call__ = lambda *given: (time.sleep(0.005), real(*given))[1]
 from meshwright.__main__""",
@@ -248,12 +247,12 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path, 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             _, stderr = process.communicate()
-            resumed += "going on after" in stderr
+            resumed += "continuing after" in stderr
             assert not idx.exists() or made(tmp_path, "out") == made(tmp_path, "whole")
         process = start(tmp_path, *flags, "out")
         _, stderr = process.communicate()
         assert process.returncode == 0, stderr
-        resumed += "going on after" in stderr
+        resumed += "continuing after" in stderr
         assert made(tmp_path, "out") == made(tmp_path, "whole")
         assert left(tmp_path, "out") == []
     assert resumed >= 6
@@ -273,7 +272,7 @@ def test_a_worker_that_is_killed_is_told_and_the_rest_goes_on(tmp_path):
     assert left(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
     process = start(tmp_path, *flags)
     _, stderr = process.communicate()
-    assert process.returncode == 0 and "going on after" in stderr
+    assert process.returncode == 0 and "continuing after" in stderr
     work(tmp_path, "whole", [tmp_path / "in.jsonl"], workers=1)
     assert made(tmp_path, "out") == made(tmp_path, "whole")
 
@@ -347,7 +346,7 @@ def test_an_interrupted_run_of_another_command_is_not_gone_on_with(tmp_path, sma
     work(tmp_path, "whole", [tmp_path / "a"], workers=1)
     interrupted()
     _, stderr = work(tmp_path, "out", [tmp_path / "a"], workers=1)
-    assert "going on after" in stderr and made(tmp_path, "out") == made(tmp_path, "whole")
+    assert "continuing after" in stderr and made(tmp_path, "out") == made(tmp_path, "whole")
     interrupted(json_keys=["text", "title"])
     _, stderr = work(tmp_path, "out", [tmp_path / "a"], workers=1)
     assert "is of another command" in stderr and made(tmp_path, "out") == made(tmp_path, "whole")

@@ -19,8 +19,9 @@ import pytest
 from helpers import tokens_of
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import containers, preprocess, sentences, tables, text
+from meshwright.data.prepare.inputs import inspect_inputs
 from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
-from meshwright.data.prepare.text import BadLine, lines_of, look, pieces, read_place, units
+from meshwright.data.prepare.text import BadLine, lines_of, pieces, read_place, units
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
 from meshwright.settings.schema import Tokenizer
 
@@ -77,7 +78,7 @@ def test_a_line_too_long_is_one_bad_line(tmp_path, monkeypatch):
         file.write(content)
     monkeypatch.setattr(containers, "CHUNK", 700)
     for name in ("plain", "packed"):
-        found = [one for piece in pieces(look([str(tmp_path / name)])) for one in units(piece, ["text"])]
+        found = [one for piece in pieces(inspect_inputs([str(tmp_path / name)])) for one in units(piece, ["text"])]
         kinds = [one.kind if isinstance(one, BadLine) else one[0] for one in found]
         assert kinds == ["a", "longer than 5,000 bytes", "b", "longer than 5,000 bytes"]
 
@@ -100,7 +101,7 @@ def test_compressed_lines(tmp_path, monkeypatch, kind):
     assert texts_of("-") == wanted
     for share in (0.2, 0.5, 0.9, 0.999):  # cut short: all whole lines before that, and then why
         (tmp_path / "cut").write_bytes(packed[: int(len(packed) * share)])
-        found = list(pieces(look([str(tmp_path / "cut")])))
+        found = list(pieces(inspect_inputs([str(tmp_path / "cut")])))
         assert found[-1].kind == "broken"
         kept = [one[0] for piece in found[:-1] for one in units(piece, ["text"])]
         assert kept == wanted[: len(kept)]
@@ -164,11 +165,11 @@ def test_archives_of_text_files(tmp_path):
     }.items():
         (tmp_path / name).write_bytes(content)
         assert texts_of(tmp_path / name) == [content.decode() for content in inner.values()]
-    (piece,) = pieces(look([str(tmp_path / "a.tar")]))
-    assert text.place_of(piece, 3, 1) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
+    (piece,) = pieces(inspect_inputs([str(tmp_path / "a.tar")]))
+    assert text.describe_place(piece, 3, 1) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
     whole = (tmp_path / "a.tar.xz").read_bytes()
     (tmp_path / "cut.tar.xz").write_bytes(whole[: len(whole) // 2])
-    assert list(pieces(look([str(tmp_path / "cut.tar.xz")])))[-1].kind == "broken"
+    assert list(pieces(inspect_inputs([str(tmp_path / "cut.tar.xz")])))[-1].kind == "broken"
     (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
     with pytest.raises(UserError, match=r"latin.tar:x.txt: not UTF-8 \(byte 0xe9"):
         texts_of(tmp_path / "latin.tar")
@@ -262,7 +263,7 @@ def test_no_standard_input(monkeypatch):
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     (tmp_path / "a").write_bytes(line("a") + b"\n" + line("b"))
-    whole = list(pieces(look([str(tmp_path / "a")])))
+    whole = list(pieces(inspect_inputs([str(tmp_path / "a")])))
     os.truncate(tmp_path / "a", 9)
     with pytest.raises(UserError, match="a has become shorter while it was read: it ends at byte 9") as caught:
         list(units(whole[0], ["text"]))
@@ -312,13 +313,16 @@ def test_tables(tmp_path):
 def found_in(path, *keys):
     """Each unit of a file with its place."""
     out, lines = [], 1
-    for piece in pieces(look([str(path)])):
+    for piece in pieces(inspect_inputs([str(path)])):
         if piece.kind == "broken":
             out.append((piece.content, str(path)))
         count = 0
         for unit in units(piece, list(keys) or ["text"]) if piece.kind != "broken" else ():
             out.append(
-                (unit if unit is None or isinstance(unit, BadLine) else unit[0], text.place_of(piece, count, lines))
+                (
+                    unit if unit is None or isinstance(unit, BadLine) else unit[0],
+                    text.describe_place(piece, count, lines),
+                )
             )
             count += 1
         lines += count
@@ -353,7 +357,7 @@ def test_pieces_of_a_table_are_of_one_size_and_are_read_in_one_pass(tmp_path, ta
     """Whatever its row groups and batches: small ones together, large ones divided; any order gives the same rows."""
     path, rows = tmp_path / "t.arrow", table.column("text").to_pylist()
     write_table(table, path, kind)
-    whole = list(pieces(look([str(path)])))
+    whole = list(pieces(inspect_inputs([str(path)])))
     assert [one.begin for one in whole] == [0, *(one.end for one in whole[:-1])] and whole[-1].end == 5000
     assert len(whole) > 20 and max(one.end - one.begin for one in whole) <= 200
     assert [one.behind for one in whole] == sorted(one.behind for one in whole)
@@ -368,7 +372,7 @@ def test_pieces_of_a_table_are_of_one_size_and_are_read_in_one_pass(tmp_path, ta
     assert len(entered) <= 4 * len({one.content for one in whole})
     order = random.Random(1).sample(whole, len(whole))
     assert all([unit[0] for unit in units(one, ["text"])] == rows[one.begin : one.end] for one in order)
-    assert text.place_of(whole[5], 2, 1) == f"{path}: row {whole[5].begin + 3}"
+    assert text.describe_place(whole[5], 2, 1) == f"{path}: row {whole[5].begin + 3}"
 
 
 def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypatch):
@@ -389,7 +393,7 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
     assert kept == rows[:first] + rows[2400:] and bad
     assert {one.kind for one, _ in bad} == {"damaged table"}
     assert bad[0][1] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
-    whole = list(pieces(look([str(tmp_path / "t")])))
+    whole = list(pieces(inspect_inputs([str(tmp_path / "t")])))
     for order in (whole[1::2] + whole[::2], whole[::-1]):
         again = {one.begin: list(map(str, units(one, ["text"]))) for one in order}
         assert again == {one.begin: list(map(str, units(one, ["text"]))) for one in whole}
@@ -502,7 +506,10 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
         assert one == right or (where == "b.JSON:60" and one.kind == "not JSON")
     assert found[-1][0].kind == "not a JSON object" and found[-1][1].endswith(":g.json:2")
     assert (
-        max(sum(len(content) for _, content in piece.content) for piece in pieces(look([str(tmp_path / "t.tar")])))
+        max(
+            sum(len(content) for _, content in piece.content)
+            for piece in pieces(inspect_inputs([str(tmp_path / "t.tar")]))
+        )
         < 5000
     )
 
@@ -621,10 +628,10 @@ def test_shares_of_several_ranks_are_the_whole(tmp_path, monkeypatch):
         content = b"".join(line(f"{n}.{k}") + b"\n" for k in range(100 + 50 * n))
         paths.append(str(tmp_path / f"{n}"))
         (tmp_path / f"{n}").write_bytes(gzip.compress(content) if n == 2 else content)
-    inputs = look(paths)
+    inputs = inspect_inputs(paths)
     whole = list(pieces(inputs))
     for size in (1, 2, 3, 5, 50):
-        parts = [list(text.shared(inputs, rank, size)) for rank in range(size)]
+        parts = [list(text.share_of(inputs, rank, size)) for rank in range(size)]
         assert [piece for part in parts for piece in part] == whole
         if size <= 3:
             assert min(map(len, parts)) > 3

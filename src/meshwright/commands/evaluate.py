@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.data.prepare.text import find_inputs
+from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.text import read_texts as read_documents
 from meshwright.errors import BAD_DATA, DONE, NON_FINITE, UserError
 from meshwright.launch.world import is_first_process

@@ -7,8 +7,8 @@ import sys
 
 from meshwright import tokenizers
 from meshwright.data.prepare import sentences
+from meshwright.data.prepare.inputs import find_inputs, inspect_inputs
 from meshwright.data.prepare.preprocess import PreprocessConfig, run
-from meshwright.data.prepare.text import find_inputs, look
 from meshwright.errors import DONE
 from meshwright.launch import rendezvous
 from meshwright.launch.world import find_world
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
         return DONE
     if parsed.dry_run:
         p = parsed.config.preprocess
-        inputs = [one.path for one in look(find_inputs(p.input))]
+        inputs = [one.path for one in inspect_inputs(find_inputs(p.input))]
         if p.split_sentences:
             sentences.build(p.lang, p.keep_newlines)
         print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")

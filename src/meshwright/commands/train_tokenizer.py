@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.prepare.text import find_inputs, read_texts
+from meshwright.data.prepare.inputs import find_inputs
+from meshwright.data.prepare.text import read_texts
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
 from meshwright.settings.schema import MISSING, flag

@@ -38,7 +38,6 @@ class Writer:
         """`begun`: tokens, sequences and documents of an interrupted writer's parts that are to stay."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
-        self.is_part = False  # of a whole that is put together later
         self.is_finished = False
         self.is_kept = (
             False  # whether what is there stays when this ends with an error, for another writer to go on with
@@ -109,13 +108,12 @@ class Writer:
                 clear(self.prefix)
 
     def finish(self) -> None:
-        """All is written: the files get their names, but for a part's."""
+        """Give the files their names, now that all is written."""
         if self.is_finished:
             return
         self.flush()
         try:
-            if not self.is_part:
-                publish(self.prefix, self.dtype)
+            publish(self.prefix, self.dtype)
         except OSError as error:
             raise self.failed(error) from None
         self.is_finished = True
@@ -141,47 +139,6 @@ def publish(prefix: str, dtype: np.dtype[Any]) -> None:
     clear(prefix)
 
 
-Counts = Sequence[tuple[int, int, int]]  # of several parts: tokens, sequences, documents
-
-
-def make_room(prefix: str, dtype: np.dtype[Any], counts: Counts) -> None:
-    """The whole's `.tmp` files, for several to write their parts into."""
-    for part, each, size in zip(PARTS, zip(*counts, strict=True), (dtype.itemsize, 4, 8), strict=True):
-        length = sum(each) * size
-        try:
-            with open(f"{prefix}{part}.tmp", "wb") as file:
-                file.truncate(length)
-                if length and hasattr(os, "posix_fallocate"):  # a full disk is seen now
-                    os.posix_fallocate(file.fileno(), 0, length)
-        except OSError as error:
-            clear(prefix)
-            raise UserError(
-                f"{prefix}{part}.tmp, {length:,} bytes, cannot be made: {error.strerror}; all ranks' parts are kept, so free "
-                "space and start the same command again",
-                IO,
-            ) from None
-
-
-def copy_part(prefix: str, writer: Writer, number: int, counts: Counts) -> None:
-    """What a writer has, the part of this number, to its place in the whole."""
-    tokens, sequences, documents = (sum(values) for values in zip((0, 0, 0), *counts[:number], strict=True))
-    try:
-        for part, offset, add in (
-            (".bin", tokens * writer.dtype.itemsize, 0),
-            (".sizes", 4 * sequences, 0),
-            (".docs", 8 * documents, sequences),
-        ):
-            with open(f"{prefix}{part}.tmp", "r+b", buffering=0) as whole:
-                for block in blocks(f"{writer.prefix}{part}.tmp", "<i8" if add else "u1"):
-                    offset = put(whole.fileno(), (block + add) if add else block, offset)
-    except FileNotFoundError:
-        raise UserError(
-            f"{prefix}{part}.tmp, made by rank 0, is not there: all ranks need one shared folder", IO
-        ) from None
-    except OSError as error:
-        raise UserError(f"{prefix}{part}.tmp cannot be written: {error.strerror}", IO) from None
-
-
 def clear(prefix: str) -> None:
     for part in (*PARTS, ".idx"):
         Path(f"{prefix}{part}.tmp").unlink(missing_ok=True)
@@ -205,15 +162,6 @@ def write_index(path: str | Path, dtype: np.dtype[Any], sizes: str | Path, docs:
             idx.write(block.data)
         idx.flush()
         os.fsync(idx.fileno())
-
-
-def put(file: int, values: npt.NDArray[Any], offset: int) -> int:
-    """All of them at this byte; returns the one behind them."""
-    data = memoryview(values.view(np.uint8).data)
-    while len(data):
-        count = os.pwrite(file, data, offset)
-        offset, data = offset + count, data[count:]
-    return offset
 
 
 def blocks(path: str | Path, dtype: str) -> Iterator[npt.NDArray[Any]]:

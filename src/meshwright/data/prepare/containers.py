@@ -65,7 +65,7 @@ def _is_text(start: bytes) -> bool:
     return NO_TEXT.search(start) is None
 
 
-def foreign(start: bytes) -> str:
+def foreign_encoding(start: bytes) -> str:
     """What to do about text in another encoding than UTF-8, or nothing. Known by its byte order mark, which UTF-32 shares."""
     name = next((name for mark, name in FOREIGN.items() if start.startswith(mark)), None)
     return f"is {name}: convert it, for example iconv -f {name} -t UTF-8" if name else ""

@@ -17,7 +17,7 @@ Encode = Callable[[str], "Sequence[int] | Array"]
 
 
 @dataclass
-class Made:
+class Encoded:
     """Of a piece, without the tokens. Lists have one entry for each key."""
 
     units: int = 0  # lines, rows or texts
@@ -48,9 +48,9 @@ class Encoder:
         self.encode, self.keys, self.dtype, self.sentences = encode, keys, np.dtype(dtype), sentences
         self.end = None if eod is None else np.array([eod], np.uint32)
 
-    def __call__(self, piece: Piece, stop: bool = False) -> tuple[Made, list[Array]]:
+    def __call__(self, piece: Piece, stop: bool = False) -> tuple[Encoded, list[Array]]:
         """`stop`: at the first bad line."""
-        made, out = Made(), [_Column() for _ in self.keys]
+        made, out = Encoded(), [_Column() for _ in self.keys]
         for number, texts in enumerate(units(piece, self.keys)):
             made.units += 1
             if texts is None:

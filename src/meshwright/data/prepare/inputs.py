@@ -1,4 +1,4 @@
-"""What is given to be read: files, patterns, folders of tables, pipes; each known by its first bytes, whatever its name."""
+"""Find the inputs of `preprocess`: files, patterns, folders of tables, pipes; the first bytes decide the kind, not the name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,15 @@ from meshwright.errors import BAD_DATA, IO, UserError
 
 @dataclass(frozen=True)
 class Input:
-    """`bytes` of a stream are unknown (0) or those of the compressed file."""
+    """A file or a pipe. `bytes` is its size, compressed or not; 0 for a pipe."""
 
     path: str
     kind: Literal["lines", "stream", "parquet", "arrow"]
     bytes: int = 0
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether its pieces can be read in any order."""
-        return self.kind != "stream"
-
 
 def find_inputs(patterns: list[str]) -> list[str]:
-    """Files and `-` as given, patterns in sorted order; all are looked for before work starts."""
+    """Return files and `-` as given and the matches of patterns sorted; raise if one does not exist."""
     found = []
     for pattern in patterns:
         matches = [pattern] if pattern == "-" or Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
@@ -38,28 +33,26 @@ def find_inputs(patterns: list[str]) -> list[str]:
     return found
 
 
-def look(paths: list[str]) -> list[Input]:
-    """What each is, by its first bytes; a folder is the tables in it."""
-    return [one for path in paths for one in ([Input("-", "stream")] if path == "-" else _look(path))]
+def inspect_inputs(paths: list[str]) -> list[Input]:
+    """Return the kind and size of each path; a folder stands for the tables in it."""
+    return [one for path in paths for one in ([Input("-", "stream")] if path == "-" else _inspect(path))]
 
 
-def _look(path: str) -> list[Input]:
+def _inspect(path: str) -> list[Input]:
     if os.path.isdir(path):
-        found = tables.tables_in(path)
+        found = tables.find_tables(path)
         if not found:
-            raise UserError(
-                f"--input {path} cannot be read: Is a directory, in which no .parquet or .arrow file is", IO
-            )
-        return [one for table in found for one in _look(table)]
+            raise UserError(f"--input {path} cannot be read: Is a directory without a .parquet or .arrow file", IO)
+        return [one for table in found for one in _inspect(table)]
     try:
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
-            return [Input(path, "stream")]  # a pipe must not be read here
+            return [Input(path, "stream")]  # what is read from a pipe here would be lost
         with open(path, "rb") as file:
             start = file.read(containers.HEAD)
     except OSError as error:
         raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
-    if other := containers.foreign(start):
+    if other := containers.foreign_encoding(start):
         raise UserError(f"--input {path} {other} {path} > {path}.utf8", BAD_DATA)
     kind = containers.kind_of(start)
     if kind in ("parquet", "arrow"):

@@ -1,7 +1,8 @@
-"""What an interrupted run of `preprocess` had done, so that the same command goes on there.
+"""A note of what an interrupted `preprocess` had done, from which the same command continues.
 
-One line of JSON for each state, the first line telling what it belongs to. A kill leaves at worst an incomplete last line.
-Nothing is forced to the disk: after a loss of power the parts may be shorter than noted, and then all begins anew.
+The first line is a hash of the command and its inputs, each further line the JSON of a state; a kill leaves at worst an
+incomplete last line. Nothing is forced to the disk: if the files are shorter than noted after a loss of power, the run starts
+from the beginning.
 """
 
 from __future__ import annotations
@@ -19,43 +20,49 @@ from meshwright.data.prepare.text import PIECE
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import open_locked
 
-VERSION = 1  # of what a state says
+VERSION = 2  # of the format of a state
 SECONDS = 0.5  # between two notes
-LONGEST = 1 << 18  # bytes, then it begins anew
+LONGEST = 1 << 18  # bytes of a journal, after which it is rewritten
 
 
 class Journal:
-    """`state` is the last one noted, None if there is nothing to go on with. Holds the lock on the output."""
+    """An open journal, which holds the lock on the output.
+
+    `state` is the last state noted, None if there is nothing to continue.
+    """
 
     def __init__(self, path: str, identity: dict[str, Any], stderr: TextIO) -> None:
         self.path, self.is_kept = path, True
-        told = {"version": VERSION, "piece": PIECE, **identity}
-        self.belongs = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
-        self.file = locked(path)
+        named = {"version": VERSION, "piece": PIECE, **identity}
+        self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
+        self.file = open_journal(path)
         lines = self.file.read().splitlines()
         self.state: dict[str, Any] | None = None
-        if lines and lines[0] == self.belongs:
-            self.state = _last_whole(lines[1:])
+        if lines and lines[0] == self.digest:
+            self.state = _last_complete(lines[1:])
         elif lines:
-            print(f"{path} is of another command, or its input has changed since: beginning anew", file=stderr)
+            print(
+                f"{path} is of another command, or its input has changed since; starting from the beginning",
+                file=stderr,
+            )
         if self.state is None:
-            self._begin()
-        self.at = time.monotonic()
+            self._rewrite()
+        self.noted = time.monotonic()
 
-    def _begin(self) -> None:
-        """What stood behind the first line is overwritten, or older than what comes: either is skipped or true."""
+    def _rewrite(self) -> None:
+        """Start again with the first line. A kill before `truncate` leaves older states, which are still true."""
         self.file.seek(0)
-        self._write(self.belongs)
+        self._write(self.digest)
         self.file.truncate()
 
     def is_due(self) -> bool:
-        return time.monotonic() - self.at >= SECONDS
+        return time.monotonic() - self.noted >= SECONDS
 
     def note(self, state: dict[str, Any]) -> None:
         if self.file.tell() > LONGEST:
-            self._begin()
+            self._rewrite()
         self._write(json.dumps(state))
-        self.state, self.at = state, time.monotonic()
+        self.state, self.noted = state, time.monotonic()
 
     def _write(self, line: str) -> None:
         self.file.write(line + "\n")
@@ -70,7 +77,7 @@ class Journal:
         self.file.close()
 
 
-def locked(path: str) -> TextIO:
+def open_journal(path: str) -> TextIO:
     """Open the file, locked so that no other process writes this output."""
     prefix = path.removesuffix(".progress")
     try:
@@ -82,7 +89,7 @@ def locked(path: str) -> TextIO:
         raise UserError(f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix", IO) from None
 
 
-def _last_whole(lines: list[str]) -> dict[str, Any] | None:
+def _last_complete(lines: list[str]) -> dict[str, Any] | None:
     for line in reversed(lines):
         try:
             state: dict[str, Any] = json.loads(line)
@@ -92,8 +99,8 @@ def _last_whole(lines: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def is_there(prefix: str, lengths: tuple[int, int, int], itemsize: int) -> bool:
-    """Whether an interrupted writer's parts have at least these tokens, sequences and documents."""
+def has_parts(prefix: str, lengths: tuple[int, int, int], itemsize: int) -> bool:
+    """Return whether an interrupted writer's files hold at least these tokens, sequences and documents."""
     try:
         sizes = [os.path.getsize(f"{prefix}{part}.tmp") for part in PARTS]
     except OSError:

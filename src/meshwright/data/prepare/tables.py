@@ -28,7 +28,7 @@ Part = tuple[int | None, int, int, int]  # number, if one can enter there; its r
 # What a folder holds.
 
 
-def tables_in(folder: str) -> list[str]:
+def find_tables(folder: str) -> list[str]:
     """A data set saved by Hugging Face's `datasets`, in its order, or the .parquet files below a folder, sorted."""
     splits: Any = _json(Path(folder) / "dataset_dict.json").get("splits")
     if _are_texts(splits):

@@ -17,9 +17,7 @@ from typing import Any, BinaryIO, Literal, cast
 
 from meshwright.data import records
 from meshwright.data.prepare import containers, tables
-from meshwright.data.prepare.inputs import Input as Input
-from meshwright.data.prepare.inputs import find_inputs as find_inputs
-from meshwright.data.prepare.inputs import look as look
+from meshwright.data.prepare.inputs import Input, inspect_inputs
 from meshwright.data.records import BadLine as BadLine
 from meshwright.data.records import Texts, no_text
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -52,7 +50,7 @@ class Piece:
 
 def pieces(inputs: list[Input]) -> Iterator[Piece]:
     """All of them, in the order of the documents."""
-    return shared(inputs, 0, 1)
+    return share_of(inputs, 0, 1)
 
 
 def _of_input(number: int, one: Input) -> Iterator[Piece]:
@@ -74,11 +72,11 @@ def _of_table(number: int, one: Input) -> Iterator[Piece]:
         yield Piece(number, one.path, "broken", content=str(error), behind=one.bytes)
 
 
-def shared(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
+def share_of(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
     """One rank's pieces: a range of the bytes, so that all ranks' pieces one after the other are those of the whole."""
     total, base = sum(max(one.bytes, 1) for one in inputs), 0
     for number, one in enumerate(inputs):
-        if one.is_cut:
+        if one.kind != "stream":
             at = 0
             for piece in _of_input(number, one):
                 if (base + at) * size // total == rank:
@@ -114,7 +112,7 @@ def _of_stream(number: int, path: str) -> Iterator[Piece]:
 
 def _check(path: str, start: bytes) -> None:
     """Of what is no file of lines after all."""
-    if other := containers.foreign(start):
+    if other := containers.foreign_encoding(start):
         raise UserError(f"--input {path} {other}", BAD_DATA)
     if (kind := containers.kind_of(start)) in ("parquet", "arrow"):
         raise UserError(f"--input {path} is a table ({kind}) in a stream: give it as a plain file", BAD_DATA)
@@ -166,7 +164,7 @@ def _parts_of_members(archive: BinaryIO) -> Iterator[tuple[str, int, Any]]:
 def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
     """Of JSON lines pieces, of another text all of it."""
     start = containers.peek(stream)
-    if containers.foreign(start):
+    if containers.foreign_encoding(start):
         yield start  # enough to tell why
     elif is_json(name):
         yield from cut(_without_mark(stream), PIECE)
@@ -193,7 +191,7 @@ def is_json(name: str) -> bool:
 
 
 def _has_lines(name: str, content: bytes | str) -> bool:
-    return isinstance(content, bytes) and is_json(name) and not containers.foreign(content)
+    return isinstance(content, bytes) and is_json(name) and not containers.foreign_encoding(content)
 
 
 def open_input(path: str) -> BinaryIO:
@@ -303,10 +301,10 @@ def _of_text(content: bytes, keys: list[str]) -> Texts | BadLine:
         return [content.decode("utf-8")] * len(keys)
     except UnicodeDecodeError as error:
         byte = f"byte 0x{content[error.start]:02x} at {error.start}"
-        return BadLine("not UTF-8", containers.foreign(content) or byte)
+        return BadLine("not UTF-8", containers.foreign_encoding(content) or byte)
 
 
-def place_of(piece: Piece, unit: int, first_line: int) -> str:
+def describe_place(piece: Piece, unit: int, first_line: int) -> str:
     """Of a unit, for people; `first_line` is the number of the piece's first line in its file."""
     if piece.kind in ("parquet", "arrow"):
         return f"{piece.path}: row {piece.begin + unit + 1}"
@@ -378,7 +376,7 @@ def read_fully(file: Any, size: int) -> bytes:
     return b"".join(parts)
 
 
-def lines_before(path: str, end: int) -> int:
+def count_lines(path: str, end: int) -> int:
     """How many lines end before this byte."""
     if not end:
         return 0
@@ -390,13 +388,13 @@ def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
     """Every text of the inputs; the first bad line is an error."""
     none_yet = True
     lines: dict[int, int] = {}
-    for piece in pieces(look(inputs)):
+    for piece in pieces(inspect_inputs(inputs)):
         if piece.kind == "broken":
-            raise UserError(broken(piece), BAD_DATA)
+            raise UserError(damage_message(piece), BAD_DATA)
         first, count = lines.get(piece.number, 1), 0
         for unit in units(piece, keys):
             if isinstance(unit, BadLine):
-                place = place_of(piece, count, first)
+                place = describe_place(piece, count, first)
                 raise UserError(f"{place}: {unit}{expected(unit, none_yet)}", BAD_DATA)
             count += 1
             if unit:
@@ -405,7 +403,7 @@ def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
         lines[piece.number] = first + count
 
 
-def broken(piece: Piece) -> str:
+def damage_message(piece: Piece) -> str:
     return f"{piece.path} is cut short or damaged ({piece.content})"
 
 
