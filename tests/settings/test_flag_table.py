@@ -262,7 +262,7 @@ TABLE = {
         "append_eod": "test_preprocess.py::test_documents_in_order_with_eod",
         "on_error": "test_preprocess.py::test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost",
         "dataset_impl": "test_preprocess.py::test_notices",
-        "workers": "test_preprocess_crew.py::test_workers_write_the_bytes_of_one",
+        "workers": "test_preprocess_workers.py::test_workers_write_the_bytes_of_one",
         "log_interval": "test_preprocess.py::test_a_bar_on_a_terminal",
         "split_sentences": "test_text.py::test_sentences",
         "keep_newlines": "test_text.py::test_sentences",

@@ -32,8 +32,7 @@ def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: in
         for piece in pieces:
             yield piece, *encoder(piece, stop)
         return
-    # A fork costs nothing, but torch's threads would leave locks in the child that are never released.
-    method = "fork" if sys.platform == "linux" and "torch" not in sys.modules else "spawn"
+    method = start_method()
     pool = ProcessPoolExecutor(size, multiprocessing.get_context(method), _start_worker, (make, stop))
     pending: deque[tuple[Piece, Future[tuple[Encoded, list[Array]]]]] = deque()
     workers: set[multiprocessing.process.BaseProcess] = set()
@@ -54,6 +53,11 @@ def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: in
         raise _worker_lost(workers, is_first and method == "spawn") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def start_method() -> str:
+    """A fork is fastest, but torch's threads would leave locks in the child that nothing releases."""
+    return "fork" if sys.platform == "linux" and "torch" not in sys.modules else "spawn"
 
 
 def _worker_lost(workers: set[multiprocessing.process.BaseProcess], is_start: bool) -> UserError:

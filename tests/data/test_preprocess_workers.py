@@ -1,0 +1,436 @@
+"""Preprocess with several workers and ranks: the bytes of one process, also after any kill."""
+
+import contextlib
+import fcntl
+import io
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.data.format import writer as writing
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.prepare import containers, encoding, journal, preprocess, text, workers
+from meshwright.data.tools import merge as merging
+from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
+from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Cut small inputs into many pieces, and fork the workers so that they inherit this."""
+    monkeypatch.setattr(text, "PIECE", 3000)
+    monkeypatch.setattr(containers, "CHUNK", 1000)
+    monkeypatch.setattr(preprocess, "MIB", 1)
+    monkeypatch.setattr(journal, "SECONDS", 0)
+    monkeypatch.setattr(workers, "start_method", lambda: "fork")
+
+
+def write_corpus(path, documents=2000, seed=0, bad=0.0):
+    rng = random.Random(seed)
+    lines = []
+    for n in range(documents):
+        lines.append(json.dumps({"text": f"document {n} " + "x" * rng.randrange(200), "title": "t" * rng.randrange(3)}))
+        if rng.random() < bad:
+            lines[-1] = lines[-1][:-2]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(folder, output, *inputs, **settings):
+    """Preprocess the inputs; return what was printed on stderr."""
+    p = Preprocess(input=[str(one) for one in inputs], output_prefix=str(folder / output), append_eod=True, **settings)
+    stderr = io.StringIO()
+    preprocess.run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
+    return stderr.getvalue()
+
+
+def output_bytes(folder, output, *keys):
+    files = [f"{output}_{key}_document.{end}" for key in keys or ("text",) for end in ("bin", "idx")]
+    return [(folder / name).read_bytes() for name in files]
+
+
+def leftovers(folder, output=""):
+    return sorted(p.name for p in folder.glob(f"{output}*") if p.suffix in (".tmp", ".progress") or ".part" in p.name)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_workers_write_the_bytes_of_one(tmp_path, small, size, monkeypatch):
+    """Files and streams, several keys, bad lines."""
+    a, b = write_corpus(tmp_path / "a", bad=0.05), write_corpus(tmp_path / "b", 700, seed=1)
+    subprocess.run(["gzip", str(b)], check=True)
+    pools, real = [], workers.ProcessPoolExecutor
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda n, *given: (pools.append(n), real(n, *given))[1])
+    settings = {"json_keys": ["text", "title"], "on_error": "skip"}
+    printed = [run(tmp_path, f"by{n}", a, tmp_path / "b.gz", a, workers=n, **settings) for n in (1, size)]
+    assert output_bytes(tmp_path, "by1", "text", "title") == output_bytes(tmp_path, f"by{size}", "text", "title")
+    assert printed[0].splitlines()[-1] == printed[1].splitlines()[-1] and "bad lines" in printed[0]
+    assert leftovers(tmp_path) == [] and pools == [size]
+
+
+def test_results_wait_in_bounded_numbers(small, monkeypatch):
+    """While the first piece is slow, the pieces read ahead and their results stay few."""
+    taken = []
+    monkeypatch.setattr(
+        encoding.Encoder, "__call__", lambda self, piece, stop: (piece.number, [time.sleep(0.3 * (piece.number == 0))])
+    )
+    pieces = (taken.append(n) or text.Piece(n, "", "lines") for n in range(50))
+    results = workers.encode_pieces(pieces, lambda: encoding.Encoder(None, None, [], "u2"), 2, False)
+    for number, (piece, encoded, _) in enumerate(results):
+        assert piece.number == encoded == number and len(taken) <= number + workers.AHEAD * 2
+
+
+def test_the_first_bad_line_of_the_input_is_reported(tmp_path, small):
+    """Whichever worker finds one first."""
+    a = write_corpus(tmp_path / "a", bad=0.2, seed=3)
+    first = next(n for n, line in enumerate(a.read_bytes().splitlines(), 1) if not line.endswith(b"}"))
+    for size in (1, 4):
+        with pytest.raises(UserError, match=rf"/a:{first}: not JSON .*mend the line") as caught:
+            run(tmp_path, "out", a, workers=size)
+        assert caught.value.status == BAD_DATA
+        assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_bad_line_late_in_the_input_loses_nothing(tmp_path, small):
+    """The same command with --on-error skip continues where it stopped."""
+    a = write_corpus(tmp_path / "a")
+    with open(a, "a") as file:
+        file.write("\n{bad\n" + json.dumps({"text": "last"}))
+    run(tmp_path, "skip", a, workers=1, on_error="skip")
+    for size in (1, 3):
+        with pytest.raises(UserError, match="/a:2001: not JSON"):
+            run(tmp_path, "out", a, workers=size)
+        assert leftovers(tmp_path, "out")
+        stderr = run(tmp_path, "out", a, workers=size, on_error="skip")
+        assert "continuing after" in stderr and "1 not JSON, first " in stderr and "/a:2001" in stderr
+        assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "skip")
+        assert leftovers(tmp_path, "out") == []
+
+
+def test_a_full_disk_while_the_index_is_written(tmp_path, small, monkeypatch):
+    """What is encoded stays; the same command writes the index alone."""
+    a = write_corpus(tmp_path / "a")
+    run(tmp_path, "complete", a, workers=1)
+
+    def raise_full(*given):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "write_index", raise_full)
+        with pytest.raises(UserError, match="No space left on device: nothing was published; free space and the same"):
+            run(tmp_path, "out", a, workers=2)
+    assert leftovers(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
+    stderr = run(tmp_path, "out", a, workers=2)
+    assert "continuing after 2,000 documents" in stderr or "continuing after 1," in stderr
+    assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "complete") and leftovers(tmp_path, "out") == []
+
+
+def test_another_output_that_begins_alike_is_left_alone(tmp_path, small):
+    """A finished run removes the ranks' files of its own output; another's may be hours of work."""
+    a = write_corpus(tmp_path / "a", 50)
+    names = ("{}_text_document.part00001.bin.tmp", "{}_text_document.part00001.bin", "{}.part00001.progress")
+    for name in names:
+        for output in ("out", "out-b"):
+            (tmp_path / name.format(output)).touch()
+    run(tmp_path, "out", a, workers=1)
+    assert leftovers(tmp_path, "out") == sorted(name.format("out-b") for name in names)
+
+
+def test_many_small_inputs(tmp_path, small, monkeypatch):
+    """A state in the journal does not grow with the number of inputs."""
+    inputs = [write_corpus(tmp_path / f"in-{n:03}", 3, seed=n) for n in range(300)]
+    longest, real = [], journal.Journal.note
+    monkeypatch.setattr(
+        journal.Journal, "note", lambda self, state: (longest.append(len(json.dumps(state))), real(self, state))
+    )
+    run(tmp_path, "out", *inputs, workers=2)
+    assert len(Indexed(tmp_path / "out_text_document")) == 900
+    assert max(longest) < 300
+
+
+def test_a_journal_stays_small(tmp_path, monkeypatch):
+    """Whatever a kill leaves of it, its last complete line is true."""
+    monkeypatch.setattr(journal, "LONGEST", 500)
+    path, identity = tmp_path / "x.progress", {"a": 1}
+    with journal.Journal(str(path), identity, io.StringIO()) as one:
+        for n in range(200):
+            one.note({"n": n})
+            assert path.stat().st_size < 600
+    for cut in range(1, 40):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] if cut > 1 else content)
+        with journal.Journal(str(path), identity, io.StringIO()) as again:
+            assert again.state is None or 150 < again.state["n"] < 200
+            if again.state is None:
+                break
+
+
+def test_a_stream_cut_short(tmp_path, small):
+    """It stops the run by default; --on-error skip keeps its complete lines and counts it."""
+    tokens = {}
+    for name, documents in (("a", 2000), ("b", 50)):
+        run(tmp_path, f"only-{name}", write_corpus(tmp_path / name, documents, seed=documents), workers=1)
+        tokens[name] = output_bytes(tmp_path, f"only-{name}")[0]
+    packed = subprocess.run(["gzip", "-c", str(tmp_path / "a")], capture_output=True, check=True).stdout
+    inputs = [tmp_path / "cut.gz", tmp_path / "b"]
+    inputs[0].write_bytes(packed[: len(packed) // 2])
+    for size in (1, 3):
+        with pytest.raises(UserError, match=r"cut.gz is cut short or damaged \(Compressed file ended.*on-error skip"):
+            run(tmp_path, "out", *inputs, workers=size)
+        stderr = run(tmp_path, "out", *inputs, workers=size, on_error="skip")
+        assert "left out 1 bad lines: 1 input cut short, first " in stderr
+        got = output_bytes(tmp_path, "out")[0]
+        assert got.endswith(tokens["b"]) and len(got) > len(tokens["b"])
+        assert tokens["a"].startswith(got.removesuffix(tokens["b"]))
+
+
+def start(folder, log, *inputs, delay, **settings):
+    """Start `run` in a process group of its own, slowed down by `delay` seconds for each piece."""
+
+    def child():
+        os.setsid()
+        real = encoding.Encoder.__call__
+        encoding.Encoder.__call__ = lambda *given: (time.sleep(delay), real(*given))[1]
+        try:
+            (folder / log).write_text(run(folder, "out", *inputs, **settings))
+        except UserError as error:
+            (folder / log).write_text(str(error))
+            os._exit(error.status)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    return process
+
+
+def kill_group(process, progress):
+    """Kill a process and its workers, and wait until none of them holds the lock on the output."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    with contextlib.suppress(FileNotFoundError), open(progress) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path, small, packed):
+    """kill -9 of all its processes at seeded moments; never an .idx beside an incomplete .bin."""
+    source, rng, resumed = write_corpus(tmp_path / "in.jsonl", 3000), random.Random(7 + packed), 0
+    if packed:
+        subprocess.run(["gzip", str(source)], check=True)
+        source = tmp_path / "in.jsonl.gz"
+    run(tmp_path, "complete", source, workers=1)
+    expected = output_bytes(tmp_path, "complete")
+    progress, idx = tmp_path / "out.progress", tmp_path / "out_text_document.idx"
+
+    def noted():
+        return progress.stat().st_size if progress.exists() else 0
+
+    for _ in range(2):
+        idx.unlink(missing_ok=True)
+        for _ in range(4):
+            size = noted() + rng.randrange(200, 3000)  # a state has about 150 bytes
+            process = start(tmp_path, "log", source, delay=0.002, workers=2)
+            while process.is_alive() and noted() < size:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.01))
+            kill_group(process, progress)
+            assert not idx.exists() or output_bytes(tmp_path, "out") == expected
+        resumed += "continuing after" in run(tmp_path, "out", source, workers=2)
+        assert output_bytes(tmp_path, "out") == expected and leftovers(tmp_path, "out") == []
+    assert resumed == 2
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("victim", ["worker", "parent"])
+def test_killed_alone(tmp_path, small, victim):
+    """A killed worker is reported and the rest continues; workers end with a killed parent."""
+    source = write_corpus(tmp_path / "in.jsonl")
+    process = start(tmp_path, "log", source, delay=0.02, workers=2)
+    children = []
+    while len(children) < 2 or not (tmp_path / "out.progress").exists():
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(process.pid if victim == "parent" else int(children[0]), signal.SIGKILL)
+    process.join(20)
+    assert process.exitcode == (-signal.SIGKILL if victim == "parent" else HANG)
+    if victim == "worker":
+        assert "a worker process was ended by signal 9" in (tmp_path / "log").read_text()
+    until = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{child}/exe") for child in children) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(os.path.exists(f"/proc/{child}/exe") for child in children)
+    assert leftovers(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
+    assert "continuing after" in run(tmp_path, "out", source, workers=2)
+    run(tmp_path, "complete", source, workers=1)
+    assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "complete")
+
+
+def rank_main(argv, environ, log, killed):
+    """Be one rank; `killed` names the function at which it is killed."""
+    os.environ.update(environ)
+    text.PIECE, preprocess.MIB, journal.SECONDS = 3000, 1, 0
+    if killed:
+        owner, name = {"count": (preprocess.Job, "count"), "merge": (preprocess, "merge")}[killed]
+        setattr(owner, name, lambda *given, **more: os.kill(os.getpid(), signal.SIGKILL))
+    with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        status = main(["preprocess", "--tokenizer-type", "ByteTokenizer", "--append-eod", *argv])
+    sys.exit(status)
+
+
+def run_as_ranks(folder, commands, killed=(None, None, None)):
+    """Run a command on each rank; return the exit statuses and what the ranks printed."""
+    port, size, context = random.randrange(20000, 32000), str(len(commands)), multiprocessing.get_context("forkserver")
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [folder / f"log{rank}" for rank in range(len(commands))]
+    ranks = [
+        context.Process(
+            target=rank_main, args=(argv, {**common, "RANK": str(n), "LOCAL_RANK": str(n)}, logs[n], killed[n])
+        )
+        for n, argv in enumerate(commands)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return [rank.exitcode for rank in ranks], [log.read_text() for log in logs]
+
+
+@pytest.mark.whole
+def test_ranks_share_the_input_and_make_the_same_files(tmp_path):
+    """Also after a kill of one rank in its work, and of rank 0 before it merges."""
+    a, b = write_corpus(tmp_path / "a.jsonl", 800, bad=0.02), write_corpus(tmp_path / "b.jsonl", 400, seed=1)
+    subprocess.run(["gzip", str(b)], check=True)
+    keys, inputs = ["text", "title"], [a, tmp_path / "b.jsonl.gz", a]
+    alone = run(tmp_path, "alone", *inputs, json_keys=keys, on_error="skip", workers=1)
+    flags = ["--input", *map(str, inputs), "--json-keys", *keys, "--on-error", "skip", "--workers", "1"]
+    flags += ["--output-prefix", str(tmp_path / "ranks")]
+    for killed in ((None, "count", None), ("merge", None, None)):
+        statuses, _ = run_as_ranks(tmp_path, [flags] * 3, killed)
+        assert 0 not in statuses and leftovers(tmp_path, "ranks") and not list(tmp_path.glob("ranks*document.idx"))
+    statuses, printed = run_as_ranks(tmp_path, [flags] * 3)
+    assert statuses == [0, 0, 0], printed
+    assert output_bytes(tmp_path, "ranks", *keys) == output_bytes(tmp_path, "alone", *keys)
+    assert leftovers(tmp_path, "ranks") == []
+    assert "continuing after" in printed[0] and printed[1] == printed[2] == ""
+    assert alone.splitlines()[-1] in printed[0]  # how many bad lines, and the first of each kind
+    assert printed[0].count("wrote ") == 2
+
+
+@pytest.mark.whole
+def test_ranks_that_are_not_alike_are_refused(tmp_path):
+    """Another flag; another input; and a rank whose input is missing ends the other one too."""
+    a, b = write_corpus(tmp_path / "a.jsonl", 300), write_corpus(tmp_path / "b.jsonl", 310)
+    for output, own, words, status in (
+        ("out0", [str(a), "--json-keys", "text", "title"], '--json-keys: ["text"] on rank 0, ["text", "title"]', 2),
+        ("out1", [str(b)], "--input 1: ", 2),
+        ("out2", ["nowhere"], "--input nowhere does not exist", BAD_DATA),
+    ):
+        common = ["--output-prefix", str(tmp_path / output), "--input"]
+        statuses, printed = run_as_ranks(tmp_path, [[*common, str(a)], [*common, *own]], (None, None))
+        assert statuses == [status, status], printed
+        assert words in "".join(printed) and "Traceback" not in "".join(printed)
+
+
+def test_a_merge_that_fails_keeps_the_parts(tmp_path, small, monkeypatch):
+    """Rank 0's error says so; the parts are there for the next attempt."""
+    assert preprocess.merge is merging.merge
+    a = write_corpus(tmp_path / "a", 50)
+    config = PreprocessConfig(
+        Preprocess(input=[str(a)], output_prefix=str(tmp_path / "out"), workers=1),
+        Tokenizer(tokenizer_type="ByteTokenizer"),
+    )
+    job = preprocess.prepare(config, io.StringIO(), io.StringIO(), preprocess.World(0, 2))
+    job.work()
+    assert "out_text_document.part00000.idx" in leftovers(tmp_path, "out")
+    with pytest.raises(UserError):  # rank 1 has written nothing
+        preprocess.merge_ranks(job, 2)
+    assert "out_text_document.part00000.idx" in leftovers(tmp_path, "out")
+    again = preprocess.prepare(config, io.StringIO(), io.StringIO(), preprocess.World(0, 2))
+    monkeypatch.setattr(preprocess.Job, "encode", None)  # it is not called
+    again.work()
+    assert again.lengths == job.lengths and again.totals.documents == job.totals.documents > 0
+
+
+def test_two_writers_of_one_output(tmp_path, small):
+    a = write_corpus(tmp_path / "a", 10)
+    with journal.Journal(str(tmp_path / "out.progress"), {}, io.StringIO()):
+        with pytest.raises(UserError, match="another process is writing") as caught:
+            run(tmp_path, "out", a)
+        assert caught.value.status == LOCKED
+
+
+def test_an_interrupted_run_of_another_command_is_not_continued(tmp_path, small, monkeypatch):
+    a, real = write_corpus(tmp_path / "a"), preprocess.Job.count
+
+    def interrupt(**settings):
+        calls = iter(range(100))
+
+        def fail(*given):
+            real(*given)
+            if next(calls) == 20:
+                raise UserError("full", IO)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(preprocess.Job, "count", fail)
+            with pytest.raises(UserError, match="full"):
+                run(tmp_path, "out", a, workers=1, **settings)
+        assert leftovers(tmp_path, "out")
+
+    run(tmp_path, "complete", a, workers=1)
+    for settings, words in (({}, "continuing after"), ({"json_keys": ["text", "title"]}, "is of another command")):
+        interrupt(**settings)
+        assert words in run(tmp_path, "out", a, workers=1)
+        assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "complete")
+    interrupt()
+    with open(a, "a") as file:
+        file.write("\n" + json.dumps({"text": "one more", "title": ""}))
+    assert "its input has changed" in run(tmp_path, "out", a, workers=1)
+    assert len(Indexed(tmp_path / "out_text_document")) == 2001
+    interrupt()
+    (tmp_path / "out_text_document.bin.tmp").write_bytes(b"")
+    assert "continuing" not in run(tmp_path, "out", a, workers=1)
+    assert len(Indexed(tmp_path / "out_text_document")) == 2001
+
+
+def test_an_input_that_changes_while_it_is_read(tmp_path, small, monkeypatch):
+    a, real = write_corpus(tmp_path / "a"), preprocess.Job.count
+
+    def count(*given):
+        real(*given)
+        with open(a, "a") as file:
+            file.write("\n")
+
+    monkeypatch.setattr(preprocess.Job, "count", count)
+    with pytest.raises(
+        UserError, match=r"/a has changed while it was read \([\d,]+ bytes then, [\d,]+ now\)"
+    ) as caught:
+        run(tmp_path, "out", a, workers=1)
+    assert caught.value.status == BAD_DATA and leftovers(tmp_path, "out") == []
+
+
+def test_a_closed_stdout(tmp_path):
+    """Closed by whatever started the command: no traceback."""
+    write_corpus(tmp_path / "a", 10)
+    command = (
+        f"{sys.executable} -m meshwright preprocess --tokenizer-type ByteTokenizer --output-prefix out --input a >&-"
+    )
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out_text_document.idx").exists()
+
+
+def test_no_key():
+    from meshwright.settings.checks import problems
+
+    config = PreprocessConfig(Preprocess(input=["x"], output_prefix="y", json_keys=[]))
+    assert problems(config) == ["--json-keys names no key"]
