@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import ranks  # noqa: F401  so that the fork server has imported torch
 from meshwright.__main__ import main
 from meshwright.data.format import writer as writing
 from meshwright.data.format.indexed import Indexed
@@ -292,17 +293,17 @@ def run_as_ranks(folder, commands, killed=(None, None, None)):
     port, size, context = random.randrange(20000, 32000), str(len(commands)), multiprocessing.get_context("forkserver")
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     logs = [folder / f"log{rank}" for rank in range(len(commands))]
-    ranks = [
+    processes = [
         context.Process(
             target=rank_main, args=(argv, {**common, "RANK": str(n), "LOCAL_RANK": str(n)}, logs[n], killed[n])
         )
         for n, argv in enumerate(commands)
     ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return [rank.exitcode for rank in ranks], [log.read_text() for log in logs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes], [log.read_text() for log in logs]
 
 
 @pytest.mark.whole
