@@ -20,9 +20,10 @@ from meshwright.__main__ import main
 from meshwright.data.format import writer as writing
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import containers, encoding, journal, preprocess, text, workers
+from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.data.tools import merge as merging
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
-from meshwright.settings.schema import Preprocess, PreprocessConfig, Tokenizer
+from meshwright.settings.schema import Tokenizer
 
 
 @pytest.fixture
@@ -434,4 +435,4 @@ def test_no_key():
     from meshwright.settings.checks import problems
 
     config = PreprocessConfig(Preprocess(input=["x"], output_prefix="y", json_keys=[]))
-    assert problems(config) == ["--json-keys names no key"]
+    assert problems(config) == ["--json-keys names no key; give at least one"]
