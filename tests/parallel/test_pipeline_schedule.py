@@ -136,10 +136,10 @@ def test_same_order_as_torchs_1f1b_and_gpipe(pp):
 @pytest.mark.parametrize("pp", [2, 4])
 def test_torchs_lists_can_be_run(kind, pp):
     """Every forward once, and a whole backward pass in one part or two, in micro-batch order; messages arrive as sent."""
-    from meshwright.parallel.pipeline import listed
+    from meshwright.parallel.pipeline import actions_of
 
     chunks, microbatches = (1 if kind == "zero-bubble" else 2), 2 * pp
-    lists = [listed(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
+    lists = [actions_of(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
     stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
     assert sorted(s for mine in stages for s in mine) == list(range(pp * chunks))
     for actions in lists:
@@ -160,7 +160,7 @@ def test_another_torch_is_refused(monkeypatch):
 
     pipeline.require_tried("1f1b", torch.device("meta"))
     with pytest.raises(
-        UserError, match="is tried on cpu and cuda alone; this is torch .* on meta: give --pipeline-schedule 1f1b"
+        UserError, match="is tested on cpu and cuda only; this is torch .* on meta: use --pipeline-schedule 1f1b"
     ):
         pipeline.require_tried("zbv", torch.device("meta"))
     monkeypatch.setattr(pipeline.torch, "__version__", "2.99.0")

@@ -136,7 +136,7 @@ def summed(store):
     mine = {}
     for bucket in store.buckets.values():
         for name, (_, shape) in bucket.spans.items():
-            to, low, high = store.mine(name)
+            to, low, high = store.local_range(name)
             mine[name] = (shape, low, store.share[to : to + high - low])
     out = {name: torch.full((shape.numel(),), math.nan, dtype=store.full) for name, (shape, _, _) in mine.items()}
     for part in all_ranks(store.layout, mine):
@@ -406,7 +406,7 @@ def check_memory(layout):
     """Parts are whole multiples of ALIGN; ZeRO 2 keeps no whole gradients, and few sums under way."""
     for stage in (0, 1, 2):
         model, store = make(GATED, dtype=torch.bfloat16, layout=layout, zero=stage)
-        assert store.parts == (layout.shard if stage else 1) and store.keeps_whole == (stage < 2)
+        assert store.parts == (layout.shard if stage else 1) and store.keeps_gradients == (stage < 2)
         for bucket in store.buckets.values():
             assert bucket.size % (ALIGN * store.parts) == 0 and bucket.begin % (ALIGN * store.parts) == 0
             assert all(offset % ALIGN == 0 for offset, _ in bucket.spans.values())

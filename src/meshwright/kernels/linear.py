@@ -1,7 +1,7 @@
-"""A linear map whose weight's gradient can be computed later than its input's, as zero-bubble pipelines want it.
+"""A linear map whose weight gradient can be deferred, as zero-bubble pipelines need.
 
-Hand-written because torch's own split (torch.distributed.pipelining._backward) runs a recomputed layer once more for each
-weight, and fires no hooks. Weights gradients wait in `waiting`, which holds the products' two factors.
+Hand-written because torch's own split (torch.distributed.pipelining._backward) runs a recomputed
+layer again for each weight, and fires no hooks. A deferred gradient is kept as its two factors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _waiting: Waiting | None = None
 
 
 @contextlib.contextmanager
-def later() -> Iterator[Waiting]:
-    """Within, `linear` leaves the weights' gradients in the list that it gives."""
+def deferred() -> Iterator[Waiting]:
+    """Make `linear` append weight gradients to the yielded list instead of computing them."""
     global _waiting
     _waiting = []
     try:
@@ -29,7 +29,7 @@ def later() -> Iterator[Waiting]:
         _waiting = None
 
 
-def is_later() -> bool:
+def is_deferred() -> bool:
     return _waiting is not None
 
 
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; a parameter of more than two dimensions is several matrices of outputs, one below the other."""
+    """F.linear, in which a parameter of more than two dimensions is a stack of matrices."""
     weight = parameter.flatten(0, -2)
     if _waiting is None or not x.requires_grad:
         return F.linear(x, weight, bias)
@@ -58,7 +58,7 @@ def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def compute(waiting: Waiting) -> None:
-    """The gradients of weights that waited."""
+    """Compute the deferred weight gradients."""
     for parameter, grad, x in waiting:
         parameter.backward((grad.t() @ x).view_as(parameter))  # type: ignore[no-untyped-call]
     waiting.clear()

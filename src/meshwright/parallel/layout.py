@@ -1,11 +1,12 @@
-"""Which rank does what: the sizes of every dimension, this rank's place in each, and the groups that talk.
+"""The parallel layout: the size of every dimension, this rank's position, and the process groups.
 
-Rank order is Megatron's, from the fastest: tensor, context, data, pipeline. Data ranks are `replicas` x `shard`: ZeRO
-divides over the ranks of one replica (and over its context ranks, which hold the same weights), replicas hold the same.
+The rank order is Megatron's, fastest first: tensor, context, data, pipeline. Data ranks are
+`replicas` x `shard`: ZeRO shards over the ranks of one replica (and over its context ranks, which
+hold the same weights), and replicas hold copies.
 
-Hand-written over torch.distributed groups: DeviceMesh makes a group for each dimension, those of size 1 too, and has no
-public name for the unions of dimensions needed here. A group exists only where more than one rank belongs to it; with
-all sizes 1 there is none and nothing is ever sent.
+Hand-written over torch.distributed groups: DeviceMesh makes a group for each dimension, even those
+of size 1, and has no public name for the unions of dimensions needed here. A group exists only
+where more than one rank belongs to it; if all sizes are 1, there is none and nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DIMENSIONS = ("pp", "replicas", "shard", "cp", "tp")  # slowest first
-# Groups by the dimensions that their ranks differ in.
+# Group -> dimensions in which its ranks differ.
 GROUPS = {
     "tp": ("tp",),
     "cp": ("cp",),
-    "gradients": ("replicas", "shard", "cp"),  # who sums gradients of the same weights
-    "shard": ("shard", "cp"),  # who divides optimizer state
+    "gradients": ("replicas", "shard", "cp"),  # gradients of the same weights are summed over it
+    "shard": ("shard", "cp"),  # optimizer state is sharded over it
     "replicas": ("replicas",),
 }
 
@@ -37,7 +38,7 @@ LANES = ("forward", "backward", "forward around", "backward around")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, and this rank's number. `groups` is filled by `connect`."""
+    """Sizes of the dimensions and this rank's number. `connect` fills `groups`."""
 
     pp: int = 1
     replicas: int = 1
@@ -60,7 +61,7 @@ class Layout:
         return self.replicas * self.shard
 
     def at(self, *names: str) -> int:
-        """This rank's place in a dimension, or among the combined ones."""
+        """Return this rank's position in a dimension, or in several combined."""
         place, left = {}, self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
             left, place[name] = divmod(left, size)
@@ -74,7 +75,7 @@ class Layout:
         return math.prod(getattr(self, name) for name in names)
 
     def members(self, *names: str) -> list[list[int]]:
-        """All groups of ranks that differ in these dimensions only, each in order."""
+        """Return all groups of ranks that differ in these dimensions only, each in order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             other = replace(self, rank=rank)
@@ -82,29 +83,32 @@ class Layout:
         return list(groups.values())
 
     def group(self, name: str) -> ProcessGroup | None:
-        """None: nobody but this rank."""
+        """Return a process group, or None if it has only this rank."""
         return self.groups.get(name)
 
 
 def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
-    """The same layout with its groups; torch.distributed is initialised. Every rank must come here. A new group has torch's
-    own time-out, not the first group's, unless it is given one."""
+    """Return the layout with its process groups; every rank must call this.
+
+    torch.distributed must be initialised. Without `timeout`, a new group has torch's default, not
+    the default group's.
+    """
     if layout.world == 1:
         return layout
-    groups = {name: make(layout.members(*dims), layout.rank, timeout) for name, dims in GROUPS.items()}
+    groups = {name: new_group(layout.members(*dims), layout.rank, timeout) for name, dims in GROUPS.items()}
     pipelines = layout.members("pp")
-    groups["embedding"] = make([sorted({g[0], g[-1]}) for g in pipelines], layout.rank, timeout)
-    for lane in LANES:  # one direction each, so that no message waits behind one that waits for it
-        groups[lane] = make(pipelines, layout.rank, timeout)
+    groups["embedding"] = new_group([sorted({g[0], g[-1]}) for g in pipelines], layout.rank, timeout)
+    for lane in LANES:  # one direction each, so that messages cannot deadlock
+        groups[lane] = new_group(pipelines, layout.rank, timeout)
     return replace(layout, groups={name: g for name, g in groups.items() if g is not None})
 
 
-def make(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None) -> ProcessGroup | None:
+def new_group(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None) -> ProcessGroup | None:
+    """Create a process group for each list of ranks; return the one of `rank`, if any."""
     import torch.distributed as dist
 
-    # "cpu:gloo,cuda:nccl" serves both. What these groups send lies on the device: connections
-    # of gloo beside NCCL's would be
-    # thousands of sockets in a large run.
+    # "cpu:gloo,cuda:nccl" would serve both, but these groups send tensors on the device only, and
+    # gloo's connections beside NCCL's would be thousands of sockets in a large run.
     by_device = dict(one.split(":") for one in str(dist.get_backend_config()).split(","))
     backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)
     mine = None

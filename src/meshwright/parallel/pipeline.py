@@ -1,11 +1,12 @@
-"""Running a pipeline schedule: each rank walks down its own list of actions and sends what the next stage waits for.
+"""Execution of a pipeline schedule: each rank runs its own list of actions and sends the results.
 
-Hand-written because torch's executor knows neither changing numbers of micro-batches nor sums of gradients that begin
-inside of a backward pass; its schedules are the oracle in the tests, and its zero-bubble lists are run here. A stage sends
-the residual stream forward and its gradient back, through one group for each direction (and, where a rank's chunks make the
-way go around or turn back, for that), so that messages arrive in the order in which they were sent and none waits behind
-one that waits for it. A message is asked for when it is needed: asked for earlier, NCCL would wait for it on processors of the
-GPU which the computation then lacks (2 % of a step).
+Hand-written because torch's executor supports neither a changing number of micro-batches nor
+gradient sums that start within a backward pass; its schedules are the oracle in the tests, and its
+zero-bubble lists are run here. A stage sends the residual stream forward and its gradient back,
+through one group per direction (and others where the path wraps around or turns back between a
+rank's chunks), so that messages arrive in the order sent and cannot deadlock. A message is received
+only when it is needed: NCCL would wait for an earlier request on processors of the GPU that the
+computation needs (2 % of a step).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import UserError
-from meshwright.kernels.linear import Waiting, compute, later
+from meshwright.kernels.linear import Waiting, compute, deferred
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED, Action, Kind, schedule, stages_of
 
@@ -28,40 +29,41 @@ if TYPE_CHECKING:
     from meshwright.data.loader import Batch
     from meshwright.model.gpt import GPT
 
-TRIED = {
-    "cpu": ("2.13",),
-    devices.NVIDIA: ("2.11",),
-}  # versions of torch whose zero-bubble lists were run here, by device
+# Versions of torch whose zero-bubble lists were tested, by device.
+TRIED = {"cpu": ("2.13",), devices.NVIDIA: ("2.11",)}
 
-# A part of the network, a micro-batch and the stream that comes in: the stream that goes out, or at the end the loss.
+# (stage, micro-batch, incoming stream) -> outgoing stream, or the loss after the last stage.
 Forward = Callable[["GPT", "Batch", Tensor | None], Tensor]
 
 
 class Held(NamedTuple):
-    """Of a micro-batch on its way: what came in, what went out, and whether that has been sent."""
+    """What a stage keeps of a micro-batch until its backward pass."""
 
-    came: Tensor | None
-    went: Tensor
-    sent: Any
+    source: Tensor | None
+    output: Tensor
+    sending: Any  # torch's work object, None if nothing was sent
 
 
 class Pipeline:
-    """The stages of one rank: `parts`, one for each chunk of layers."""
+    """The stages of one rank: `parts`, one per chunk of layers."""
 
     def __init__(
         self, layout: Layout, kind: Kind, parts: list[GPT], hidden: int, sequence: bool, dtype: torch.dtype
     ) -> None:
-        """`hidden`, `sequence`, `dtype`: of the residual stream that is sent."""
+        """`hidden`, `sequence` (parallelism) and `dtype` describe the stream that is sent."""
         self.layout, self.kind, self.parts = layout, kind, parts
         self.hidden, self.sequence, self.dtype = hidden, sequence, dtype
         self.rank, self.size = layout.at("pp"), layout.pp
         self.ranks = next(ranks for ranks in layout.members("pp") if layout.rank in ranks)
         self.stages = stages_of(kind, self.rank, self.size, len(parts))
-        self.handed: dict[tuple[int, int, int], Tensor] = {}  # from one stage of this rank to another
+        self.local: dict[tuple[int, int, int], Tensor] = {}  # passed between two stages of this rank
 
     def open(self, device: torch.device) -> None:
-        """A first message on every way. NCCL connects two ranks then, for which the hosts of both wait: in one order, and not
-        within a schedule, in which they would wait for one another."""
+        """Send a first message on every path, in a fixed order.
+
+        NCCL connects two ranks at their first message, and both hosts wait for it; within a
+        schedule they would wait for each other.
+        """
         x, ends = torch.zeros(1, device=device), self.size * len(self.parts) - 1
         for stage in (*range(0, ends, 2), *range(1, ends, 2)):
             for begin, way in ((stage, 1), (stage + 1, -1)):
@@ -72,92 +74,91 @@ class Pipeline:
                     dist.recv(x, self.ranks[source], group=self._lane(begin, way))
 
     def train(
-        self, batches: list[Batch], forward: Forward, scale: float, begins: Callable[[bool], None]
+        self, batches: list[Batch], forward: Forward, scale: float, before_backward: Callable[[bool], None]
     ) -> list[Tensor]:
-        """Forward and backward of all micro-batches; returns the last stage's losses. `begins` is told before each backward
-        pass whether it is its part's last one."""
+        """Run forward and backward of all micro-batches; return the last stage's losses.
+
+        `before_backward` is called before each backward pass with whether it is its stage's last.
+        """
         held: dict[tuple[int, int], Held] = {}
         losses: list[Tensor] = []
-        returned: list[tuple[Any, Tensor]] = []
+        sent: list[tuple[Any, Tensor]] = []
         waiting: dict[tuple[int, int], Waiting] = {}
-        actions = listed(self.kind, self.size, self.rank, len(batches), len(self.parts))
+        actions = actions_of(self.kind, self.size, self.rank, len(batches), len(self.parts))
         is_split = any(action.op in "IW" for action in actions)
         queue: Waiting = []
 
-        def act(action: Action, came: Tensor | None) -> None:
+        def run_action(action: Action, received: Tensor | None) -> None:
             op, chunk, i = action
             part, stage = self.parts[chunk], self.stages[chunk]
             if op == "F":
-                if came is not None:
-                    came.requires_grad_()
-                went = forward(part, batches[i], came)
+                if received is not None:
+                    received.requires_grad_()
+                output = forward(part, batches[i], received)
                 if part.last:
-                    losses.append(went.detach())
-                    went = went * scale
-                held[chunk, i] = Held(came, went, None if part.last else self._send(went.detach(), stage, 1, i))
+                    losses.append(output.detach())
+                    output = output * scale
+                sending = None if part.last else self._send(output.detach(), stage, 1, i)
+                held[chunk, i] = Held(received, output, sending)
             elif op == "W":
                 compute(waiting.pop((chunk, i)))
             else:
-                first, went, sent = held.pop((chunk, i))
-                if sent is not None:
-                    sent.wait()
-                begins(i == len(batches) - 1 and not is_split)
-                torch.autograd.backward(went, came)
+                source, output, sending = held.pop((chunk, i))
+                if sending is not None:
+                    sending.wait()
+                before_backward(i == len(batches) - 1 and not is_split)
+                torch.autograd.backward(output, received)
                 if op == "I":
                     waiting[chunk, i] = list(queue)
                     queue.clear()
                 else:
                     compute(queue)
-                if first is not None:
-                    assert first.grad is not None
-                    work = self._send(first.grad, stage, -1, i)
-                    if work is not None:
-                        returned.append((work, first.grad))
-                        forget_received(returned)
+                if source is not None:
+                    assert source.grad is not None
+                    self._send_and_keep(source.grad, stage, -1, i, sent)
 
         with contextlib.ExitStack() as stack:
             if is_split:
-                queue = stack.enter_context(later())
-            self._run(actions, batches, act)
-        for work, _ in returned:
+                queue = stack.enter_context(deferred())
+            self._run(actions, batches, run_action)
+        for work, _ in sent:
             work.wait()
         return losses
 
     def evaluate(self, batches: list[Batch], forward: Forward) -> list[Tensor]:
-        """Forward alone; returns the last stage's results."""
+        """Run forward only; return the last stage's results."""
         results: list[Tensor] = []
         sent: list[tuple[Any, Tensor]] = []
 
-        def act(action: Action, came: Tensor | None) -> None:
+        def run_action(action: Action, received: Tensor | None) -> None:
             part = self.parts[action.chunk]
-            went = forward(part, batches[action.microbatch], came)
+            output = forward(part, batches[action.microbatch], received)
             if part.last:
-                results.append(went)
-                return
-            work = self._send(went, self.stages[action.chunk], 1, action.microbatch)
-            if work is not None:
-                sent.append((work, went))
-                forget_received(sent)
+                results.append(output)
+            else:
+                self._send_and_keep(output, self.stages[action.chunk], 1, action.microbatch, sent)
 
         order = [Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(batches))]
-        self._run(order, batches, act)
+        self._run(order, batches, run_action)
         for work, _ in sent:
             work.wait()
         return results
 
-    def _run(self, actions: list[Action], batches: list[Batch], act: Callable[[Action, Tensor | None], None]) -> None:
+    def _run(
+        self, actions: list[Action], batches: list[Batch], run_action: Callable[[Action, Tensor | None], None]
+    ) -> None:
         for action in actions:
-            act(action, self._receive(action, batches[action.microbatch]))
+            run_action(action, self._receive(action, batches[action.microbatch]))
 
     def _receive(self, action: Action, batch: Batch) -> Tensor | None:
-        """What an action needs from another stage, if anything."""
+        """Return what an action needs from another stage, if anything."""
         part, stage = self.parts[action.chunk], self.stages[action.chunk]
         if action.op == "W" or (part.first if action.op == "F" else part.last):
             return None
         way = 1 if action.op == "F" else -1
         source = self.rank_of(stage - way)
         if source == self.rank:
-            return self.handed.pop((stage, way, action.microbatch))
+            return self.local.pop((stage, way, action.microbatch))
         rows = (1, batch.tokens.numel() // self.layout.tp) if self.sequence else batch.tokens.shape
         buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=batch.tokens.device)
         dist.recv(buffer, self.ranks[source], group=self._lane(stage - way, way))
@@ -166,23 +167,37 @@ class Pipeline:
     def _send(self, x: Tensor, stage: int, way: int, microbatch: int) -> Any:
         to = self.rank_of(stage + way)
         if to == self.rank:
-            self.handed[stage + way, way, microbatch] = x
+            self.local[stage + way, way, microbatch] = x
             return None
         return dist.isend(x.contiguous(), self.ranks[to], group=self._lane(stage, way))
+
+    def _send_and_keep(self, x: Tensor, stage: int, way: int, microbatch: int, sent: list[tuple[Any, Tensor]]) -> None:
+        """Send `x` and keep it in `sent` until it has arrived.
+
+        This does not wait: the receiver may need something from this rank first.
+        """
+        work = self._send(x, stage, way, microbatch)
+        if work is not None:
+            sent.append((work, x))
+            while sent and sent[0][0].is_completed():
+                sent.pop(0)
 
     def rank_of(self, stage: int) -> int:
         turn, place = divmod(stage, self.size)
         return self.size - 1 - place if turn and self.kind in V_SHAPED else place
 
     def _lane(self, sender: int, way: int) -> Any:
-        """The group for messages from a stage to the next one, or back: one direction between two ranks each."""
+        """Return the group for messages from a stage to the next or previous one.
+
+        Between two ranks, each group is used in one direction only.
+        """
         low = min(sender, sender + way)
         around = low >= self.size if self.kind in V_SHAPED else (low + 1) % self.size == 0
         return self.layout.groups[("forward" if way > 0 else "backward") + " around" * around]
 
 
-def listed(kind: Kind, size: int, rank: int, microbatches: int, chunks: int) -> list[Action]:
-    """The actions of a schedule, ours or torch's zero-bubble ones, whose lists are made here without a process group."""
+def actions_of(kind: Kind, size: int, rank: int, microbatches: int, chunks: int) -> list[Action]:
+    """Return a rank's actions: ours, or torch's zero-bubble lists, made without a process group."""
     if kind in OWN:
         return schedule(kind, size, rank, microbatches, chunks)
     from torch.distributed.pipelining import schedules as theirs
@@ -199,24 +214,21 @@ def listed(kind: Kind, size: int, rank: int, microbatches: int, chunks: int) -> 
 
 
 def require_tried(kind: Kind, device: torch.device) -> None:
-    """Torch's lists are no public interface: they are run where they have been tried."""
+    """Refuse torch's zero-bubble lists, which are not public, where they have not been tested."""
     version, tried = ".".join(torch.__version__.split(".")[:2]), TRIED.get(device.type, ())
     if kind not in OWN and version not in tried:
-        where = f"with torch {' and '.join(tried)}" if tried else f"on {' and '.join(TRIED)} alone"
+        where = f"with torch {' and '.join(tried)}" if tried else f"on {' and '.join(TRIED)} only"
         raise UserError(
-            f"--pipeline-schedule {kind} runs torch's own list, which is tried {where}; this is torch {torch.__version__} on "
-            f"{device.type}: give --pipeline-schedule 1f1b"
+            f"--pipeline-schedule {kind} uses torch's own schedule, which is tested {where}; this is torch "
+            f"{torch.__version__} on {device.type}: use --pipeline-schedule 1f1b"
         )
 
 
-def forget_received(sent: list[tuple[Any, Tensor]]) -> None:
-    """Free what has arrived, without waiting: the receiver may need this rank before it asks."""
-    while sent and sent[0][0].is_completed():
-        sent.pop(0)
-
-
 def stages(make: Callable[[], GPT], layers: list[int], layout: Layout, kind: Kind = "1f1b") -> list[GPT]:
-    """This rank's stages of the network: the whole of it, without the others' parts. `layers` of each stage, in order."""
+    """Return this rank's stages: full networks with the other stages' layers deleted.
+
+    `layers` holds the number of layers of each stage, in order.
+    """
     if layout.pp == 1:
         return [make()]
     parts = []

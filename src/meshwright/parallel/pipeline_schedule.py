@@ -1,8 +1,9 @@
-"""A pipeline schedule is a list, made by a pure function. No torch.
+"""Pipeline schedules as lists, made by pure functions. No torch.
 
-The executor runs the list, `simulate` times it, docs/parallelism.py draws it, and tests check it without a process
-group. A rank holds `chunks` stages: chunk c of rank r is stage c * pp + r, so that a micro-batch passes all ranks once
-for each chunk. Backward passes of a chunk come in micro-batch order in every schedule: gradients are added in one order.
+The executor runs the list, `simulate` times it, docs/parallelism.py draws it, and tests check it
+without a process group. A rank holds `chunks` stages: chunk c of rank r is stage c * pp + r, so a
+micro-batch passes all ranks once per chunk. In every schedule a chunk's backward passes come in
+micro-batch order, so that gradients are always added in the same order.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ V_SHAPED = ("zbv",)  # rank r has the stages r and 2 pp - 1 - r
 
 
 class Action(NamedTuple):
-    op: Literal["F", "B", "I", "W"]  # I and W: the backward pass of activations, and later that of weights
+    op: Literal["F", "B", "I", "W"]  # I and W: backward for activations, and later for weights
     chunk: int
     microbatch: int
 
 
 def schedule(kind: Kind, pp: int, rank: int, microbatches: int, chunks: int = 1) -> list[Action]:
-    """What one pipeline rank does, in order: GPipe, 1F1B, or with more chunks Megatron's interleaved 1F1B. (The other kinds
-    are torch's: pipeline.py.)"""
+    """Return one rank's actions: GPipe, 1F1B or, with several chunks, Megatron's interleaved 1F1B.
+
+    The other kinds are torch's; see pipeline.py.
+    """
     if kind == "gpipe" and chunks > 1:
         raise ValueError(f"gpipe has one chunk of layers on each rank, not {chunks}")
     if chunks > 1 and microbatches % pp:
@@ -39,7 +42,7 @@ def schedule(kind: Kind, pp: int, rank: int, microbatches: int, chunks: int = 1)
     ahead = min(ahead, total)
 
     def forward(k: int) -> Action:
-        """The k-th: rounds of pp micro-batches, each through all chunks before the next."""
+        """Return the k-th: rounds of pp micro-batches, each through all chunks before the next."""
         if chunks == 1:
             return Action("F", 0, k)
         turn, place = divmod(k, pp * chunks)
@@ -59,8 +62,11 @@ Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
 
 
 def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tuple[int, int, Message | None, Message]]:
-    """All ranks' actions in an order in which they can happen: rank, place in its list, the message that it waits for, and
-    the one it makes. `stages`: the numbers of each rank's chunks. RuntimeError if none can go on."""
+    """Yield all ranks' actions in a possible order of execution; RuntimeError on a deadlock.
+
+    Each is (rank, place in its list, message it waits for, message it sends). `stages` holds the
+    stage numbers of each rank's chunks.
+    """
     last = max(max(mine) for mine in stages)
     done: set[Message] = set()
     places = [0] * len(lists)
@@ -87,18 +93,21 @@ def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tu
 @dataclass(frozen=True)
 class Timeline:
     total: float
-    bubble: float  # share of the ranks' time in which they wait
-    live: list[int]  # of each rank, the most (chunk, micro-batch) whose activations are held at once
-    spans: list[dict[Action, tuple[float, float]]]  # of each rank, when an action starts and ends
+    bubble: float  # share of the ranks' time spent waiting
+    live: list[int]  # per rank: most (chunk, micro-batch) pairs whose activations are held at once
+    spans: list[dict[Action, tuple[float, float]]]  # per rank: start and end of each action
 
 
 def simulate(
     kind: Kind, pp: int, microbatches: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0
 ) -> Timeline:
-    """Run all ranks' lists against a clock. `forward`, `backward`: of one micro-batch on all chunks of a rank."""
+    """Run all ranks' lists against a clock.
+
+    `forward` and `backward` are the times of one micro-batch on all chunks of a rank.
+    """
     lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
     cost = {"F": forward / chunks, "B": backward / chunks}
-    done: dict[Message, float] = {}  # when
+    done: dict[Message, float] = {}  # message -> time
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
     clock, held, live = [0.0] * pp, [0] * pp, [0] * pp
     for rank, place, need, made in happening(lists, [stages_of(kind, rank, pp, chunks) for rank in range(pp)]):
@@ -113,5 +122,5 @@ def simulate(
 
 
 def stages_of(kind: Kind, rank: int, size: int, chunks: int) -> list[int]:
-    """The numbers of a rank's stages."""
+    """Return the numbers of a rank's stages."""
     return [rank, 2 * size - 1 - rank] if kind in V_SHAPED else [chunk * size + rank for chunk in range(chunks)]

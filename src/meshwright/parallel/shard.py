@@ -1,12 +1,15 @@
-"""THE table: how tensor parallelism cuts each parameter, for the parallelizer, the parameter store and the checkpoints.
+"""THE table: how tensor parallelism cuts each parameter.
 
-    cut      the dimension that is cut into `tp` equal parts, from the end; None: every rank holds all of it
-    partial  of what is not cut: on which ranks the gradient is a part only, to be summed over the tensor ranks.
-             "always": each rank uses it for its own heads; "sequence": under sequence parallelism each rank uses it for
-             its own tokens; without, every rank computes the whole gradient
+Read by the parallelizer, the parameter stores and the checkpoints.
+
+    cut      the dimension that is cut into `tp` equal parts, counted from the end; None: not cut
+    partial  for parameters that are not cut: when a rank's gradient is partial and must be summed
+             over the tensor ranks. "always": each rank uses it for its own heads; "sequence": with
+             sequence parallelism each rank uses it for its own tokens (otherwise every rank
+             computes the full gradient)
     rows     the first dimension is the vocabulary: padded, and saved at its true size
 
-Parameters of other names, a user's own, are not known here: they cannot be cut.
+Parameters with other names, such as those of a user's own model, cannot be cut.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def rule(name: str) -> Rule:
 
 
 def unit(name: str) -> str:
-    """The parameters that a step's communication treats together: a layer, or a part outside of the layers."""
+    """Return a parameter's unit of communication: its layer, or a part outside the layers."""
     head = name.split(".")
     return ".".join(head[:2]) if head[0] == "h" else head[0]
 
@@ -51,7 +54,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """The elements [begin, end) of a tensor in row order, as boxes: of a matrix at most three."""
+    """Return elements [begin, end) of a tensor in row order as boxes (of a matrix, at most 3)."""
     if begin >= end:
         return []
     if not shape:
@@ -64,21 +67,21 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
         return [((begin,), (end - begin,))]
     out: list[Box] = []
 
-    def of_row(row: int, low: int, high: int) -> None:
+    def add_row(row: int, low: int, high: int) -> None:
         out.extend(((row, *o), (1, *n)) for o, n in boxes(shape[1:], low, high))
 
     low, high = begin - first * inner, end - last * inner
     if first == last:
         if (low, high) == (0, inner):
             return [((first, *(0 for _ in shape[1:])), (1, *shape[1:]))]
-        of_row(first, low, high)
+        add_row(first, low, high)
         return out
     if low:
-        of_row(first, low, inner)
+        add_row(first, low, inner)
         first += 1
-    whole = last + (high == inner) - first
-    if whole > 0:
-        out.append(((first, *(0 for _ in shape[1:])), (whole, *shape[1:])))
+    rows = last + (high == inner) - first  # complete ones
+    if rows > 0:
+        out.append(((first, *(0 for _ in shape[1:])), (rows, *shape[1:])))
     if high != inner:
-        of_row(last, 0, high)
+        add_row(last, 0, high)
     return out

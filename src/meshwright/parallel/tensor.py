@@ -1,23 +1,26 @@
-"""Tensor, sequence and context parallelism, put onto the plain model from outside.
+"""Tensor, sequence and context parallelism, applied to the plain model from outside.
 
-Hand-written because DTensors dispatch every operation anew and know no rows cut as here: every layer computes on plain local
-tensors, and a collective stands wherever a picture of the method has an arrow.
+Hand-written because DTensor dispatches every operation anew and cannot cut rows as done here: every
+layer computes on plain local tensors, and there is one collective wherever a drawing of the method
+has an arrow.
 
-Tensor: a layer's first products (attn.qkv, mlp.fc) are cut by outputs, its second ones (attn.proj, mlp.proj) by inputs; what
-comes out of these are parts of a sum. The token table and the head are cut by ids.
+Tensor: a layer's first products (attn.qkv, mlp.fc) are cut by outputs, its second ones (attn.proj,
+mlp.proj) by inputs, so their results are partial sums. The token table and the head are cut by ids.
 
     plain rows of x --enter--> [qkv or fc | attention or activation | proj] --leave--> plain rows
 
-    without sequence parallelism   enter: backward sums        leave: the sum (all-reduce)
-    with it, rows are cut as well  enter: all-gather of rows   leave: each rank gets its rows of the sum (reduce-scatter)
+    without sequence parallelism   enter: backward sums        leave: all-reduce
+    with it, rows are cut too      enter: all-gather of rows   leave: reduce-scatter of rows
 
-Backward's collectives on entering run beside the product for the weight's gradient.
+The backward collectives of `enter` overlap the product for the weight's gradient.
 
-The rows that a rank keeps are consecutive ones of all B x T tokens, so that both collectives need no copy: the residual
-stream is [1, B T / tp, H] there, and whatever acts on single rows (norms, dropout, additions) does not notice.
+A rank keeps consecutive rows of all B x T tokens, so that neither collective needs a copy: the
+residual stream is [1, B T / tp, H], and operations on single rows (norms, dropout, additions) are
+unaffected.
 
-Context: every rank holds some consecutive columns of each sequence. Around the attention kernel all columns of some heads
-are exchanged for some columns of all heads (Ulysses), so that every kernel and every mask works as it is.
+Context: every rank holds consecutive columns of each sequence. Around the attention kernel, all
+heads for these columns are exchanged for all columns of some heads (Ulysses), so that every kernel
+and every mask works unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.cross_entropy import Combine
-from meshwright.kernels.linear import is_later, linear
+from meshwright.kernels.linear import is_deferred, linear
 from meshwright.model.attention import Attend, Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
@@ -42,8 +45,11 @@ if TYPE_CHECKING:
 
 
 class _Entering(torch.autograd.Function):
-    """x @ W with some columns of W. Backward sums the input's gradient over the ranks while it computes that of the weight; of
-    rows that forward gathers it has kept this rank's alone, and gathers them again meanwhile."""
+    """x @ W with this rank's columns of W.
+
+    Backward sums the input's gradient over the ranks while it computes the weight's. Only this
+    rank's rows are kept from the forward pass; backward gathers the others again.
+    """
 
     @staticmethod
     def forward(
@@ -65,7 +71,7 @@ class _Entering(torch.autograd.Function):
 
 
 class Rows(nn.Module):
-    """The token table of which this rank has the ids from `first` on."""
+    """The token table's rows for the ids from `first` on."""
 
     def __init__(self, plain: nn.Embedding, first: int, leave: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -78,7 +84,7 @@ class Rows(nn.Module):
 
 
 class Exchanged(nn.Module):
-    """Attention over all columns for some of the heads: one all-to-all before the kernel, one behind it."""
+    """Attention over all columns for some heads: one all-to-all before the kernel, one after."""
 
     def __init__(self, attend: Attend, group: ProcessGroup, ranks: int) -> None:
         super().__init__()
@@ -87,19 +93,20 @@ class Exchanged(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
         n, b, t, d = self.ranks, q.shape[0], q.shape[1], q.shape[3]
         parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
-        sent = torch.cat(parts, dim=3)  # [to whom, B, T / n, heads and groups / n, d]
-        got = comm.exchanged(sent, self.group).transpose(0, 1)  # [B, from whom, ...]
+        sent = torch.cat(parts, dim=3)  # [destination, B, T / n, heads and groups / n, d]
+        got = comm.exchanged(sent, self.group).transpose(0, 1)  # [B, source, ...]
         q, k, v = got.reshape(b, n * t, -1, d).split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
         o = self.attend(q, k, v, shared)  # [B, T, heads / n, d]
-        o = comm.exchanged(
-            o.reshape(b, n, t, -1, d).transpose(0, 1), self.group
-        )  # [whose heads, B, T / n, heads / n, d]
+        # [rank whose heads these are, B, T / n, heads / n, d]
+        o = comm.exchanged(o.reshape(b, n, t, -1, d).transpose(0, 1), self.group)
         return o.permute(1, 2, 0, 3, 4).reshape(b, t, -1, d)
 
 
 def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | None:
-    """Cut the model, which is on the meta device, to this rank's part; `columns`: tokens of a sequence on this rank. Returns
-    which heads it computes."""
+    """Cut the model (on the meta device) to this rank's part; return the heads it computes.
+
+    `columns` is the number of tokens of a sequence on this rank.
+    """
     m, tp, cp = model.m, layout.group("tp"), layout.group("cp")
     blocks: list[Any] = list(model.h.children())
     heads = None
@@ -115,9 +122,9 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
         return heads
 
     def entering(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Of a layer's first products and of the head."""
+        """Multiply as a layer's first products and the head do."""
         rows = x.flatten(0, -2)
-        if is_later():  # the weight's gradient is computed apart
+        if is_deferred():
             y = linear(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
         else:
             y = _Entering.apply(rows, parameter.flatten(0, -2), bias, tp, sequence)  # type: ignore[no-untyped-call]
@@ -127,7 +134,7 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
         return comm.scattered(y.flatten(0, 1), tp).unsqueeze(0) if sequence else comm.summed(y, tp)
 
     def leaving(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Of its second ones: parts of a sum, which the bias joins."""
+        """Multiply as a layer's second products do: partial sums, added up before the bias."""
         y = leave(linear(x, parameter))
         return y if bias is None else y + bias
 
@@ -148,7 +155,10 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
 
 
 def joining(layout: Layout) -> Combine | None:
-    """For a cross entropy whose logits are cut by ids: the whole vocabulary's log-sum-exp, and the label's logit."""
+    """Return how to combine the ranks' parts of a cross entropy whose logits are cut by ids.
+
+    The result is the log-sum-exp over the full vocabulary and the label's logit.
+    """
     group = layout.group("tp")
     if group is None:
         return None

@@ -1,8 +1,11 @@
-"""The parameter store of ZeRO 3: torch's fully_shard holds the weights, of which each rank has some rows, and gathers a layer's
-before it runs. Shards are the full-precision masters; forward and backward see them in the lower precision.
+"""Parameter store for ZeRO 3: torch's fully_shard shards the weights by rows.
 
-Only the update is ours (zero.py), because torch's knows neither clipping over pipeline stages nor fp16's agreement of all
-ranks. fully_shard sees the tensor ranks' parts as plain parameters; what is cut twice is known to the table alone.
+fully_shard gathers a layer's weights before the layer runs. The shards are the full-precision
+masters; forward and backward see them in the lower precision.
+
+Only the update is ours (zero.py), because torch's knows neither clipping over pipeline stages nor
+fp16's agreement of all ranks on a skip. fully_shard sees the tensor ranks' parts as plain
+parameters; only the table in shard.py knows how they are cut.
 """
 
 from __future__ import annotations
@@ -20,39 +23,39 @@ from torch.distributed.tensor import Shard
 from meshwright.optim import rules
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.zero import Named, Piece, Store, StoreSpec
+from meshwright.parallel.zero import Named, Piece, Store, StoreSpec, Updated
 
 
 class FullyShardedStore(Store):
-    """Owns the memory of the `models` (built on the meta device), the parts that one pipeline rank runs."""
+    """Store for ZeRO 3; allocates and owns the memory of `models`, a pipeline rank's stages."""
 
     def __init__(self, models: list[Any], spec: StoreSpec) -> None:
         super().__init__(spec, ("replicas",))
         layout, dtype, device = spec.layout, spec.dtype, spec.device
-        # A layer's output is a view; nothing writes into it (model.gpt.join adds out of place).
+        # A layer's output is a view, but nothing writes to it (gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         mesh, self.ranks = mesh_of(layout, device), layout.size("shard", "cp")
         low = dtype if dtype is not self.full else None
-        # The residual stream may be wider than the weights: it stays as it is.
+        # The residual stream may be wider than the weights, so inputs are not cast.
         precision = MixedPrecisionPolicy(low, self.full if low else None, cast_forward_inputs=False)
         more: dict[str, Any] = (
             {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")} if spec.offload else {}
         )
-        self.shapes: dict[str, torch.Size] = {}  # of this rank's tensor part, before it is cut into rows
+        self.shapes: dict[str, torch.Size] = {}  # before the cut into rows
         self.parameters: dict[str, Any] = {}
         more |= {"mesh": mesh, "mp_policy": precision, "shard_placement_fn": lambda p: Shard(self.dimension(p.shape))}
         self.models: list[Any] = models
         for model in models:
             model.to(self.full)
             self.shapes |= {name: p.shape for name, p in model.named_parameters()}
-            # What the backward pass begins with is kept, unless other micro-batches' forward passes lie between.
+            # Keep what backward needs first, unless other micro-batches run forward in between.
             *blocks, last = model.h.children()
             for block in blocks:
                 fully_shard(block, reshard_after_forward=True, **more)
             fully_shard(last, reshard_after_forward=self.layout.pp > 1, **more)
             fully_shard(model, reshard_after_forward=self.layout.pp > 1, **more)
             for module in model.modules():
-                if isinstance(module, FSDPModule):  # losses are divided by the global batch's tokens already
+                if isinstance(module, FSDPModule):  # losses are already divided by the tokens
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
             model.to_empty(device=self.home)
@@ -61,7 +64,7 @@ class FullyShardedStore(Store):
 
     @property
     def last(self) -> bool:
-        """Whether the backward pass that comes is the step's last one: replicas add their sums then alone."""
+        """Whether the next backward pass is the step's last, the only one that sums over replicas."""
         return self._last
 
     @last.setter
@@ -72,12 +75,13 @@ class FullyShardedStore(Store):
                 model.set_requires_all_reduce(value)
 
     def dimension(self, shape: torch.Size) -> int:
-        """Which is divided: the first, but of a gated MLP's [2, F, H], of which two ranks would have all, the second."""
+        """Return the dimension to shard: the first, or the second of a gated MLP's [2, F, H], whose
+        first would give everything to two ranks."""
         return 1 if len(shape) > 1 and shape[0] < self.ranks and shape[1] % self.ranks == 0 else 0
 
     def _make_pieces(self) -> None:
         self.pieces, self.named = [], {}
-        updated: dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, dict[str, Tensor]]]] = {}
+        updated: Updated = {}
         for name, p in self.parameters.items():
             local = p.to_local().detach()
             local.zero_()
@@ -90,18 +94,18 @@ class FullyShardedStore(Store):
         self.make_updates(updated)
 
     def rows(self, name: str) -> tuple[int, int, int]:
-        """This rank's portion, as torch cuts it: of which dimension, from where, how much. The last may be short."""
+        """Return this rank's rows as torch cuts them: dimension, start, length."""
         dimension, place = self.dimension(self.shapes[name]), self.layout.at("shard", "cp")
         count = self.shapes[name][dimension]
         each = -(-count // self.ranks)
         first = min(place * each, count)
         return dimension, first, min(each, count - first)
 
-    def keep(self, name: str, tensor: Tensor) -> None:
+    def set_master(self, name: str, tensor: Tensor) -> None:
         self.named[name].master.data.copy_(tensor.narrow(*self.rows(name)))
 
     def publish_weights(self) -> None:
-        """The shards are the weights: the next forward pass gathers them."""
+        """Do nothing: the shards are the weights, and the next forward pass gathers them."""
 
     def clear_gradients(self) -> None:
         for p in self.parameters.values():
@@ -114,7 +118,7 @@ class FullyShardedStore(Store):
             piece.master.grad = torch.zeros_like(piece.master) if grad is None else grad.to_local()
             if self.is_partial(name):
                 partial.append(piece.master.grad)
-        if partial:  # all at once
+        if partial:  # in one collective
             flat = self._total(torch.cat([x.flatten() for x in partial]), "tp")
             torch._foreach_copy_(
                 [x.view(-1) for x in partial], list(flat.split_with_sizes([x.numel() for x in partial]))
@@ -134,13 +138,13 @@ class FullyShardedStore(Store):
             yield name, self.summed(piece).narrow(dimension, 0, max(0, min(size, true)))
 
     def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
-        """As ParameterStore's."""
+        """Return this rank's part of a checkpoint, as ParameterStore.named_state does."""
         out: Named = {}
         for name, piece in self.named.items():
             if to_save and not self.is_counted(name):
                 continue
             dimension, first, size = self.rows(name)
-            whole, place, part = self.saved(name, self.shapes[name])
+            full, place, part = self.saved(name, self.shapes[name])
             place[dimension] += first
             part[dimension] = max(0, min(size, part[dimension] - first))
             boxes = [(tuple(place), tuple(part))] if all(part) else []
@@ -149,12 +153,12 @@ class FullyShardedStore(Store):
                 rule = next(rule for (rule, _), u in self.updates.items() if piece.master in u.state)
                 flats |= {f"/{rules.STATE[rule][key]}": flat for key, flat in piece.state.items()}
             for suffix, flat in flats.items():
-                out[name + suffix] = (tuple(whole), boxes, flat.narrow(dimension, 0, part[dimension]))
+                out[name + suffix] = (tuple(full), boxes, flat.narrow(dimension, 0, part[dimension]))
         return out
 
 
 def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Over which weights are divided, within each replica."""
+    """Return the mesh over which weights are sharded, within each replica."""
     group, replicas = layout.group("shard"), layout.group("replicas")
     assert group is not None
     if replicas is None:
