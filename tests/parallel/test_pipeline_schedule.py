@@ -164,5 +164,5 @@ def test_another_torch_is_refused(monkeypatch):
     ):
         pipeline.require_tried("zbv", torch.device("meta"))
     monkeypatch.setattr(pipeline.torch, "__version__", "2.99.0")
-    with pytest.raises(UserError, match=r"tried with torch 2\.13; this is torch 2\.99"):
+    with pytest.raises(UserError, match=r"tested with torch 2\.13; this is torch 2\.99"):
         pipeline.require_tried("zbv", torch.device("cpu"))

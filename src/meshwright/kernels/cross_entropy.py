@@ -1,8 +1,9 @@
-"""Cross entropy over a vocabulary with neither a float32 copy of the logits nor a second tensor for their gradient.
+"""Cross entropy without a float32 copy of the logits or a separate tensor for their gradient.
 
-Hand-written because torch's needs both: for 32 x 1024 tokens and 50,304 ids that is 6.6 + 3.3 GB beside the logits' 3.3.
-Forward reads the logits once; backward turns them, in place, into their gradient. On CUDA a Triton kernel goes over each
-row; the plain twin, which serves every other device and float64, goes over some rows at a time.
+Hand-written because torch's needs both: for 32 x 1024 tokens and 50,304 ids these are 6.6 + 3.3 GB
+in addition to the logits' 3.3. Forward reads the logits once; backward overwrites them with their
+gradient. On CUDA a Triton kernel processes each row; its plain twin, for every other device and for
+float64, processes some rows at a time.
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ from torch import Tensor
 
 from meshwright import device as devices
 
-ROWS = 1 << 20  # numbers of the plain twin's portions: they stay in a CPU's cache
-
+PORTION = 1 << 20  # elements that the plain twin processes at a time; they fit a CPU's cache
 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, combine: Combine | None = None) -> Tensor:
-    """logits [N, padded], labels [N] below `vocab` -> losses [N]. The logits are used up by the backward pass.
+    """Map logits [N, padded] and labels [N] to losses [N]; backward overwrites the logits.
 
-    The logits may be those of the ids from `first` on alone: `combine` then makes, of the log-sum-exp of these and of the
-    label's logit (0 where it is not among them), both for the whole vocabulary.
+    The logits may cover only the ids from `first` on. `combine` then turns their log-sum-exp and
+    the label's logit (0 if it is not among them) into those of the full vocabulary.
     """
     here = min(max(vocab - first, 0), logits.shape[1])
     return _CrossEntropy.apply(logits, labels - first if first else labels, here, combine)  # type: ignore[no-any-return,no-untyped-call]
@@ -49,14 +49,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.used:
-            raise RuntimeError("a second backward pass through this loss: its logits were overwritten by the first")
+            raise RuntimeError("a second backward pass through this loss: the first one overwrote its logits")
         ctx.used = True
         logits, labels, lse = ctx.saved_tensors
         if is_triton(logits):
             from meshwright.kernels.cross_entropy_triton import backward
 
             backward(logits, labels, lse, grad, ctx.vocab)
-            torch.autograd.graph.increment_version(logits)  # who kept them for a backward pass of his own is told
+            torch.autograd.graph.increment_version(logits)  # another backward pass that needs them then fails
         else:
             plain_backward(logits, labels, lse, grad, ctx.vocab)
         return logits, None, None, None
@@ -71,11 +71,11 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def portions(logits: Tensor) -> range:
-    return range(0, len(logits), max(1, ROWS // logits.shape[1]))
+    return range(0, len(logits), max(1, PORTION // logits.shape[1]))
 
 
 def plain_forward(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Log-sum-exps, and the labels' logits: 0 for a label that is not here."""
+    """Return log-sum-exps and the labels' logits, 0 for a label that is not here."""
     lses, picked = [], []
     for i in portions(logits) if vocab else ():
         x, label = upcast(logits[i : i + portions(logits).step, :vocab]), labels[i : i + portions(logits).step]
@@ -83,14 +83,14 @@ def plain_forward(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, T
         lses.append((x - high).exp_().sum(-1).log_() + high.squeeze(1))
         one, here = at_labels(label, vocab)
         picked.append(x.gather(1, one).squeeze(1).where(here, 0.0))
-    if not vocab:  # all of it is padding: the rest of the vocabulary lies elsewhere
+    if not vocab:  # these logits are all padding
         none = upcast(logits.new_zeros(len(logits)))
         return none - float("inf"), none
     return torch.cat(lses), torch.cat(picked)
 
 
 def plain_backward(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, vocab: int) -> None:
-    """logits := (softmax - 1 at the label) * grad, 0 beyond the vocabulary."""
+    """Set logits to (softmax - 1 at the label) * grad, and to 0 beyond the vocabulary."""
     for i in portions(logits):
         x = logits[i : i + portions(logits).step]
         p = (upcast(x[:, :vocab]) - lse[i : i + len(x), None]).exp_()
@@ -102,5 +102,5 @@ def plain_backward(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, vo
 
 
 def at_labels(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Indices [N, 1] that can be looked up, and whether they are the labels."""
+    """Return valid indices [N, 1], and whether they are the labels."""
     return labels.clamp(0, max(vocab - 1, 0))[:, None], (labels >= 0) & (labels < vocab)

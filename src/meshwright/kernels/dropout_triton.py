@@ -1,4 +1,4 @@
-"""The dropout of dropout.py as one Triton kernel, bit for bit the same mask: one read and one write instead of ten.
+"""The dropout of dropout.py as one Triton kernel: the same mask bit for bit, in one read and write.
 
 Used on CUDA only; tests compare it with the plain twin.
 """
@@ -35,7 +35,7 @@ def _kernel(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # ty
 
 
 def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
-    """x * keep / (1 - p)."""
+    """Return x * keep / (1 - p)."""
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(columns)

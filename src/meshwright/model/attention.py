@@ -1,4 +1,4 @@
-"""Causal attention: torch's fused kernels, and the plain twin they are tested against; positions that enter here."""
+"""Causal attention: torch's fused kernels, a plain reference to test them, positions."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-BLOCK = 128  # of FlexAttention's masks
+BLOCK = 128  # FlexAttention's mask block size
 
 
 @dataclass
 class Where:
-    """Where the numbers of a forward pass stand in the run: all that randomness and positions may depend on."""
+    """Position of a forward pass in the run: all that randomness and positions may depend on."""
 
-    samples: Tensor | None = None  # [B] global sample numbers; None: no dropout
-    columns: Tensor | None = None  # [T] places within the sample; None: from 0 on
+    samples: Tensor | None = None  # [B] global sample numbers; None is no dropout
+    columns: Tensor | None = None  # [T] places within the sample; None counts from 0
     seed: int = 0
-    first_sample: int = 0  # samples[0] on the host, to seed the fused kernel without waiting for the device
-    position_ids: Tensor | None = None  # [B, T] where positions restart; None: the places
-    documents: Tensor | None = None  # [B, T] numbers of documents that do not see each other
-    # Where only a part of the network's work is done here:
-    stream: Stream | None = None  # of the residual stream, where it is laid out otherwise than attention
-    length: int | None = None  # tokens that attention sees, where these are only some columns of them
-    heads: range | None = None  # which of the model's heads
+    first_sample: int = 0  # samples[0] on the host, which seeds the fused kernel without a sync
+    position_ids: Tensor | None = None  # [B, T] if positions restart; None is `columns`
+    documents: Tensor | None = None  # [B, T] numbers of documents; attention stays within one
+    # Set if only a part of the network's work is done here:
+    stream: Stream | None = None  # if the residual stream is laid out differently from attention
+    length: int | None = None  # tokens that attention sees, if `columns` are only some of them
+    heads: range | None = None  # of the model's heads
     caches: dict[int, Cache] = field(default_factory=dict)  # generation: layer -> keys and values so far
 
 
 @dataclass
 class Stream:
-    """Sample and place of each row of the residual stream, [1, N]; its position, where that is not the place."""
+    """Sample and place of each row of the residual stream, [1, N]; position, if not the place."""
 
     samples: Tensor | None
     columns: Tensor
@@ -52,16 +52,16 @@ class Stream:
 
 @dataclass
 class Shared:
-    """What the layers of one forward pass share, made once by `share`."""
+    """Tensors that the layers of one forward pass share, made by `share`."""
 
     where: Where
     rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines [1 or B, T, 1, rotating / 2]
-    mask: Tensor | BlockMask | None = None  # None: causal. bool, or float where ALiBi adds to the scores
-    slopes: Tensor | None = None  # [heads] of ALiBi, where the kernel adds it itself
+    mask: Tensor | BlockMask | None = None  # None: causal; bool; float if ALiBi is added to the scores
+    slopes: Tensor | None = None  # [heads] of ALiBi, if the kernel adds it
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, in buffers of the full length: [B, length, groups, head_dim]."""
+    """Keys and values of the tokens so far, in buffers [B, length, groups, head_dim]."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.used = batch, length, 0
@@ -82,9 +82,8 @@ class Attention(nn.Module):
         assert m.hidden_size and m.num_attention_heads
         self.layer, self.head_dim, self.per_group = layer, m.head_dim, m.num_attention_heads // m.groups
         width = m.num_attention_heads * m.head_dim
-        self.qkv = Linear(
-            m.hidden_size, width + 2 * m.groups * m.head_dim, m.qkv_bias
-        )  # rows [group, q.. k v, head_dim]
+        # Rows [group, its queries then k then v, head_dim].
+        self.qkv = Linear(m.hidden_size, width + 2 * m.groups * m.head_dim, m.qkv_bias)
         self.ln_q = Norm(m, m.head_dim) if m.qk_layernorm else None
         self.ln_k = Norm(m, m.head_dim) if m.qk_layernorm else None
         self.attend = Attend(m, layer, recompute)
@@ -106,7 +105,10 @@ class Attention(nn.Module):
 
 
 class Attend(nn.Module):
-    """Queries [B, T, heads, d], keys and values [B, S, groups, d] to outputs [B, T, heads, d]: no weights, only the kernel."""
+    """The attention kernel, without weights.
+
+    Maps queries [B, T, heads, d] and keys and values [B, S, groups, d] to outputs [B, T, heads, d].
+    """
 
     def __init__(self, m: Model, layer: int, recompute: bool) -> None:
         super().__init__()
@@ -115,26 +117,29 @@ class Attend(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
         p = self.p if self.training and shared.where.samples is not None else 0.0
         if is_reference(self.impl, p, q.device):
-            return self.perhaps_again(reference, p, q, k, v, shared, p, self.layer)
-        return self.perhaps_again(fused, p, q, k, v, shared, p)
+            return self.run(reference, p, q, k, v, shared, p, self.layer)
+        return self.run(fused, p, q, k, v, shared, p)
 
-    def perhaps_again(self, attend: Any, p: float, *arguments: Any) -> Tensor:
-        """Selective recomputation keeps only queries, keys and values for the backward pass."""
+    def run(self, attend: Any, p: float, *arguments: Any) -> Tensor:
+        """Run the kernel; selective recomputation keeps only q, k and v for the backward pass."""
         if self.recompute and self.training:
             return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=p > 0)  # type: ignore[no-any-return]
         return attend(*arguments)  # type: ignore[no-any-return]
 
 
 def is_reference(impl: str, p: float, device: torch.device) -> bool:
-    """On a CPU the fused kernel's dropout would depend on the micro-batch, and is no faster."""
+    """Whether the reference attention runs.
+
+    On a CPU the fused kernel's dropout is no faster, and would depend on the micro-batch.
+    """
     return impl == "reference" or (impl == "auto" and p > 0 and device.type == "cpu")
 
 
 def seed_dropout(where: Where, layer: int, device: torch.device) -> None:
-    """The fused kernel's dropout draws from the device's generator.
+    """Seed the device's generator, from which the fused kernel draws its dropout.
 
-    Seeded here, before a layer runs, from (seed, layer, first sample of the micro-batch, first head), it is equal on resume
-    and when recomputed; it is not equal to another micro-batch size.
+    The seed is a hash of (seed, layer, first sample of the micro-batch, first head), so dropout is
+    the same on resume and recomputation, but not with another micro-batch size.
     """
     mixed = where.seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
@@ -142,7 +147,7 @@ def seed_dropout(where: Where, layer: int, device: torch.device) -> None:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:
-    """q [B, T, n, d] over k, v [B, S, g, d] with S >= T: query t sees keys up to t + S - T. Returns [B, T, n, d]."""
+    """Attend with q [B, T, n, d] to k, v [B, S, g, d]: query t sees keys up to t + S - T."""
     t, s, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if shared.mask is None:
@@ -155,17 +160,17 @@ def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:
 
         slopes = shared.slopes
 
-        def nearer(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def add_slope(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             assert slopes is not None
             return score + slopes[h] * (j - i)
 
-        scores = nearer if slopes is not None else None
+        scores = add_slope if slopes is not None else None
         o = flex_attention(q, k, v, scores, block_mask=shared.mask, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: int) -> Tensor:
-    """Softmax of scaled scores, written out; dropout is a function of (seed, layer, sample, head, query, key)."""
+    """Softmax attention; dropout is a function of (seed, layer, sample, head, query, key)."""
     t, s, where = q.shape[1], k.shape[1], shared.where
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     upcast = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -186,9 +191,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: 
 
 
 def share(m: Model, where: Where, tokens: Tensor, dtype: torch.dtype, flex: bool) -> Shared:
-    """Positions and masks of one forward pass; fills in the places. `flex`: the layers are compiled."""
+    """Make the positions and masks of one forward pass; fill in `where.columns`.
+
+    `flex` allows FlexAttention, which needs compiled layers.
+    """
     t, device = tokens.shape[1], tokens.device
-    whole = where.length or t
+    length = where.length or t
     if where.columns is None:
         where.columns = torch.arange(t, device=device)
     before = next(iter(where.caches.values())).used if where.caches else 0
@@ -198,20 +206,20 @@ def share(m: Model, where: Where, tokens: Tensor, dtype: torch.dtype, flex: bool
         shared.rotation = rotations(m, ids, torch.float64 if dtype is torch.float64 else torch.float32)
     alibi = m.position == "alibi"
     marked = alibi or where.documents is not None
-    flex = flex and devices.has_kernels(device)  # nowhere else can it be trained
+    flex = flex and devices.has_kernels(device)  # it can be trained nowhere else
     if flex and marked and not where.caches and not (m.attention_dropout and where.samples is not None):
-        shared.mask = blocks(where.documents, whole, device)
+        shared.mask = blocks(where.documents, length, device)
         shared.slopes = slopes_of(m, where.heads, device).float() if alibi else None
-    elif marked or 1 < t < before + t:  # "causal" alone would align cached keys wrongly
-        shared.mask = dense(m, where, whole, before, dtype, device)
+    elif marked or 1 < t < before + t:  # is_causal would align cached keys wrongly
+        shared.mask = dense(m, where, length, before, dtype, device)
     return shared
 
 
 def blocks(documents: Tensor | None, t: int, device: torch.device) -> BlockMask:
-    """For FlexAttention, which passes over blocks of scores that no query sees.
+    """Make a mask for FlexAttention, which skips blocks of scores that no query sees.
 
-    Numbers of documents only grow along a sample, so a block's first and last tell all about it; torch's own
-    create_block_mask would look at every score.
+    Document numbers never decrease along a sample, so a block's first and last suffice; torch's
+    create_block_mask would evaluate every score.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -220,26 +228,26 @@ def blocks(documents: Tensor | None, t: int, device: torch.device) -> BlockMask:
 
     count = -(-t // BLOCK)
     number = torch.arange(count, device=device)
-    some, whole = (number[:, None] >= number)[None, None], (number[:, None] > number)[None, None]  # [1, 1, query, key]
+    some, full = (number[:, None] >= number)[None, None], (number[:, None] > number)[None, None]  # [1, 1, query, key]
     if documents is not None:
         first = documents[:, ::BLOCK]
         last = documents[:, (BLOCK * (number + 1) - 1).clamp(max=t - 1)]
         some = some & (last[:, None, None, :] >= first[:, None, :, None])
-        whole = whole & (first[:, None, None, :] == last[:, None, :, None])
+        full = full & (first[:, None, None, :] == last[:, None, :, None])
 
-    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32), order.int()
 
     return BlockMask.from_kv_blocks(
-        *listed(some & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(t, t)
+        *indices(some & ~full), *indices(full), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(t, t)
     )
 
 
 def dense(m: Model, where: Where, t: int, before: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1 or B, 1 or heads, T, S]: what is seen, or what is added to the scores."""
+    """Return a mask [1 or B, 1 or heads, T, S]: bool, or float to be added to the scores."""
     places = torch.arange(before + t, device=device)
-    distance = places - places[before:, None]  # [T, S], 0 and below for what came before
+    distance = places - places[before:, None]  # [T, S], at most 0 for keys that are seen
     seen = (distance <= 0)[None, None]
     if where.documents is not None:
         seen = seen & (where.documents[:, None, :, None] == where.documents[:, None, None, :])
@@ -251,29 +259,32 @@ def dense(m: Model, where: Where, t: int, before: int, dtype: torch.dtype, devic
 
 
 def slopes_of(m: Model, heads: range | None, device: torch.device) -> Tensor:
-    of_all = slopes(m.num_attention_heads or 1, device)
-    return of_all if heads is None else of_all[heads.start : heads.stop]
+    every = slopes(m.num_attention_heads or 1, device)
+    return every if heads is None else every[heads.start : heads.stop]
 
 
-@functools.cache  # made once: a copy from the host would wait for the device
+@functools.cache  # a copy from the host would wait for the device
 def slopes(heads: int, device: torch.device) -> Tensor:
-    """Press et al. 2021: 2^(-8/n), its square, ...; heads beyond a power of two take every other slope of the next one."""
+    """Return ALiBi's slopes (Press et al. 2021): 2^(-8/n), its square, and so on.
+
+    Heads beyond a power of two take every other slope of the next power.
+    """
     power = 2 ** math.floor(math.log2(heads))
     first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
-    with torch.inference_mode(False):  # whoever asks first, a training may be next
+    with torch.inference_mode(False):  # training may use them too
         return torch.tensor(first + rest, dtype=torch.float64, device=device)
 
 
 def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position x frequency, the frequencies falling from 1 to 1 / base."""
+    """Return cosines and sines of position x frequency; frequencies fall from 1 to 1 / base."""
     powers = torch.arange(0, m.rotating, 2, dtype=dtype, device=ids.device) / m.rotating
     angles = ids.to(dtype) * (1.0 / m.rotary_base**powers)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (i, i + rotating / 2) of each head, as Megatron and Llama pair them; the rest of a head stays."""
+    """Rotate the pairs (i, i + rotating / 2) of each head, as in Megatron and Llama."""
     cos, sin = rotation
     half = cos.shape[-1]
     a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)

@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations from a configuration alone. No torch."""
+"""Counts of parameters and floating-point operations, from a configuration alone. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from meshwright.settings.schema import Model
 
 
 def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of every matrix product of one layer."""
+    """Return name -> (outputs, inputs) for every matrix product of one layer."""
     assert m.hidden_size and m.num_attention_heads
     h, width = m.hidden_size, m.num_attention_heads * m.head_dim
     return {
@@ -18,9 +18,12 @@ def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:
 
 
 def parameters(m: Model, vocab: int, positions: int) -> int:
-    """Weights and biases; `vocab` is the padded size for Megatron's printed count, the true one for a saved model."""
+    """Count weights and biases.
+
+    `vocab` is the padded size for the count that Megatron prints, the true size for a saved model.
+    """
     assert m.num_layers and m.hidden_size
-    h, norm = m.hidden_size, 2 if m.normalization == "LayerNorm" else 1  # numbers of a norm for each column
+    h, norm = m.hidden_size, 2 if m.normalization == "LayerNorm" else 1  # a norm's parameters per column
     layer = 2 * norm * h + (2 * norm * m.head_dim if m.qk_layernorm else 0)
     for name, (outputs, inputs) in layer_matrices(m).items():
         biased = m.qkv_bias if name == "attn.qkv" else m.add_bias_linear
@@ -32,10 +35,11 @@ def parameters(m: Model, vocab: int, positions: int) -> int:
 
 
 def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None) -> float:
-    """Of training: forward once, backward twice, and once more what is recomputed.
+    """Return FLOPs per trained token: forward once, backward twice, plus what is recomputed.
 
-    Matrix products only, attention counted over the full square as Megatron does:
-    with ffn = 4h and width = h this is 24 L h^2 (1 + S/6h + V/12Lh) times 3 or 4, the recomputation leaving out the head.
+    Only matrix products count, and attention over the full square, as in Megatron. With ffn = 4h
+    and width = h this is 24 L h^2 (1 + S/6h + V/12Lh) times 3, or 4 with full recomputation, which
+    leaves out the head.
     """
     assert m.num_layers and m.hidden_size and m.num_attention_heads
     attention = 4 * seq * m.num_attention_heads * m.head_dim

@@ -1,14 +1,15 @@
-"""GPT: the whole network in one file. It knows no ranks, no groups, no files.
+"""GPT: the whole network in one file, independent of ranks, groups and files.
 
-    tokens -> wte (+ wpe) -> [ln_1 -> attn -> +, ln_2 -> mlp -> +] x layers -> ln_f -> logits by the token table
+    tokens -> wte (+ wpe) -> [ln_1 -> attn -> +, ln_2 -> mlp -> +] x layers -> ln_f -> logits
 
-A block takes and returns (residual, pending): pending is the last branch's output before dropout and the addition, so
-that a fused kernel can join that addition with the next norm. `join` adds; the places where it happens are numbered
-(0: the embedding's dropout, 2i+1: after attention i, 2i+2: after MLP i), and that number is the dropout's site.
+A block takes and returns (residual, pending): pending is the last branch's output before dropout
+and the addition, so that a fused kernel can combine that addition with the next norm. `join` adds.
+The places where it does are numbered (0: the embedding's dropout, 2i+1: after attention i, 2i+2:
+after MLP i), and that number is the dropout's site.
 
-Names are those of the checkpoint: wte, wpe, ln_emb, h.{i}.ln_1, h.{i}.attn.qkv, h.{i}.attn.ln_q, h.{i}.attn.ln_k,
-h.{i}.attn.proj, h.{i}.ln_2, h.{i}.mlp.fc, h.{i}.mlp.proj, ln_f, lm_head. i is the layer's number in the whole model;
-what an option switches off is not there.
+Names are those of the checkpoint: wte, wpe, ln_emb, h.{i}.ln_1, h.{i}.attn.qkv, h.{i}.attn.ln_q,
+h.{i}.attn.ln_k, h.{i}.attn.proj, h.{i}.ln_2, h.{i}.mlp.fc, h.{i}.mlp.proj, ln_f, lm_head. i is the
+layer's number in the full model; modules that an option switches off do not exist.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from meshwright.settings.schema import Model
 
 @dataclass(frozen=True)
 class Options:
-    """How the network is run, which changes no result but its rounding."""
+    """How the network is run; changes results only by rounding."""
 
     recompute: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_layers: int = 1
     fp32_residual: bool = False
-    compiled: bool = False  # each block by torch.compile
+    compiled: bool = False  # compile each block
 
 
 class Block(nn.Module):
@@ -56,7 +57,7 @@ class Block(nn.Module):
     def forward(
         self, residual: Tensor | None, pending: Tensor, shared: Shared, before: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`before` and `after` are the dropout's rows at this block's two joins; None: no dropout."""
+        """`before` and `after` are the dropout rows of the two joins; None is no dropout."""
         x = join(residual, pending, before, self.p)
         y = self.ln_1(x)
         x = join(y.to(x.dtype) if self.post_norm else x, self.attn(y, shared), after, self.p)
@@ -65,14 +66,17 @@ class Block(nn.Module):
 
 
 def join(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float) -> Tensor:
-    """residual + dropout(pending); there is no residual yet behind the embedding. A float32 residual stays float32."""
+    """Return residual + dropout(pending); after the embedding there is no residual yet.
+
+    A float32 residual stays float32.
+    """
     if rows is not None:
         pending = dropout.dropout(pending, rows, p)
     return pending if residual is None else residual + pending
 
 
 class GPT(nn.Module):
-    """The model. `padded` rows beyond `vocab` exist for the speed of the matrix products: zero, never a prediction."""
+    """The model. Rows from `vocab` to `padded`, for speed, are zero and never predicted."""
 
     def __init__(
         self,
@@ -91,13 +95,13 @@ class GPT(nn.Module):
         self.wpe = Embedding(positions, m.hidden_size) if m.position == "learned" else None
         self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
-        self.first, self.last = True, True  # whether it begins with the embedding, ends with the head
+        self.first, self.last = True, True  # has the embedding, has the head
         self.ln_f = Norm(m, m.hidden_size)
         untied = m.untie_embeddings_and_output_weights
         self.lm_head = Linear(m.hidden_size, padded, bias=False) if untied else None
 
     def keep(self, layers: range, first: bool, last: bool) -> None:
-        """Become a part of the network: these layers, and perhaps what is before the first and behind the last one."""
+        """Delete all but these layers and, if asked for, the embedding and the head."""
         self.first, self.last = first, last
         for i in set(map(int, self.h)) - set(layers):
             del self.h[str(i)]
@@ -110,18 +114,19 @@ class GPT(nn.Module):
             del self.wte
 
     def forward(self, tokens: Tensor, where: Where, last_only: bool = False, stream: Tensor | None = None) -> Tensor:
-        """tokens [B, T] -> logits [B, T, padded], of the last token alone [B, 1, padded]; only the first `vocab` count.
+        """Map tokens [B, T] to logits [B, T, padded], or [B, 1, padded] with `last_only`.
 
-        A part that is not the first continues the residual `stream`, one that is not the last returns it.
+        Only the first `vocab` logits count. A stage that is not the first continues the residual
+        `stream`; one that is not the last returns it.
         """
         shared = share(self.m, where, tokens, next(self.parameters()).dtype, self.options.compiled)
         sites = self.dropout_rows(where)
         here = [int(i) for i in self.h]
         if stream is not None:
-            sites[2 * here[0]] = None  # the part before has added its last branch
+            sites[2 * here[0]] = None  # the previous stage has added its last branch
         residual, pending = None, self.embed(tokens, where) if stream is None else stream
         for layers, again in self.stretches():
-            if self.training and again:  # dropout is a function: there is no state to keep
+            if self.training and again:  # dropout has no state to keep
                 residual, pending = checkpoint(
                     self.run, residual, pending, shared, sites, layers, use_reentrant=False, preserve_rng_state=False
                 )
@@ -143,7 +148,7 @@ class GPT(nn.Module):
         return x.float() if self.options.fp32_residual and x.dtype is not torch.float64 else x
 
     def stretches(self) -> list[tuple[list[int], bool]]:
-        """The layers in the portions in which they are run; a recomputed portion keeps only its input."""
+        """Return groups of layers and whether each is recomputed, which keeps only its input."""
         here, n = [int(i) for i in self.h], self.options.recompute_layers
         if self.options.recompute != "full":
             return [(here, False)]
@@ -162,7 +167,7 @@ class GPT(nn.Module):
         return residual, pending
 
     def dropout_rows(self, where: Where) -> list[Tensor | None]:
-        """Of each site the hashes of (seed, sample, place, site), [B, T], or as the residual stream lies."""
+        """Return each site's hashes of (seed, sample, place, site), [B, T] or as the stream."""
         count = 2 * self.layers + 1
         if not (self.m.hidden_dropout and self.training and where.samples is not None):
             return [None] * count
@@ -176,21 +181,22 @@ class GPT(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         return self.product(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
 
-    product = staticmethod(F.linear)  # as a Linear's
+    product = staticmethod(F.linear)  # tensor parallelism replaces it, as a Linear's
 
 
 def name_of(model: nn.Module) -> str:
-    """Which network it is: kept with a checkpoint, since names and shapes of tensors do not tell what is done with them."""
+    """Return the network's name, saved in checkpoints: tensors alone do not identify it."""
     blocks = [type(block).__name__ for block in getattr(model, "h", nn.ModuleDict()).children()]
     return " of ".join([type(model).__name__, *blocks[:1]])
 
 
 @torch.no_grad()
 def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed: int) -> None:
-    """Fill the weights: normal(0, std), the two projections into the residual std / sqrt(2 layers), biases 0, norms 1.
+    """Fill the weights: normal(0, std), proj weights std / sqrt(2 layers), biases 0, norms 1.
 
-    Each tensor is drawn whole, at the true vocabulary size, in float32 on the CPU, from a generator seeded by (seed,
-    name): so the values depend on no device, no precision, no padding, no layout and no other tensor.
+    Each tensor is drawn in full, at the true vocabulary size, in float32 on the CPU, from a
+    generator seeded by (seed, name). Its values depend on nothing else: not on the device, the
+    precision, the padding, the layout or other tensors.
     """
     layers = m.num_layers or 0
 
@@ -205,7 +211,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
             random = torch.Generator().manual_seed(name_seed)
             draw = torch.empty(true_rows, *p.shape[1:])
-            if m.init_method_xavier_uniform:  # of the matrix [out, in]: a gate's two are one
+            if m.init_method_xavier_uniform:  # for one matrix [out, in], also if gated
                 bound = math.sqrt(6 / (draw.numel() // draw.shape[-1] + draw.shape[-1]))
                 draw.uniform_(-bound, bound, generator=random)
             else:
@@ -214,5 +220,5 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # torch draws without holding the interpreter
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # torch releases the GIL
         list(threads.map(torch.no_grad()(fill), *zip(*masters, strict=True)))

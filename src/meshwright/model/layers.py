@@ -1,4 +1,4 @@
-"""The parts of a layer beside attention: linear maps, norms, the MLP with each of its activations."""
+"""The parts of a layer besides attention: linear maps, norms, and the MLP with its activations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.settings.schema import Model
 
 
 class Linear(nn.Linear):
-    """Draws no initial values where there is no memory yet: `initialise` will, and torch takes a second to draw nothing.
+    """A linear map that skips initialisation on the meta device, where torch would spend a second.
 
-    `product` is how it multiplies: whoever cuts the weight puts another one in its place.
+    `product` does the multiplication; tensor parallelism replaces it.
     """
 
     product = staticmethod(linear)
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Likewise."""
+    """An embedding that skips initialisation on the meta device."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -35,10 +35,10 @@ class Embedding(nn.Embedding):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, computed in the input's format, returned in the weight's.
+    """LayerNorm or RMSNorm over the last dimension.
 
-    The formats differ only where the residual stream is float32. With --apply-layernorm-1p the weight is stored minus
-    one, so that weight decay, were there any, would pull it to one.
+    Computed in the input's format and returned in the weight's; they differ only if the residual
+    stream is float32. With --apply-layernorm-1p the weight is stored minus one.
     """
 
     def __init__(self, m: Model, width: int) -> None:
@@ -57,7 +57,7 @@ class Norm(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two maps of one input in one product: the gate and what it gates, weight [2, F, H]."""
+    """Two maps of one input in one product: the gate and what it gates; weight [2, F, H]."""
 
     product = staticmethod(linear)
 
@@ -89,7 +89,7 @@ class MLP(nn.Module):
 
 
 def activate(kind: str, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """One of the activations; a gated kind takes the pair (gate, up) and is Shazeer's 2020 family."""
+    """Apply an activation; the gated kinds (Shazeer 2020) take the pair (gate, up)."""
     if isinstance(x, tuple):
         gate, up = x
         if kind == "swiglu":

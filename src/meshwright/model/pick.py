@@ -1,4 +1,4 @@
-"""Which block runs: the fastest that this configuration and this device allow, and why, for the log."""
+"""Choice of the block class: the fastest for this configuration and device, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.settings.schema import Model, Precision, Training
 
 
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:
-    """How the network is run on this device."""
+    """Return how to run the network on this device."""
     wanted = devices.has_kernels(device) if t.compile == "auto" else t.compile == "on"
     compiled = wanted and not is_reference(m.attention_impl, m.attention_dropout, device)
     fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
@@ -20,7 +20,10 @@ def options(t: Training, m: Model, p: Precision, device: torch.device) -> Option
 
 
 def pick(m: Model, device: torch.device, compiled: bool = False) -> tuple[type[Block], str]:
-    """The block class and the reason. Every other block must equal `Block`, which is the plain twin."""
+    """Return the block class and the reason for the log.
+
+    Every other block must equal `Block`, the plain reference.
+    """
     if m.attention_impl == "reference":
         attention = "reference attention, as asked for"
     elif is_reference(m.attention_impl, m.attention_dropout, device):
@@ -32,12 +35,12 @@ def pick(m: Model, device: torch.device, compiled: bool = False) -> tuple[type[B
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Each block by itself: a quarter of the time that compiling the whole network takes, for the same speed.
+    """Compile each block separately: a quarter of the network's compile time, the same speed.
 
-    All blocks share their graphs, since nothing in them depends on the layer's number: one for the first block, which has
-    no residual yet, one for the others, and these again without gradients.
+    All blocks share their graphs because nothing in them depends on the layer's number: one graph
+    for the first block, which has no residual yet, one for the others, and both without gradients.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for block in model.h.children() if hasattr(model, "h") else [model]:  # type: ignore[union-attr]
-        # Not block.compile(): that would take in hooks, in which weights are waited for or gathered.
+        # block.compile() would include the hooks that wait for weights or gather them.
         block.forward = torch.compile(block.forward, dynamic=False)

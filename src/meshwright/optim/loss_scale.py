@@ -1,4 +1,4 @@
-"""Number formats and fp16's loss scale."""
+"""Number formats and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from meshwright.settings.schema import Precision
 
 
 def dtype_of(p: Precision) -> torch.dtype:
-    """The format of weights and activations."""
-    return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[
-        p.dtype
-    ]
+    """Return the format of weights and activations."""
+    found = getattr(torch, p.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 class LossScale:
-    """Megatron's rule: halve on overflow once the hysteresis is used up, double after a window of clean steps.
+    """Megatron's loss scale: halved on overflow after the hysteresis, doubled after clean steps.
 
-    The hysteresis is refilled only when the scale grows, so from the start the first overflow changes nothing and each
-    further one halves. Without --fp16 the scale is 1 and never moves.
+    The hysteresis is refilled only when the scale grows: at the start, the first overflow changes
+    nothing and each further one halves the scale. Without --fp16 the scale stays 1.
     """
 
     def __init__(self, p: Precision) -> None:
@@ -46,9 +46,10 @@ class LossScale:
             self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
-        """Whether an overflow at this scale is a mere skip.
+        """Whether an overflow at this scale only skips a step.
 
-        A dynamic scale at its minimum has nowhere to go; a constant one that overflows again and again never had.
+        A dynamic scale at its minimum cannot be lowered; a constant one may overflow 19 times in
+        a row.
         """
         return scale > self.p.min_loss_scale if self.dynamic else self.in_a_row < 20
 
@@ -63,6 +64,6 @@ class LossScale:
 
     def load(self, state: dict[str, Any]) -> None:
         self.in_a_row = int(state.get("in_a_row", 0))
-        if self.dynamic and state["dynamic"]:  # a scale of 1 from another format says nothing
+        if self.dynamic and state["dynamic"]:  # a scale of 1 from another format means nothing
             self.scale, self.clean = float(state["scale"]), int(state["growth_tracker"])
             self.hysteresis = int(state["hysteresis_tracker"])

@@ -1,4 +1,4 @@
-"""Which rule updates which parameter, and torch's own implementations of the rules over flat buffers."""
+"""Choice of the update rule for each parameter, and torch's implementations over flat buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.settings.schema import Optimizer
 
 Rule = Literal["adamw", "sgd", "muon"]
-# What each rule remembers of a parameter, by torch's names, and as a checkpoint calls it.
+# Each rule's state: torch's name -> name in a checkpoint.
 STATE = {
     "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
     "sgd": {"momentum_buffer": "momentum"},
@@ -19,24 +19,24 @@ STATE = {
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Matrices decay, embeddings included; biases and norms do not (Megatron's rule)."""
+    """Whether weight decay applies: to matrices and embeddings, not biases and norms."""
     return parameter.ndim > 1 and not name.endswith("bias")
 
 
 def rule(o: Optimizer, name: str, parameter: Tensor) -> Rule:
-    """Muon is for the matrices of the layers; the embeddings, the head, biases and norms stay with AdamW."""
+    """Return the parameter's rule; with Muon, only matrices of layers use it, the rest AdamW."""
     if o.optimizer == "muon":
         return "muon" if decays(name, parameter) and name.startswith("h.") else "adamw"
     return "sgd" if o.optimizer == "sgd" else "adamw"
 
 
 def matrices(p: Tensor) -> list[Tensor]:
-    """What Muon orthogonalises one by one: a gated MLP's weight is two matrices, any other is one."""
+    """Return the matrices Muon orthogonalises: two for a gated MLP's weight, otherwise one."""
     return list(p.detach().unbind()) if p.ndim == 3 else [p.detach()]
 
 
 def make(o: Optimizer, kind: Rule, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's rule over these; learning rate and weight decay are set before each step."""
+    """Make torch's optimizer; learning rate and weight decay are set before each step."""
     group: list[dict[str, Any]] = [{"params": parameters}]
     if kind == "muon":  # updates of AdamW's size, so that one learning rate serves both
         return torch.optim.Muon(

@@ -1,7 +1,7 @@
-"""Learning rate and weight decay as pure functions of samples, counted over successful steps only.
+"""Learning rate and weight decay as pure functions of the samples of successful steps.
 
-Samples, not iterations, so that a changing batch size moves along the same curve (Megatron's convention). Step k is
-made at the samples of the steps before it: with a warm-up the very first learning rate is 0.
+Samples rather than iterations, so that a changing batch size follows the same curve (Megatron's
+convention). A step uses the samples of the steps before it: with a warm-up the first rate is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.settings.schema import TrainConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything the curves depend on; saved with a checkpoint and compared on resume."""
+    """All parameters of the curves; saved with a checkpoint and compared on resume."""
 
     max_lr: float
     min_lr: float
@@ -29,7 +29,7 @@ class Schedule:
     wd_samples: int
     wd_style: str
     init_lr: float = 0.0
-    wsd_samples: int = 0  # of the last part
+    wsd_samples: int = 0  # length of the final decay
     wsd_style: str = "exponential"
 
     def lr(self, samples: int) -> float:
@@ -44,7 +44,7 @@ class Schedule:
         return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
 
     def _left(self, samples: int) -> float:
-        """Which share of the way from the least to the highest rate is left."""
+        """Return the position between the lowest rate (0) and the highest (1)."""
         if self.style == "WSD":
             ratio = max(samples - (self.decay - self.wsd_samples), 0) / self.wsd_samples
             if self.wsd_style == "exponential":
@@ -83,7 +83,7 @@ def build_schedule(c: TrainConfig) -> Schedule:
     )
 
 
-# What Megatron calls each value in its log, and the flag that sets it.
+# Each value's name in Megatron's log, and the flag that sets it.
 _CALLED = {
     "max_lr": ("learning rate", "--lr"),
     "min_lr": ("minimum learning rate", "--min-lr"),
@@ -98,14 +98,14 @@ _CALLED = {
     ),
     "wd_style": ("weight decay incr style", "--weight-decay-incr-style"),
 }
-# Beyond Megatron's nine: told only where they differ.
+# Values that Megatron does not have; reported only if they differ.
 _OTHERS = {
     "init_lr": ("initial learning rate", "--lr-warmup-init"),
     "wsd_samples": ("WSD decay", "--lr-wsd-decay-iters or -samples"),
     "wsd_style": ("WSD decay style", "--lr-wsd-decay-style"),
 }
 
-# Beyond Megatron's names: what is counted in samples.
+# Names of values counted in samples.
 _LENGTHS = {
     "warmup": "length of the warm-up",
     "decay": "length of the learning rate's decay",
@@ -115,13 +115,16 @@ _LENGTHS = {
 
 
 def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
-    """The schedule to go on with, and Megatron's nine lines; a difference nobody decided about is an error."""
+    """Return the schedule to continue with and Megatron's nine log lines.
+
+    A difference raises UserError unless one of the two flags decides about it.
+    """
     lines, different, values = [], [], {}
     before = Schedule(**saved)
     ramp = (before if c.optimizer.use_checkpoint_opt_param_scheduler else ours).wd_style != "constant"
     others = {
-        n: told
-        for n, told in _OTHERS.items()
+        n: names
+        for n, names in _OTHERS.items()
         if getattr(ours, n) != getattr(before, n) and (n == "init_lr" or "WSD" in (ours.style, before.style))
     }
     for name, (called, by) in {**_CALLED, **others}.items():
@@ -133,7 +136,7 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         matters = name != "wd_samples" or ramp  # a constant has no length
         if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
             size = c.global_batch
-            told = [
+            shown = [
                 f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" if name in _LENGTHS else x
                 for x in (theirs, mine)
             ]
@@ -142,12 +145,14 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
             elif name == "decay" and theirs % size == 0:
                 by = f"--lr-decay-iters {theirs // size} keeps the checkpoint's"
             what = _LENGTHS.get(name, called)
-            different.append(f"{what}: the checkpoint has {told[0]}, the flags say {told[1]} ({by})")
+            different.append(f"{what}: the checkpoint has {shown[0]}, the flags say {shown[1]} ({by})")
         values[name] = theirs if matters else mine
         lines.append(f" > using checkpoint value {theirs} for {called}")
     if different:
         raise UserError(
-            "the schedule differs from the checkpoint's:\n  " + "\n  ".join(different) + "\n  to go on with the flags "
-            "add --override-opt_param-scheduler, with the checkpoint's add --use-checkpoint-opt_param-scheduler"
+            "the schedule differs from the checkpoint's:\n  "
+            + "\n  ".join(different)
+            + "\n  to continue with the flags, "
+            "add --override-opt_param-scheduler; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
         )
     return dataclasses.replace(ours, **values), lines

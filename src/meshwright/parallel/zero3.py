@@ -64,7 +64,7 @@ class FullyShardedStore(Store):
 
     @property
     def last(self) -> bool:
-        """Whether the next backward pass is the step's last, the only one that sums over replicas."""
+        """Whether the next backward pass is the step's last, which alone sums over replicas."""
         return self._last
 
     @last.setter
