@@ -1,7 +1,7 @@
-"""One small network under any flags on any number of ranks, what its steps leave, and sets of flags that cover all pairs.
+"""Train one small network with any flags on any number of ranks; cover all pairs of flags.
 
-A layout is a line of flags. Every process makes the real Trainer and takes real steps; beside the network only the data and
-the log are stand-ins. Ranks are forked once for many lines.
+A layout is a line of flags. Every process runs the real Trainer; only the data and the log are
+stand-ins. Ranks are forked once for many lines.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from meshwright.settings import checks, flags
 from meshwright.settings.schema import Parallel, TrainConfig
 from ranks import run_ranks
 
-TIMEOUT = datetime.timedelta(minutes=2)  # so that ranks that wait for one another end in time, and say where
+TIMEOUT = datetime.timedelta(minutes=2)  # so that a deadlock fails and shows where
 NEAR = 1e-9
-MOST = 8  # ranks
-VOCAB = 37  # a multiple of nothing
-EOD = 5  # an end of document in every other sample of 16 random tokens
+MOST_RANKS = 8
+VOCAB = 37  # prime
+EOD = 5  # occurs in every other sample of 16 random tokens
+COVERING = Path(__file__).with_name("covering_cases.txt")
 FLAGS = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16
     --micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 1e-2 --lr-decay-style constant --weight-decay 0.1
@@ -45,21 +46,21 @@ def parse(line: str) -> TrainConfig:
 
 
 def alone(config: TrainConfig) -> TrainConfig:
-    """The same run by one process, which keeps everything."""
+    """Return the configuration of the same run in one process, without recomputation."""
     t = dataclasses.replace(
         config.training, micro_batch_size=2, recompute_granularity=None, recompute_method=None, recompute_num_layers=1
     )
     return dataclasses.replace(config, training=t, parallel=Parallel(world_size=1, device="cpu"))
 
 
-# What a run leaves
+# Runs and their records
 
 
-class Told:
-    """In the place of the log."""
+class Record:
+    """A stand-in for the log."""
 
     def __init__(self) -> None:
-        self.rows: list[list[float]] = []  # loss; norms of gradients and weights; loss scale; whether it was skipped
+        self.rows: list[list[float]] = []  # loss; norms of gradients, weights; loss scale; skipped
 
     def step(self, *numbers: float, **named: Any) -> None:
         names = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
@@ -68,11 +69,11 @@ class Told:
     def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float, of: str = "") -> None:
         self.rows.append([loss, 0.0, 0.0, 0.0, 0.0])
 
-    def row(self, *told: Any, **more: Any) -> None:
+    def row(self, *values: Any, **more: Any) -> None:
         pass
 
 
-# A name of the run, its trainer, the number of the step: entered for each step.
+# (name of the run, trainer, step) -> context manager entered for each step.
 Around = Callable[[str, Any, int], contextlib.AbstractContextManager[Any]]
 
 
@@ -85,7 +86,7 @@ def rows_of(trainer: Any) -> Any:
 
 
 def trained(config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None) -> Any:
-    """The trainer after some steps and a validation."""
+    """Train for some steps and validate; return the trainer."""
     from meshwright.data.loader import Marks, Mock
     from meshwright.launch.team import Team
     from meshwright.parallel.layout import layout_of
@@ -104,7 +105,7 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     marked = d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask
     trainer.marks = Marks(EOD, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask) if marked else None
     trainer.data = {name: Mock(VOCAB, 10**6, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
-    trainer.metrics = Told()
+    trainer.metrics = Record()
     stop = StopConditions(config.training, time.perf_counter(), saves=False)
     for step in range(steps):
         with around(name, trainer, step):
@@ -114,7 +115,7 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
 
 
 class Connected:
-    """Groups are made anew only where the sizes change, and those before them given back."""
+    """Connects layouts; reuses process groups until the sizes change, then destroys them."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
@@ -131,7 +132,7 @@ class Connected:
 
 
 def _train_all(
-    folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, look: Callable[[Any], Any]
+    folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, read: Callable[[Any], Any]
 ) -> None:
     from meshwright import console
     from meshwright.launch.team import Team
@@ -142,7 +143,7 @@ def _train_all(
         if team.is_lead:
             Path(folder, "now").write_text(name)
         try:
-            results.append(team.gather(look(trained(config, steps, around, name, connected))))
+            results.append(team.gather(read(trained(config, steps, around, name, connected))))
         except Exception as error:
             error.add_note(f"with {name}")
             raise
@@ -158,13 +159,13 @@ def run_all(
     world: int,
     steps: int = 10,
     around: Around = untouched,
-    look: Callable[[Any], Any] = rows_of,
+    read: Callable[[Any], Any] = rows_of,
 ) -> dict[str, list[Any]]:
-    """Name -> what is seen on each rank after the steps and a validation of such a run: as a rule its rows."""
+    """Run each configuration; return name -> what `read` returns of each rank's trainer."""
     jobs = sorted(configs.items(), key=lambda job: (sizes(job[1]), job[0]))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_ranks(_train_all, world, folder, jobs, steps, around, look)
+            run_ranks(_train_all, world, folder, jobs, steps, around, read)
         except BaseException as error:
             now = Path(folder, "now")
             error.add_note(f"{world} ranks were at: {now.read_text() if now.exists() else 'the start'}")
@@ -185,7 +186,7 @@ def sizes(config: TrainConfig) -> tuple[int, ...]:
 
 
 def compared(lines: list[str], steps: int = 10, around: Around = untouched) -> dict[str, tuple[list[Rows], Rows]]:
-    """Of each line of flags, what its ranks leave and what one process leaves."""
+    """Return, for each line of flags, the rows of its ranks and those of one process."""
     configs = {line: parse(line) for line in lines}
     ones = {repr(alone(c)): alone(c) for c in configs.values()}
     plain = run_all(ones, 1, steps, around)
@@ -196,13 +197,13 @@ def compared(lines: list[str], steps: int = 10, around: Around = untouched) -> d
 
 
 def furthest(got: Rows, want: Rows) -> float:
-    """The largest relative difference of two numbers."""
+    """Return the largest relative difference."""
     numbers = zip(itertools.chain(*got), itertools.chain(*want), strict=True)
     return max(0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in numbers)
 
 
 def check(lines: list[str], steps: int = 10, around: Around = untouched) -> float:
-    """All ranks of each of these tell the same, and to 1e-9 what one process tells."""
+    """Check that all ranks record the same, and what one process records to 1e-9."""
     wrong, most = [], 0.0
     for line, (ranks, want) in compared(lines, steps, around).items():
         far = furthest(ranks[0], want)
@@ -210,7 +211,7 @@ def check(lines: list[str], steps: int = 10, around: Around = untouched) -> floa
         if not far < NEAR:
             wrong.append(f"{far:.1e} from one process: {line}\n    {ranks[0]}\n    {want}")
         if any(rows != ranks[0] for rows in ranks):
-            wrong.append(f"ranks tell different numbers: {line}\n    {ranks}")
+            wrong.append(f"ranks differ: {line}\n    {ranks}")
         assert len(want) == steps + 1 and all(norm > parse("").optimizer.clip_grad for _, norm, *_ in want[:-1])
     assert not wrong, "\n".join(wrong)
     return most
@@ -218,7 +219,7 @@ def check(lines: list[str], steps: int = 10, around: Around = untouched) -> floa
 
 # Sets of flags
 
-# Dimension -> value -> flags. The first value of each refuses nothing, whatever the others are.
+# Dimension -> value -> flags. The first value of each is legal with any others.
 LAYOUT = {
     "tensor": {str(n): f"--tensor-model-parallel-size {n}" if n > 1 else "" for n in (1, 2, 4)},
     "pipeline": {str(n): f"--pipeline-model-parallel-size {n}" if n > 1 else "" for n in (1, 2, 4)},
@@ -266,7 +267,7 @@ OTHERS = {
 }
 DIMENSIONS = LAYOUT | OTHERS
 FIRST = {name: next(iter(values)) for name, values in OTHERS.items()}
-Case = dict[str, str]  # a value of each dimension
+Case = dict[str, str]  # dimension -> value
 
 
 def ranks_of(case: Case) -> int:
@@ -280,9 +281,9 @@ def line_of(case: Case) -> str:
 
 
 @functools.cache
-def settings(said: str) -> dict[str, dict[str, Any]]:
-    """Group -> setting -> value, of what these flags change."""
-    got = flags.parse(TrainConfig, [*FLAGS.split(), *said.split()], "meshwright test", check=False).config
+def settings(line: str) -> dict[str, dict[str, Any]]:
+    """Return group -> setting -> value for what these flags change."""
+    got = flags.parse(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test", check=False).config
     out: dict[str, dict[str, Any]] = {}
     for f in dataclasses.fields(TrainConfig):
         group, plain = getattr(got, f.name), getattr(parse(""), f.name)
@@ -293,10 +294,10 @@ def settings(said: str) -> dict[str, dict[str, Any]]:
 
 
 def config_of(case: Case, more: str = "") -> TrainConfig:
-    """As parsed, without the parser, which takes its time: a later flag wins."""
+    """Return the parsed configuration without the slow parser; later flags win."""
     changed: dict[str, dict[str, Any]] = {"parallel": {"world_size": ranks_of(case)}}
-    for said in (*(DIMENSIONS[name][value] for name, value in case.items()), more):
-        for group, values in settings(said).items():
+    for line in (*(DIMENSIONS[name][value] for name, value in case.items()), more):
+        for group, values in settings(line).items():
             changed[group] = changed.get(group, {}) | values
     return dataclasses.replace(
         parse(""), **{g: dataclasses.replace(getattr(parse(""), g), **values) for g, values in changed.items()}
@@ -304,7 +305,7 @@ def config_of(case: Case, more: str = "") -> TrainConfig:
 
 
 def is_legal(case: Case) -> bool:
-    """Nothing is refused, and nothing said has no effect: else a pair would be met in name only."""
+    """Whether no flag is refused or without effect, which would cover a pair in name only."""
     config = config_of(case)
     return not checks.notices(config) and not checks.problems(config)
 
@@ -313,7 +314,7 @@ def legal_layouts() -> list[Case]:
     names = [n for n in LAYOUT if n not in ("tensor", "pipeline", "context", "data")]
     out = []
     for t, p, c, d in itertools.product(*(LAYOUT[n] for n in ("tensor", "pipeline", "context", "data"))):
-        if int(t) * int(p) * int(c) * int(d) > MOST:
+        if int(t) * int(p) * int(c) * int(d) > MOST_RANKS:
             continue
         for values in itertools.product(*(LAYOUT[n] for n in names)):
             case = {"tensor": t, "pipeline": p, "context": c, "data": d, **dict(zip(names, values, strict=True))}
@@ -330,8 +331,10 @@ def pairs(case: Case) -> set[Pair]:
 
 
 def legal_pairs(layouts: list[Case]) -> list[Pair]:
-    """All that occur in any legal case. One of another dimension needs a case in which the rest of these have their first
-    value, which refuses nothing."""
+    """Return all pairs that occur in any legal case.
+
+    For a pair with one of OTHERS it is enough to try the first value, which refuses nothing, of the rest.
+    """
     found = {p for case in layouts for p in itertools.combinations(case.items(), 2)}
     out = []
     items = [(name, value) for name, values in DIMENSIONS.items() for value in values]
@@ -349,11 +352,19 @@ def legal_pairs(layouts: list[Case]) -> list[Pair]:
 
 
 @functools.cache
-def covering() -> tuple[list[Case], list[Pair]]:
-    """Legal cases in which every legal pair of values occurs, few and on few ranks, and these pairs.
+def covering_cases() -> list[Case]:
+    """Return legal cases that cover every legal pair, as `python tests/layouts.py` wrote them."""
+    cases: list[Case] = [
+        dict(zip(DIMENSIONS, line.split("|"), strict=True)) for line in COVERING.read_text().splitlines()
+    ]
+    return cases
 
-    Greedy: for the first pair that is missing, the layout with the most missing pairs for its ranks; then one dimension
-    after the other the value with the most.
+
+def make_covering() -> tuple[list[Case], list[Pair]]:
+    """Find few legal cases on few ranks in which every legal pair of values occurs; takes 10 s.
+
+    Greedy: take the layout with the most missing pairs per cost for the first missing pair, then one
+    dimension after the other the value with the most.
     """
     layouts = legal_layouts()
     wanted = legal_pairs(layouts)
@@ -379,5 +390,9 @@ def covering() -> tuple[list[Case], list[Pair]]:
 
 
 def cost(case: Case) -> int:
-    """What takes time on few cores: messages of ranks that wait for one another in every layer."""
+    """Estimate the time on few cores, spent in messages between ranks in every layer."""
     return 16 + ranks_of(case) * int(case["tensor"]) * int(case["context"])
+
+
+if __name__ == "__main__":
+    COVERING.write_text("".join("|".join(case.values()) + "\n" for case in make_covering()[0]))

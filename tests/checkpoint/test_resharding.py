@@ -72,15 +72,15 @@ def test_pairs(tmp_path, pairs):
     assert len(set(pairs)) == len(pairs)
     first = {name: parse(f"{MORE} {LAYOUTS[name]} --save {tmp_path / name}") for name, _ in pairs}
     for world in sorted({c.world for c in first.values()}):
-        run_all({n: c for n, c in first.items() if c.world == world}, world, STEPS, look=saved)
+        run_all({n: c for n, c in first.items() if c.world == world}, world, STEPS, read=saved)
     second = {
         f"{a} -> {b}": parse(f"{MORE} {LAYOUTS[b]} --load {tmp_path / a} --exit-on-missing-checkpoint")
         for a, b in pairs
     }
     got = {}
     for world in sorted({c.world for c in second.values()}):
-        got |= run_all({n: c for n, c in second.items() if c.world == world}, world, STEPS, look=samples)
-    ((want, _),) = run_all({"": alone(parse(MORE))}, 1, 2 * STEPS, look=samples)[""]
+        got |= run_all({n: c for n, c in second.items() if c.world == world}, world, STEPS, read=samples)
+    ((want, _),) = run_all({"": alone(parse(MORE))}, 1, 2 * STEPS, read=samples)[""]
     wrong, most = [], 0.0
     for pair, ranks in got.items():
         far = furthest(ranks[0][0], want[STEPS:])

@@ -56,7 +56,7 @@ def compare(logits, labels, factors, vocab):
 @pytest.mark.parametrize("rows", [1, 3, 1 << 14])
 def test_loss_and_gradient_are_torchs(dtype, rows, monkeypatch):
     """In portions of one row, of some rows with a remainder, and whole."""
-    monkeypatch.setattr(module, "ROWS", rows * 40)
+    monkeypatch.setattr(module, "PORTION", rows * 40)
     compare(*case(10, 37, 40, dtype), 37)
 
 
@@ -129,7 +129,7 @@ class LargestFloat32(TorchDispatchMode):
 
 
 def test_no_float32_copy_of_the_logits(monkeypatch):
-    monkeypatch.setattr(module, "ROWS", 4 * 128)
+    monkeypatch.setattr(module, "PORTION", 4 * 128)
     logits, labels, _ = case(64, 100, 128, torch.bfloat16)
     x = logits.requires_grad_()
     with LargestFloat32() as seen:

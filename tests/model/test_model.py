@@ -11,6 +11,7 @@ from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.settings import schema as config
+from stores import tokens
 
 STILL = dataclasses.replace(TINY, hidden_dropout=0.0, attention_dropout=0.0)
 
@@ -46,10 +47,6 @@ def randomise(model, std=0.3):
 
 def training(seed=9, samples=3, **more):
     return Where(samples=torch.arange(samples), seed=seed, **more)
-
-
-def tokens(b=3, t=16, vocab=61):
-    return torch.randint(0, vocab, (b, t), generator=torch.Generator().manual_seed(0))
 
 
 def test_parameter_count_of_gpt2_345m():

@@ -6,21 +6,6 @@ import math
 import pytest
 import torch
 from test_flag_effects import run  # noqa: F401, a fixture
-from test_zero import (
-    CPU,
-    VOCAB,
-    gradient,
-    kinds,
-    losses_of,
-    make,
-    one_of_each_kind,
-    same,
-    separate,
-    snapshot,
-    state,
-    tokens,
-    view,
-)
 from torch import nn
 
 from helpers import TINY
@@ -28,6 +13,21 @@ from meshwright.checkpoint import loading, native
 from meshwright.optim import rules
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer
+from stores import (
+    CPU,
+    VOCAB,
+    gradient,
+    is_equal,
+    kinds,
+    losses_of,
+    make,
+    one_of_each_kind,
+    separate,
+    snapshot,
+    state,
+    tokens,
+    view,
+)
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -265,9 +265,9 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(rule, dtype, tmp_path):
     loading.load(tmp_path, again.named_state())
     again.publish_weights()
     again.steps = store.steps
-    assert same(snapshot(store), snapshot(again))
+    assert is_equal(snapshot(store), snapshot(again))
     assert steps(model, store, 3, first=3) == steps(other, again, 3, first=3)
-    assert same(snapshot(store), snapshot(again)) and again.steps == (0 if rule == "sgd" else 6)
+    assert is_equal(snapshot(store), snapshot(again)) and again.steps == (0 if rule == "sgd" else 6)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -301,12 +301,12 @@ def test_non_finite_gradients_leave_everything(rule, bad, offload, dtype):
         losses_of(model, batches(2))
         gradient(store, name).view(-1)[5] = bad
         assert not store.step(1e-2, 0.1, 1.0).isfinite()
-        assert same(before, snapshot(store)), name
+        assert is_equal(before, snapshot(store)), name
         assert torch.equal(weights, store.weights), name
     other, undisturbed = make(GATED, Optimizer(optimizer=rule), dtype=dtype, offload=offload)
     steps(other, undisturbed, 2)
     assert steps(model, store, 2, first=2) == steps(other, undisturbed, 2, first=2)
-    assert same(snapshot(store), snapshot(undisturbed))
+    assert is_equal(snapshot(store), snapshot(undisturbed))
 
 
 # Masters and state in host memory
@@ -324,7 +324,7 @@ def test_offload_on_a_cpu_is_the_same(rule, dtype, scale):
         assert (store.master.data_ptr() == store.weights.data_ptr()) == (not offload and dtype is torch.float32)
         assert (store.host_share.data_ptr() == store.share.data_ptr()) == (not offload)
     (a, kept_a, weights_a), (b, kept_b, weights_b) = outcomes
-    assert a == b and a[-1] < a[0] and same(kept_a, kept_b) and same(weights_a, weights_b)
+    assert a == b and a[-1] < a[0] and is_equal(kept_a, kept_b) and is_equal(weights_a, weights_b)
 
 
 @pytest.mark.parametrize(

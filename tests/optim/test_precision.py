@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from test_flag_effects import run  # noqa: F401, a fixture
-from test_zero import CPU, gradient, kinds, one_of_each_kind, same, snapshot
 from torch import nn
 
 from helpers import open_step
@@ -15,6 +14,7 @@ from meshwright.optim.loss_scale import LossScale, dtype_of
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer, Precision
 from meshwright.training import step as training_step
+from stores import CPU, gradient, is_equal, kinds, one_of_each_kind, snapshot
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -132,7 +132,7 @@ def test_forced_overflows(rule):
             at[rng.randrange(2)] = rng.choice([math.inf, -math.inf, math.nan])
         before, weights, t = snapshot(store), store.weights.clone(), store.steps
         overflow = not bool(store.step(1e-3, 0.1, scale, torch.tensor(1.0)).isfinite())
-        unmoved = same(before, snapshot(store))
+        unmoved = is_equal(before, snapshot(store))
         assert unmoved == overflow >= inject, step
         assert torch.equal(weights, store.weights) or not overflow, step
         assert store.weights.isfinite().all(), step
@@ -212,7 +212,7 @@ def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, va
     assert got.status == 0 and got.column("skipped") == [False, False, True, False]
     assert got.losses[2] == str(value) and all(isinstance(x, float) for x in got.losses[:2] + got.losses[3:])
     (a, before), (b, after), (c, end) = (saved(tmp_path, i) for i in (2, 3, 4))
-    assert same(a, b) and not same(b, c) and all(x.isfinite().all() for x in c.values())
+    assert is_equal(a, b) and not is_equal(b, c) and all(x.isfinite().all() for x in c.values())
     told = [(s["iteration"], s["consumed_train_samples"], s["schedule_samples"]) for s in (before, after, end)]
     assert told == [(2, 8, 8), (3, 12, 8), (4, 16, 12)]
     assert before["optimizer_steps"] == after["optimizer_steps"] == end["optimizer_steps"] - ("sgd" not in flags)

@@ -1,102 +1,21 @@
-"""The parameter store: equal to torch's AdamW with clipping on separate tensors, in every format."""
+"""The parameter store equals torch's AdamW with clipping on separate tensors, in every format."""
 
 import dataclasses
 
 import pytest
 import torch
-from test_model import tokens
 
 from helpers import TINY
-from meshwright.model.attention import Where
-from meshwright.model.gpt import GPT, initialise
-from meshwright.model.loss import loss_sum, token_losses
 from meshwright.parallel.zero import ALIGN, ParameterStore, StoreSpec
 from meshwright.settings import schema as config
+from stores import CPU, VOCAB, gradient, is_equal, kinds, losses_of, make, separate, snapshot, span, tokens
 
-CPU = torch.device("cpu")
-VOCAB = 61
-
-
-def make(m=TINY, o=None, dtype=torch.float32, device=CPU, seed=1, padded=64, **more):
-    """A model and the store that owns its memory, as a run starts."""
-    with torch.device("meta"):
-        model = GPT(m, VOCAB, padded, 16)
-    store = ParameterStore(model, StoreSpec(o or config.Optimizer(), dtype, device, VOCAB, **more))
-    store.initialise(lambda masters: initialise(masters, m, VOCAB, seed))
-    store.publish_weights()
-    return model, store
-
-
-def losses_of(model, batches, scale=1.0, device=CPU):
-    """Gradients of a few batches, added up; returns the loss."""
-    total = 0.0
-    for batch in batches:
-        batch = batch.to(device)
-        loss = loss_sum(token_losses(model.eval()(batch, Where()), batch, VOCAB), None) / 50
-        (loss * scale).backward()
-        total += loss.item()
-    return total
-
-
-def snapshot(store):
-    """Every number that a checkpoint would hold, and Adam's t."""
-    return {n: t.clone() for n, (_, _, t) in store.named_state().items()} | {"t": torch.tensor(store.steps)}
-
-
-def span(store, name):
-    """Where a parameter lies in the flat buffers of one process, and its shape."""
-    (bucket,) = (b for b in store.buckets.values() if name in b.spans)
-    offset, shape = bucket.spans[name]
-    return bucket.begin + offset, shape
-
-
-def view(store, flat, name):
-    """A parameter's part of weights, gradients or masters."""
-    begin, shape = span(store, name)
-    return flat.detach()[begin : begin + shape.numel()].view(shape)
-
-
-def gradient(store, name):
-    return view(store, store.gradients, name)
-
-
-def state(store, name):
-    """What its rule remembers of a parameter, by torch's names."""
-    begin, shape = span(store, name)
-    (piece,) = (p for p in store.pieces if p.begin <= begin < p.begin + p.master.numel())
-    at = begin - piece.begin
-    return {key: flat[at : at + shape.numel()].view(shape) for key, flat in piece.state.items()}
-
-
-def kinds(store):
-    """The rule of each parameter, and whether it decays."""
-    found = {}
-    for bucket in store.buckets.values():
-        for name, (offset, _) in bucket.spans.items():
-            (found[name],) = ((k.rule, k.decays) for k, begin, end in bucket.kinds if begin <= offset < end)
-    return found
-
-
-def one_of_each_kind(store):
-    return list({kind: name for name, kind in kinds(store).items()}.values())
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def separate(model):
-    """The same weights as separate tensors, which any optimizer of torch's can update."""
-    with torch.device("meta"):
-        plain = GPT(model.m, VOCAB, 64, 16)
-    plain = plain.to(model.wte.weight.dtype).to_empty(device="cpu")
-    plain.load_state_dict({n: p.detach().clone() for n, p in model.named_parameters()})
-    return plain
+FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1, 1e9])
 def test_steps_equal_plain_torch(clip):
-    """Ten steps of float64 against torch.optim.AdamW over separate parameters, two groups, clip_grad_norm_."""
+    """Compare ten float64 steps with torch.optim.AdamW on separate parameters and clip_grad_norm_."""
     o = config.Optimizer(weight_decay=0.1, clip_grad=clip, adam_beta2=0.95)
     ours, store = make(o=o, dtype=torch.float64)
     plain = separate(ours)
@@ -123,7 +42,7 @@ def test_steps_equal_plain_torch(clip):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_keeps_full_masters(dtype):
-    """One step stays within the format's rounding of float64; masters are float32 and gradients are summed there."""
+    """One step is within the format's rounding of float64; masters and sums are float32."""
     exact, a = make(dtype=torch.float64)
     low, b = make(dtype=dtype)
     scale = 256.0 if dtype is torch.float16 else 1.0
@@ -142,9 +61,9 @@ def test_low_precision_keeps_full_masters(dtype):
 
 @pytest.mark.parametrize("where", ["vector", "matrix", "loss"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@FORMATS
 def test_a_non_finite_number_changes_nothing(bad, dtype, where):
-    """One such gradient of either kind, or a loss with finite gradients; the next steps are as if it had not been."""
+    """A non-finite gradient of either kind, or a non-finite loss, leaves no trace in later steps."""
     model, store = make(dtype=dtype)
     other, undisturbed = make(dtype=dtype)
     for m, s in ((model, store), (other, undisturbed)):
@@ -161,19 +80,19 @@ def test_a_non_finite_number_changes_nothing(bad, dtype, where):
         name = next(n for n, kind in kinds(store).items() if kind == ("adamw", where == "matrix"))
         gradient(store, name).view(-1)[3] = bad
     assert store.step(1e-3, 0.1, 1.0, loss).isfinite() == (where == "loss")
-    assert same(before, snapshot(store)) and store.steps == 1
+    assert is_equal(before, snapshot(store)) and store.steps == 1
     assert torch.equal(weights, store.weights)
     for m, s in ((model, store), (other, undisturbed)):
         for _ in range(2):
             s.clear_gradients()
             losses_of(m, [tokens()])
             assert s.step(1e-3, 0.1, 1.0, torch.tensor(1.0)).isfinite()
-    assert same(snapshot(undisturbed), snapshot(store)) and store.steps == 3
+    assert is_equal(snapshot(undisturbed), snapshot(store)) and store.steps == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_gradients_are_summed_in_full_precision_and_begin_anew(dtype):
-    """Each step's are the sums of its own batches; what no loss reaches has zeros, whatever was there before."""
+@FORMATS
+def test_gradients_are_summed_in_full_precision_and_reset(dtype):
+    """A step's gradients are the sums of its own batches; those that no loss reaches are zero."""
     model, store = make(dtype=dtype)
     full = torch.float64 if dtype is torch.float64 else torch.float32
     every = [tokens(), (tokens() + 7) % VOCAB, (tokens() + 20) % VOCAB]
@@ -198,9 +117,9 @@ def test_gradients_are_summed_in_full_precision_and_begin_anew(dtype):
         assert name == "wpe.weight" or not gradient(store, name).any(), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_every_parameter_lives_in_a_buffer_aligned(dtype):
-    """A view of the weights at a multiple of ALIGN, and no two overlap; the gaps stay 0."""
+@FORMATS
+def test_parameters_are_aligned_views(dtype):
+    """Parameters are views at multiples of ALIGN that do not overlap; the gaps stay 0."""
     model, store = make(dtype=dtype)
     names = [name for bucket in store.buckets.values() for name in bucket.spans]
     assert sorted(names) == sorted(n for n, _ in model.named_parameters()) and len(set(names)) == len(names)
@@ -213,7 +132,7 @@ def test_every_parameter_lives_in_a_buffer_aligned(dtype):
         taken[begin : begin + p.numel()] += 1
     assert taken.max() == 1 and store.size == store.weights.numel() == store.master.numel()
     end = 0
-    for bucket in store.buckets.values():  # one after the other, each made of its kinds
+    for bucket in store.buckets.values():  # contiguous, each made of its kinds
         assert bucket.begin == end and bucket.gradients.data_ptr() == store.gradients[end:].data_ptr()
         end += bucket.size
         inner = 0
@@ -231,9 +150,9 @@ def test_every_parameter_lives_in_a_buffer_aligned(dtype):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@FORMATS
 def test_gradients_land_where_they_belong(dtype, count):
-    """Each parameter's is what autograd gives a separate tensor, added in full precision, and frees at once."""
+    """Gradients equal autograd's for separate tensors, are added in full precision and freed."""
     model, store = make(dtype=dtype)
     plain = separate(model)
     batches = [tokens(), (tokens() + 7) % VOCAB][:count]
@@ -255,7 +174,7 @@ def test_gradients_land_where_they_belong(dtype, count):
         assert piece.master.data_ptr() == store.master[part].data_ptr()
 
 
-def test_decay_reaches_matrices_only():
+def test_only_matrices_decay():
     _, store = make()
     before = {n: p.clone() for n, p in store.masters()}
     store.clear_gradients()
@@ -282,8 +201,8 @@ def test_padded_rows_stay_zero_and_are_not_saved(rule):
     assert store.named_state(False).keys() == {n for n, _ in model.named_parameters()}
 
 
-def test_scale_is_taken_out_before_clipping():
-    """A power of two changes no bit."""
+def test_scale_is_removed_before_clipping():
+    """A loss scale that is a power of two changes no bit."""
     outcomes = []
     for scale in (1.0, 2.0**16):
         model, store = make(o=config.Optimizer(clip_grad=0.05))
@@ -292,11 +211,11 @@ def test_scale_is_taken_out_before_clipping():
             losses_of(model, [tokens()], scale)
             norm = store.step(1e-2, 0.1, scale)
         outcomes.append((snapshot(store), norm))
-    assert same(outcomes[0][0], outcomes[1][0]) and outcomes[0][1] == outcomes[1][1] > 0.05
+    assert is_equal(outcomes[0][0], outcomes[1][0]) and outcomes[0][1] == outcomes[1][1] > 0.05
 
 
 def test_norm_of_a_large_buffer():
-    """Float32 squares added one after the other would lose 0.04 % of ten million numbers."""
+    """Adding float32 squares sequentially would lose 0.04 % over ten million elements."""
     big = torch.nn.Module()
     big.weight = torch.nn.Parameter(torch.empty(10_000, 1_000, device="meta"))
     store = ParameterStore(big, StoreSpec(config.Optimizer(lr=1.0), torch.float32, CPU, vocab=1))

@@ -1,4 +1,4 @@
-"""ZeRO 0, 1 and 2, and replicas of a divided store: each is one process that was fed with every rank's samples."""
+"""ZeRO 0, 1 and 2, and replicas of a sharded store, equal one process fed with every rank's samples."""
 
 import dataclasses
 import faulthandler
@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from test_zero import VOCAB, gradient, kinds, losses_of, make, same, snapshot, tokens
 
 from helpers import TINY
 from meshwright.model.gpt import GPT
@@ -16,29 +15,28 @@ from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.zero import ALIGN, StoreSpec
 from meshwright.settings.schema import Optimizer
 from ranks import run_ranks
+from stores import VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
 GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
 LAYOUTS = [{"shard": 2}, {"shard": 4}, {"replicas": 2, "shard": 2}, {"replicas": 2}]
-NAMES = {"ids": lambda s: "x".join(f"{k}{v}" for k, v in s.items())}
-layouts = pytest.mark.parametrize("sizes", LAYOUTS, **NAMES)
-# Two of them, and in `make test-long` the others: what has nothing of its own on more ranks of one kind.
-few = pytest.mark.parametrize(
-    "sizes",
-    [LAYOUTS[0], LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (LAYOUTS[1], LAYOUTS[3]))],
-    **NAMES,
-)
-hybrid = pytest.mark.parametrize(
-    "sizes", [LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (*LAYOUTS[:2], LAYOUTS[3]))], **NAMES
-)
-hybrid = pytest.mark.parametrize(
-    "sizes", [LAYOUTS[2], *(pytest.param(s, marks=pytest.mark.long) for s in (*LAYOUTS[:2], LAYOUTS[3]))], **NAMES
-)
-STEPS = 4
+STEPS = 3
 
-# The parameters that a micro-batch's loss does not depend on: the first and the last of a layer that the backward pass
-# reaches, some of a part, a whole part, a whole layer.
+
+def sampled(names, *axes, quick):
+    """Parametrize by all combinations, of which `make test` runs those whose places are in `quick`."""
+    cases = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        label = "-".join("x".join(f"{k}{n}" for k, n in v.items()) if isinstance(v, dict) else str(v) for v in values)
+        marks = [] if places in quick else [pytest.mark.long]
+        cases.append(pytest.param(*values, id=label.replace("torch.", ""), marks=marks))
+    return pytest.mark.parametrize(names, cases)
+
+
+# Parameters that a micro-batch's loss does not depend on: the first and the last of a layer that the
+# backward pass reaches, some of a part, a full part, a full layer.
 SOME = {"h.0.mlp.proj.weight", "h.0.mlp.proj.bias", "h.0.ln_1.bias", "ln_f.weight", "wpe.weight"}
 LAYER = {
     f"h.1.{n}.{p}" for n in ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.fc", "mlp.proj") for p in ("weight", "bias")
@@ -59,14 +57,14 @@ def on_ranks(body, sizes, *args):
 
 
 def guarded(body, sizes, *args):
-    """A rank that waits for ever tells where, and ends the test."""
+    """Print the stack of a rank that hangs, and end the test."""
     faulthandler.dump_traceback_later(240, exit=True)
     body(connect(Layout(**sizes, rank=dist.get_rank())), *args)
     faulthandler.cancel_dump_traceback_later()
 
 
 def work(step, layout, micro, unused="none"):
-    """What the data ranks do in a step: rank by rank and micro-batch by micro-batch, a batch and what it leaves out."""
+    """Return each data rank's micro-batches of a step: a batch, and the parameters it leaves out."""
     return [
         [
             ((tokens() + 5 * (micro * (step * layout.dp + r) + k)) % VOCAB, UNUSED[unused](step, k, micro))
@@ -77,7 +75,7 @@ def work(step, layout, micro, unused="none"):
 
 
 def one_step(model, store, mine, lr=1e-2):
-    """The norm, and the sums that all ranks are told: of losses and of micro-batches."""
+    """Take a step; return the norm, and the sums over ranks of losses and of micro-batches."""
     store.clear_gradients()
     total = 0.0
     for i, (batch, unused) in enumerate(mine):
@@ -93,7 +91,7 @@ def one_step(model, store, mine, lr=1e-2):
 
 
 def assembled(parts):
-    """What several ranks hold, put together; how many hold each number. What two of them hold must be equal."""
+    """Assemble the ranks' parts, which must agree; return the tensors and how many ranks hold each element."""
     values, counts = {}, {}
     for part in parts:
         for name, (shape, boxes, tensor) in part.items():
@@ -112,14 +110,14 @@ def assembled(parts):
 
 
 def all_ranks(layout, named):
-    """Each rank's dictionary of tuples that end in a tensor."""
+    """Gather each rank's dictionary of tuples that end in a tensor."""
     parts = [None] * layout.world  # as arrays, which are pickled faster
     dist.all_gather_object(parts, {name: (*more, x.numpy()) for name, (*more, x) in named.items()})
     return [{name: (*more, torch.from_numpy(x)) for name, (*more, x) in part.items()} for part in parts]
 
 
 def everything(store, with_optimizer=True):
-    """All ranks' numbers by name; every one of them is saved by exactly one rank, and held by as many as there are copies."""
+    """Assemble all ranks' state; each element is saved by exactly one rank and held by all its copies."""
     held, saved = store.named_state(with_optimizer), store.named_state(with_optimizer, to_save=True)
     for name, (shape, boxes, x) in saved.items():
         assert (shape, boxes) == held[name][:2] and torch.equal(x, held[name][2])
@@ -127,12 +125,12 @@ def everything(store, with_optimizer=True):
     values, counts = assembled([{n: (s, b, x) for n, (s, b, _, x) in part.items()} for part in parts])
     assert all((c == store.layout.world // store.parts).all() for c in counts.values())
     once, counts = assembled([{n: (s, b, x) for n, (s, b, mine, x) in part.items() if mine} for part in parts])
-    assert same(once, values) and all((c == 1).all() for c in counts.values())
+    assert is_equal(once, values) and all((c == 1).all() for c in counts.values())
     return values
 
 
 def summed(store):
-    """The gradients of all ranks, put together from the ranks' parts."""
+    """Assemble the summed gradients from the ranks' parts."""
     mine = {}
     for bucket in store.buckets.values():
         for name, (_, shape) in bucket.spans.items():
@@ -146,7 +144,7 @@ def summed(store):
 
 
 def check_published(model, store, values):
-    """Every rank's weights are all ranks' masters in the weights' format."""
+    """Check that every rank's weights equal all ranks' masters in the weights' format."""
     store._wait_for(store.buckets)
     for name, p in model.named_parameters():
         want = values[name].to(p.dtype)
@@ -154,21 +152,21 @@ def check_published(model, store, values):
 
 
 def close(a, b, bound):
-    """Largest difference, as a part of the largest number."""
+    """Check the largest difference, relative to the largest element."""
     assert a.keys() == b.keys()
     for name in a:
         assert (a[name] - b[name]).abs().max() <= bound * b[name].abs().max(), (name, a[name], b[name])
 
 
 def check_exact(layout, micro, unused, rule, m):
-    """Float64: every number of all steps is one process's."""
+    """Compare everything in all float64 steps with one process."""
     o = Optimizer(optimizer=rule, clip_grad=0.5)
     one, alone = make(m, o, torch.float64)
     divided = [
         make(m, o, torch.float64, layout=layout, zero=stage) for stage in ((0,) if rule == "muon" else (0, 1, 2))
     ]
     for stage, (_, store) in enumerate(divided):
-        assert same(everything(store), assembled([alone.named_state()])[0])
+        assert is_equal(everything(store), assembled([alone.named_state()])[0])
         part = store.size // layout.shard if stage else store.size
         assert (
             store.share.numel()
@@ -196,7 +194,7 @@ def check_exact(layout, micro, unused, rule, m):
 
 
 def zeros_of(sums):
-    """Without the rows beyond the vocabulary."""
+    """Count zeros, without the rows beyond the vocabulary."""
     return sum(
         int((g[:VOCAB] == 0).sum() if n in ("wte.weight", "lm_head.weight") else (g == 0).sum())
         for n, g in sums.items()
@@ -204,20 +202,19 @@ def zeros_of(sums):
 
 
 def gaps(store):
-    """Numbers of this rank's part that belong to no piece: what fills a bucket up."""
+    """Count the padding elements at the end of buckets in this rank's part."""
     part = [
         (b.size // store.parts * store.place, b.size // store.parts, b.kinds[-1][2]) for b in store.buckets.values()
     ]
     return sum(max(0, min(size, first + size - end)) for first, size, end in part)
 
 
-@layouts
-@pytest.mark.parametrize("micro", [1, 3])
+@sampled(("sizes", "micro"), LAYOUTS, [1, 3], quick=[(0, 0), (1, 1), (2, 1), (3, 0)])
 def test_float64_equals_one_process(sizes, micro):
     on_ranks(check_exact, sizes, micro, "none", "adam", GATED)
 
 
-def check_shared_out(layout):
+def check_even_shards(layout):
     from meshwright.parallel.zero3 import FullyShardedStore
 
     m = dataclasses.replace(GATED, num_layers=8)
@@ -229,30 +226,25 @@ def check_shared_out(layout):
     assert here * layout.shard == sum(shape.numel() for shape in store.shapes.values()), (layout.rank, here)
 
 
-def test_zero_3_shares_out_evenly():
-    """A gate's weight [2, F, H] too, of which torch would give two ranks all."""
-    on_ranks(check_shared_out, {"shard": 4})
+def test_zero_3_shards_evenly():
+    """This includes a gate's weight [2, F, H], which torch would give to two ranks only."""
+    on_ranks(check_even_shards, {"shard": 4})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "unused"),
-    [(LAYOUTS[0], u) for u in UNUSED if u != "none"] + [(LAYOUTS[2], "in turn")],
-    ids=lambda x: x if isinstance(x, str) else f"{math.prod(x.values())} ranks",
-)
-def test_parameters_that_some_losses_do_not_depend_on(sizes, unused):
+@sampled(("sizes", "unused"), [LAYOUTS[0], LAYOUTS[2]], list(UNUSED)[1:], quick=[(0, 0), (0, 2), (0, 4), (1, 5)])
+def test_parameters_unused_by_some_losses(sizes, unused):
     on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
 
 
-@hybrid
-@pytest.mark.parametrize("rule", ["sgd", "muon"])
+@sampled(("sizes", "rule"), LAYOUTS, ["sgd", "muon"], quick=[(2, 0), (2, 1)])
 def test_other_rules_equal_one_process(sizes, rule):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED)
 
 
 def check_low(layout, micro, dtype):
-    """Bit for bit where the sums have one order, of one process too if there are two numbers to add; elsewhere close."""
+    """Compare bit for bit where sums have only one order (also with one process, for two summands)."""
     o = Optimizer(clip_grad=0.0)
-    one, alone = make(TINY, o, dtype, padded=128)  # of four ranks two hold nothing that counts of the token table
+    one, alone = make(TINY, o, dtype, padded=128)  # two of four ranks hold only padding of the token table
     first = assembled([alone.named_state(False)])[0]
     divided = [make(TINY, o, dtype, padded=128, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for step in range(STEPS):
@@ -273,10 +265,10 @@ def check_low(layout, micro, dtype):
         assert store.norm().item() == pytest.approx(alone.norm().item(), rel=1e-4) and store.steps == STEPS
     want = assembled([alone.named_state()])[0]
     if micro == 1:
-        assert same(stages[1], stages[2])
+        assert is_equal(stages[1], stages[2])
     if layout.world == 2:
-        assert same(stages[0], stages[1])
-        assert micro > 1 or same(stages[0], want)
+        assert is_equal(stages[0], stages[1])
+        assert micro > 1 or is_equal(stages[0], want)
     for values in stages:
         assert values.keys() == want.keys()
         apart, moved = (
@@ -285,15 +277,13 @@ def check_low(layout, micro, dtype):
         assert apart < 0.1 * moved, (apart, moved)
 
 
-@hybrid
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@sampled(("sizes", "micro", "dtype"), LAYOUTS, [1, 3], [torch.bfloat16, torch.float32], quick=[(0, 0, 1), (2, 1, 0)])
 def test_low_precision(sizes, micro, dtype):
     on_ranks(check_low, sizes, micro, dtype)
 
 
 def check_non_finite(layout, dtype):
-    """A gradient's number, or the loss, of the last rank only: no rank moves, and the next steps are as if it had not been."""
+    """A non-finite gradient or loss on the last rank only leaves no trace on any rank."""
     here = layout.rank == layout.world - 1
     bad = itertools.cycle([math.nan, math.inf, -math.inf])
     for stage in (0, 1, 2):
@@ -331,18 +321,17 @@ def check_non_finite(layout, dtype):
                 assert norm.isfinite() == (name is None), (stage, name)
                 assert told[0].isfinite() == (name is not None) and told[1] == 2 * layout.world
                 store._wait_for(store.buckets)
-                assert same(before, snapshot(store)) and torch.equal(weights, store.weights), (stage, name, value)
+                assert is_equal(before, snapshot(store)) and torch.equal(weights, store.weights), (stage, name, value)
                 if hook is not None:
                     hook.remove()
-        for i in (1, 2, 3):
+        for i in range(1, STEPS):
             got, want = one_step(model, store, mine[i]), one_step(other, undisturbed, mine[i])
             assert torch.equal(got[0], want[0]) and got[0].isfinite() and torch.equal(got[1], want[1])
             assert int(store.zeros()) == int(undisturbed.zeros())
-        assert same(snapshot(store), snapshot(undisturbed)) and same(everything(store), everything(undisturbed))
+        assert is_equal(snapshot(store), snapshot(undisturbed)) and is_equal(everything(store), everything(undisturbed))
 
 
-@few
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@sampled(("sizes", "dtype"), LAYOUTS, [torch.float64, torch.float32, torch.bfloat16], quick=[(0, 1), (2, 0), (2, 2)])
 def test_a_non_finite_number_on_one_rank_stops_all(sizes, dtype):
     on_ranks(check_non_finite, sizes, dtype)
 
@@ -355,16 +344,16 @@ def check_offload(layout):
             told = [one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")]) for i in range(STEPS)]
             check_published(model, store, everything(store))
             outcomes.append(snapshot(store) | {f"told {i}": torch.cat([n[None], t]) for i, (n, t) in enumerate(told)})
-        assert same(*outcomes), (dtype, stage)
+        assert is_equal(*outcomes), (dtype, stage)
 
 
-@few
-def test_offload_is_the_same(sizes):
+@sampled(("sizes",), LAYOUTS, quick=[(2,)])
+def test_offload_changes_nothing(sizes):
     on_ranks(check_offload, sizes)
 
 
 def check_taken_over(layout):
-    """What one process or another stage held is continued, from what `named_state` lets a loader fill."""
+    """Continue from the state of one process or of another stage, filled in through `named_state`."""
 
     def hand_over(values, store):
         for name, (shape, boxes, tensor) in store.named_state().items():
@@ -386,7 +375,7 @@ def check_taken_over(layout):
         model, store = make(GATED, o, torch.float64, seed=2 + stage, layout=layout, zero=stage)
         hand_over(assembled([alone.named_state()])[0], store)
         store.steps = alone.steps
-        assert same(everything(store), assembled([alone.named_state()])[0])
+        assert is_equal(everything(store), assembled([alone.named_state()])[0])
         taken.append((model, store))
     for i in range(2, 6):
         one_step(one, alone, list(itertools.chain(*every[i])))
@@ -397,13 +386,13 @@ def check_taken_over(layout):
         hand_over(everything(taken[0][1]), taken[1][1])  # from stage to stage
 
 
-@hybrid
+@sampled(("sizes",), LAYOUTS, quick=[(2,)])
 def test_a_state_is_taken_over(sizes):
     on_ranks(check_taken_over, sizes)
 
 
 def check_memory(layout):
-    """Parts are whole multiples of ALIGN; ZeRO 2 keeps no whole gradients, and few sums under way."""
+    """Parts are multiples of ALIGN; ZeRO 2 keeps no full gradients, and few sums pending."""
     for stage in (0, 1, 2):
         model, store = make(GATED, dtype=torch.bfloat16, layout=layout, zero=stage)
         assert store.parts == (layout.shard if stage else 1) and store.keeps_gradients == (stage < 2)
@@ -413,11 +402,11 @@ def check_memory(layout):
         assert kinds(store) == kinds(make(GATED)[1])
         most = []
 
-        def look(grad, store=store, most=most):
+        def count_pending(grad, store=store, most=most):
             most.append(sum(b.gradients is not None or bool(b.sums) for b in store.buckets.values()))
 
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(look)
+            p.register_post_accumulate_grad_hook(count_pending)
         one_step(model, store, work(0, layout, 3)[layout.at("replicas", "shard")])
         if stage == 2:
             assert 1 <= max(most) <= 3 < len(store.buckets) and store.gradients.numel() == 0
@@ -425,13 +414,13 @@ def check_memory(layout):
         assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS[:3])
-def test_what_is_held(sizes):
+@sampled(("sizes",), LAYOUTS[:3], quick=[(1,), (2,)])
+def test_memory_layout(sizes):
     on_ranks(check_memory, sizes)
 
 
-class Later:
-    """A collective that begins when it is waited for."""
+class Lazy:
+    """A collective that starts when it is waited for."""
 
     def __init__(self, begin):
         self.begin = begin
@@ -442,15 +431,15 @@ class Later:
             begin()
 
 
-def late(collective):
-    def begin_later(*args, async_op=False, **more):
-        return Later(lambda: collective(*args, **more)) if async_op else collective(*args, **more)
+def lazy(collective):
+    def begin(*args, async_op=False, **more):
+        return Lazy(lambda: collective(*args, **more)) if async_op else collective(*args, **more)
 
-    return begin_later
+    return begin
 
 
-def check_late(layout, dtype):
-    """Nothing is read, and nothing overwritten, before what is under way has been waited for."""
+def check_pending(layout, dtype):
+    """Nothing is read or overwritten before the pending collective has been waited for."""
     mine = [work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(STEPS)]
     for stage in (0, 1, 2):
         outcomes = []
@@ -458,22 +447,21 @@ def check_late(layout, dtype):
             model, store = make(TINY, Optimizer(clip_grad=0.0), dtype, layout=layout, zero=stage)
             with pytest.MonkeyPatch.context() as patch:
                 for name in names:
-                    patch.setattr(dist, name, late(getattr(dist, name)))
+                    patch.setattr(dist, name, lazy(getattr(dist, name)))
                 told = [torch.cat([norm[None], sums]) for norm, sums in (one_step(model, store, some) for some in mine)]
                 values = everything(store)
                 check_published(model, store, values)
             outcomes.append(values | {f"told {i}": x for i, x in enumerate(told)})
-        assert same(*outcomes), stage
+        assert is_equal(*outcomes), stage
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS[1:3], ids=["shard4", "hybrid"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_under_way_is_waited_for(sizes, dtype):
-    on_ranks(check_late, sizes, dtype)
+@sampled(("sizes", "dtype"), LAYOUTS[1:3], [torch.float32, torch.bfloat16], quick=[(0, 1), (1, 0)])
+def test_pending_collectives_are_awaited(sizes, dtype):
+    on_ranks(check_pending, sizes, dtype)
 
 
 def check_uneven(layout, micro):
-    """The last rank's losses do not depend on what the others' do. (ZeRO 2 is refused for a network that may do this.)"""
+    """The last rank's losses leave out parameters that the others' use (refused with ZeRO 2)."""
     for stage in (0, 1):
         one, alone = make(TINY, Optimizer(clip_grad=0.5), torch.float64)
         model, store = make(TINY, Optimizer(clip_grad=0.5), torch.float64, layout=layout, zero=stage)
@@ -487,5 +475,5 @@ def check_uneven(layout, micro):
 
 
 @pytest.mark.parametrize("micro", [1, 3])
-def test_parameters_that_one_ranks_losses_do_not_depend_on(micro):
+def test_parameters_unused_on_one_rank(micro):
     on_ranks(check_uneven, LAYOUTS[0], micro)

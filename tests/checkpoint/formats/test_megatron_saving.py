@@ -53,7 +53,7 @@ def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
         f"{more} --world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save {tmp_path / 'a'}"
     )
 
-    run_all({"": parse(line)}, 4, 3, look=save)
+    run_all({"": parse(line)}, 4, 3, read=save)
     assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == [
         "manifest.json",
         "mp_rank_00_000",
