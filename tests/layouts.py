@@ -333,7 +333,8 @@ def pairs(case: Case) -> set[Pair]:
 def legal_pairs(layouts: list[Case]) -> list[Pair]:
     """Return all pairs that occur in any legal case.
 
-    For a pair with one of OTHERS it is enough to try the first value, which refuses nothing, of the rest.
+    For a pair with one of OTHERS it is enough to try the first values of the rest, which refuse
+    nothing.
     """
     found = {p for case in layouts for p in itertools.combinations(case.items(), 2)}
     out = []
@@ -363,8 +364,8 @@ def covering_cases() -> list[Case]:
 def make_covering() -> tuple[list[Case], list[Pair]]:
     """Find few legal cases on few ranks in which every legal pair of values occurs; takes 10 s.
 
-    Greedy: take the layout with the most missing pairs per cost for the first missing pair, then one
-    dimension after the other the value with the most.
+    Greedy: take the layout with the most missing pairs per cost for the first missing pair, then
+    one dimension after the other the value with the most.
     """
     layouts = legal_layouts()
     wanted = legal_pairs(layouts)

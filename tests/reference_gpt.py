@@ -1,9 +1,10 @@
-"""The network a second time, from its specification: numpy, float64, loops over samples and heads, nothing shared.
+"""An independent implementation of the network from its specification, to test the package's.
 
-Slow and plain on purpose: what the tests compare the package's model with. Weights come by the checkpoint's names as
-{name: array}, [out, in], the tables at the true vocabulary. Every step is an analytic function of the weights, complex
-ones too, so `slope` differentiates with an imaginary step: f(w + i h d) = f(w) + i h f'(w) d + O(h^2), and as nothing is
-subtracted h may be 1e-30, which leaves no error at all and steps over no kink of a ReLU.
+numpy, float64, loops over samples and heads; deliberately slow and simple. Weights have the names of
+the checkpoint: {name: array}, [out, in], tables at the true vocabulary size. Every step is an
+analytic function of the weights, complex ones too, so `slope` differentiates with an imaginary
+step: f(w + i h d) = f(w) + i h f'(w) d + O(h^2). Nothing is subtracted, so h may be 1e-30, which
+leaves no error and steps over no kink of a ReLU.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def logits(
     doc_ids: np.ndarray | None = None,
     drop: dict[int, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """tokens [B, T] -> [B, T, V]. `drop`: what dropout multiplies by, at each of its sites; none: no dropout.
+    """Map tokens [B, T] to logits [B, T, V]. `drop` holds dropout's factors at each site.
 
-    Sites 0, 2i + 1, 2i + 2 are [B, T, H]: behind the embedding, the attention and the MLP of layer i. Site ~i is
-    [B, heads, T, T], the attention's probabilities in layer i.
+    Sites 0, 2i + 1, 2i + 2 are [B, T, H]: after the embedding, the attention and the MLP of layer i.
+    Site ~i is [B, heads, T, T], the attention probabilities of layer i.
     """
     rows = []
     for b, row in enumerate(tokens):
@@ -112,7 +113,7 @@ def rotated(x: np.ndarray, places: np.ndarray, m: Model) -> np.ndarray:
 
 
 def slope_of(head: int, heads: int) -> float:
-    """ALiBi: 2^(-8/n), 2^(-16/n), ... for a power of two n <= heads; then every second slope of 2n heads."""
+    """Return 2^(-8/n), 2^(-16/n), ... for a power of two n <= heads, then every other of 2n heads."""
     n = 1
     while 2 * n <= heads:
         n *= 2
@@ -153,7 +154,7 @@ def gelu_erf(x: np.ndarray) -> np.ndarray:
 
 
 def loss(w: Weights, m: Model, tokens: np.ndarray, labels: np.ndarray, mask: np.ndarray, **where) -> complex | float:
-    """Mean cross entropy over the tokens whose mask is 1."""
+    """Return the mean cross entropy over the tokens whose mask is 1."""
     total = 0.0
     for x, label, counted in zip(logits(w, m, tokens, **where), labels, mask, strict=True):
         for t in range(len(label)):
@@ -164,7 +165,7 @@ def loss(w: Weights, m: Model, tokens: np.ndarray, labels: np.ndarray, mask: np.
 
 
 def slope(w: Weights, name: str, direction: np.ndarray, *arguments, **where) -> float:
-    """The derivative of `loss` when the named weight moves along the direction."""
+    """Return the derivative of `loss` with respect to the named weight along the direction."""
     step = 1e-30
     moved = {**w, name: w[name] + 1j * step * direction}
     return float(loss(moved, *arguments, **where).imag / step)

@@ -1,4 +1,4 @@
-"""Cross entropy in place: torch's losses and gradients, nothing for the padding, no float32 copy, and once only."""
+"""Cross entropy in place: equal to torch's, nothing for the padding, no float32 copy, used once."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ UNIT = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.
 
 
 def case(n, vocab, padded, dtype, device="cpu", seed=0):
-    """Logits whose padding would win every softmax, labels with both ends of the vocabulary, and a factor for each loss."""
+    """Make logits whose padding would win every softmax, labels at both ends, and loss factors."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, padded, generator=random, dtype=torch.float64) * 3
     logits[:, vocab:] = 100.0
@@ -25,7 +25,7 @@ def case(n, vocab, padded, dtype, device="cpu", seed=0):
 
 
 def wanted(logits, labels, factors, vocab):
-    """Losses and gradient by torch's own function in at least float32, the gradient over the padding 0."""
+    """Return losses and gradient by torch's function in at least float32; 0 for the padding."""
     x = (logits if logits.dtype is torch.float64 else logits.float()).clone().requires_grad_()
     losses = F.cross_entropy(x[:, :vocab], labels, reduction="none")
     (losses * factors.to(losses.dtype)).sum().backward()
@@ -55,7 +55,7 @@ def compare(logits, labels, factors, vocab):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 1 << 14])
 def test_loss_and_gradient_are_torchs(dtype, rows, monkeypatch):
-    """In portions of one row, of some rows with a remainder, and whole."""
+    """Test portions of one row, of several rows with a remainder, and of all rows."""
     monkeypatch.setattr(module, "PORTION", rows * 40)
     compare(*case(10, 37, 40, dtype), 37)
 
@@ -99,7 +99,7 @@ def test_odd_logits_as_torch_has_them(odd, device):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_the_gradient_is_the_logits_memory(device):
-    """The gradient is where the logits were, and their maker's backward pass gets that very memory."""
+    """The gradient overwrites the logits; the previous backward function gets this memory."""
     logits, labels, _ = case(6, 37, 40, torch.bfloat16, device)
     leaf = logits.clone().requires_grad_()
     made, got = leaf * 1, []
@@ -114,7 +114,7 @@ def test_the_gradient_is_the_logits_memory(device):
 
 
 class LargestFloat32(TorchDispatchMode):
-    """The most numbers of any float32 result while it is on."""
+    """Records the largest float32 result while active."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_second_backward_pass_is_refused(device):
 
 
 def test_token_losses_and_their_sum():
-    """[B, T] in float32, whatever the logits are in; a mask takes losses and gradients out."""
+    """Losses are [B, T] in float32 for all logits; a mask removes losses and gradients."""
     logits, labels, _ = case(10, 37, 40, torch.bfloat16)
     logits, labels = logits.view(2, 5, 40), labels.view(2, 5)
     losses = token_losses(logits, labels, 37)
@@ -169,7 +169,7 @@ def test_token_losses_and_their_sum():
 
 
 def test_logits_that_are_a_slice():
-    """The last column left out, as when labels are the tokens shifted: the rest of the tensor stays as it was."""
+    """Leaving out the last column, as for shifted labels, keeps the rest unchanged."""
     logits, labels, _ = case(10, 37, 40, torch.float64)
     x = logits.view(2, 5, 40).clone().requires_grad_()
     token_losses(x[:, :-1], labels.view(2, 5)[:, 1:], 37).sum().backward()
@@ -202,7 +202,7 @@ def test_triton_equals_plain(vocab, padded, dtype):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_a_vocabulary_in_parts(device):
-    """Parts of the logits, of which one is all padding: their log-sum-exps joined give the losses and the gradients."""
+    """Combined log-sum-exps of parts, one all padding, give the losses and the gradients."""
     logits, labels, factors = case(9, 37, 60, torch.float32, device)
     want, whole = logits.clone().requires_grad_(), module.cross_entropy
     losses = whole(want * 1.0, labels, 37)
@@ -222,7 +222,7 @@ def test_a_vocabulary_in_parts(device):
 
 @gpu
 def test_triton_on_rows_of_a_wider_tensor():
-    """A row's stride is not its length; the columns beside it stay."""
+    """Strided rows work, and the columns beside them do not change."""
     from meshwright.kernels import cross_entropy_triton as kernel
 
     logits, labels, factors = case(8, 37, 64, torch.float32, "cuda")
@@ -238,7 +238,7 @@ def test_triton_on_rows_of_a_wider_tensor():
 
 @gpu
 def test_triton_with_one_gradient_for_all():
-    """`sum` hands the backward pass one number, expanded."""
+    """`sum` passes an expanded scalar to the backward pass."""
     logits, labels, _ = case(8, 37, 40, torch.float32, "cuda")
     x = logits.clone().requires_grad_()
     cross_entropy(x, labels, 37).sum().backward()

@@ -1,4 +1,4 @@
-"""Dropout: a function of (seed, site, sample, position, column), with the right share, the same on every device."""
+"""Dropout: a function of (seed, site, sample, position, column), the same on every device."""
 
 import pytest
 import torch
@@ -36,14 +36,14 @@ def test_sites_and_seeds_differ():
 
 
 def test_depends_on_global_numbers_only():
-    """A slice of the batch, the sequence or a later call gives the same mask: no stream, no rank, no batch."""
+    """A slice of the batch or the sequence, or a later call, gives the same mask."""
     whole = dropout.keep(rows(3, 5), 32, 0.1)
     part = dropout.keep(rows(3, 5, SAMPLES[2:3], POSITIONS[16:48]), 32, 0.1)
     assert torch.equal(whole[2:3, 16:48], part)
 
 
 def test_sites_together_are_the_sites_alone():
-    """Any number of axes: with heads, as in attention."""
+    """Rows may have any number of axes, such as heads in attention."""
     base = dropout.rows(3, SAMPLES[:, None], torch.arange(5)[:, None], POSITIONS)
     assert base.shape == (4, 5, 64) and base.dtype is torch.int32
     together = dropout.at_sites(base, 8)
@@ -67,7 +67,7 @@ def test_backward_uses_the_same_mask():
 
 
 def test_golden_bits():
-    """The mask is part of the checkpoint format: a resumed run must draw it again, whatever the version."""
+    """The mask must not change between versions: a resumed run draws it again."""
     bits = dropout.keep(rows(1234, 3, torch.tensor([[99]]), torch.arange(4)), 16, 0.5).int()[0]
     assert ["".join(map(str, row)) for row in bits.tolist()] == GOLDEN
 
@@ -92,7 +92,7 @@ def test_triton_equals_plain(columns, dtype, site):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernel needs a GPU")
 def test_triton_forward_and_backward_have_one_mask():
-    """Through a view whose rows do not lie one behind the other, too."""
+    """The kernel also accepts a view whose rows are not contiguous."""
     here = rows(77, 3, SAMPLES.cuda(), POSITIONS.cuda())
     x = torch.randn(64, 4, 32, device="cuda").transpose(0, 1).requires_grad_()
     y = dropout.dropout(x, here, 0.3)

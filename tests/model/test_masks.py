@@ -1,4 +1,4 @@
-"""What the ends of documents inside a sample change: compared with a walk over the tokens, one at a time."""
+"""Masks and positions at ends of documents, compared with a loop over single tokens."""
 
 import itertools
 
@@ -12,7 +12,7 @@ EOD = 3
 
 
 class Fixed:
-    """The rows of an array as samples."""
+    """A data set of an array's rows."""
 
     def __init__(self, rows):
         self.rows = np.asarray(rows)
@@ -32,8 +32,8 @@ def batches(rows, micro, marks, workers=0):
     return [b for [b] in itertools.islice(steps, len(rows) // micro)]
 
 
-def walked(row):
-    """Megatron's masks of one sample: positions, documents and the loss mask."""
+def marks_of(row):
+    """Return positions, documents and the loss mask of one sample, token by token."""
     positions, documents, mask = [], [], []
     position = document = 0
     for token in row[:-1]:
@@ -59,9 +59,9 @@ def test_by_hand():
 @pytest.mark.parametrize("kinds", [2, 4, 10])  # 2: no end at all; 4: a quarter of the tokens
 def test_random_samples(length, kinds):
     rows = np.random.default_rng(length + kinds).integers(0, kinds, (60, length + 1))
-    rows[:3], rows[3:6, -1] = EOD, EOD  # nothing but ends, and an end among the labels alone
+    rows[:3], rows[3:6, -1] = EOD, EOD  # only ends; an end among the labels only
     for first, batch in zip(range(0, 60, 4), batches(rows, 4, Marks(EOD, True, True, True)), strict=True):
-        wanted = [walked(row) for row in rows[first : first + 4].tolist()]
+        wanted = [marks_of(row) for row in rows[first : first + 4].tolist()]
         got = (batch.position_ids, batch.doc_ids, batch.loss_mask)
         for field, part in zip(got, zip(*wanted, strict=True), strict=True):
             assert field.tolist() == list(part)
@@ -69,7 +69,7 @@ def test_random_samples(length, kinds):
 
 
 @pytest.mark.parametrize("on", list(itertools.product([False, True], repeat=3)))
-def test_what_is_off_is_none(on):
+def test_marks_that_are_off_are_none(on):
     [batch] = batches([[1, 3, 2]], 1, Marks(EOD, *on), workers=1)
     fields = (batch.loss_mask, batch.position_ids, batch.doc_ids)
     assert tuple(field is not None for field in fields) == on

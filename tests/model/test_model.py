@@ -1,4 +1,4 @@
-"""The network: equal to transformers' GPT-2 and Llama, to its plain attention, to itself in any batch and precision."""
+"""The network: equal to transformers' GPT-2 and Llama and to itself in any batch and precision."""
 
 import dataclasses
 
@@ -17,14 +17,14 @@ STILL = dataclasses.replace(TINY, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def compiling(test):
-    """A test on a GPU that waits for a compiler, whose warnings are not ours."""
+    """Mark a test as a GPU test with slow compilation and foreign warnings."""
     for mark in (pytest.mark.timeout(500), pytest.mark.filterwarnings("ignore")):
         test = mark(test)
     return pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled layers are for a GPU")(test)
 
 
 def make(m=TINY, vocab=61, padded=64, positions=16, dtype=torch.float32, seed=1, options=None):
-    """As a run starts."""
+    """Return an initialised model, as at the start of a run."""
     with torch.device("meta"):
         model = GPT(m, vocab, padded, positions, options=options)
     model = model.to(dtype).to_empty(device="cpu")
@@ -33,7 +33,7 @@ def make(m=TINY, vocab=61, padded=64, positions=16, dtype=torch.float32, seed=1,
 
 
 def randomise(model, std=0.3):
-    """Biases and norms too, as after much training: at their first values a mistake could hide."""
+    """Randomise biases and norms too, whose initial values could hide a mistake."""
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -112,7 +112,7 @@ def test_names_and_shapes_are_those_of_the_checkpoint():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("gelu", ["tanh", "erf"])
 def test_logits_and_gradients_equal_transformers_gpt2(gelu):
-    """Random weights, biases and norms too, copied over by name; transformers stores linears transposed and [3, head]."""
+    """Copy random weights by name; transformers stores linears transposed and [3, head]."""
     transformers = pytest.importorskip("transformers")
     m = dataclasses.replace(STILL, bias_gelu_fusion=gelu == "tanh")
     ours = randomise(make(m, dtype=torch.float64))
@@ -151,7 +151,7 @@ def test_logits_and_gradients_equal_transformers_gpt2(gelu):
 
 
 def llama(base, untied, dtype):
-    """Both models on the same random weights."""
+    """Return both models with the same random weights."""
     transformers = pytest.importorskip("transformers")
     m = dataclasses.replace(
         STILL,
@@ -212,8 +212,11 @@ def llama(base, untied, dtype):
 @pytest.mark.parametrize("untied", [True, False], ids=["untied", "tied"])
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 def test_logits_and_gradients_equal_transformers_llama(base, untied, monkeypatch):
-    """transformers computes norms, angles and softmax in float32 even in a float64 model: first as it is, within float32's
-    rounding; then with these three in float64, which leaves float64's."""
+    """Compare within float32's rounding, then within float64's.
+
+    transformers computes norms, angles and softmax in float32 even in a float64 model, so these are
+    replaced for the second comparison.
+    """
     ours, theirs = llama(base, untied, torch.float32)
     x = tokens()
     with torch.no_grad():
@@ -249,7 +252,7 @@ def test_logits_and_gradients_equal_transformers_llama(base, untied, monkeypatch
 
 
 def test_padding_changes_nothing():
-    """Neither logits nor losses, even where the padded rows are not 0."""
+    """Padded rows change neither logits nor losses, even if they are not 0."""
     narrow, wide = make(padded=61), make(padded=128)
     with torch.no_grad():
         wide.wte.weight[61:] = 50.0
@@ -269,7 +272,7 @@ def test_fused_attention_equals_reference(impl):
 
 @pytest.mark.parametrize("impl", ["sdpa", "reference"])
 def test_causal(impl):
-    """A later token changes no earlier logit."""
+    """A later token does not change earlier logits."""
     model = make(dataclasses.replace(TINY, attention_impl=impl))
     model.eval()
     x = tokens()
@@ -281,7 +284,7 @@ def test_causal(impl):
 
 @pytest.mark.parametrize("impl", ["sdpa", "reference"])
 def test_cache_equals_whole(impl):
-    """Token by token, and in chunks, with the keys and values kept."""
+    """Logits with cached keys and values, in chunks, equal those of the full sequence."""
     model = make(dataclasses.replace(TINY, attention_impl=impl))
     model.eval()
     x = tokens()
@@ -304,7 +307,7 @@ def test_dropout_is_on_in_training_only():
 
 
 def test_fused_dropout_depends_on_the_first_sample_and_the_layer():
-    """The kernel draws from a stream, seeded anew for each layer, so that a resumed run draws the same."""
+    """The kernel's generator is seeded for each layer, so a resumed run draws the same."""
     model, x = make(dataclasses.replace(TINY, attention_impl="sdpa", hidden_dropout=0.0)).train(), tokens()
     a = model(x, training(first_sample=5))
     torch.rand(7)
@@ -318,7 +321,7 @@ def test_fused_dropout_depends_on_the_first_sample_and_the_layer():
 
 
 def test_dropout_does_not_depend_on_the_micro_batch():
-    """With the reference attention, the CPU's choice, a sample's logits are its own; and a token's, whatever follows."""
+    """With the reference attention, logits depend on neither other samples nor later tokens."""
     model = make(dtype=torch.float64).train()
     x = tokens()
     together = model(x, Where(samples=torch.arange(5, 8), seed=9, first_sample=5))
@@ -329,8 +332,11 @@ def test_dropout_does_not_depend_on_the_micro_batch():
 
 
 def test_query_key_layer_scaling_changes_nothing():
-    """Megatron's flag divides the scores by sqrt(d) x layer and multiplies them by layer inside a float32 softmax: for the
-    range of float16, which ours does not need as its scores are float32. So it need not do anything here."""
+    """The flag needs no code here.
+
+    Megatron divides the scores by sqrt(d) x layer and multiplies them by layer in a float32
+    softmax, to stay within the range of float16. Our scores are float32.
+    """
     q, k, v = torch.randn(3, 2, 16, 4, 8, generator=torch.Generator().manual_seed(4)) * 3
     for layer in (1, 7, 24):
         scores = torch.einsum("btnd,bsnd->bnts", q, k) / (8**0.5 * layer)
@@ -344,7 +350,7 @@ def test_query_key_layer_scaling_changes_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scores_of_the_reference_are_float32(dtype):
-    """Scores of 80,000, beyond float16's 65,504, and differences of 1 among scores of 300, finer than bfloat16's 2."""
+    """Scores may exceed float16's 65,504, and differ by less than bfloat16 resolves."""
     for size in (100.0, 6.0):
         q = torch.full((1, 2, 1, 64), size).to(dtype)
         k = q.clone()
@@ -358,8 +364,7 @@ def test_scores_of_the_reference_are_float32(dtype):
 
 @pytest.mark.parametrize("kind", [{}, {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}])
 def test_a_float32_residual_stream(kind):
-    """In bfloat16: the stream is float32 from the embedding to the head, the branches are not, and the logits come
-    closer to the exact ones."""
+    """In bfloat16, only the residual stream is float32, and the logits are more accurate."""
     m = dataclasses.replace(STILL, num_layers=8, **kind)
     exact, errors, formats = randomise(make(m, dtype=torch.float64), 0.15), [], []
     rounded = {n: p.detach().bfloat16() for n, p in exact.named_parameters()}
@@ -395,8 +400,8 @@ def test_a_float32_residual_under_recomputation_and_dropout():
 
 
 @pytest.mark.parametrize("more", [{}, {"swiglu": True, "apply_layernorm_1p": True}, {"normalization": "RMSNorm"}])
-def test_a_model_by_itself_holds_no_leftovers_of_memory(more):
-    """GPT(...) outside of our trainer starts, like every torch module, from weights that can be used."""
+def test_a_model_outside_of_a_run_is_initialised(more):
+    """GPT(...) alone has usable weights, like every torch module."""
     torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
     try:
         model = GPT(dataclasses.replace(TINY, **more), 11, 16, 8)
@@ -419,7 +424,7 @@ def test_initial_weights_depend_on_name_and_seed_only():
 
 
 def test_initial_weights_are_golden():
-    """Part of the promise that a seed names a run: these values must not change between versions."""
+    """These values must not change between versions: a seed identifies a run."""
     model = make()
     assert model.wte.weight[0, :3].tolist() == pytest.approx(GOLDEN, rel=1e-6)
 
@@ -428,7 +433,7 @@ GOLDEN = [0.004147826693952084, -0.012225081212818623, 0.009814441204071045]
 
 
 def test_initial_weights_by_kind():
-    """Biases 0, norms 1 (stored as 0 with 1p), and Xavier's bound of sqrt(6 / (in + out)) in place of a deviation."""
+    """Biases are 0, norms 1 (stored as 0 with 1p); Xavier's bound is sqrt(6 / (in + out))."""
     for one, norms in ((False, 1.0), (True, 0.0)):
         m = dataclasses.replace(TINY, apply_layernorm_1p=one, qk_layernorm=True, embed_layernorm=True)
         for name, p in make(m).named_parameters():
@@ -454,7 +459,7 @@ COMPILED = {
 
 
 def compiled_case(kind, documents, length=200):
-    """A model's configuration, tokens, and where they stand; documents of 70 tokens, which no block of FlexAttention is."""
+    """Return a configuration, tokens and their positions; documents of 70 tokens span blocks."""
     m = dataclasses.replace(
         TINY, hidden_size=64, max_position_embeddings=length, attention_dropout=0.0, num_layers=3, **COMPILED[kind]
     )
@@ -485,8 +490,10 @@ def losses_and_gradients(model, x, where):
 
 
 def assert_near(got, want):
-    """Measured by the largest number of each gradient, or a thousandth of the largest of all: the bias of a key norm has a
-    gradient of 0 but for rounding, since what is equal for all keys changes no softmax."""
+    """Compare relative to each gradient's largest element, or a thousandth of the largest of all.
+
+    The gradient of a key norm's bias is 0 except for rounding: it does not change the softmax.
+    """
     torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-4)
     largest = max(g.abs().max() for g in want[1].values())
     for name, g in want[1].items():
@@ -498,8 +505,10 @@ def assert_near(got, want):
 @pytest.mark.parametrize("kind", COMPILED)
 @compiling
 def test_compiled_blocks_equal_plain_ones(kind, documents, recompute):
-    """In float32: losses and every gradient, and with them every mask of hidden dropout. Without attention dropout, which
-    a compiled kernel may draw from another place of the device's stream."""
+    """Compare float32 losses and gradients, and with them the masks of hidden dropout.
+
+    There is no attention dropout, which a compiled kernel may draw differently.
+    """
     torch._dynamo.reset()
     m, x, where = compiled_case(kind, documents)
     flex = documents or m.position == "alibi"
@@ -515,7 +524,7 @@ def test_compiled_blocks_equal_plain_ones(kind, documents, recompute):
 @pytest.mark.parametrize("kind", COMPILED)
 @compiling
 def test_blocks_are_compiled_once(kind, documents):
-    """A graph for the first block, one for all others; and none anew in later steps, with other samples and documents."""
+    """The first block and all others have a graph each, and later steps compile nothing."""
     torch._dynamo.reset()
     m, x, where = compiled_case(kind, documents)
     model, plain = on_gpu(m, Options(compiled=True)), on_gpu(m, Options())
@@ -529,7 +538,7 @@ def test_blocks_are_compiled_once(kind, documents):
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @compiling
 def test_attention_dropout_in_compiled_blocks(recompute):
-    """Seeded by layer and sample: the same whatever is recomputed and whatever was drawn before."""
+    """Dropout is seeded by layer and sample, so recomputation and earlier draws do not matter."""
     torch._dynamo.reset()
     m, x, where = compiled_case("llama", False)
     m = dataclasses.replace(m, attention_dropout=0.3)
@@ -541,7 +550,7 @@ def test_attention_dropout_in_compiled_blocks(recompute):
 
 
 @pytest.mark.whole
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # from torch's tracing
 @pytest.mark.parametrize(
     "more",
     [
@@ -551,7 +560,7 @@ def test_attention_dropout_in_compiled_blocks(recompute):
     ],
 )
 def test_blocks_share_two_graphs(monkeypatch, more):
-    """Traced without generating code: all blocks but the first are one graph, and the numbers are the plain ones."""
+    """All blocks but the first share one graph, with the plain results (no code generation)."""
     from torch._dynamo.utils import counters
 
     real = torch.compile

@@ -1,6 +1,7 @@
-"""SGD, Muon and AdamW over flat buffers: which rule has which parameter, equal to torch's, kept, skipped, offloaded."""
+"""SGD, Muon and AdamW over flat buffers: assignment, equality with torch, resume, offload."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -41,7 +42,7 @@ def batches(step, count=2):
 
 
 def steps(model, store, n, lr=1e-2, wd=0.1, first=0, device=CPU, scale=1.0):
-    """A few steps; the loss of each."""
+    """Take a few steps; return their losses."""
     losses = []
     for i in range(first, first + n):
         store.clear_gradients()
@@ -50,7 +51,7 @@ def steps(model, store, n, lr=1e-2, wd=0.1, first=0, device=CPU, scale=1.0):
     return losses
 
 
-# Who has which rule
+# Rules
 
 
 def kind_of_piece(store, piece):
@@ -64,7 +65,7 @@ def kind_of_piece(store, piece):
 
 
 def test_every_parameter_has_its_rule():
-    """Muon: the layers' matrices; AdamW: the embeddings, the head, every norm and bias, a gate's two of them too."""
+    """Muon updates the layers' matrices; AdamW the embeddings, the head, norms and biases."""
     m = dataclasses.replace(GATED, qk_layernorm=True, embed_layernorm=True)
     model, store = make(m, Optimizer(optimizer="muon"))
     found = kinds(store)
@@ -88,7 +89,7 @@ def test_every_parameter_has_its_rule():
             dict.fromkeys(matrices | tables, (torchs, True)) | dict.fromkeys(vectors, (torchs, False))
         )
         assert store.updates.keys() == {(torchs, True), (torchs, False)}
-        for kind, update in store.updates.items():  # and is updated by it, once
+        for kind, update in store.updates.items():  # each parameter is updated once
             masters = [id(p.master) for p in store.pieces if kind_of_piece(store, p) == kind]
             assert list(map(id, update.param_groups[0]["params"])) == masters != []
 
@@ -109,7 +110,7 @@ def test_a_gate_is_two_matrices():
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sgd_equals_torchs(momentum, clip, dtype):
-    """Ten steps over separate parameters, clipped; the decay is torch's, added to the gradient."""
+    """Compare ten clipped steps with torch.optim.SGD, whose decay is added to the gradient."""
     ours, store = make(o=Optimizer(optimizer="sgd", sgd_momentum=momentum, clip_grad=clip), dtype=dtype)
     plain = separate(ours)
     named = dict(plain.named_parameters())
@@ -136,7 +137,7 @@ def test_sgd_equals_torchs(momentum, clip, dtype):
 
 
 def newton_schulz(x, low, count=5):
-    """The nearest orthogonal matrix, roughly: the quintic of Keller Jordan's Muon. `low`: each term rounded to bfloat16."""
+    """Approximate the nearest orthogonal matrix by Muon's quintic; `low` rounds to bfloat16."""
     a, b, c = 3.4445, -4.775, 2.0315
 
     def rounded(y):
@@ -153,7 +154,7 @@ def newton_schulz(x, low, count=5):
 
 
 def muon_step(weight, grad, moment, lr, wd, beta=0.95, low=False, count=5):
-    """New weight and momentum, in float64 but for the quintic."""
+    """Return the new weight and momentum, in float64 except for the quintic."""
     moment = beta * moment + (1 - beta) * grad
     ahead = beta * moment + (1 - beta) * grad  # Nesterov
     size = 0.2 * math.sqrt(max(weight.shape))
@@ -172,7 +173,7 @@ def the_muon(store):
 @pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_muon_follows_its_formula(m, dtype):
-    """Three steps, each from our own weights and momentum: within the order of bfloat16's sums, and its rounding."""
+    """Three steps match the formula within bfloat16's rounding."""
     model, store = make(m, Optimizer(optimizer="muon", clip_grad=0.5), dtype=dtype)
     names = [n for n, (rule, _) in kinds(store).items() if rule == "muon"]
     assert len(names) == 8
@@ -204,7 +205,7 @@ def test_muon_follows_its_formula(m, dtype):
 
 @pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
 def test_muon_equals_torchs(m):
-    """Bit for bit torch.optim.Muon over separate matrices, beside torch's AdamW for the others; no clipping."""
+    """Compare bit for bit with torch.optim.Muon, and closely with AdamW; no clipping."""
     o = Optimizer(optimizer="muon", clip_grad=0.0, muon_momentum=0.9, muon_num_ns_steps=4, adam_beta2=0.95)
     ours, store = make(m, o)
     named = {n: p.detach().clone() for n, p in ours.named_parameters()}
@@ -234,7 +235,7 @@ def test_muon_equals_torchs(m):
 
 
 def test_muon_settings_reach_torch(run):  # noqa: F811
-    """--muon-momentum and --muon-num-ns-steps from the second step on; the first sees the first weights."""
+    """The two flags change all losses but the first."""
     base = run("--optimizer", "muon").losses
     for flags in (["--muon-momentum", "0.5"], ["--muon-num-ns-steps", "2"]):
         got = run("--optimizer", "muon", *flags).losses
@@ -244,12 +245,12 @@ def test_muon_settings_reach_torch(run):  # noqa: F811
     assert (settings["momentum"], settings["ns_steps"]) == (0.7, 3)
 
 
-# What is kept
+# State
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_and_loaded_it_goes_on_bit_for_bit(rule, dtype, tmp_path):
+def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     o = Optimizer(optimizer=rule)
     model, store = make(GATED, o, dtype=dtype)
     steps(model, store, 3)
@@ -272,7 +273,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(rule, dtype, tmp_path):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):  # noqa: F811
-    """By command: three steps and three more are six."""
+    """Three steps and three more equal six."""
     save = str(tmp_path / "save")
     flags = ("--optimizer", rule, "--eval-iters", "0", "--lr-decay-iters", "6")
     whole = run(*flags).losses
@@ -282,21 +283,20 @@ def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):  # noqa: F811
     assert run(*flags, "--load", save, "--no-load-optim").losses != rest
 
 
-# Nothing moves in a step that is not finite
+# Non-finite steps
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_non_finite_gradients_leave_everything(rule, bad, offload, dtype):
-    """Weights, masters, momentum, both moments and t, whichever kind has the number; the next step is made."""
+def test_non_finite_gradients_change_nothing(rule, offload, dtype):
+    """A non-finite gradient of any kind leaves all state as it was; the next step is applied."""
     model, store = make(GATED, Optimizer(optimizer=rule), dtype=dtype, offload=offload)
     steps(model, store, 2)
     before, weights = snapshot(store), store.weights.clone()
     names = one_of_each_kind(store)
     assert len(names) == len(store.updates) == (3 if rule == "muon" else 2)
-    for name in names:
+    for name, bad in itertools.product(names, (math.nan, math.inf, -math.inf)):
         store.clear_gradients()
         losses_of(model, batches(2))
         gradient(store, name).view(-1)[5] = bad
@@ -309,13 +309,13 @@ def test_non_finite_gradients_leave_everything(rule, bad, offload, dtype):
     assert is_equal(snapshot(store), snapshot(undisturbed))
 
 
-# Masters and state in host memory
+# Offload
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 256.0)])
-def test_offload_on_a_cpu_is_the_same(rule, dtype, scale):
-    """Bit for bit, checkpoint and weights, though masters are apart from the weights in every format."""
+def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
+    """Offload gives the same checkpoint and weights bit for bit, with separate masters."""
     outcomes = []
     for offload in (False, True):
         model, store = make(GATED, Optimizer(optimizer=rule, clip_grad=0.5), dtype=dtype, offload=offload)
@@ -331,7 +331,7 @@ def test_offload_on_a_cpu_is_the_same(rule, dtype, scale):
     "flags", [[], ["--bf16"], ["--fp16"], ["--optimizer", "sgd"]], ids=lambda f: "".join(f) or "fp32"
 )
 def test_offload(run, tmp_path, monkeypatch, flags):  # noqa: F811
-    """--cpu-optimizer in a run by command, saved with it and resumed without it: the losses of a run without."""
+    """A run saved with --cpu-optimizer and resumed without it has the losses of one without."""
     made, real = [], ParameterStore.__init__
 
     def init(self, *args):
@@ -353,7 +353,7 @@ def test_offload(run, tmp_path, monkeypatch, flags):  # noqa: F811
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offload_from_a_gpu(rule, dtype):
-    """Masters and moments lie in host memory, gradients come through pinned memory, weights stay on the device."""
+    """Masters and moments are in host memory, gradients pinned, and weights on the device."""
     device = torch.device("cuda")
     outcomes = []
     for offload in (False, True):
@@ -375,11 +375,11 @@ def test_offload_from_a_gpu(rule, dtype):
     assert (moved_a - moved_b).norm() < (0.02 if exact else 0.2) * moved_a.norm()
 
 
-# What is told of weights and gradients
+# Statistics
 
 
 class Odd(nn.Module):
-    """Sizes that leave gaps behind every parameter."""
+    """A module with gaps after every parameter."""
 
     def __init__(self):
         super().__init__()
@@ -417,9 +417,9 @@ def test_zeros_and_norm_count_no_gaps(rule, dtype):
 
 
 def test_zeros_and_norm_in_a_run(run):  # noqa: F811
-    """Zeros are those of the true vocabulary, and the norm is that of the weights after the step."""
+    """Zeros exclude padded rows; the norm is that of the weights after the step."""
     got = run("--log-num-zeros-in-grad", "--log-params-norm", "--train-iters", "2", "--eval-iters", "0")
-    assert all(0 <= n < 64 * 32 for n in got.column("num_zeros"))  # less than 64 rows of padding, 32 wide, would have
+    assert all(0 <= n < 64 * 32 for n in got.column("num_zeros"))  # fewer than 64 padded rows would have
     norms = got.column("params_norm")
     assert len(set(norms)) == 2 and all(0 < n < 100 for n in norms)
     assert "num zeros: " in got.out and "params norm: " in got.out

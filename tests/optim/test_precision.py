@@ -1,4 +1,4 @@
-"""fp16's loss scale against the rule written out by hand, and what becomes of steps that are not finite."""
+"""The loss scale of fp16 against a reference, and steps that are not finite."""
 
 import json
 import math
@@ -48,7 +48,7 @@ class ByHand:
 
 @pytest.mark.parametrize(("window", "hysteresis", "least"), [(3, 2, 1.0), (7, 1, 1.0), (1000, 2, 1.0), (2, 3, 64.0)])
 def test_dynamic_scale(window, hysteresis, least):
-    """4,000 seeded overflows and clean steps; resumed in the middle."""
+    """Compare 4,000 random overflows and clean steps, with a resume in the middle."""
     p = Precision(
         fp16=True, loss_scale_window=window, hysteresis=hysteresis, initial_loss_scale=2.0**10, min_loss_scale=least
     )
@@ -65,7 +65,7 @@ def test_dynamic_scale(window, hysteresis, least):
             ours.load(state)
 
 
-def test_the_first_overflow_is_forgiven():
+def test_the_first_overflow_keeps_the_scale():
     s = LossScale(Precision(fp16=True))
     scales = []
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_the_first_overflow_is_forgiven():
 
 
 def test_a_scale_of_another_kind_is_not_taken_over():
-    """Of a run in another format, or of a constant scale."""
+    """The scale of another format, or a constant one, is ignored."""
     dynamic, constant = Precision(fp16=True), Precision(fp16=True, loss_scale=128.0)
     s = LossScale(dynamic)
     for p in (Precision(bf16=True), Precision(), constant):
@@ -102,10 +102,10 @@ class One(nn.Module):
 
 @pytest.mark.parametrize("rule", ["adam", "sgd", "muon"])
 def test_forced_overflows(rule):
-    """3,200 steps of a real store in fp16: the gradients overflow at random, and wherever the scale has grown too high.
+    """Take 3,200 fp16 steps with a store, whose gradients overflow at random and at a high scale.
 
-    At each step the scale, the hysteresis and the growth counter are those of the rule, the step is applied exactly if
-    nothing overflowed, and otherwise no number moved.
+    At each step the scale, the hysteresis and the growth counter follow the rule. A step is applied
+    if nothing overflowed; otherwise nothing changes.
     """
     model = One()
     p = Precision(fp16=True, initial_loss_scale=2.0**32, loss_scale_window=5, hysteresis=2)
@@ -148,12 +148,12 @@ def test_forced_overflows(rule):
     assert too_high > 10 and least > 0 and forced[0] is False and ours.scale > 1.0
 
 
-# By command
+# Runs
 
 
 @pytest.fixture
 def breaking(monkeypatch):
-    """breaking({iterations}): the loss of these, from 1 in each attempt, becomes NaN or `value`; `alone`: no gradient."""
+    """Return breaking(iterations): their losses become NaN or `value`; `alone` spares gradients."""
 
     real = training_step.loss_sum
 
@@ -174,7 +174,7 @@ def breaking(monkeypatch):
 
 
 def saved(folder, step):
-    """Every tensor of a checkpoint, and its counters."""
+    """Return every tensor of a checkpoint, and its counters."""
     import safetensors.torch
 
     tensors = {}
@@ -206,15 +206,15 @@ FORMATS = [
 )
 @pytest.mark.parametrize("flags", FORMATS, ids=lambda f: "".join(f) or "fp32")
 def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, value, alone):  # noqa: F811
-    """Iteration 3 of 4: with skip:1 its checkpoint holds the tensors of iteration 2, bit for bit, and 4 goes on."""
+    """With skip:1, iteration 3 saves the tensors of iteration 2, and 4 continues from them."""
     breaking({3}, value, alone)
     got = run(*BASE, *flags, "--train-iters", "4", "--on-nonfinite", "skip:1", *saving(tmp_path))
     assert got.status == 0 and got.column("skipped") == [False, False, True, False]
     assert got.losses[2] == str(value) and all(isinstance(x, float) for x in got.losses[:2] + got.losses[3:])
     (a, before), (b, after), (c, end) = (saved(tmp_path, i) for i in (2, 3, 4))
     assert is_equal(a, b) and not is_equal(b, c) and all(x.isfinite().all() for x in c.values())
-    told = [(s["iteration"], s["consumed_train_samples"], s["schedule_samples"]) for s in (before, after, end)]
-    assert told == [(2, 8, 8), (3, 12, 8), (4, 16, 12)]
+    counters = [(s["iteration"], s["consumed_train_samples"], s["schedule_samples"]) for s in (before, after, end)]
+    assert counters == [(2, 8, 8), (3, 12, 8), (4, 16, 12)]
     assert before["optimizer_steps"] == after["optimizer_steps"] == end["optimizer_steps"] - ("sgd" not in flags)
     assert [s["nonfinite_in_a_row"] for s in (before, after, end)] == [0, 1, 0]
     lines = [line for line in got.out.splitlines() if line.startswith(" iteration ")]
@@ -223,7 +223,7 @@ def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, va
 
 @pytest.mark.parametrize("flags", FORMATS[:3], ids=lambda f: "".join(f) or "fp32")
 def test_stop(run, breaking, tmp_path, flags):  # noqa: F811
-    """The default: exit 70, said why, nothing saved of that step; the run goes on from the checkpoint before it."""
+    """By default: exit 70 with a reason, no checkpoint; the run resumes from the previous one."""
     clean = run(*BASE, *flags)
     breaking({4})
     got = run(*BASE, *flags, *saving(tmp_path))
@@ -238,7 +238,7 @@ def test_stop(run, breaking, tmp_path, flags):  # noqa: F811
 
 
 def test_on_nonfinite(run, breaking, tmp_path):  # noqa: F811
-    """--on-nonfinite skip:2: two in a row are skipped, again and again; the third ends the run; resuming keeps count."""
+    """--on-nonfinite skip:2 skips two in a row; a third ends the run; a resume keeps the count."""
     breaking({2, 3, 5, 6})
     got = run(*BASE, "--on-nonfinite", "skip:2", "--train-iters", "7")
     assert got.status == 0 and got.column("skipped") == [i in (2, 3, 5, 6) for i in range(1, 8)]
@@ -260,7 +260,7 @@ def test_on_nonfinite(run, breaking, tmp_path):  # noqa: F811
 
 
 def test_an_overflow_is_not_a_non_finite_step(run):  # noqa: F811
-    """fp16 from 2^32 skips on its way down under `stop`; samples are consumed, the schedule stands still."""
+    """fp16 from 2^32 skips steps even under `stop`; samples count, the schedule does not move."""
     got = run(
         "--fp16", "--train-iters", "24", "--eval-iters", "0", "--lr-decay-style", "constant", "--lr-warmup-iters", "8"
     )
@@ -274,13 +274,13 @@ def test_an_overflow_is_not_a_non_finite_step(run):  # noqa: F811
 
 
 def test_a_constant_scale_that_never_fits(run):  # noqa: F811
-    """Skipped nineteen times; the twentieth overflow in a row is the end."""
+    """Nineteen overflows in a row are skipped; the twentieth ends the run."""
     got = run("--fp16", "--loss-scale", str(2.0**40), "--train-iters", "30", "--eval-iters", "0")
     assert got.status == 70 and got.column("loss_scale") == [2.0**40] * 20 and "the gradient norm is" in got.err
 
 
 def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):  # noqa: F811
-    """In fp16, with a window of 3: the scale doubles after three steps that were applied, not after two and a NaN."""
+    """The scale doubles after three applied steps, not after two and a NaN."""
     breaking({2})
     flags = ("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "3", "--on-nonfinite", "skip:1")
     got = run(*BASE, *flags, "--train-iters", "3", *saving(tmp_path))

@@ -1,4 +1,4 @@
-"""Learning rate, weight decay and batch ramp-up against Megatron's formulas written out again; changed ones on resume."""
+"""Learning rate, weight decay and batch ramp-up against Megatron's formulas; changes on resume."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ def settings(batch=2, iters=5000, seq=None, ramp=(), samples=None, tokens=None, 
 
 
 def megatron_lr(n, style, w, d, init=0.0, wsd=0, wsd_style="exponential", high=LR, low=LEAST):
-    """After n samples, with w of warm-up and d of decay."""
+    """Return the rate after n samples, with w of warm-up and d of decay."""
     if w > 0 and n <= w:
         return init + (high - init) * n / w
     if style == "constant":
@@ -80,7 +80,7 @@ STYLES += [("WSD", shape) for shape in ("exponential", "linear", "cosine", "minu
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize("init", [0.0, 3e-5])
 def test_curve(style, wsd, warmup, init):
-    """Every sample from before the warm-up's end to beyond the decay."""
+    """Compare every sample from the warm-up to beyond the decay."""
     more = {"lr_wsd_decay_style": wsd, "lr_wsd_decay_iters": 25} if wsd else {}
     c = settings(
         batch=4, iters=100, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=80, lr_warmup_init=init, **more
@@ -94,7 +94,7 @@ def test_curve(style, wsd, warmup, init):
 
 
 def test_borders():
-    """The values themselves: at the end of the warm-up, of the decay, one after it, at the start of the anneal."""
+    """Check values at the ends of warm-up and decay, one after, and at the start of the anneal."""
 
     def at(n, **more):
         s = {"lr_warmup_iters": 10, "lr_decay_iters": 80, **more}
@@ -171,7 +171,7 @@ def test_golden_numbers_of_the_345m_run():
     ],
 )
 def test_lengths(given, want):
-    """A batch of 4 samples of 10 tokens; a sample cut short is none."""
+    """Batches have 4 samples of 10 tokens; an incomplete sample does not count."""
     c = settings(batch=4, seq=10, **given)
     assert not [p for p in checks.problems(c) if "--lr" in p or "--train" in p or "--rampup" in p]
     s = build_schedule(c)
@@ -182,7 +182,7 @@ def test_lengths(given, want):
 
 
 def megatron_batches(start, increment, ramp, whole, samples):
-    """The global batch of every step, by Megatron's calculator and its count of iterations."""
+    """Return the global batch of every step by Megatron's calculator."""
     per_increment = ramp / ((whole - start) // increment)
 
     def current(consumed):
@@ -195,7 +195,7 @@ def megatron_batches(start, increment, ramp, whole, samples):
     return sizes + [whole] * ((samples - consumed) // whole)
 
 
-def test_ramp_up_is_megatrons():
+def test_ramp_up_equals_megatrons():
     rng, unlike = random.Random(0), set()
     for _ in range(400):
         start, increment = rng.randint(1, 24), rng.randint(1, 24)
@@ -214,7 +214,7 @@ def test_ramp_up_is_megatrons():
 
 
 def test_a_run_that_ends_within_its_ramp():
-    """A batch that does not fit in whole is left out."""
+    """A batch that does not fit is left out."""
     c = settings(batch=8, ramp=(2, 2, 12), samples=19)
     assert [c.batch(n) for n in (0, 2, 4, 8, 12, 13, 100)] == [2, 2, 4, 6, 8, 8, 8]
     assert c.steps == 4  # 2, 2, 4, 6 are 14; 8 more would be 22
@@ -223,7 +223,7 @@ def test_a_run_that_ends_within_its_ramp():
 
 
 def test_a_run_follows_schedule_and_ramp(run):  # noqa: F811
-    """By command: 2 2 4 4 and then 6, the rate of each step at the samples before it, the last batch only if whole."""
+    """Batches are 2 2 4 4 6; a step's rate is that at the samples before it."""
     got = run(
         "--train-iters",
         "none",
@@ -263,7 +263,7 @@ def test_a_run_follows_schedule_and_ramp(run):  # noqa: F811
     assert f"iteration {len(sizes):8d}/{len(sizes):8d} | consumed samples: {before[-1]:12d} |" in got.out
 
 
-# What a resumed run does with a changed schedule
+# Changed schedules on resume
 
 
 def test_resume_prints_megatrons_nine_lines():
@@ -313,20 +313,22 @@ ONE_BY_ONE = [
 ]
 
 
-def test_each_value_is_there():
+def test_every_value_is_listed():
     assert [n for n, _, _ in ONE_BY_ONE] == [f.name for f in dataclasses.fields(Schedule)]
 
 
 @pytest.mark.parametrize(("name", "value", "flag"), ONE_BY_ONE)
 def test_each_value_alone_needs_a_decision(name, value, flag):
-    """Both values, the flag and both ways out are named; override takes ours, use-checkpoint takes theirs."""
+    """The error names both values and flags; override takes ours, use-checkpoint theirs."""
     ours, saved = dataclasses.replace(FULL, **{name: value}), dataclasses.asdict(FULL)
     with pytest.raises(UserError) as e:
         resume_schedule(ours, saved, settings())
-    head, told, way_out = str(e.value).split("\n")
+    head, difference, way_out = str(e.value).split("\n")
     assert e.value.status == 2 and "differs from the checkpoint's" in head
     before, now = (f"{x:,.10g} samples = " if name in _LENGTHS else x for x in (getattr(FULL, name), value))
-    assert f"the checkpoint has {before}" in told and f", the flags say {now}" in told and flag in told
+    assert (
+        f"the checkpoint has {before}" in difference and f", the flags say {now}" in difference and flag in difference
+    )
     assert "--override-opt_param-scheduler" in way_out and "--use-checkpoint-opt_param-scheduler" in way_out
 
     kept, lines = resume_schedule(ours, saved, settings(override_opt_param_scheduler=True))
@@ -338,7 +340,7 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
 
 
 def test_a_changed_schedule_needs_a_decision():
-    """Several at once, from flags: --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler."""
+    """Several changes are reported together and decided by either flag."""
     saved = dataclasses.asdict(build_schedule(settings(lr_decay_iters=100)))
     ours = settings(lr=3e-4, lr_decay_iters=200)
     with pytest.raises(UserError) as e:
@@ -362,7 +364,7 @@ def test_a_changed_schedule_needs_a_decision():
 
 
 def test_the_checkpoints_ramp_has_the_checkpoints_length():
-    """Its style decides whether the length matters, the flags' constant does not."""
+    """The checkpoint's style decides whether the length matters."""
     saved = dataclasses.asdict(dataclasses.replace(FULL, wd_style="linear", wd_samples=2000))
     ours = dataclasses.replace(FULL, wd_style="constant", wd_samples=4000)
     kept, lines = resume_schedule(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
@@ -386,7 +388,7 @@ def test_an_anneal_without_wsd_needs_none():
 
 
 def test_checkpoints_from_before_the_newer_three():
-    """They warmed up from 0 and knew no WSD."""
+    """They warm up from 0 and have no WSD."""
     before = build_schedule(settings(lr_warmup_iters=5))
     saved = dataclasses.asdict(before)
     for name in ("init_lr", "wsd_samples", "wsd_style"):
@@ -399,7 +401,7 @@ def test_checkpoints_from_before_the_newer_three():
 
 @pytest.mark.parametrize("flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None])
 def test_resume_by_command(run, tmp_path, flag):  # noqa: F811
-    """The second run asks for another rate; what its steps are made with is what the flag says."""
+    """A resumed run with another rate uses the one that the flag selects."""
     save = str(tmp_path / "save")
     base = ("--lr-decay-style", "constant", "--eval-iters", "0")
     assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0

@@ -1,4 +1,4 @@
-"""docs/parallelism.md: pictures and tables are what the code makes, formulas what a count by hand gives."""
+"""docs/parallelism.md: pictures and tables match the code, formulas match counts by hand."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def document():
 
 
 @pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "context"])
-def test_pictures_are_what_the_code_draws(document, name):
+def test_pictures_match_the_code(document, name):
     drawn = document.path(name).read_text(encoding="utf-8")
-    assert drawn == document.draw(name), "make the pictures anew: python docs/parallelism.py"
+    assert drawn == document.draw(name), "update the pictures: python docs/parallelism.py"
     assert f"]({document.path(name).name})" in document.PAGE.read_text(encoding="utf-8")
 
 
@@ -33,12 +33,12 @@ def test_every_picture_is_tested(document):
     assert list(document.PICTURES) == ["data", "tensor", "pipeline", "context"]
 
 
-def test_tables_are_what_the_code_reckons(document):
-    assert document.PAGE.read_text(encoding="utf-8") == document.page(), "make them anew: python docs/parallelism.py"
+def test_tables_match_the_code(document):
+    assert document.PAGE.read_text(encoding="utf-8") == document.page(), "update the tables: python docs/parallelism.py"
 
 
 def test_bytes_of_a_ring_passed_by_hand(document):
-    """Four ranks, 12 weights: chunks of 3 go around, 3 rounds to reduce them and 3 to gather them."""
+    """Four ranks, 12 weights: chunks of 3 take 3 rounds to be reduced and 3 to be gathered."""
     size = {"n": 4, "weights": 12, "layers": 1, "hidden": 8, "tokens": 16}
     assert document.moved("ZeRO 0", **size) == (3 + 3) * 3 * 4
     assert document.moved("ZeRO 1", **size) == 3 * 3 * 4 + 3 * 3 * 2
@@ -47,7 +47,9 @@ def test_bytes_of_a_ring_passed_by_hand(document):
     stream = 16 * 8 * 2
     assert document.moved("tensor", **size) == 6 * (6 * stream + 3 * 16 * 4) / 4
     assert document.moved("pipeline", **size, chunks=2) == 2 * 2 * stream
-    assert document.moved("context", **size) == 2 * 4 * 3 * (stream // 16)  # to each of three, its heads of own tokens
+    assert document.moved("context", **size) == 2 * 4 * 3 * (
+        stream // 16
+    )  # to each of three: its heads for this rank's tokens
     alone = size | {"n": 1}
     assert [document.moved(what, **alone) for what in ("ZeRO 0", "ZeRO 1", "tensor", "pipeline", "context")] == [0] * 5
 

@@ -1,4 +1,4 @@
-"""Schedules as lists: complete, without deadlock, in the order of their messages, with the bubbles of the textbook."""
+"""Schedules are complete, free of deadlock, in message order, and have the known bubbles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_complete_in_order_and_free_of_deadlock(kind, chunks, pp):
 @pytest.mark.parametrize("pp", SIZES[1:])
 @pytest.mark.parametrize(("kind", "chunks"), CASES)
 def test_messages_are_received_in_the_order_of_sending(kind, chunks, pp):
-    """On each channel: two ranks, a direction, and whether it leads around between the last rank and the first."""
+    """Test each channel: two ranks, a direction, and whether it wraps around."""
     last = pp * chunks - 1
     for m in microbatches(pp, chunks):
         sent, received = {}, {}
@@ -83,7 +83,7 @@ def test_refused():
         schedule("gpipe", 4, 0, 8, 2)
 
 
-def test_deadlock_is_seen(monkeypatch):
+def test_deadlock_is_detected(monkeypatch):
     monkeypatch.setattr(pipeline_schedule, "schedule", lambda *_: [Action("B", 0, 0), Action("F", 0, 0)])
     with pytest.raises(RuntimeError, match=r"deadlocks: 2 ranks are at \[0, 0\]"):
         simulate("1f1b", 2, 1)
@@ -93,7 +93,7 @@ def test_deadlock_is_seen(monkeypatch):
 
 
 def plain(actions, pp):
-    """Torch's actions as ours, without its waiting slots."""
+    """Convert torch's actions to ours, without its idle slots."""
     found = [(a.computation_type.value, a.stage_index // pp, a.microbatch_index) for a in actions if a]
     return [Action(*a) for a in found if a[0] in "FB"]
 
@@ -110,7 +110,7 @@ def test_same_lists_as_torch(chunks, pp):
             oracle.number_of_rounds, oracle.microbatches_per_round = m // pp, pp
             if chunks > 1:
                 theirs = oracle._calculate_single_rank_operations(rank)
-            else:  # torch's interleaved schedule of one chunk warms up twice as long as 1F1B: ask its helper for 1F1B
+            else:  # torch's interleaved schedule warms up too long with one chunk; use its 1F1B helper
                 ahead = min(m, pp - rank - 1)
                 theirs = torchs._get_1f1b_rank_ops(
                     1, pp, ahead, m - ahead, ahead, rank, lambda k, rank=rank: rank, lambda k, rank=rank: rank
@@ -134,8 +134,8 @@ def test_same_order_as_torchs_1f1b_and_gpipe(pp):
 
 @pytest.mark.parametrize("kind", ["zero-bubble", "zbv"])
 @pytest.mark.parametrize("pp", [2, 4])
-def test_torchs_lists_can_be_run(kind, pp):
-    """Every forward once, and a whole backward pass in one part or two, in micro-batch order; messages arrive as sent."""
+def test_torchs_zero_bubble_lists(kind, pp):
+    """Every micro-batch has one forward and a full backward, in order; there is no deadlock."""
     from meshwright.parallel.pipeline import actions_of
 
     chunks, microbatches = (1 if kind == "zero-bubble" else 2), 2 * pp

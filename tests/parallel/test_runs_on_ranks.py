@@ -1,4 +1,4 @@
-"""Whole runs on several ranks: continued in other layouts, ended by a signal or a file, stopped by a NaN, validated alone."""
+"""Runs on several ranks: continued in other layouts, ended by signals, time or a NaN."""
 
 import json
 import math
@@ -33,7 +33,7 @@ FLAGS = [
 
 
 def on_ranks(world, *flags, folder):
-    """Exit statuses and output of `pretrain_gpt.py` on so many ranks."""
+    """Run `pretrain_gpt.py` on `world` ranks; return exit statuses and outputs."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -48,7 +48,7 @@ def on_ranks(world, *flags, folder):
 
 
 def curve(folder):
-    """Losses, norms and validations by iteration, the last attempt's."""
+    """Return the last attempt's losses and norms, and validations, by iteration."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = {r["iteration"]: (r["loss"], r["grad_norm"]) for r in rows if r["event"] == "step"}
     valid = {r["iteration"]: r["loss"] for r in rows if r["event"] == "validation" and r["name"] == "validation"}
@@ -78,13 +78,13 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=["tp2pp2-zero2-one", "one-zero3tp2-pp2", "zbv-cp2-dp4"])
-def test_a_run_goes_on_in_another_layout(tmp_path, uninterrupted, chain):
-    """Three attempts of three steps, each in its own layout: losses, norms and validations are those of one process."""
+def test_a_run_continues_in_another_layout(tmp_path, uninterrupted, chain):
+    """Three attempts in different layouts have the losses, norms and validations of one process."""
     for n, (world, layout) in enumerate(chain, 1):
         flags = [*layout.split(), "--save", "run", "--load", "run", *(["--exit-interval=3"] if n < len(chain) else [])]
-        statuses, told = on_ranks(world, *flags, folder=tmp_path)
-        assert statuses == [0] * world, told[0][-3000:]
-        assert not any(text.strip() for text in told[1:]), told[1]  # rank 0 speaks
+        statuses, outputs = on_ranks(world, *flags, folder=tmp_path)
+        assert statuses == [0] * world, outputs[0][-3000:]
+        assert not any(text.strip() for text in outputs[1:]), outputs[1]  # only rank 0 prints
     steps, valid = curve(tmp_path / "run")
     assert len(steps) == 9
     for i, want in uninterrupted[0].items():
@@ -102,8 +102,8 @@ def test_a_run_goes_on_in_another_layout(tmp_path, uninterrupted, chain):
     ],
     ids=["dp2", "pp2", "cp2", "tp2dp2"],
 )
-def test_whole_validation_sets_on_ranks(tmp_path, world, layout):
-    """Sets whose samples are no multiple of any batch, with ends of documents masked: every sample counts once."""
+def test_full_validation_on_ranks(tmp_path, world, layout):
+    """Every sample counts once in sets that no batch size divides, with masked tokens."""
     for n, tokens in enumerate((400, 333)):
         with Writer(tmp_path / f"d{n}", np.uint16) as writer:
             for k in range(0, tokens, 20):
@@ -125,8 +125,8 @@ def test_whole_validation_sets_on_ranks(tmp_path, world, layout):
     ]
     one = [flag for flag in layout.split() if flag.startswith("--global")]
     assert main(["train", *FLAGS, *data, *one, "--run-dir", str(tmp_path / "one")]) == 0
-    statuses, told = on_ranks(world, *data, *layout.split(), "--run-dir", "many", folder=tmp_path)
-    assert statuses == [0] * world, told[0][-3000:]
+    statuses, outputs = on_ranks(world, *data, *layout.split(), "--run-dir", "many", folder=tmp_path)
+    assert statuses == [0] * world, outputs[0][-3000:]
     read = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "many")
@@ -151,9 +151,9 @@ def strike(folder, number):
 
 
 def test_one_ranks_signal_ends_all(tmp_path):
-    """Only one rank gets it: all finish the same step, save it and leave as the signal says."""
+    """If one rank gets a signal, all finish and save the same step, and exit with its status."""
     thread = strike(tmp_path, signal.SIGTERM)
-    statuses, told = on_ranks(
+    statuses, outputs = on_ranks(
         2,
         "--pipeline-model-parallel-size=2",
         "--save=run",
@@ -162,13 +162,13 @@ def test_one_ranks_signal_ends_all(tmp_path):
         folder=tmp_path,
     )
     thread.join(10)
-    assert statuses == [143] * 2, told
-    assert len(list((tmp_path / "run").glob("iter_*"))) == 1 and "SIGTERM" in told[0]
+    assert statuses == [143] * 2, outputs
+    assert len(list((tmp_path / "run").glob("iter_*"))) == 1 and "SIGTERM" in outputs[0]
 
 
 def test_the_clock_ends_all(tmp_path):
-    """The time is over on every rank at another moment: all save the same step and leave together."""
-    statuses, told = on_ranks(
+    """Time runs out at different moments on the ranks; all save the same step and exit."""
+    statuses, outputs = on_ranks(
         4,
         "--tensor-model-parallel-size=2",
         "--save",
@@ -179,26 +179,26 @@ def test_the_clock_ends_all(tmp_path):
         "--eval-iters=0",
         folder=tmp_path,
     )
-    assert statuses == [0] * 4, told[0][-3000:]
+    assert statuses == [0] * 4, outputs[0][-3000:]
     (step,) = (tmp_path / "run").glob("iter_*")
     assert 0 < open_step(tmp_path / "run", int(step.name[5:])).state["iteration"] < 100000
-    assert "exiting program at iteration" in told[0]
+    assert "exiting program at iteration" in outputs[0]
 
 
-def test_not_finite_on_all(tmp_path):
-    """A rate that makes everything infinite: every rank ends with 70, one tells it in words."""
-    statuses, told = on_ranks(2, "--lr=1e300", "--tensor-model-parallel-size=2", "--save=run", folder=tmp_path)
-    assert statuses == [70] * 2, told[0][-2000:]
-    assert "was not applied" in told[0] and not told[1].strip()
+def test_not_finite_on_all_ranks(tmp_path):
+    """With an infinite loss every rank exits with 70, and one reports it."""
+    statuses, outputs = on_ranks(2, "--lr=1e300", "--tensor-model-parallel-size=2", "--save=run", folder=tmp_path)
+    assert statuses == [70] * 2, outputs[0][-2000:]
+    assert "was not applied" in outputs[0] and not outputs[1].strip()
 
 
 def test_validation_without_training(tmp_path, uninterrupted):
-    """A pipeline that validates and tests a checkpoint of one process, and takes no step."""
+    """A pipeline validates and tests a checkpoint of one process without a step."""
     assert main(["train", *FLAGS, "--save", str(tmp_path / "run")]) == 0
-    statuses, told = on_ranks(
+    statuses, outputs = on_ranks(
         2, "--pipeline-model-parallel-size=2", "--skip-train", "--load=run", "--run-dir=again", folder=tmp_path
     )
-    assert statuses == [0] * 2, told[0][-3000:]
+    assert statuses == [0] * 2, outputs[0][-3000:]
     found = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("run", "again")
@@ -208,11 +208,11 @@ def test_validation_without_training(tmp_path, uninterrupted):
     assert not [r for r in found[1] if r["event"] == "step"]
 
 
-def test_a_rank_that_is_gone_is_told(tmp_path):
-    """Killed in the middle: the other ends with 75, in words, at once."""
+def test_a_killed_rank_is_reported(tmp_path):
+    """If a rank is killed, the other exits with 75 and a message at once."""
     thread = strike(tmp_path, signal.SIGKILL)
-    statuses, told = on_ranks(
+    statuses, outputs = on_ranks(
         2, "--train-iters=100000", "--lr-decay-iters=100000", "--run-dir=run", "--eval-iters=0", folder=tmp_path
     )
     thread.join(10)
-    assert sorted(statuses) == [-9, 75] and any("rank" in text and "answer" in text for text in told), told
+    assert sorted(statuses) == [-9, 75] and any("rank" in text and "answer" in text for text in outputs), outputs

@@ -194,7 +194,8 @@ def traced(name, trainer, step):
         pytest.param("--world-size 4 --context-parallel-size 2 --zero-stage 3", marks=pytest.mark.long),
         pytest.param("--world-size 2 --zero-stage 1", marks=pytest.mark.long),
         pytest.param(
-            "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
+            "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+            "--recompute-granularity full",
             marks=pytest.mark.long,
         ),
     ],
@@ -232,7 +233,7 @@ def test_uneven_vocabulary():
 
 
 def rows_and_padding(trainer):
-    """Return the record, and the token table's rows here, those of padding, and their largest value."""
+    """Return the record, the token table's rows, those of padding, and their largest value."""
     table, vocab = trainer.net.parts[0].wte.weight, trainer.vocab
     first = trainer.layout.at("tp") * len(table)
     beyond = table[min(max(vocab - first, 0), len(table)) :]
@@ -307,7 +308,8 @@ def test_attention_dropout():
         "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective",
         "--world-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
         "--world-size 2 --zero-stage 2",
-        "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --micro-batch-size 2",
+        "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 "
+        "--micro-batch-size 2",
         "--world-size 2 --tensor-model-parallel-size 2 --num-query-groups 2 --position-embedding-type alibi",
     ]
     check([f"{line} --attention-dropout 0.1 --attention-impl reference" for line in layouts], steps=2)
@@ -325,7 +327,7 @@ def test_attention_dropout_over_context_is_refused():
 # fp16
 
 # Sums of float16 gradients differ with the layout, and so may the scale at which one overflows:
-# 1.15e6 overflows in all of these, 5.75e5 in none, and 1.15e6 is tried again only in the broken step.
+# 1.15e6 overflows in all of these, 5.75e5 in none; 1.15e6 is tried again only in the broken step.
 FP16 = (
     "--params-dtype float32 --fp16 --initial-loss-scale 2.3e6 --hysteresis 1 --loss-scale-window 2 --lr 1e-3 "
     "--micro-batch-size 2 --global-batch-size 8"
@@ -453,7 +455,7 @@ def formula(c, layout):
         n["all-reduce"] += units * (layout.replicas > 1)
     else:
         # A bucket for each layer, the table, the positions and the last norm. With sequence
-        # parallelism the parameters copied on every tensor rank form another, summed over these too.
+        # parallelism, parameters copied on every tensor rank form another, summed over these too.
         buckets = l + (first or last) + (1 if sequence else first + last)
         if p.zero == 0 or layout.shard * layout.cp == 1:
             n["all-reduce"] += buckets
@@ -509,7 +511,7 @@ def test_messages_equal_the_formula(record_property):
 
 
 def test_one_process_sends_nothing_and_has_plain_modules(capsys):
-    """If all sizes are 1, there are no groups, no collectives and no modules replaced in the model."""
+    """If all sizes are 1, there are no groups, no collectives and no replaced modules."""
     assert not dist.is_initialized()
     steps = []
     trainer = trained(parse(""), 2, lambda *_: steps.append(Sent()) or steps[-1])

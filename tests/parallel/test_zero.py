@@ -15,7 +15,7 @@ FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.
 
 @pytest.mark.parametrize("clip", [0.0, 0.1, 1e9])
 def test_steps_equal_plain_torch(clip):
-    """Compare ten float64 steps with torch.optim.AdamW on separate parameters and clip_grad_norm_."""
+    """Compare ten float64 steps with torch.optim.AdamW and clip_grad_norm_."""
     o = config.Optimizer(weight_decay=0.1, clip_grad=clip, adam_beta2=0.95)
     ours, store = make(o=o, dtype=torch.float64)
     plain = separate(ours)
@@ -60,10 +60,9 @@ def test_low_precision_keeps_full_masters(dtype):
 
 
 @pytest.mark.parametrize("where", ["vector", "matrix", "loss"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @FORMATS
-def test_a_non_finite_number_changes_nothing(bad, dtype, where):
-    """A non-finite gradient of either kind, or a non-finite loss, leaves no trace in later steps."""
+def test_a_non_finite_number_changes_nothing(dtype, where):
+    """A non-finite gradient of either kind, or loss, leaves no trace in later steps."""
     model, store = make(dtype=dtype)
     other, undisturbed = make(dtype=dtype)
     for m, s in ((model, store), (other, undisturbed)):
@@ -71,17 +70,18 @@ def test_a_non_finite_number_changes_nothing(bad, dtype, where):
         losses_of(m, [tokens()])
         s.step(1e-3, 0.1, 1.0)
     before, weights = snapshot(store), store.weights.clone()
-    store.clear_gradients()
-    losses_of(model, [tokens()])
-    loss = torch.tensor(1.0)
-    if where == "loss":
-        loss.fill_(bad)
-    else:
-        name = next(n for n, kind in kinds(store).items() if kind == ("adamw", where == "matrix"))
-        gradient(store, name).view(-1)[3] = bad
-    assert store.step(1e-3, 0.1, 1.0, loss).isfinite() == (where == "loss")
-    assert is_equal(before, snapshot(store)) and store.steps == 1
-    assert torch.equal(weights, store.weights)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        store.clear_gradients()
+        losses_of(model, [tokens()])
+        loss = torch.tensor(1.0)
+        if where == "loss":
+            loss.fill_(bad)
+        else:
+            name = next(n for n, kind in kinds(store).items() if kind == ("adamw", where == "matrix"))
+            gradient(store, name).view(-1)[3] = bad
+        assert store.step(1e-3, 0.1, 1.0, loss).isfinite() == (where == "loss")
+        assert is_equal(before, snapshot(store)) and store.steps == 1
+        assert torch.equal(weights, store.weights)
     for m, s in ((model, store), (other, undisturbed)):
         for _ in range(2):
             s.clear_gradients()

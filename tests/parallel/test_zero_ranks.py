@@ -1,4 +1,4 @@
-"""ZeRO 0, 1 and 2, and replicas of a sharded store, equal one process fed with every rank's samples."""
+"""ZeRO 0 to 2, and replicas of a sharded store, equal one process with every rank's samples."""
 
 import dataclasses
 import faulthandler
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 def sampled(names, *axes, quick):
-    """Parametrize by all combinations, of which `make test` runs those whose places are in `quick`."""
+    """Parametrize by all combinations; `make test` runs those whose indices are in `quick`."""
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[place] for axis, place in zip(axes, places, strict=True)]
@@ -35,8 +35,8 @@ def sampled(names, *axes, quick):
     return pytest.mark.parametrize(names, cases)
 
 
-# Parameters that a micro-batch's loss does not depend on: the first and the last of a layer that the
-# backward pass reaches, some of a part, a full part, a full layer.
+# Parameters that a micro-batch's loss does not depend on: the first and the last of a layer that
+# the backward pass reaches, some of a part, a full part, a full layer.
 SOME = {"h.0.mlp.proj.weight", "h.0.mlp.proj.bias", "h.0.ln_1.bias", "ln_f.weight", "wpe.weight"}
 LAYER = {
     f"h.1.{n}.{p}" for n in ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.fc", "mlp.proj") for p in ("weight", "bias")
@@ -64,7 +64,7 @@ def guarded(body, sizes, *args):
 
 
 def work(step, layout, micro, unused="none"):
-    """Return each data rank's micro-batches of a step: a batch, and the parameters it leaves out."""
+    """Return each data rank's micro-batches: (batch, parameters it leaves out)."""
     return [
         [
             ((tokens() + 5 * (micro * (step * layout.dp + r) + k)) % VOCAB, UNUSED[unused](step, k, micro))
@@ -86,12 +86,12 @@ def one_step(model, store, mine, lr=1e-2):
         total += losses_of(model, [batch])
         for p in left_out:
             p.requires_grad_(True)
-    told = torch.tensor([total, len(mine)], dtype=torch.float64)
-    return store.step(lr, 0.1, 1.0, told), told
+    sums = torch.tensor([total, len(mine)], dtype=torch.float64)
+    return store.step(lr, 0.1, 1.0, sums), sums
 
 
 def assembled(parts):
-    """Assemble the ranks' parts, which must agree; return the tensors and how many ranks hold each element."""
+    """Assemble the ranks' parts, which must agree; return tensors and copies of each element."""
     values, counts = {}, {}
     for part in parts:
         for name, (shape, boxes, tensor) in part.items():
@@ -117,7 +117,7 @@ def all_ranks(layout, named):
 
 
 def everything(store, with_optimizer=True):
-    """Assemble all ranks' state; each element is saved by exactly one rank and held by all its copies."""
+    """Assemble all ranks' state; check that one rank saves each element and all copies hold it."""
     held, saved = store.named_state(with_optimizer), store.named_state(with_optimizer, to_save=True)
     for name, (shape, boxes, x) in saved.items():
         assert (shape, boxes) == held[name][:2] and torch.equal(x, held[name][2])
@@ -242,19 +242,19 @@ def test_other_rules_equal_one_process(sizes, rule):
 
 
 def check_low(layout, micro, dtype):
-    """Compare bit for bit where sums have only one order (also with one process, for two summands)."""
+    """Compare bit for bit if sums have only one order (also with one process, for two terms)."""
     o = Optimizer(clip_grad=0.0)
     one, alone = make(TINY, o, dtype, padded=128)  # two of four ranks hold only padding of the token table
     first = assembled([alone.named_state(False)])[0]
     divided = [make(TINY, o, dtype, padded=128, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for step in range(STEPS):
         every = work(step, layout, micro)
-        norm, told = one_step(one, alone, list(itertools.chain(*every)), 1e-3)
+        norm, wanted_sums = one_step(one, alone, list(itertools.chain(*every)), 1e-3)
         for model, store in divided:
             assert store.share.dtype is store.master.dtype is torch.float32 and store.weights.dtype is dtype
             got, sums = one_step(model, store, every[layout.at("replicas", "shard")], 1e-3)
             assert got.item() == pytest.approx(norm.item(), rel=1e-2 if step else 1e-6)
-            assert sums.tolist() == pytest.approx(told.tolist(), rel=1e-2 if step else 1e-6)
+            assert sums.tolist() == pytest.approx(wanted_sums.tolist(), rel=1e-2 if step else 1e-6)
             zeros = zeros_of(summed(store))
             assert int(store.zeros()) == zeros
             if step == 0:
@@ -316,10 +316,10 @@ def check_non_finite(layout, dtype):
                 for i, (batch, _) in enumerate(mine[1]):
                     store.last = i == 1
                     losses_of(model, [batch])
-                told = torch.tensor([value if here and name is None else 1.0, 2.0])
-                norm = store.step(1e-2, 0.1, 1.0, told)
+                sums = torch.tensor([value if here and name is None else 1.0, 2.0])
+                norm = store.step(1e-2, 0.1, 1.0, sums)
                 assert norm.isfinite() == (name is None), (stage, name)
-                assert told[0].isfinite() == (name is not None) and told[1] == 2 * layout.world
+                assert sums[0].isfinite() == (name is not None) and sums[1] == 2 * layout.world
                 store._wait_for(store.buckets)
                 assert is_equal(before, snapshot(store)) and torch.equal(weights, store.weights), (stage, name, value)
                 if hook is not None:
@@ -341,9 +341,11 @@ def check_offload(layout):
         outcomes = []
         for offload in (False, True):
             model, store = make(GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, zero=stage, offload=offload)
-            told = [one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")]) for i in range(STEPS)]
+            results = [one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")]) for i in range(STEPS)]
             check_published(model, store, everything(store))
-            outcomes.append(snapshot(store) | {f"told {i}": torch.cat([n[None], t]) for i, (n, t) in enumerate(told)})
+            outcomes.append(
+                snapshot(store) | {f"step {i}": torch.cat([n[None], t]) for i, (n, t) in enumerate(results)}
+            )
         assert is_equal(*outcomes), (dtype, stage)
 
 
@@ -353,7 +355,7 @@ def test_offload_changes_nothing(sizes):
 
 
 def check_taken_over(layout):
-    """Continue from the state of one process or of another stage, filled in through `named_state`."""
+    """Continue from the state of one process or another stage, loaded through `named_state`."""
 
     def hand_over(values, store):
         for name, (shape, boxes, tensor) in store.named_state().items():
@@ -448,10 +450,12 @@ def check_pending(layout, dtype):
             with pytest.MonkeyPatch.context() as patch:
                 for name in names:
                     patch.setattr(dist, name, lazy(getattr(dist, name)))
-                told = [torch.cat([norm[None], sums]) for norm, sums in (one_step(model, store, some) for some in mine)]
+                results = [
+                    torch.cat([norm[None], sums]) for norm, sums in (one_step(model, store, some) for some in mine)
+                ]
                 values = everything(store)
                 check_published(model, store, values)
-            outcomes.append(values | {f"told {i}": x for i, x in enumerate(told)})
+            outcomes.append(values | {f"step {i}": x for i, x in enumerate(results)})
         assert is_equal(*outcomes), stage
 
 
