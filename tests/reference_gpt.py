@@ -1,6 +1,6 @@
 """An independent implementation of the network from its specification, to test the package's.
 
-numpy, float64, loops over samples and heads; deliberately slow and simple. Weights have the names of
+numpy, float64, loops over samples and heads; slow and simple on purpose. Weights have the names of
 the checkpoint: {name: array}, [out, in], tables at the true vocabulary size. Every step is an
 analytic function of the weights, complex ones too, so `slope` differentiates with an imaginary
 step: f(w + i h d) = f(w) + i h f'(w) d + O(h^2). Nothing is subtracted, so h may be 1e-30, which
@@ -28,7 +28,7 @@ def logits(
 ) -> np.ndarray:
     """Map tokens [B, T] to logits [B, T, V]. `drop` holds dropout's factors at each site.
 
-    Sites 0, 2i + 1, 2i + 2 are [B, T, H]: after the embedding, the attention and the MLP of layer i.
+    Sites 0, 2i + 1, 2i + 2 are [B, T, H]: after the embedding, attention and MLP of layer i.
     Site ~i is [B, heads, T, T], the attention probabilities of layer i.
     """
     rows = []
@@ -113,7 +113,7 @@ def rotated(x: np.ndarray, places: np.ndarray, m: Model) -> np.ndarray:
 
 
 def slope_of(head: int, heads: int) -> float:
-    """Return 2^(-8/n), 2^(-16/n), ... for a power of two n <= heads, then every other of 2n heads."""
+    """Return 2^(-8/n), 2^(-16/n), ... for a power of two n <= heads, then every other of 2n."""
     n = 1
     while 2 * n <= heads:
         n *= 2
