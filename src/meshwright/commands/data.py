@@ -344,7 +344,7 @@ def fetch(config: FetchConfig, dry: bool) -> None:
     from meshwright.data.tools import fetch as work
 
     f = config.fetching
-    work.main(f.names, Path(f.output), f.sha256, dry)
+    work.run(f.names, Path(f.output), f.sha256, dry)
 
 
 # Its settings, what it does, the setting that words without a flag give, and the work.

@@ -1,18 +1,18 @@
-"""`meshwright data fetch`: the downloads that the documents name, resumed where they were cut and checked where it is known.
+"""`meshwright data fetch`: downloads that continue after a cut, checked if the SHA-256 is known.
 
-Hand-written on urllib, because a download that goes on where it stopped is forty lines and no base dependency has one.
+Hand-written on urllib, because no base dependency resumes a download.
 """
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import http.client
-import json
 import os
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -32,7 +32,7 @@ TIMEOUT = 60.0  # seconds without an answer
 
 @dataclass(frozen=True)
 class Known:
-    """A file that a document names. Without a hash it is not known for sure what it must be."""
+    """A file that a document names. Without a hash its contents cannot be verified."""
 
     url: str
     what: str
@@ -62,7 +62,7 @@ KNOWN = {
     "gpt_sample_dataset_text_document.bin": Known(f"{_ONEFLOW}.bin", "OneFlow's sample, preprocessed: the tokens"),
     "gpt_sample_dataset_text_document.idx": Known(f"{_ONEFLOW}.idx", "OneFlow's sample, preprocessed: the index"),
 }
-# A word for several.
+# Names that stand for several files.
 TOGETHER = {
     "gpt2": ["gpt2-vocab.json", "gpt2-merges.txt"],
     "oscar": ["oscar-1GB.jsonl.xz"],
@@ -74,7 +74,14 @@ class Cut(Exception):
     """The connection ended early or gave an error that may pass."""
 
 
-def table() -> list[str]:
+def run(names: list[str], output: Path, sha256: str | None, dry_run: bool) -> None:
+    if not names:
+        print("\n".join(["meshwright data fetch NAME ... fetches", *describe_known(), "and any http(s) address."]))
+    for name, known in resolve(names, sha256).items():
+        print(f"would fetch {known.url} to {output / name}" if dry_run else fetch(name, known, output), flush=True)
+
+
+def describe_known() -> list[str]:
     out = []
     for name, known in KNOWN.items():
         size = f"{known.size:,} bytes, SHA-256 known" if known.size else "SHA-256 not known"
@@ -83,80 +90,78 @@ def table() -> list[str]:
     return out
 
 
-def wanted(names: list[str], sha256: str | None) -> dict[str, Known]:
-    """File name -> what is to be fetched, for names of the table and for addresses."""
+def resolve(names: list[str], sha256: str | None) -> dict[str, Known]:
+    """Return what to fetch under each file name, for names of the table and for addresses."""
+    if sha256 and (len(sha256) != 64 or not set(sha256.lower()) <= set("0123456789abcdef")):
+        raise UserError(f"--sha256 {sha256} is not 64 hexadecimal digits")
     out = {}
     for name in (n for given in names for n in TOGETHER.get(given, [given])):
         if name in KNOWN:
             known = KNOWN[name]
             out[name] = Known(known.url, known.what, known.size, known.sha256 or sha256)
             if sha256 and known.sha256 not in (None, sha256.lower()):
-                raise UserError(f"--sha256 {sha256}, but {name} has {known.sha256}: leave the flag out")
+                raise UserError(f"--sha256 {sha256}, but {name} has {known.sha256}; leave the flag out")
             continue
-        try:
-            parts = urllib.parse.urlsplit(name)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-            usable = usable and name.isprintable() and " " not in name and bool((parts.hostname or "").encode("idna"))
-        except ValueError:  # UnicodeError is one
-            usable = False
-        if not usable:
+        if not is_address(name):
+            known_names = ", ".join([*TOGETHER, *KNOWN])
             raise UserError(
-                f"{name!r} is neither an http(s) address nor one of {', '.join([*TOGETHER, *KNOWN])}: `meshwright data fetch` "
-                "lists them"
+                f"{name!r} is neither an http(s) address nor one of {known_names}; `meshwright data fetch` lists them"
             )
-        base = urllib.parse.unquote(parts.path).rpartition("/")[2]
+        base = urllib.parse.unquote(urllib.parse.urlsplit(name).path).rpartition("/")[2]
         if base in ("", ".", "..") or "\0" in base:
             raise UserError(f"{name} has no file name at its end")
         out[base] = Known(name, "", None, sha256)
-    if sha256 and (len(sha256) != 64 or not set(sha256.lower()) <= set("0123456789abcdef")):
-        raise UserError(f"--sha256 {sha256} is not 64 hexadecimal digits")
     return out
 
 
+def is_address(name: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(name)
+        (parts.hostname or "").encode("idna")
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # UnicodeError is one
+        return False
+    return parts.scheme in ("http", "https") and has_host and name.isprintable() and " " not in name
+
+
 def fetch(name: str, known: Known, folder: Path) -> str:
-    """One file into the folder; what is to be told about it."""
-    path, part = folder / name, folder / f"{name}.part"
+    """Fetch one file into the folder unless it is there; return a line about it."""
+    path = folder / name
     make_folder(folder, "--output")
     try:
         with alone(folder / f"{name}.lock"):  # a second process waits, and finds the file
-            return check_there(path, known) if path.exists() else fetch_now(known, path, part)
+            return check_present(path, known) if path.exists() else fetch_missing(path, known)
     except OSError as error:
         raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}", IO) from None
 
 
-def fetch_now(known: Known, path: Path, part: Path) -> str:
-    begun = part.stat().st_size if part.exists() else 0
-    if begun:
-        notice(f"{part} has {begun:,} bytes: going on from there")
-    download(known.url, part, path)
-    digest = sha256_of(part)
-    if known.sha256 and digest != known.sha256.lower():
-        size = part.stat().st_size
-        clear(part)
-        raise UserError(
-            f"{known.url} gave {size:,} bytes with the SHA-256 {digest}, expected is {known.sha256}"
-            f"{f' ({known.size:,} bytes)' if known.size else ''}: it was thrown away; another program or page may have "
-            "answered, so look at the address in a browser",
-            BAD_DATA,
-        )
-    os.replace(part, path)
-    clear(part)
-    checked = (
-        "SHA-256 verified"
-        if known.sha256
-        else f"not verified: no SHA-256 of it is known for sure; this one has {digest}"
-    )
-    return f"{path}: {path.stat().st_size:,} bytes, {checked}"
-
-
-def check_there(path: Path, known: Known) -> str:
+def check_present(path: Path, known: Known) -> str:
     digest = sha256_of(path)
     if known.sha256 and digest != known.sha256.lower():
         raise UserError(
-            f"{path} is there already, but its SHA-256 is {digest} and not {known.sha256}: move it away and fetch again",
+            f"{path} is there already, but its SHA-256 is {digest}, not {known.sha256}; move it away and fetch again",
             BAD_DATA,
         )
     return f"{path}: there already, {'SHA-256 verified' if known.sha256 else f'not verified (SHA-256 {digest})'}"
+
+
+def fetch_missing(path: Path, known: Known) -> str:
+    if begun := find_part(path, known.url):
+        notice(f"{begun} has {begun.stat().st_size:,} bytes; continuing from there")
+    part = download(known.url, path)
+    digest, size = sha256_of(part), part.stat().st_size
+    if known.sha256 and digest != known.sha256.lower():
+        remove_parts(path)
+        wanted_size = f" ({known.size:,} bytes)" if known.size else ""
+        raise UserError(
+            f"{known.url} gave {size:,} bytes with the SHA-256 {digest}, but {known.sha256}{wanted_size} is expected; "
+            "they were removed; another program or page may have answered, so open the address in a browser",
+            BAD_DATA,
+        )
+    os.replace(part, path)
+    remove_parts(path)
+    checked = "SHA-256 verified" if known.sha256 else f"not verified: its SHA-256 is not known; this one has {digest}"
+    return f"{path}: {size:,} bytes, {checked}"
 
 
 def sha256_of(path: Path) -> str:
@@ -164,81 +169,90 @@ def sha256_of(path: Path) -> str:
         return checksums(file, True, lambda start, block: None)[1]
 
 
-def download(url: str, part: Path, path: Path) -> None:
-    """All of it into `part`, going on where it was cut, as long as there is progress."""
-    tries, told = 0, ""
+def part_name(path: Path, url: str, version: str) -> str:
+    """Name a part by its address and version, so that bytes of two versions are never mixed."""
+    origin, version = (hashlib.sha256(value.encode()).hexdigest()[:12] for value in (url, version))
+    return f"{path.name}.{origin}-{version}.part"
+
+
+def find_part(path: Path, url: str) -> Path | None:
+    origin = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return next(path.parent.glob(f"{glob.escape(path.name)}.{origin}-*.part"), None)
+
+
+def remove_parts(path: Path) -> None:
+    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        part.unlink()
+
+
+def download(url: str, path: Path) -> Path:
+    """Receive the whole file, trying again as long as there is progress; return its part."""
+    tries, reason, got = 0, "", 0
     while tries < TRIES:
-        before = part.stat().st_size if part.exists() else 0
         try:
-            receive(url, part)
-            return
+            return receive(url, path)
         except Cut as cut:
-            told = str(cut)
-        got = part.stat().st_size if part.exists() else 0
+            reason = str(cut)
+        part, before = find_part(path, url), got
+        got = part.stat().st_size if part else 0
         tries = 0 if got > before else tries + 1
         if tries < TRIES:
-            notice(f"{url}: {told}; {got:,} bytes are here, trying again")
+            notice(f"{url}: {reason}; {got:,} bytes are here, trying again")
             time.sleep(WAIT * 2**tries / 2)
-    kept = (
-        f"; {part.stat().st_size:,} bytes are kept in {part}, and the same command goes on from there"
-        if part.exists()
-        else ""
-    )
+    kept = f"; {got:,} bytes are kept in {part}, and the same command continues from there" if part else ""
     raise UserError(
-        f"{url} cannot be fetched: {told}{kept}. On a machine without a network: download that address elsewhere and put the "
-        f"file at {path}",
+        f"{url} cannot be fetched: {reason}{kept}. On a machine without a network: download that address elsewhere and "
+        f"put the file at {path}",
         UNAVAILABLE,
     )
 
 
-def receive(url: str, part: Path) -> None:
-    """One connection's worth. Raises Cut for what may pass."""
-    origin = part.with_name(part.name + ".from")  # whose bytes the part holds, so that two versions are never mixed
-    have, validator = 0, None
-    if part.exists():
-        source = read_origin(origin)
-        have, validator = (part.stat().st_size, source.get("validator")) if source.get("url") == url else (0, None)
+def receive(url: str, path: Path) -> Path:
+    """Use one connection, from where the part ends; return the complete part.
+
+    Raise Cut for a failure that may pass.
+    """
+    begun = find_part(path, url)
+    # From the last byte that is here: a complete part gets an answer, too, with its version.
+    have = max(begun.stat().st_size - 1, 0) if begun else 0
     headers = {"User-Agent": f"meshwright/{our_version()}", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
-        if validator:
-            headers["If-Range"] = validator
     try:
-        with _opener().open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
-            if have and (answer.status != HTTPStatus.PARTIAL_CONTENT or _first(answer) != have):
-                notice(
-                    f"{url} starts from the beginning: it does not go on from byte {have:,}, or the file is another now"
-                )
-                have = 0
-            length = answer.headers.get("Content-Length")
-            total = have + int(length) if length and length.isdigit() else None
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
             tag = answer.headers.get("ETag", "")
-            validator = tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified")
-            origin.write_text(json.dumps({"url": url, "validator": validator}))
-            make_folder(part.parent, "--output", (total or have) - have)
+            version = tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified", "")
+            part = path.with_name(part_name(path, url, version))
+            is_partial = answer.status == HTTPStatus.PARTIAL_CONTENT
+            if begun and (begun != part or (have and not is_partial)):
+                notice(f"{url} starts from the beginning: the server does not continue, or the file has changed")
+                begun.unlink()
+                if is_partial:
+                    raise Cut("the file has changed")
+                have = 0
+            length = answer.headers.get("Content-Length", "")
+            total = have + int(length) if length.isdigit() else None
+            make_folder(path.parent, "--output", (total or have) - have)
             save(answer, part, have, total)
+            return part
     except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
-            if error.headers.get("Content-Range", "").strip() == f"bytes */{have}":
-                return  # it was complete
-            part.unlink()
-            raise Cut(f"it has not the {have:,} bytes that were fetched before: from the beginning") from None
-        said = f"the server answers {error.code} {error.reason}"
+        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and begun:
+            begun.unlink()
+            raise Cut(f"it does not have the {have + 1:,} bytes fetched before") from None
+        reason = f"the server answers {error.code} {error.reason}"
         if error.code in (408, 425, 429) or error.code >= 500:
-            raise Cut(said) from None
+            raise Cut(reason) from None
         raise UserError(
-            f"{url}: {said}: the file may have moved; download it by hand and put it at {part.with_suffix('')}",
-            UNAVAILABLE,
+            f"{url}: {reason}; the file may have moved: download it by hand and put it at {path}", UNAVAILABLE
         ) from None
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise Cut(f"{getattr(reason, 'strerror', None) or reason or type(error).__name__}") from None
+        cause = getattr(error, "reason", None) or error
+        raise Cut(f"{getattr(cause, 'strerror', None) or cause or type(error).__name__}") from None
 
 
 def save(answer: http.client.HTTPResponse, part: Path, have: int, total: int | None) -> None:
-    with part.open("r+b" if have else "wb") as file, progress_bar(part.stem, total) as advance:
+    with part.open("r+b" if have else "wb") as file, progress_bar(part.name, total) as advance:
         file.seek(have)
-        file.truncate()
         advance(have)
         got = have
         while block := _read(answer):
@@ -256,46 +270,3 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
         return answer.read1(BLOCK)
     except http.client.IncompleteRead as error:
         return error.partial
-
-
-def _first(answer: http.client.HTTPResponse) -> int:
-    """The first byte of a partial answer."""
-    said = answer.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0].strip()
-    return int(said) if said.isdigit() else -1
-
-
-def read_origin(path: Path) -> dict[str, str | None]:
-    try:
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def clear(part: Path) -> None:
-    part.unlink(missing_ok=True)
-    part.with_name(part.name + ".from").unlink(missing_ok=True)
-
-
-def _opener() -> urllib.request.OpenerDirector:
-    """http and https alone: urllib's usual one would follow a redirect to ftp, too."""
-    opener = urllib.request.OpenerDirector()
-    kinds: list[Callable[[], urllib.request.BaseHandler]] = [
-        urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
-        urllib.request.UnknownHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPErrorProcessor,
-    ]
-    for kind in kinds:
-        opener.add_handler(kind())
-    return opener
-
-
-def main(names: list[str], output: Path, sha256: str | None, dry_run: bool) -> None:
-    if not names:
-        print("\n".join(["meshwright data fetch NAME ... fetches", *table(), "and any http(s) address."]))
-    for name, known in wanted(names, sha256).items():
-        print(f"would fetch {known.url} to {output / name}" if dry_run else fetch(name, known, output), flush=True)
