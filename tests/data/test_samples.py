@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from meshwright.data.format.indexed import Indexed
 from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.samples import build_indices, epochs_needed, split_bounds
+from meshwright.data.tools.verify import damaged_caches
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
 
@@ -494,25 +496,28 @@ def test_a_full_disk_leaves_the_indices_in_memory(tmp_path, monkeypatch):
     assert cache_files(tmp_path / "cache") == []
 
 
-def test_large_cache_files_are_probed(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_cache, "WHOLE", 1000)
-    monkeypatch.setattr(index_cache, "PROBE", 16)
-    path = tmp_path / "x"
-    content = np.random.default_rng(1).bytes(100_000)
-    path.write_bytes(content)
-    good = index_cache.checksum(path)
-    for damaged in (
-        content[:-1],
-        content + b"0",
-        content[:50_000] + bytes(50_000),
-        content[::-1],
-        bytes(100) + content[100:],
-        content[:-9] + bytes(9),
-    ):
+def test_large_cache_files_are_measured_at_a_start_and_read_by_verify(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_cache, "SMALL", 100)
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "index-cache"
+    good = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
+    path = next(cache.glob("*_sample_idx.npy"))
+    content = path.read_bytes()
+    for damaged in (content[:-1], content + b"0", b""):
         path.write_bytes(damaged)
-        assert index_cache.checksum(path) != good
-    path.write_bytes(content)
-    assert index_cache.checksum(path) == good
+        assert damaged_caches(tmp_path)[1]
+        with captured_output() as (_, notices):
+            assert same(good, Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache))
+        assert "is damaged" in notices[0] and path.read_bytes() == content
+    assert damaged_caches(tmp_path) == (1, [])
+    path.write_bytes(content[:-9] + bytes(9))
+    count, [problem] = damaged_caches(tmp_path)
+    assert count == 1 and f"the checksum of {path.name} differs" in problem
+    # A record of 0.5, without sizes: its checksums of large files were those of samples.
+    [record] = cache.glob("*.json")
+    facts = json.loads(record.read_text())
+    del facts["bytes"]
+    record.write_text(json.dumps(facts))
+    assert damaged_caches(tmp_path) == (1, [])
 
 
 def test_no_sample_can_be_cached(tmp_path):

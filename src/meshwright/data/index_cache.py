@@ -1,10 +1,11 @@
-"""Index arrays in files: built once on a machine, memory-mapped by all its processes, built again where damaged.
+"""Index arrays in files: built once on a machine, memory-mapped by all processes, rebuilt if damaged.
 
-The arrays lie under a hash of all that they depend on. A `.json` file written last makes the arrays of an entry valid and
-holds their checksums. They are built within memory-mapped files, so that billions of samples need little memory of a
-process. Whoever finds no entry waits for another process of the machine that is building it: on a folder of its own each
-machine builds once, and on a shared one rank 0 has built before the others look. Where a file system has no locks, several
-may build the same, and the last to finish gives the name.
+The arrays lie under a hash of everything that they depend on. A `.json` file, written last, makes
+them a valid entry and holds their sizes and checksums. They are built within memory-mapped files, so
+that billions of samples need little memory of a process. A process that finds no entry waits while
+another process of the machine builds it: on a folder of its own each machine builds once, and on a
+shared one rank 0 has built before the others look. Where a file system has no locks, several
+processes may build the same arrays, and the last one to finish names the files.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from meshwright.console import notice, say
 from meshwright.files import open_locked, replacing
 
 Ints = npt.NDArray[np.integer[Any]]
-WHOLE = 64 << 20  # files up to here are checked byte by byte when they are opened,
-PROBES, PROBE = 256, 1 << 18  # larger ones in as many blocks of this many bytes: as much to read at any size
+# Files up to this size are checked byte by byte at every start, in some hundredths of a second; of
+# larger ones the size is compared, and `meshwright data verify` reads them in full.
+SMALL = 64 << 20
 
 
 class Room:
-    """Where a build puts its arrays: memory, if there is no folder."""
+    """The place of a build's arrays: here in memory, in a subclass in files."""
 
     def array(self, part: str, length: int, dtype: npt.DTypeLike) -> Ints:
-        """To be filled in any order."""
+        """Return an array to be filled in any order."""
         return np.empty(length, dtype)
 
     def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:
-        """The blocks one after the other, which together have this shape."""
+        """Return the blocks one after the other; together they have this shape."""
         out, done = np.empty(shape, dtype), 0
         for block in blocks:
             out[done : done + len(block)] = block
@@ -51,7 +53,10 @@ Build = Callable[[Room], list[Ints]]
 
 
 class Files(Room):
-    """Files under temporary names, written as they are filled; a random word keeps writers on several machines apart."""
+    """Arrays in files under temporary names.
+
+    A random word in the names keeps writers on several machines apart.
+    """
 
     def __init__(self, paths: dict[str, Path]) -> None:
         self.paths, word = paths, secrets.token_hex(4)
@@ -61,12 +66,12 @@ class Files(Room):
         path = self.temporary[part]
         with path.open("wb") as file:
             begin = self._header(file, (length,), dtype)
-            # Space now: on a disk that is full, writing to a mapped file would kill the process without a word.
+            # Reserve the space: on a full disk, writing to a mapped file would kill the process silently.
             size = length * np.dtype(dtype).itemsize
             if size and hasattr(os, "posix_fallocate"):  # macOS lacks it
                 os.posix_fallocate(file.fileno(), begin, size)
             file.truncate(begin + size)
-        return mapped(path, "r+")
+        return open_array(path, "r+")
 
     def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:
         path = self.temporary[part]
@@ -74,7 +79,7 @@ class Files(Room):
             self._header(file, shape, dtype)
             for block in blocks:
                 file.write(np.ascontiguousarray(block, dtype).data)
-        return mapped(path, "r")
+        return open_array(path, "r")
 
     @staticmethod
     def _header(file: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> int:
@@ -85,13 +90,17 @@ class Files(Room):
 
     def publish(self, record: Path, key: dict[str, Any]) -> None:
         for part, path in self.paths.items():
-            if self.temporary[part].stat().st_size > WHOLE:  # else its checksum tells what a power cut has left of it
+            if self.temporary[part].stat().st_size > SMALL:  # a smaller one's checksum shows what a power cut has lost
                 with self.temporary[part].open("rb") as file:
                     os.fsync(file.fileno())
             os.replace(self.temporary[part], path)
-        checksums = {part: checksum(path) for part, path in self.paths.items()}
+        facts = {
+            **key,
+            "bytes": {part: path.stat().st_size for part, path in self.paths.items()},
+            "crc32": {part: checksum(path) for part, path in self.paths.items()},
+        }
         with replacing(record) as file:
-            file.write(json.dumps({**key, "crc32": checksums}, indent=1).encode() + b"\n")
+            file.write(json.dumps(facts, indent=1).encode() + b"\n")
 
     def clear(self) -> None:
         for path in self.temporary.values():
@@ -99,34 +108,38 @@ class Files(Room):
                 path.unlink()
 
 
-def mapped(path: Path, mode: Any) -> Ints:
-    """As a plain array: indexing numpy's memmap class is several times slower."""
+def open_array(path: Path, mode: Any) -> Ints:
+    """Map a file as a plain array: indexing numpy's memmap class is several times slower."""
     array: Ints = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
     return array
 
 
 def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequence[str], build: Build) -> list[Ints]:
-    """The arrays from the cache; built, and put there, where they are missing or damaged. Without a folder: built."""
+    """Return the arrays from the cache; build them, and store them, where they are missing or damaged.
+
+    Without a folder they are built in memory.
+    """
     if folder is None:
         return build(Room())
     folder = Path(folder)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    paths = {part: folder / f"{name}_{part}_idx.npy" for part in parts}
+    paths = {part: array_path(folder / name, part) for part in parts}
     record = folder / f"{name}.json"
-    found = look(paths, record)
+    found = find_entry(record, parts)
     if found is not None:
         return found
     files = Files(paths)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder / f"{name}.lock") as locked:
-            for left in folder.glob(f"{name}_*.tmp") if locked else ():  # by a process that was killed
+        with hold_lock(folder / f"{name}.lock") as is_locked:
+            for left in folder.glob(f"{name}_*.tmp") if is_locked else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
-            found = look(paths, record)  # another process may have built it meanwhile
-            if found is None:
-                say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
-                built = build(files)
-                files.publish(record, key)
+            found = find_entry(record, parts)  # another process may have built it meanwhile
+            if found is not None:
+                return found
+            say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
+            built = build(files)
+            files.publish(record, key)
     except OSError as error:
         notice(
             f"{folder} takes no index cache ({error.strerror or error}): the indices stay in memory; --data-cache-path "
@@ -136,68 +149,79 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
         return build(Room())
     finally:
         files.clear()
-    if found is not None:
-        return found
-    loaded = load_indices(paths, record, written=True)
-    return built if isinstance(loaded, str) else loaded
+    start = time.perf_counter()
+    try:
+        arrays = [open_array(path, "r") for path in paths.values()]
+    except (OSError, ValueError):  # removed by another process meanwhile
+        return built
+    say_loaded(paths, start)
+    return arrays
 
 
-def look(paths: dict[str, Path], record: Path) -> list[Ints] | None:
-    """What a valid entry holds; None if there is none."""
+def find_entry(record: Path, parts: Sequence[str]) -> list[Ints] | None:
+    """Return the arrays of a valid entry, None if there is none; remove a damaged one."""
     if not record.exists():
         return None
-    found = load_indices(paths, record)
-    if not isinstance(found, str):
-        return found
-    notice(f"{record} is damaged ({found}): building the indices again")
-    with contextlib.suppress(OSError):
-        record.unlink()  # so that it is told once
-    return None
+    start = time.perf_counter()
+    try:
+        found = open_entry(record)
+        arrays = [found[part] for part in parts]
+    except INVALID as error:
+        notice(f"{record} is damaged ({error}): building the indices again")
+        with contextlib.suppress(OSError):
+            record.unlink()  # so that it is reported once
+        return None
+    say_loaded({part: array_path(record, part) for part in parts}, start)
+    return arrays
+
+
+INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError)  # raised by a damaged entry
+
+
+def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
+    """Return the arrays of an entry, memory-mapped; `in_full`: read large ones too, to verify them."""
+    facts = json.loads(record.read_bytes())
+    arrays = {}
+    for part, crc in facts["crc32"].items():
+        path = array_path(record, part)
+        size, is_current = path.stat().st_size, "bytes" in facts  # 0.5 kept no sizes, and sampled large files
+        if size <= SMALL or (in_full and is_current):
+            if checksum(path) != crc:
+                raise ValueError(f"the checksum of {path.name} differs")
+        elif is_current and size != facts["bytes"][part]:
+            raise ValueError(f"{path.name} has {size:,} bytes, not {facts['bytes'][part]:,}")
+        arrays[part] = open_array(path, "r")
+    return arrays
+
+
+def array_path(entry: Path, part: str) -> Path:
+    return entry.with_name(f"{entry.stem}_{part}_idx.npy")
+
+
+def say_loaded(paths: dict[str, Path], start: float) -> None:
+    for part, path in paths.items():
+        say(f" > loading {part}-idx mapping from {path}")
+    say(f"    loaded indexed file in {time.perf_counter() - start:.3f} seconds")
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[bool]:
-    """One process of this machine at a time; all at once, and False, where the file system has no locks."""
-    handle, locked = open_locked(path, wait=True)
+def hold_lock(path: Path) -> Iterator[bool]:
+    """Let in one process of this machine at a time, and yield True.
+
+    Where the file system has no locks, let all in and yield False.
+    """
+    handle, is_locked = open_locked(path, wait=True)
     try:
-        yield locked
+        yield is_locked
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
 
 
 def checksum(path: Path) -> int:
-    """Of all bytes of a small file; of a large one of its size and of blocks spread over it.
-
-    Blocks find a file that is cut, swapped or of other data. Single bytes that change between them are not looked for: a run
-    would wait seconds for each 10 GB at every start.
-    """
-    size = path.stat().st_size
+    """Return the CRC-32 of a file."""
+    crc = 0
     with path.open("rb") as file:
-        if size <= WHOLE:
-            crc = 0
-            while block := file.read(1 << 22):
-                crc = zlib.crc32(block, crc)
-            return crc
-        crc = zlib.crc32(str(size).encode())
-        for n in range(PROBES):
-            file.seek((size - PROBE) * n // (PROBES - 1))
-            crc = zlib.crc32(file.read(PROBE), crc)
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
     return crc
-
-
-def load_indices(paths: dict[str, Path], record: Path, written: bool = False) -> list[Ints] | str:
-    """The arrays of a cache entry, memory-mapped, or what is wrong with it; `written`: by this process, just now."""
-    start = time.perf_counter()
-    try:
-        checksums = json.loads(record.read_bytes())["crc32"]
-        for part, path in paths.items():
-            if not written and checksum(path) != checksums[part]:
-                return f"the checksum of {path.name} differs"
-        arrays = [mapped(path, "r") for path in paths.values()]
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        return str(error)
-    for part, path in paths.items():
-        say(f" > loading {part}-idx mapping from {path}")
-    say(f"    loaded indexed file in {time.perf_counter() - start:.3f} seconds")
-    return arrays

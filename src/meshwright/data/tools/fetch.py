@@ -18,7 +18,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from meshwright.console import notice
-from meshwright.data.index_cache import alone
+from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
 from meshwright.files import checksums, make_folder
 from meshwright.progress import progress_bar
@@ -129,7 +129,7 @@ def fetch(name: str, known: Known, folder: Path) -> str:
     path = folder / name
     make_folder(folder, "--output")
     try:
-        with alone(folder / f"{name}.lock"):  # a second process waits, and finds the file
+        with hold_lock(folder / f"{name}.lock"):  # a second process waits, and finds the file
             return check_present(path, known) if path.exists() else fetch_missing(path, known)
     except OSError as error:
         raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}", IO) from None

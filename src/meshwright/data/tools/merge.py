@@ -20,7 +20,7 @@ from meshwright.console import notice
 from meshwright.data.format.blocks import Header, blocks
 from meshwright.data.format.indexed import BLOCK, Column, Indexed
 from meshwright.data.format.writer import Writer
-from meshwright.data.index_cache import alone
+from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
 from meshwright.progress import progress_bar
@@ -75,7 +75,7 @@ def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
     size = sum(shard.tokens for shard in shards) * dtype.itemsize
     folder = Path(output_prefix).resolve().parent
     make_folder(folder, "--output-prefix")
-    with alone(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
+    with hold_lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
         make_folder(folder, "--output-prefix", size + 2 * index)  # now that what a killed merge has left is gone
         places = [append_index(writer, shard) for shard in shards]

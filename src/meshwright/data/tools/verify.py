@@ -6,7 +6,6 @@ told. Both files are read once from front to back in blocks, so memory does not 
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from meshwright.data.format.blocks import Header, blocks, document_ends
 from meshwright.data.format.indexed import Column, Indexed
-from meshwright.data.index_cache import checksum
+from meshwright.data.index_cache import INVALID, open_entry
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import checksums, replacing
 
@@ -258,16 +257,12 @@ def write_checksums(path: Path, found: list[Findings]) -> None:
 
 
 def damaged_caches(folder: Path) -> tuple[int, list[str]]:
-    """Entries of an index cache beside the data, and what is wrong with them: a training would build these again."""
-    problems, count = [], 0
-    for record in sorted((folder / "index-cache").glob("*.json")):
-        count += 1
+    """Return the number of entries of the index cache beside the data, and what is wrong with them."""
+    problems = []
+    records = sorted((folder / "index-cache").glob("*.json"))
+    for record in records:
         try:
-            parts = json.loads(record.read_bytes())["crc32"]
-            for part, crc in parts.items():
-                path = record.with_name(f"{record.stem}_{part}_idx.npy")
-                if checksum(path) != crc:
-                    raise ValueError(f"the checksum of {path.name} differs")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            problems.append(f"{record} is damaged ({error}): remove it, or a training builds it again")
-    return count, problems
+            open_entry(record, in_full=True)
+        except INVALID as error:
+            problems.append(f"{record} is damaged ({error}); remove it, or a training builds it again")
+    return len(records), problems
