@@ -311,7 +311,7 @@ def test_stretches_are_where_they_are_said_to_be(tmp_path: Path, how: str) -> No
     kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, Tail(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
     dataset = {**kinds, "chain": Chain([a, Tail(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
     for k in range(50):
-        ids, found = dataset[k].tolist(), ahead.stretches(dataset, k)
+        ids, found = dataset[k].tolist(), ahead.find_stretches(dataset, k)
         assert [first for first, *_ in found] == [0, *(stop for _, stop, _ in found[:-1])] and found[-1][1] == len(ids)
         for first, stop, told in found if how != "random" else ():
             assert told == dataset.locate(k, first)

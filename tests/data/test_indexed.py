@@ -102,14 +102,14 @@ def test_truncated_everywhere(pair, check):
     bin_.unlink()
     refused("x.bin cannot be read", prefix)
     idx.unlink()
-    refused("x.idx does not exist: --data-path is the prefix", prefix)
+    refused("x.idx does not exist; --data-path is the prefix", prefix)
 
 
 @pytest.mark.parametrize(
     ("offset", "value", "words"),
     [
         (0, b"Q", "is not a token index"),
-        (0, b"TNTIDX\x00\x00", "older `lazy`/`cached` format: not yet"),
+        (0, b"TNTIDX\x00\x00", "older `lazy`/`cached` format, which cannot be read yet"),
         (9, b"\x02", "version 2"),
         (17, b"\x63", "code 99 is not one of"),
         (17, b"\x06", "code 6 is not one of"),  # float64
@@ -188,9 +188,9 @@ def test_large_files_are_looked_at_in_places(tmp_path, monkeypatch):
         content[34 + 12 * n + 8 * at : 34 + 12 * n + 8 * at + 8] = b"\xff" * 8
         idx.write_bytes(content)
         refused("goes backwards|does not run from 0", prefix, "full")
-    assert [list(indexed_module.places(m, "quick"))[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
-    assert [first for first, _ in indexed_module.places(5000, None)] == list(range(0, 5000, 100))
-    assert len(list(indexed_module.places(indexed_module.FULL + 1, None))) == 64
+    assert [list(indexed_module.ranges_to_check(m, "quick"))[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
+    assert [first for first, _ in indexed_module.ranges_to_check(5000, None)] == list(range(0, 5000, 100))
+    assert len(list(indexed_module.ranges_to_check(indexed_module.FULL + 1, None))) == 64
 
 
 def test_a_hundred_million_documents_open_at_once(tmp_path):

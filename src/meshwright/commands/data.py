@@ -272,7 +272,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     assert prefix
     indexed = Indexed(prefix)
     if i.document is not None:
-        facts = look.document(indexed, i.document, tokenizer)
+        facts = look.describe_document(indexed, i.document, tokenizer)
         text = facts.pop("text") if "text" in facts and not i.json else None
         print(look.one_line(facts) if text is None else text)
         return
@@ -296,13 +296,13 @@ def index(config: IndexConfig, dry: bool) -> None:
     from meshwright.data.tools import forecast as ahead
 
     tokenizer = tokenizer_of(config.tokenizer)
-    ahead.index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
+    ahead.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
 
 
 def plan(config: PlanConfig, dry: bool) -> None:
     from meshwright.data.tools import forecast as ahead
 
-    ahead.plan(config, config.planning.json)
+    ahead.print_plan(config, config.planning.json)
 
 
 def merge(config: MergeConfig, dry: bool) -> None:

@@ -129,7 +129,7 @@ def samples_needed(size: int, share: float) -> int:
 
 
 def blend_order(shares: Floats, size: int, room: Room | None = None) -> tuple[Ints, Ints]:
-    """Return for each sample its data set, int16, and its number in that data set, int64.
+    """Return for each sample its data set, int16, and its number there, int64.
 
     Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x
     max(i, 1) - taken_d, and the first of equals; float64 as in Megatron, so that ties fall alike.
@@ -176,7 +176,7 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
 
 
 def walk(shares: Floats, starts: Ints, taken: Floats, rows: int) -> tuple[Ints, Ints, Floats]:
-    """Apply the rule `rows` times from each of the starts; return choices, numbers and counts."""
+    """Apply the rule `rows` times from each start; return choices, numbers and counts."""
     chosen, numbers = np.empty((rows, len(starts)), np.int16), np.empty((rows, len(starts)), np.int64)
     columns = np.arange(len(starts))
     for row in range(rows):

@@ -88,7 +88,7 @@ def build_datasets(config: TrainConfig, vocab_size: int) -> dict[str, Dataset | 
 def continue_datasets(
     config: TrainConfig, vocab_size: int, past: History | None, consumed: int
 ) -> tuple[dict[str, Dataset | None], History | None]:
-    """Return the data sets of a run that continues after `consumed` samples, and its blends' history.
+    """Return the data sets of a run that has consumed so many samples, and its blends' history.
 
     A data set is None where there is nothing to read, or no need to.
     """
@@ -199,8 +199,8 @@ def build_phases(
     """Return the run's `size` samples.
 
     `build_more(name, made)` returns a data set's first order where `made` is 0, else one further
-    epoch, shuffled with `made` added to the seed. Data sets whose last sample is among the `consumed`
-    ones are not opened: their files may be gone.
+    epoch, shuffled with `made` added to the seed. Data sets whose last sample is among the
+    `consumed` ones are not opened: their files may be gone.
     """
     chains: dict[str, Chain] = {}
     used: dict[str, int] = {}

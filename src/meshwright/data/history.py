@@ -139,8 +139,8 @@ def size_part(d: Data, spec: SetSpec, part: Part, share: float) -> Part:
         number = (part.tokens - 1) // d.seq_length
     elif part.tokens <= d.seq_length:
         notice(
-            f"the {spec.key} split of {part.prefix} has {part.tokens} tokens: each sample of {d.seq_length} + 1 repeats "
-            "its documents"
+            f"the {spec.key} split of {part.prefix} has {part.tokens} tokens: each sample of {d.seq_length} + 1 "
+            "repeats its documents"
         )
     return replace(part, share=share, samples=number)
 
@@ -183,7 +183,7 @@ class History:
 
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> History | None:
-        """Return the history of a checkpoint; None if it has none, being older or of random tokens."""
+        """Return a checkpoint's history; None if it is too old for one, or of random tokens."""
         if state is None:
             return None
         known = {
@@ -246,8 +246,8 @@ def continue_history(
     if is_same_blend(last, now.blends[0]):
         if change_at not in (None, "now", str(last.begin)):
             raise UserError(
-                f"--blend-change-at {change_at}: the blend given holds from sample {last.begin} on already; leave the flag "
-                "out, or give another blend"
+                f"--blend-change-at {change_at}: the blend given holds from sample {last.begin} on already; leave "
+                "the flag out, or give another blend"
             )
         return update_paths(past, now)
     if len(past.blends) == 1 and change_at is None and prefixes_and_weights(past) == prefixes_and_weights(now):
@@ -283,7 +283,7 @@ def update_paths(past: History, now: History) -> History:
 
 
 def change_blend(past: History, now: History, size: int, consumed: int, at: int) -> History:
-    """Return the history with another blend from sample `at` on, and without changes planned for later."""
+    """Return the history with another blend from sample `at` on, and no later changes."""
     if at < consumed:
         raise UserError(
             f"--blend-change-at {at}: {consumed} samples are used already; give {consumed} (or now), or a later sample"
@@ -307,9 +307,9 @@ def change_blend(past: History, now: History, size: int, consumed: int, at: int)
 def require_same_documents(before: KnownSource, now: KnownSource) -> None:
     if before.documents != now.documents:
         raise UserError(
-            f"{now.prefix}: the training set has documents {now.documents[0]} to {now.documents[1]} of it, in the checkpoint "
-            f"{before.documents[0]} to {before.documents[1]}; give the checkpoint's --split or range, because with another "
-            "one some samples would come again and some never",
+            f"{now.prefix}: the training set has documents {now.documents[0]} to {now.documents[1]} of it, in the "
+            f"checkpoint {before.documents[0]} to {before.documents[1]}; give the checkpoint's --split or range, because "
+            "with another one some samples would come again and some never",
             USAGE,
         )
 
@@ -325,7 +325,8 @@ def explain_refusal(past: History, now: History, consumed: int) -> str:
         if n in before and not math.isclose(before[n], after[n], rel_tol=1e-12)
     ]
     return (
-        f"the training data are not blended as in the checkpoint: {'; '.join(first_eight(changes))}. Read from its beginning, "
-        "another blend would repeat some samples and leave out others; give the checkpoint's blend, or --blend-change-at now "
-        f"(or a sample from {consumed} on) to change to this one, each data set continuing after its last used sample"
+        f"the training data are not blended as in the checkpoint: {'; '.join(first_eight(changes))}. Read from its "
+        "beginning, another blend would repeat some samples and leave out others; give the checkpoint's blend, or "
+        f"--blend-change-at now (or a sample from {consumed} on) to change to this one, each data set continuing "
+        "after its last used sample"
     )

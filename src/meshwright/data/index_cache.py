@@ -1,7 +1,7 @@
-"""Index arrays in files: built once on a machine, memory-mapped by all processes, rebuilt if damaged.
+"""Index arrays in files: built once a machine, memory-mapped by all processes, rebuilt if damaged.
 
 The arrays lie under a hash of everything that they depend on. A `.json` file, written last, makes
-them a valid entry and holds their sizes and checksums. They are built within memory-mapped files, so
+them a valid entry and holds their sizes and checksums. They are built in memory-mapped files, so
 that billions of samples need little memory of a process. A process that finds no entry waits while
 another process of the machine builds it: on a folder of its own each machine builds once, and on a
 shared one rank 0 has built before the others look. Where a file system has no locks, several
@@ -66,7 +66,7 @@ class Files(Room):
         path = self.temporary[part]
         with path.open("wb") as file:
             begin = self._header(file, (length,), dtype)
-            # Reserve the space: on a full disk, writing to a mapped file would kill the process silently.
+            # Reserve the space: on a full disk, a write to a mapped file kills the process.
             size = length * np.dtype(dtype).itemsize
             if size and hasattr(os, "posix_fallocate"):  # macOS lacks it
                 os.posix_fallocate(file.fileno(), begin, size)
@@ -115,7 +115,7 @@ def open_array(path: Path, mode: Any) -> Ints:
 
 
 def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequence[str], build: Build) -> list[Ints]:
-    """Return the arrays from the cache; build them, and store them, where they are missing or damaged.
+    """Return the arrays from the cache; build and store them where they are missing or damaged.
 
     Without a folder they are built in memory.
     """
@@ -179,7 +179,7 @@ INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError)  
 
 
 def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
-    """Return the arrays of an entry, memory-mapped; `in_full`: read large ones too, to verify them."""
+    """Return the arrays of an entry, memory-mapped; `in_full`: verify large ones too."""
     facts = json.loads(record.read_bytes())
     arrays = {}
     for part, crc in facts["crc32"].items():

@@ -88,7 +88,7 @@ class Samples:
         return np.concatenate(parts, dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
-        """Return [samples, S + 1]: the tokens of many samples, in a third of the time of one by one."""
+        """Return [samples, S + 1]: many samples in a third of the time of one by one."""
         indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
         (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
         counts = last - first + 1  # documents that each sample touches
@@ -209,7 +209,7 @@ class Batch:
             object.__setattr__(self, "first_sample", int(self.sample_ids[0]))
 
     def select(self, columns: slice) -> Batch:
-        """Return some columns of each sample; `doc_ids` and `unmasked` stay those of whole samples."""
+        """Return some columns of each sample; `doc_ids` and `unmasked` stay as they are."""
         cut = {n: getattr(self, n) for n in ("tokens", "labels", "loss_mask", "position_ids")}
         return replace(self, **{n: x[:, columns].contiguous() for n, x in cut.items() if x is not None})
 
@@ -248,7 +248,7 @@ class LoaderSpec:
 
 
 class Loader:
-    """An iterable over steps after `consumed` samples; an item is this rank's list of micro-batches."""
+    """The steps after `consumed` samples, each a list of this rank's micro-batches."""
 
     def __init__(self, dataset: Dataset, spec: LoaderSpec, consumed: int = 0) -> None:
         self.dataset, self.spec, self.consumed = dataset, spec, consumed

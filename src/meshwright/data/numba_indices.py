@@ -1,10 +1,12 @@
-"""The loops of index building, compiled by numba: the extra `fast`. Same results as the numpy beside each call, sooner.
+"""The loops of index building, compiled by numba: the extra `fast`.
 
-numba keeps what it has compiled in files, so that only the first process ever waits for it. This module is imported through
-`samples.numba_twins`, and for large data alone: the import takes longer than numpy does for a million samples.
+They give the same results as the numpy beside each call, in less time. numba keeps compiled code
+in files, so only the first process waits for it. This module is imported through `samples.numba_twins`,
+and only for large data: the import takes longer than numpy does for a million samples.
 
-numpy's shuffle draws one place, swaps, draws the next: it waits for memory at each swap. Here places are drawn a batch at a
-time, so that the processor has many swaps to work on at once. (Explicit prefetches were measured too: they add nothing.)
+numpy's shuffle draws one place, swaps, draws the next, and waits for memory at each swap. Here
+places are drawn a batch at a time, so that the processor can work on many swaps at once. (Explicit
+prefetches were measured too: they add nothing.)
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-WORDS, MIDDLE = 624, 397  # of the Mersenne twister's state
+WORDS, MIDDLE = 624, 397  # the Mersenne twister's state
 BATCH = 512
 Ints = npt.NDArray[np.integer[Any]]
 
 
 def shuffle(rng: np.random.RandomState, x: Ints) -> None:
-    """rng.shuffle(x): the same order, and the same state of rng afterwards."""
+    """Do what rng.shuffle(x) does: the same order, and the same state of rng afterwards."""
     state: Any = rng.get_state(legacy=False)
     own = state["state"]
     own["pos"] = _shuffle(x, own["key"], own["pos"])
@@ -30,7 +32,7 @@ def shuffle(rng: np.random.RandomState, x: Ints) -> None:
 
 @njit(cache=True, nogil=True)
 def _twist(key: Any) -> None:
-    """The next 624 words of state."""
+    """Advance to the next 624 words of state."""
     for k in range(WORDS):
         y = (key[k] & np.uint32(0x80000000)) | (key[(k + 1) % WORDS] & np.uint32(0x7FFFFFFF))
         odd = np.uint32(0x9908B0DF) * (y & np.uint32(1))
@@ -39,7 +41,7 @@ def _twist(key: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def _temper(key: Any, words: Any) -> None:
-    """The random numbers that the state stands for."""
+    """Compute the random numbers that the state stands for."""
     for k in range(WORDS):
         y = key[k]
         y ^= y >> np.uint32(11)
@@ -50,9 +52,10 @@ def _temper(key: Any, words: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def draw(key: Any, words: Any, at: int, i: Any, out: Any) -> int:
-    """Random numbers up to i, up to i - 1, ..., one for each place of `out` (which has one place more, for refused ones).
+    """Draw random numbers up to i, up to i - 1, ..., one for each place of `out` but the last.
 
-    As numpy draws them: cut to the bits of the limit, and again while above it. Above 32 bits two words are one number.
+    The last place takes rejected numbers. As in numpy, a number is cut to the bits of the limit and
+    drawn again while it is above it; above 32 bits two words make one number.
     """
     done: Any = 0
     count = len(out) - 1
@@ -76,14 +79,14 @@ def draw(key: Any, words: Any, at: int, i: Any, out: Any) -> int:
         mask = 1
         while mask < i:
             mask = 2 * mask + 1
-        low = max(mask >> 1, i - (count - done))  # while i is above it, the mask stays and places are left
+        low = max(mask >> 1, i - (count - done))  # above it, the mask stays and there are places left
         while i > low:
             if at == WORDS:
                 _twist(key)
                 _temper(key, words)
                 at = 0
             stop = min(WORDS, at + i - low)
-            for k in range(at, stop):  # no branch, which a processor would guess wrong in every third case
+            for k in range(at, stop):  # without a branch: it would be mispredicted in every third case
                 j = np.int64(words[k]) & mask
                 out[done] = j
                 taken = np.int64(j <= i)
@@ -113,12 +116,13 @@ def _shuffle(x: Any, key: Any, at: int) -> int:
 
 @njit(cache=True, nogil=True)
 def cut(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows: Any) -> tuple[int, int, int]:
-    """Fill rows from a place on, in whose document the next sample begins at this token (which may lie behind its end).
+    """Fill rows from a place on; return their number, and place and offset for the next call.
 
-    Returns how many rows there are, and place and offset for the next call. It ends where doc_idx does. `rows` is longer by
-    one than what is filled: a row is written first and counted then, without a branch that would be guessed wrong.
+    The next sample begins `offset` tokens after the start of that document, possibly behind its end.
+    The last of `rows` is never filled: a row is written first and counted afterwards, which
+    needs no branch that could be mispredicted.
     """
-    near = np.empty(BATCH, np.int64)  # sizes, looked up side by side
+    near = np.empty(BATCH, np.int64)  # sizes, fetched side by side
     done: Any = 0
     full = len(rows) - 1
     while place < len(doc_idx):
@@ -147,7 +151,7 @@ def cut(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows
 
 @njit(cache=True, nogil=True)
 def blend(shares: Any, taken: Any, first: int, which: Any, number: Any) -> None:
-    """Samples from number `first` on: of the data set that is furthest behind, the first of equals. See blend.blend_order."""
+    """Fill in the samples from number `first` on by the rule of blend.blend_order."""
     for row in range(len(which)):
         i = float(max(first + row, 1))
         best: Any = 0

@@ -65,7 +65,7 @@ def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
 
 
 def numba_twins(elements: int) -> ModuleType | None:
-    """Return numba's twins of the loops, or None where numpy is faster or numba cannot be used."""
+    """Return numba's twins of the loops; None where numpy is faster or numba is unusable."""
     if elements < LARGE:
         return None
     try:
@@ -140,7 +140,7 @@ def build_indices(
 
 
 def index_dtypes(documents: int, places: int, samples: int) -> tuple[type[np.integer[Any]], ...]:
-    """Return Megatron's types of doc_idx, sample_idx and shuffle_idx, wider where those overflow."""
+    """Return the types of doc_idx, sample_idx and shuffle_idx: Megatron's, or wider ones."""
     return (
         np.int32 if documents <= 2**31 else np.int64,
         np.int32 if places < 2**31 else np.int64,

@@ -1,4 +1,7 @@
-"""The arrays of an .idx, read from front to back in blocks, so that no file is too large: mapped pages count as memory."""
+"""The arrays of an .idx, read from front to back in blocks.
+
+No file is too large for that, whereas the pages of a memory map count as memory.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,24 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 class Header(Indexed):
-    """Of an open .idx no more than its header is checked, by the rules of opening; its arrays are read piece by piece."""
+    """An open .idx with a checked header, whose arrays are read piece by piece."""
 
     def __init__(self, prefix: str, idx: BinaryIO) -> None:
         self.prefix = prefix
-        empty = not os.fstat(idx.fileno()).st_size  # nothing cannot be mapped
+        empty = not os.fstat(idx.fileno()).st_size  # an empty file cannot be mapped
         n, m = self._read_header(b"" if empty else mmap.mmap(idx.fileno(), 0, access=mmap.ACCESS_READ))
         self.lengths, self.begins = Column(idx, "<i4", n, HEADER.size), Column(idx, "<i8", n, HEADER.size + 4 * n)
         self.borders = Column(idx, "<i8", m, HEADER.size + 12 * n)
 
 
 def blocks(column: Column) -> Iterator[tuple[int, Ints]]:
-    """Where each block begins, and its values."""
+    """Yield the first place of each block, and its values."""
     for start in range(0, len(column), BLOCK):
         yield start, column.read(start, start + BLOCK)
 
 
 def document_ends(header: Header) -> Iterator[Ints]:
-    """Where each document that has a token ends, in tokens, in order."""
+    """Yield blocks of the ends, in tokens, of the documents that have a token."""
     itemsize, n, previous = header.dtype.itemsize, len(header.lengths), 0
     for start in range(1, len(header.borders), BLOCK):
         borders = header.borders.read(start, start + BLOCK)

@@ -1,4 +1,6 @@
-"""Megatron's token files, byte for byte: `.bin` holds the ids back to back, `.idx` says where each sequence lies.
+"""Megatron's token files, byte for byte.
+
+`.bin` holds the ids back to back, `.idx` says where each sequence lies.
 
     .idx, little-endian:  9 bytes   magic
                           uint64    version, 1
@@ -7,10 +9,11 @@
                           uint64    m, length of the document index
                           int32[n]  sizes: tokens of each sequence
                           int64[n]  pointers: its byte offset in .bin
-                          int64[m]  document index: 0, then after each document the number of sequences so far
+                          int64[m]  document index: 0, then the sequences up to each document's end
 
-A sequence is a document unless documents were cut into sentences. Hand-written because the format is 34 bytes and
-three arrays, and because its own library neither checks a file before it is used nor writes it whole or not at all.
+A sequence is a document unless documents were cut into sentences. Hand-written because the format
+is 34 bytes and three arrays, and because Megatron's library neither checks a file before use nor
+writes it atomically.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-BLOCK = 1 << 20  # array elements looked at together, so that checks of a large file need little memory
-FULL = 1 << 22  # sequences, and documents, up to which opening looks at every one: some hundredths of a second
-PROBES, PROBE = 64, 1 << 12  # of a larger file: places, spread evenly, and elements at each
+BLOCK = 1 << 20  # array elements read at a time, so that checks of a large file need little memory
+FULL = 1 << 22  # up to so many sequences and documents, opening checks all: some hundredths of a second
+PROBES, PROBE = 64, 1 << 12  # in a larger file: places, spread evenly, and elements checked at each
 
 
 class Column:
-    """One array of a file, read piece by piece: through a map, each page looked at makes megabytes around it resident."""
+    """One array of a file, read piece by piece.
+
+    Through a memory map, each page that is touched makes megabytes around it resident.
+    """
 
     def __init__(self, file: BinaryIO, dtype: npt.DTypeLike, count: int, offset: int = 0) -> None:
         self.file, self.dtype, self.count, self.offset = file, np.dtype(dtype), count, offset
@@ -54,11 +60,12 @@ class Column:
 
 
 class Indexed:
-    """A pair of files as read-only memory maps. What does not fit together is refused here, before the first step.
+    """A pair of files as read-only memory maps; one that is inconsistent is refused here.
 
-    `check`: "full" looks at every length and pointer, "quick" at both files' sizes and at spread places, so that 1e8
-    documents open at once; by default the file's length decides. Pointers are running sums: where lengths were changed,
-    those behind don't fit, and where a piece was lost, the files' sizes don't.
+    `check`: "full" checks every length and pointer, "quick" both files' sizes and some places, so
+    that 1e8 documents open immediately; by default the file's length decides. Pointers are running
+    sums: where a length was changed, the pointers after it are wrong, and where a piece was lost,
+    the files' sizes are.
     """
 
     def __init__(self, prefix: str | Path, check: Literal["full", "quick"] | None = None) -> None:
@@ -72,10 +79,10 @@ class Indexed:
             sizes = Column(file, "<i4", n, HEADER.size)
             pointers = Column(file, "<i8", n, HEADER.size + 4 * n)
             borders = Column(file, "<i8", m, HEADER.size + 12 * n)
-            for first, stop in places(n, check):
+            for first, stop in ranges_to_check(n, check):
                 self._check_sequences(sizes, pointers, first, stop)
             self._check_ends()
-            for first, stop in places(m, check):
+            for first, stop in ranges_to_check(m, check):
                 self._check_documents(borders.read(first, stop + 1))
         self.tokens = np.frombuffer(_map(f"{self.prefix}.bin"), self.dtype)
 
@@ -83,19 +90,20 @@ class Indexed:
         return len(self.sizes)
 
     def tokens_of(self, first: int, stop: int) -> int:
-        """How many tokens the sequences from `first` to before `stop` have, at once."""
+        """Return the number of tokens in sequences [first, stop), without a look at each."""
         begin, end = (int(self.pointers[i]) if i < len(self) else self.tokens.nbytes for i in (first, max(first, stop)))
         return (end - begin) // self.dtype.itemsize
 
     def sequence_at(self, token: int) -> int:
-        """The sequence that holds this token of the file."""
-        # Not numpy's search, which would first copy pointers that lie off their alignment, all of them.
+        """Return the sequence that holds this token of the file."""
+        # numpy's search would first copy all pointers, which are unaligned in the file.
         return bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
 
     def _read_header(self, idx: bytes | mmap.mmap) -> tuple[int, int]:
         if idx[:8] == LEGACY_MAGIC:
             raise UserError(
-                f"{self.prefix}.idx has the older `lazy`/`cached` format: not yet; preprocess the text again", BAD_DATA
+                f"{self.prefix}.idx has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again",
+                BAD_DATA,
             )
         if len(idx) < HEADER.size:
             raise self._damaged(f"{len(idx)} bytes are less than the header's {HEADER.size}")
@@ -110,13 +118,15 @@ class Indexed:
         self.dtype = np.dtype(CODES[code]).newbyteorder("<")
         expected = HEADER.size + 12 * n + 8 * m
         if len(idx) == expected + n and n:
-            raise UserError(f"{self.prefix}.idx is multimodal (a mode for each sequence): not yet", BAD_DATA)
+            raise UserError(
+                f"{self.prefix}.idx is multimodal (a mode for each sequence), which cannot be read yet", BAD_DATA
+            )
         if len(idx) != expected:
             raise self._damaged(f"{len(idx):,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
         return n, m
 
     def _check_sequences(self, sizes: Column, pointers: Column, first: int, stop: int) -> None:
-        """Each pointer must be the one before and the bytes of that sequence; the first is 0."""
+        """Refuse a pointer that is not the one before it plus the bytes of that sequence."""
         before = max(first - 1, 0)
         lengths, begins = sizes.read(before, stop).astype(np.int64), pointers.read(before, stop)
         if lengths.min() < 0:
@@ -129,7 +139,7 @@ class Indexed:
             raise self._damaged(f"the pointer of sequence {before + 1 + int(wrong[0]):,} is not the sum before it")
 
     def _check_ends(self) -> None:
-        """The document index must reach to the last sequence, and the last sequence to the end of the .bin."""
+        """Refuse a document index or a .bin that does not end with the last sequence."""
         if not len(self.doc_idx) or self.doc_idx[0] != 0 or self.doc_idx[-1] != len(self.sizes):
             raise self._damaged(f"the document index does not run from 0 to the {len(self.sizes):,} sequences")
         expected = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
@@ -153,8 +163,8 @@ class Indexed:
         return UserError(f"{self.prefix}.idx is damaged: {what}; preprocess again", BAD_DATA)
 
 
-def places(length: int, check: Literal["full", "quick"] | None) -> Iterator[tuple[int, int]]:
-    """Ranges to look at: all, in blocks, or some, first and last among them."""
+def ranges_to_check(length: int, check: Literal["full", "quick"] | None) -> Iterator[tuple[int, int]]:
+    """Yield the ranges to check: all, in blocks, or some that include the first and the last."""
     if check == "full" or (check is None and length <= FULL):
         yield from ((first, min(first + BLOCK, length)) for first in range(0, length, BLOCK))
     else:
@@ -165,7 +175,7 @@ def places(length: int, check: Literal["full", "quick"] | None) -> Iterator[tupl
 
 
 def fingerprint(prefix: str | Path) -> str:
-    """Tells data apart without reading it all: both sizes and 16 blocks of the .idx, never times.
+    """Return a hash of both files' sizes and of 16 blocks of the .idx, never of times.
 
     The pointers are running sums, so a changed length shows in every later block.
     """
@@ -184,7 +194,7 @@ def fingerprint(prefix: str | Path) -> str:
 
 
 def check_vocabulary(indexed: Indexed, vocab_size: int, blocks: int = 64, block: int = 4096) -> None:
-    """Refuse data of another vocabulary before the first step by looking at samples; the loader looks at all."""
+    """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
     last = max(len(indexed.tokens) - block, 0)
     with open(f"{indexed.prefix}.bin", "rb") as file:
         ids = Column(file, indexed.dtype, len(indexed.tokens))
@@ -196,7 +206,7 @@ def check_vocabulary(indexed: Indexed, vocab_size: int, blocks: int = 64, block:
             at = start + int(wrong[0])
             raise UserError(
                 f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
-                f"tokenizer's ids are 0 ... {vocab_size - 1}: the data was made with another tokenizer",
+                f"tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer",
                 BAD_DATA,
             )
 
@@ -209,7 +219,7 @@ def _map(path: str) -> bytes | mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise UserError(
-            f"{path} does not exist: --data-path is the prefix of a .bin and .idx written by `meshwright preprocess`, "
+            f"{path} does not exist; --data-path is the prefix of a .bin and .idx written by `meshwright preprocess`, "
             "such as my-gpt2_text_document",
             BAD_DATA,
         ) from None

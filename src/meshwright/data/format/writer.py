@@ -1,7 +1,8 @@
-"""Writing token files as a stream: constant memory at any size, and no `.idx` beside a `.bin` that is not its own.
+"""Write token files as a stream, in constant memory and without a mismatched pair at any moment.
 
-Lengths and document borders go to files of their own while the tokens are written; the index is put together from them at the
-end, block by block. Hand-written for that reason: Megatron's builder holds both as lists of Python numbers.
+Lengths and document borders go to files of their own while the tokens are written; the index is put
+together from them at the end, block by block. Hand-written for that reason: Megatron's builder holds
+both as lists of Python numbers.
 """
 
 from __future__ import annotations
@@ -19,38 +20,35 @@ import numpy.typing as npt
 from meshwright.data.format.indexed import BLOCK, CODES, HEADER, MAGIC
 from meshwright.errors import IO, UserError
 
-PARTS = (".bin", ".sizes", ".docs")  # tokens, int32 lengths of sequences, int64 ends of documents; `.tmp` behind each
+# Tokens, int32 lengths of sequences, int64 ends of documents; each name ends with `.tmp`.
+PARTS = (".bin", ".sizes", ".docs")
 
 
 def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
-    """Megatron's choice; the margin below 65,536 is its own."""
+    """Return Megatron's choice; the margin below 65,536 is Megatron's too."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 class Writer:
-    """Writes a pair of files as a stream. They get their names only when whole, on a clean exit of the `with` block.
+    """A stream into a pair of files, which get their names on a clean exit of the `with` block.
 
-    The .idx is the last to appear, and an older one is removed before the .bin beside it is replaced: whenever the
-    process is killed, no .idx stands beside a .bin that it does not describe.
+    The .idx is the last to appear, and an older one is removed before the .bin beside it is replaced:
+    whenever the process is killed, no .idx stands beside a .bin that it does not describe.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: tuple[int, int, int] | None = None) -> None:
-        """`begun`: tokens, sequences and documents of an interrupted writer's parts that are to stay."""
+        """`begun`: tokens, sequences and documents to keep of an interrupted writer's parts."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
         self.is_finished = False
-        self.is_kept = (
-            False  # whether what is there stays when this ends with an error, for another writer to go on with
-        )
+        self.is_kept = False  # after an error, keep the parts for another writer to continue
         self.files: dict[str, BinaryIO] = {}
         lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)
         try:
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             for part, length in zip(PARTS, lengths, strict=True):
-                file = open(
-                    f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", buffering=1 << 20
-                )  # closed in __exit__
-                self.files[part] = file
+                file = open(f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", buffering=1 << 20)
+                self.files[part] = file  # closed in __exit__
                 file.truncate(length)
                 file.seek(length)
         except OSError as error:
@@ -66,7 +64,7 @@ class Writer:
         self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64))
 
     def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
-        """Many at once: tokens of all, the length of each sequence, and after how many sequences in all each document ends."""
+        """Append many sequences: all tokens, each length, and the sequence count at each document end."""
         try:
             self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         except OSError as error:
@@ -74,7 +72,7 @@ class Writer:
         self.reserve(len(tokens), sizes, ends)
 
     def reserve(self, tokens: int, sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> int:
-        """The same for tokens that somebody else writes into the .bin.tmp: returns at which byte."""
+        """Append sequences whose tokens another process writes, and return at which byte of .bin.tmp."""
         try:
             self.files[".sizes"].write(np.ascontiguousarray(sizes, dtype="<i4").data)
             self.files[".docs"].write(np.ascontiguousarray(ends, dtype="<i8").data)
@@ -120,16 +118,16 @@ class Writer:
 
     def failed(self, error: OSError) -> UserError:
         written = self.tokens * self.dtype.itemsize
-        again = "the same command goes on where it was" if self.is_kept else "start again"
+        again = "run the same command to continue" if self.is_kept else "start again"
         return UserError(
-            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}: "
-            f"nothing was published; free space and {again}, or choose another --output-prefix",
+            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
+            f"nothing was published: free space and {again}, or choose another --output-prefix",
             IO,
         )
 
 
 def publish(prefix: str, dtype: np.dtype[Any]) -> None:
-    """The whole `.tmp` parts become the pair of files."""
+    """Turn complete `.tmp` parts into the pair of files."""
     write_index(f"{prefix}.idx.tmp", dtype, f"{prefix}.sizes.tmp", f"{prefix}.docs.tmp")
     sync(f"{prefix}.bin.tmp")
     Path(f"{prefix}.idx").unlink(missing_ok=True)
@@ -145,7 +143,7 @@ def clear(prefix: str) -> None:
 
 
 def write_index(path: str | Path, dtype: np.dtype[Any], sizes: str | Path, docs: str | Path) -> None:
-    """The .idx of the lengths and document ends that lie in two files, read block by block."""
+    """Write the .idx for the lengths and document ends in two files, block by block."""
     n, m = os.path.getsize(sizes) // 4, os.path.getsize(docs) // 8
     code = next(code for code, known in CODES.items() if known == dtype)
     with open(path, "wb", buffering=1 << 20) as idx:

@@ -1,7 +1,7 @@
-"""What a training will read, before it runs: `meshwright data index`, `data plan` and `data inspect --sample`.
+"""The data of a training before it runs: `meshwright data index`, `data plan`, `data inspect --sample`.
 
-`index` and `inspect` build the very data sets that the training builds, so what they find or leave in the cache is its own.
-Only `plan` reckons from lengths alone and without torch.
+`index` and `inspect` build the same data sets as the training, with the same cache. Only `plan`
+computes from lengths alone and without torch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from meshwright.data.samples import Dataset
 
 ANY_ID = 2**31  # without a tokenizer ids are not compared with one
-EXACT = 100_000_000  # samples of a blend that are counted in their real order: some seconds
-OFTEN = 4  # epochs beyond which a source's repetition is worth a word: what is gained from it is then known to fade
+EXACT = 100_000_000  # up to so many samples, a blend is counted in its real order, in some seconds
+OFTEN = 4  # epochs after which repeated data are known to help less and less: a warning
 
 
 # index
 
 
-def index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
+def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     if config.data.mock_data:
         print("--mock-data: random tokens have no index; nothing to build")
         return
@@ -49,20 +49,21 @@ def index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     if dry:
         print(f"would build the indices of {len(needed_sets(config))} sets in {there}")
         return
-    for folder in folders:  # a training keeps in memory what it cannot write; built ahead it would be lost
+    # A training keeps indices in memory if it cannot write them; built ahead they would be lost.
+    for folder in folders:
         make_folder(folder, "--data-cache-path, here and in the training")
-    start, before = perf_counter(), entries(folders)
+    start, before = perf_counter(), find_entries(folders)
     if vocab is None:
-        console.notice("note: no tokenizer is named, so ids are not compared with its vocabulary")
-    needed = arrays(build_datasets(config, vocab or ANY_ID).values())
+        console.notice("note: no tokenizer is given, so ids are not compared with its vocabulary")
+    needed = list_arrays(build_datasets(config, vocab or ANY_ID).values())
     lost = sum(not is_mapped(array) for array in needed)
     if lost:
         raise UserError(
-            f"{lost} of {len(needed)} index arrays are in memory alone, not in {there}: what stands above says why, and "
-            "the training would build them again",
+            f"{lost} of {len(needed)} index arrays are in memory alone, not in {there}; see the notice above for "
+            "the reason: the training would build them again",
             IO,
         )
-    after = entries(folders)
+    after = find_entries(folders)
     new = [record for record in after if after[record] != before.get(record)]
     seconds = perf_counter() - start
     if not new:
@@ -75,8 +76,8 @@ def index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     )
 
 
-def arrays(datasets: Iterable[Any]) -> list[Any]:
-    """The indices of data sets and of all that they are made of."""
+def list_arrays(datasets: Iterable[Any]) -> list[Any]:
+    """Return the index arrays of data sets and of their parts."""
     out, left = list[Any](), [one for one in datasets if one is not None]
     while left:
         one = left.pop()
@@ -87,44 +88,44 @@ def arrays(datasets: Iterable[Any]) -> list[Any]:
 
 
 def is_mapped(array: Any) -> bool:
-    """Whether it lies in a file."""
+    """Return whether the array lies in a file."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     return array is not None
 
 
-def entries(folders: Sequence[Path]) -> dict[Path, int]:
-    """The valid entries of caches, and when each was written."""
+def find_entries(folders: Sequence[Path]) -> dict[Path, int]:
+    """Return the entries of caches, and when each was written."""
     return {record: record.stat().st_mtime_ns for folder in folders for record in folder.glob("*.json")}
 
 
 # plan
 
 
-def plan(config: TrainConfig, as_json: bool) -> None:
+def print_plan(config: TrainConfig, as_json: bool) -> None:
     if config.data.mock_data:
-        raise UserError("--mock-data: random tokens come from no source, there is nothing to plan")
+        raise UserError("--mock-data: random tokens have no source; there is nothing to plan")
     opened: dict[str, Indexed] = {}
 
     def indexed(prefix: str) -> Indexed:
         return opened.setdefault(prefix, opened.get(prefix) or Indexed(prefix))
 
-    sets = [one_set(config, want, find_parts(config, want, indexed)) for want in needed_sets(config)]
+    sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]
     warnings = [line for one in sets for line in one.pop("warnings")]
     if config.data.blend_change_at is not None:
-        warnings.append("--blend-change-at: counted as if this blend held from the first sample")
+        warnings.append("--blend-change-at: counted as if this blend held from the first sample on")
     if as_json:
         print(json.dumps({"sets": sets, "warnings": warnings}))
         return
-    print("\n".join(line for one in sets for line in table(one)))
+    print("\n".join(line for one in sets for line in format_table(one)))
     for line in warnings:
         console.notice(f"warning: {line}")
 
 
-def one_set(config: TrainConfig, want: SetSpec, found: list[Part]) -> dict[str, Any]:
-    """The samples that are read from each source of a set."""
+def plan_set(config: TrainConfig, spec: SetSpec, found: list[Part]) -> dict[str, Any]:
+    """Count the samples that are read from each source of a set."""
     length = config.data.seq_length or 1
-    counts, how = sample_counts(want, found)
+    counts, how = count_samples(spec, found)
     sources = list[dict[str, Any]]()
     for part, count in zip(found, counts, strict=True):
         sources.append(
@@ -139,32 +140,32 @@ def one_set(config: TrainConfig, want: SetSpec, found: list[Part]) -> dict[str, 
                 "epochs": count * length / part.tokens,
             }
         )
-    name = {"train": "training"}.get(want.key, want.key)
+    name = {"train": "training"}.get(spec.key, spec.key)
     warnings = [
         f"{s['prefix']} is read {s['epochs']:.1f} times over in {name}: a smaller weight, more data or a shorter run avoids it"
         for s in sources
-        if want.key == "train" and s["epochs"] > OFTEN
+        if spec.key == "train" and s["epochs"] > OFTEN
     ]
     if not sources:
-        warnings.append(f"{name} has no document: {want.paths.flag} leaves none, so there is no such set")
+        warnings.append(f"{name} has no document: {spec.paths.flag} leaves none, so there is no such set")
     samples = sum(counts)
-    return {"set": want.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
+    return {"set": spec.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
 
 
-def sample_counts(want: SetSpec, found: list[Part]) -> tuple[list[int], str]:
-    """How many of a set's samples each part gives, and how that is known."""
-    if want.in_full:
+def count_samples(spec: SetSpec, found: list[Part]) -> tuple[list[int], str]:
+    """Return how many of a set's samples each part gives, and how they were counted."""
+    if spec.in_full:
         return [part.samples for part in found], "every sample once"
     if len(found) == 1:
-        return [want.samples], "one source"
+        return [spec.samples], "one source"
     shares = np.array([part.share for part in found])
-    if not found or want.samples > EXACT:
-        return [round(share * want.samples) for share in shares.tolist()], "from the shares: one sample more or less"
-    which, _ = blend_order(shares / shares.sum(), want.samples)
+    if not found or spec.samples > EXACT:
+        return [round(share * spec.samples) for share in shares.tolist()], "from the shares: one sample more or less"
+    which, _ = blend_order(shares / shares.sum(), spec.samples)
     return np.bincount(which, minlength=len(found)).tolist(), "in the real order"
 
 
-def table(one: dict[str, Any]) -> list[str]:
+def format_table(one: dict[str, Any]) -> list[str]:
     read = sum(source["tokens_read"] for source in one["sources"])
     out = [f"{one['set']}: {one['samples']:,} samples, {read:,} tokens, counted: {one['counted']}"]
     if one["sources"]:
@@ -185,7 +186,7 @@ def table(one: dict[str, Any]) -> list[str]:
 
 
 def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, name: str, as_json: bool) -> None:
-    """One sample as the training reads it, with the document that each stretch of it comes from."""
+    """Print one sample as the training reads it, and the document of each stretch of it."""
     from meshwright.data.datasets import build_datasets
 
     vocab = tokenizer.size if tokenizer else config.tokenizer.vocab_size or ANY_ID
@@ -200,25 +201,25 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         raise UserError(f"--sample-set {name}: there is no such set; there are {', '.join(there) or 'none'}", BAD_DATA)
     if number >= len(dataset):
         raise UserError(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA)
-    ids, found = [int(i) for i in dataset[number]], stretches(dataset, number)
+    ids, found = [int(i) for i in dataset[number]], find_stretches(dataset, number)
     if as_json:
         facts = {
             "set": name,
             "sample": number,
             "ids": ids,
-            "pieces": [{"position": first, "tokens": stop - first, "from": told} for first, stop, told in found],
+            "pieces": [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in found],
         }
         print(json.dumps({**facts, "text": text_of(tokenizer, ids)} if tokenizer else facts))
         return
     print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")
-    for first, stop, told in found:
+    for first, stop, place in found:
         some = ids[first:stop]
-        print(f"--- {len(some):,} tokens from {told}")
+        print(f"--- {len(some):,} tokens from {place}")
         print(text_of(tokenizer, some) if tokenizer else " ".join(map(str, some)))
 
 
-def stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
-    """(first position, end, place of the first token) of each stretch of a sample that lies in one document."""
+def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
+    """Return (first position, end, place of the first token) of each document's stretch of a sample."""
     from meshwright.data.loader import Samples
 
     held, k = dataset, number

@@ -1,4 +1,4 @@
-"""`meshwright data inspect`: what token files hold, counted in memory that does not grow with them."""
+"""`meshwright data inspect`: the contents of token files, counted in constant memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.progress import progress_bar
 from meshwright.tokenizers import Tokenizer
 
-SHORT = 1 << 22  # lengths below this are counted one by one; longer documents are few in any corpus, for they fill it
+# Lengths below this are counted in a table; longer documents fill a corpus, so they are few.
+SHORT = 1 << 22
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 
 @dataclass
 class Lengths:
-    """How many documents have which length, exactly."""
+    """The exact number of documents of each length."""
 
     values: Ints
     counts: Ints
@@ -44,7 +45,7 @@ class Lengths:
         return int(self.values[np.searchsorted(ranks, max(1, math.ceil(share * int(ranks[-1]))))])
 
     def doubling(self) -> list[tuple[int, int, int]]:
-        """(first, last, documents): 0, 1, 2-3, 4-7 and so on, from the shortest there is to the longest."""
+        """Return (first, last, documents) for lengths 0, 1, 2-3, 4-7 and so on, shortest to longest."""
         if not len(self.values):
             return []
         places = np.array([int(value).bit_length() for value in self.values])
@@ -68,15 +69,15 @@ def document_lengths(indexed: Indexed) -> Lengths:
 
 
 def token_counts(indexed: Indexed) -> Ints:
-    """How often each id occurs."""
+    """Return how often each id occurs."""
     counts = np.zeros(0, np.int64)
     with open(f"{indexed.prefix}.bin", "rb") as file, progress_bar("counting tokens", indexed.tokens.nbytes) as advance:
         for _, ids in blocks(Column(file, indexed.dtype, len(indexed.tokens))):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
                 raise UserError(
-                    f"{indexed.prefix}.bin has id {low if low < 0 else high}, which no vocabulary has: `meshwright data verify "
-                    f"{indexed.prefix}` says where",
+                    f"{indexed.prefix}.bin has id {low if low < 0 else high}, which no vocabulary has; `meshwright data "
+                    f"verify {indexed.prefix}` says where",
                     BAD_DATA,
                 )
             here = np.bincount(ids, minlength=len(counts))
@@ -87,7 +88,7 @@ def token_counts(indexed: Indexed) -> Ints:
 
 
 def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Everything that `inspect` tells of a pair of files, as JSON can hold it."""
+    """Return all facts about a pair of files, as JSON can hold them."""
     lengths = document_lengths(indexed)
     out: dict[str, Any] = {
         "prefix": indexed.prefix,
@@ -113,21 +114,21 @@ def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids; one that the tokenizer does not have stands as its number."""
+    """Return the text of ids, which must be the tokenizer's."""
     if all(0 <= i < tokenizer.size for i in ids):
         return tokenizer.decode(ids)
     wrong = [i for i in ids if not 0 <= i < tokenizer.size]
     raise UserError(
-        f"id {wrong[0]} is none of the tokenizer's 0 ... {tokenizer.size - 1}: the data was made with another one",
+        f"id {wrong[0]} is none of the tokenizer's 0 ... {tokenizer.size - 1}; the data was made with another one",
         BAD_DATA,
     )
 
 
 def table(facts: dict[str, Any]) -> list[str]:
-    """The summary for people."""
+    """Format the summary for people."""
     out = [
-        f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} tokens "
-        f"({facts['dtype']}, {facts['bytes']:,} bytes)",
+        f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} "
+        f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)",
         "",
         f"tokens of a document: {facts['mean_length']:,.1f} on average; not more than",
         "  " + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),
@@ -135,9 +136,9 @@ def table(facts: dict[str, Any]) -> list[str]:
     ]
     most = max((count for *_, count in facts["histogram"]), default=1)
     for first, last, count in facts["histogram"]:
-        what = f"{first:,}" if first == last else f"{first:,}-{last:,}"
+        length = f"{first:,}" if first == last else f"{first:,}-{last:,}"
         out.append(
-            f"  {what:>21} {count:>14,} {count / max(facts['documents'], 1):>7.2%} {'#' * round(40 * count / most)}"
+            f"  {length:>21} {count:>14,} {count / max(facts['documents'], 1):>7.2%} {'#' * round(40 * count / most)}"
         )
     if "most_frequent" in facts:
         out += ["", f"most frequent of {facts['distinct_tokens']:,} distinct tokens"]
@@ -148,9 +149,9 @@ def table(facts: dict[str, Any]) -> list[str]:
 
 
 def draw(facts: dict[str, Any], path: Path) -> None:
-    """The histogram as a picture; its kind is the name's ending."""
+    """Draw the histogram; the name's ending chooses the format."""
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--picture {path}: a name that ends with .png, .svg or .pdf is needed")
+        raise UserError(f"--picture {path}: the name must end with .png, .svg or .pdf")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -167,8 +168,8 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         raise UserError(f"--picture {path} cannot be written: {error.strerror or error}", IO) from None
 
 
-def document(indexed: Indexed, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """One document: where it lies, its ids, and its text if there is a tokenizer."""
+def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return a document's place, its ids, and its text if there is a tokenizer."""
     documents = len(indexed.doc_idx) - 1
     if number >= documents:
         raise UserError(

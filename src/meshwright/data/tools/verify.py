@@ -1,7 +1,7 @@
-"""`meshwright data verify`: whether token files are whole, told with everything that is wrong with them.
+"""`meshwright data verify`: everything that is wrong with token files.
 
-Opening a pair for training refuses it at the first thing wrong; here nothing is taken for granted and everything is
-told. Both files are read once from front to back in blocks, so memory does not grow with them.
+Opening a pair for training refuses it at the first problem; here nothing is taken for granted and all
+problems are reported. Both files are read once, in blocks, so memory does not grow with them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import checksums, replacing
 
 Advance = Callable[[int], None]
-Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # shows each block of a file to a function
+Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
 
 
 @dataclass
 class Findings:
-    """What is wrong with one pair of files, what is merely to be known, and what it holds."""
+    """The problems of one pair of files, remarks on it, and its contents."""
 
     prefix: str
     problems: list[str] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Findings:
 
 
 def check(prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Advance) -> Findings:
-    """Everything that can be told of one pair of files. `hashes`: SHA-256 of both too."""
+    """Check one pair of files in full. `hashes`: compute the SHA-256 of both too."""
     found = Findings(prefix)
 
-    def digest(file: BinaryIO, look: Callable[[int, bytes], None] = lambda start, block: None) -> None:
+    def digest(file: BinaryIO, inspect: Callable[[int, bytes], None] = lambda start, block: None) -> None:
         def shown(start: int, block: bytes) -> None:
-            look(start, block)
+            inspect(start, block)
             advance(len(block))
 
         crc, sha = checksums(file, hashes, shown)
@@ -68,9 +68,9 @@ def check(prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, ad
         with open(f"{prefix}.idx", "rb") as idx:
             digest(idx)
             header = Header(prefix, idx)
-            whole = check_arrays(header, found)
+            is_sound = check_arrays(header, found)
             with open(f"{prefix}.bin", "rb") as file:
-                check_tokens(file, header, whole, vocab_size, eod, found, digest)
+                check_tokens(file, header, is_sound, vocab_size, eod, found, digest)
     except FileNotFoundError as error:
         found.problems.append(f"{error.filename} does not exist")
     except OSError as error:
@@ -81,7 +81,7 @@ def check(prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, ad
 
 
 def check_arrays(header: Header, found: Findings) -> bool:
-    """Lengths, pointers and document borders; whether all three are right."""
+    """Check lengths, pointers and document borders; return whether all three are right."""
     name, itemsize = f"{found.prefix}.idx", header.dtype.itemsize
     found.dtype = header.dtype.name
     found.sequences, found.documents = len(header.lengths), max(len(header.borders) - 1, 0)
@@ -96,21 +96,21 @@ def check_arrays(header: Header, found: Findings) -> bool:
     for start, borders in blocks(header.borders):
         backwards.add(start, np.diff(borders, prepend=last) < 0)
         first, last = first if start else int(borders[0]), int(borders[-1])
-    said = [
-        negative.told("sequence", "has a length below 0", "have"),
-        astray.told("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
-        backwards.told("document border", "lies before the one before it", "do"),
+    problems = [
+        negative.describe("sequence", "has a length below 0", "have"),
+        astray.describe("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
+        backwards.describe("document border", "lies before the one before it", "do"),
     ]
     if first != 0 or last != found.sequences:
-        said.append(
+        problems.append(
             f"the document borders run from {first:,} to {last:,}, not from 0 to the {found.sequences:,} sequences"
         )
-    found.problems += [f"{name}: {line}" for line in said if line]
-    return not any(said)
+    found.problems += [f"{name}: {line}" for line in problems if line]
+    return not any(problems)
 
 
 class Tally:
-    """How many places are wrong, and where the first is."""
+    """The number of wrong places, and the first of them."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, -1
@@ -121,32 +121,32 @@ class Tally:
             self.first = self.first if self.count else start + int(places[0])
             self.count += len(places)
 
-    def told(self, what: str, does: str, plural: str) -> str:
+    def describe(self, kind: str, does: str, plural: str) -> str:
         more = f" (and {self.count - 1:,} more {plural} so)" if self.count > 1 else ""
-        return f"{what} {self.first:,} {does}{more}" if self.count else ""
+        return f"{kind} {self.first:,} {does}{more}" if self.count else ""
 
 
 def check_tokens(
-    file: BinaryIO, header: Header, whole: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
+    file: BinaryIO, header: Header, is_sound: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
 ) -> None:
-    """The .bin's length, ids and ends of documents. `whole`: the index can be believed."""
+    """Check the .bin's length, ids and ends of documents. `is_sound`: the index is right."""
     name, itemsize = f"{found.prefix}.bin", header.dtype.itemsize
     found.bytes = os.fstat(file.fileno()).st_size
     tokens = Column(file, header.dtype, found.bytes // itemsize)
-    if whole and found.bytes != found.tokens * itemsize:
-        lost = uncounted_ends(header, tokens, found, eod)
+    if is_sound and found.bytes != found.tokens * itemsize:
+        lost = find_uncounted_ends(header, tokens, found, eod)
         found.problems.append(
             lost
             or f"{name} has {found.bytes:,} bytes, but its .idx describes {found.tokens:,} tokens of {itemsize} bytes, "
             f"{found.tokens * itemsize:,}: one of the two is cut short or belongs to other data"
         )
-        whole = False
+        is_sound = False
     strange, last = Tally(), Counter[int]()
     least, most = 0, 0
-    ends = document_ends(header) if whole else iter(())
+    ends = document_ends(header) if is_sound else iter(())
     pending = np.zeros(0, np.int64)
 
-    def look(begin: int, block: bytes) -> None:
+    def inspect(begin: int, block: bytes) -> None:
         nonlocal least, most, pending
         start, ids = begin // itemsize, np.frombuffer(block, header.dtype, len(block) // itemsize)
         if not len(ids):
@@ -160,22 +160,23 @@ def check_tokens(
         last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         pending = pending[here:]
 
-    digest(file, look)
+    digest(file, inspect)
     if strange.count:
-        where = f", in sequence {Indexed(found.prefix).sequence_at(strange.first):,}" if whole else ""
+        where = f", in sequence {Indexed(found.prefix).sequence_at(strange.first):,}" if is_sound else ""
         held = int(tokens.read(strange.first, strange.first + 1)[0])
         allowed = f"0 ... {vocab - 1}, the tokenizer's" if vocab else "0 and above"
         found.problems.append(
             f"{name}: {strange.count:,} ids are not in {allowed}; the first is {held} at token {strange.first:,}{where}"
         )
-    found.with_eod = ends_told(last, eod, found)
+    found.with_eod = describe_ends(last, eod, found)
 
 
-def uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | None) -> str:
-    """The damage of Megatron-LM from 26 June to 5 August 2023: an end of document in .bin, but in no length.
+def find_uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | None) -> str:
+    """Describe the damage of Megatron-LM from 26 June to 5 August 2023, "" if there is none.
 
-    There the k-th document with text, counted from 1, ends k tokens later than its index says, and the token there is the
-    end of document. The first documents show it as well as all.
+    It wrote ends of documents into .bin, but into no length: the k-th document with text, counted from
+    1, ends k tokens later than its index says, and the token there is the end of document. The first
+    thousand documents are enough to see it.
     """
     surplus = len(tokens) - found.tokens
     documents = sum(len(ends) for ends in document_ends(header))
@@ -187,13 +188,13 @@ def uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | N
         return ""
     return (
         f"{found.prefix}: made with --append-eod by a Megatron-LM of 26 June to 5 August 2023: the {documents:,} "
-        f"end-of-document ids ({held.pop()}) are in .bin, but in no length of .idx, so every document after the first begins "
-        "too early; preprocess the text again"
+        f"end-of-document ids ({held.pop()}) are in .bin, but in no length of .idx, so every document after the first "
+        "begins too early; preprocess the text again"
     )
 
 
-def ends_told(last: Counter[int], eod: int | None, found: Findings) -> str:
-    """The share of documents that end with the end of document; without a tokenizer, with the most frequent last id."""
+def describe_ends(last: Counter[int], eod: int | None, found: Findings) -> str:
+    """Say how many documents end with the end of document, or else with the most frequent last id."""
     total = sum(last.values())
     if not total:
         return ""
@@ -202,10 +203,10 @@ def ends_told(last: Counter[int], eod: int | None, found: Findings) -> str:
     if eod is None and count <= total // 2:
         return "no common end of documents, "
     if 0 < count < total:
-        what = "end-of-document id" if eod is not None else "most frequent last id"
+        kind = "end-of-document id" if eod is not None else "most frequent last id"
         found.notes.append(
-            f"{found.prefix}: {total - count:,} of {total:,} documents do not end with {token}, the {what}: were files with "
-            "and without --append-eod merged?"
+            f"{found.prefix}: {total - count:,} of {total:,} documents do not end with {token}, the {kind}: were files "
+            "with and without --append-eod merged?"
         )
     share = "all" if count == total else f"{count / total:.2%}" if count else "none"
     return f"{share} of the documents end with {token}, "
@@ -215,7 +216,7 @@ def ends_told(last: Counter[int], eod: int | None, found: Findings) -> str:
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Absolute path -> digest; the names in the file are relative to its folder."""
+    """Return absolute path -> digest; the names in the file are relative to its folder."""
     out = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -242,7 +243,7 @@ def compare_checksums(path: Path, found: list[Findings]) -> None:
             if known is None:
                 one.problems.append(f"{name} is not in {path}, the file of checksums")
             elif known != digest:
-                one.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {known}: the file is another")
+                one.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {known}; it is another file")
 
 
 def write_checksums(path: Path, found: list[Findings]) -> None:
