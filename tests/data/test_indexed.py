@@ -272,7 +272,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 KILLED = """
 import os, sys, numpy as np
-from meshwright.data import writing
+from meshwright.data.format.writer import Writer
 calls, limit = 0, int(sys.argv[2])
 def counted(name):
     real = getattr(os, name)
@@ -285,7 +285,7 @@ def counted(name):
     setattr(os, name, call)
 for name in ("fsync", "replace", "unlink"):
     counted(name)
-with writing.Writer(sys.argv[1], np.uint16) as writer:
+with Writer(sys.argv[1], np.uint16) as writer:
     writer.add([7] * 50)
     writer.end_document()
 """
