@@ -148,10 +148,10 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
     """Fill `which` and `number`, a hundred times faster than with one choice after the other.
 
     Each choice depends on all before it, yet two walks that differ a little soon fall into step. So
-    the walk is cut into pieces, walked side by side from guessed starts; a piece that does not start
-    where the one before it ended is walked again from there, until all fit. The result is exact
-    whatever was guessed: the first piece starts right, so it ends right, and so on. Usually some of
-    the pieces need a second pass.
+    the walk is cut into pieces, walked side by side from guessed starts; a piece that does not
+    start where the one before it ended is walked again from there, until all fit. The result is
+    exact whatever was guessed: the first piece starts right, so it ends right, and so on. Usually
+    some of the pieces need a second pass.
     """
     size, taken, done = len(which), np.zeros(len(shares)), 0
     while done < size:

@@ -308,8 +308,8 @@ def require_same_documents(before: KnownSource, now: KnownSource) -> None:
     if before.documents != now.documents:
         raise UserError(
             f"{now.prefix}: the training set has documents {now.documents[0]} to {now.documents[1]} of it, in the "
-            f"checkpoint {before.documents[0]} to {before.documents[1]}; give the checkpoint's --split or range, because "
-            "with another one some samples would come again and some never",
+            f"checkpoint {before.documents[0]} to {before.documents[1]}; give the checkpoint's --split or range, "
+            "because with another one some samples would come again and some never",
             USAGE,
         )
 

@@ -1,8 +1,9 @@
 """The loops of index building, compiled by numba: the extra `fast`.
 
 They give the same results as the numpy beside each call, in less time. numba keeps compiled code
-in files, so only the first process waits for it. This module is imported through `samples.numba_twins`,
-and only for large data: the import takes longer than numpy does for a million samples.
+in files, so only the first process waits for it. This module is imported through
+`samples.numba_twins`, and only for large data: the import takes longer than numpy does for a million
+samples.
 
 numpy's shuffle draws one place, swaps, draws the next, and waits for memory at each swap. Here
 places are drawn a batch at a time, so that the processor can work on many swaps at once. (Explicit
@@ -118,7 +119,7 @@ def _shuffle(x: Any, key: Any, at: int) -> int:
 def cut(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows: Any) -> tuple[int, int, int]:
     """Fill rows from a place on; return their number, and place and offset for the next call.
 
-    The next sample begins `offset` tokens after the start of that document, possibly behind its end.
+    The next sample begins `offset` tokens after that document's start, possibly behind its end.
     The last of `rows` is never filled: a row is written first and counted afterwards, which
     needs no branch that could be mispredicted.
     """

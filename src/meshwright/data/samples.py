@@ -85,7 +85,7 @@ def build_indices(
     cutoff: float,
     room: Room | None = None,
 ) -> list[Ints]:
-    """Return doc_idx, sample_idx and shuffle_idx; `tokens` is the number of tokens in the documents.
+    """Return doc_idx, sample_idx and shuffle_idx; `tokens` is the documents' number of tokens.
 
     A second thread fills shuffle_idx meanwhile, and shuffles it as soon as the shuffle of the
     documents has drawn its random numbers.

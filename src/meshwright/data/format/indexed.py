@@ -102,7 +102,8 @@ class Indexed:
     def _read_header(self, idx: bytes | mmap.mmap) -> tuple[int, int]:
         if idx[:8] == LEGACY_MAGIC:
             raise UserError(
-                f"{self.prefix}.idx has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again",
+                f"{self.prefix}.idx has the older `lazy`/`cached` format, which cannot be read yet; preprocess the "
+                "text again",
                 BAD_DATA,
             )
         if len(idx) < HEADER.size:

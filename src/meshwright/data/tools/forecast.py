@@ -1,4 +1,4 @@
-"""The data of a training before it runs: `meshwright data index`, `data plan`, `data inspect --sample`.
+"""A training's data before it runs: `meshwright data index`, `data plan`, `data inspect --sample`.
 
 `index` and `inspect` build the same data sets as the training, with the same cache. Only `plan`
 computes from lengths alone and without torch.
@@ -71,8 +71,8 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
         return
     size = sum(p.stat().st_size for record in new for p in record.parent.glob(f"{record.stem}*") if p.is_file())
     print(
-        f"built {len(new)} indices, {size:,} bytes, in {', '.join(sorted({str(r.parent) for r in new}))} ({seconds:.1f} s): "
-        "the training finds them there"
+        f"built {len(new)} indices, {size:,} bytes, in {', '.join(sorted({str(r.parent) for r in new}))} ({seconds:.1f} "
+        "s): the training finds them there"
     )
 
 
@@ -142,7 +142,8 @@ def plan_set(config: TrainConfig, spec: SetSpec, found: list[Part]) -> dict[str,
         )
     name = {"train": "training"}.get(spec.key, spec.key)
     warnings = [
-        f"{s['prefix']} is read {s['epochs']:.1f} times over in {name}: a smaller weight, more data or a shorter run avoids it"
+        f"{s['prefix']} is read {s['epochs']:.1f} times over in {name}: a smaller weight, more data or "
+        "a shorter run avoids it"
         for s in sources
         if spec.key == "train" and s["epochs"] > OFTEN
     ]
@@ -219,7 +220,7 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
 
 
 def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
-    """Return (first position, end, place of the first token) of each document's stretch of a sample."""
+    """Return (first position, end, place of the first token) of each stretch of a sample."""
     from meshwright.data.loader import Samples
 
     held, k = dataset, number

@@ -45,7 +45,7 @@ class Lengths:
         return int(self.values[np.searchsorted(ranks, max(1, math.ceil(share * int(ranks[-1]))))])
 
     def doubling(self) -> list[tuple[int, int, int]]:
-        """Return (first, last, documents) for lengths 0, 1, 2-3, 4-7 and so on, shortest to longest."""
+        """Return (first, last, documents) for lengths 0, 1, 2-3, 4-7 and so on, ascending."""
         if not len(self.values):
             return []
         places = np.array([int(value).bit_length() for value in self.values])
@@ -76,8 +76,8 @@ def token_counts(indexed: Indexed) -> Ints:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
                 raise UserError(
-                    f"{indexed.prefix}.bin has id {low if low < 0 else high}, which no vocabulary has; `meshwright data "
-                    f"verify {indexed.prefix}` says where",
+                    f"{indexed.prefix}.bin has id {low if low < 0 else high}, which no vocabulary has; `meshwright "
+                    f"data verify {indexed.prefix}` says where",
                     BAD_DATA,
                 )
             here = np.bincount(ids, minlength=len(counts))

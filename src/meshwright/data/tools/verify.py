@@ -1,7 +1,7 @@
 """`meshwright data verify`: everything that is wrong with token files.
 
-Opening a pair for training refuses it at the first problem; here nothing is taken for granted and all
-problems are reported. Both files are read once, in blocks, so memory does not grow with them.
+Opening a pair for training refuses it at the first problem; here nothing is taken for granted and
+all problems are reported. Both files are read once, in blocks, so memory does not grow with them.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def check_tokens(
 def find_uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | None) -> str:
     """Describe the damage of Megatron-LM from 26 June to 5 August 2023, "" if there is none.
 
-    It wrote ends of documents into .bin, but into no length: the k-th document with text, counted from
-    1, ends k tokens later than its index says, and the token there is the end of document. The first
-    thousand documents are enough to see it.
+    It wrote ends of documents into .bin, but into no length: the k-th document with text, counted
+    from 1, ends k tokens later than its index says, and the token there is the end of document. The
+    first thousand documents are enough to see it.
     """
     surplus = len(tokens) - found.tokens
     documents = sum(len(ends) for ends in document_ends(header))
@@ -194,7 +194,7 @@ def find_uncounted_ends(header: Header, tokens: Column, found: Findings, eod: in
 
 
 def describe_ends(last: Counter[int], eod: int | None, found: Findings) -> str:
-    """Say how many documents end with the end of document, or else with the most frequent last id."""
+    """Say how many documents end with the end of document, or with the most frequent last id."""
     total = sum(last.values())
     if not total:
         return ""
@@ -258,7 +258,7 @@ def write_checksums(path: Path, found: list[Findings]) -> None:
 
 
 def damaged_caches(folder: Path) -> tuple[int, list[str]]:
-    """Return the number of entries of the index cache beside the data, and what is wrong with them."""
+    """Return the number of index cache entries beside the data, and what is wrong with them."""
     problems = []
     records = sorted((folder / "index-cache").glob("*.json"))
     for record in records:
