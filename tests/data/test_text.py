@@ -297,9 +297,9 @@ def test_tables(tmp_path):
     several = tmp_path / "several"
     several.mkdir()
     (several / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UserError, match="holds several data sets: name one of them, such as .*several/train"):
+    with pytest.raises(UserError, match="holds several data sets; name one of them, such as .*several/train"):
         texts_of(several)
-    with pytest.raises(UserError, match="has no column 'body': --json-keys names one of id, text, title"):
+    with pytest.raises(UserError, match="has no column 'body'; --json-keys must name one of id, text, title"):
         texts_of(folder, keys=("body",))
     nulls = pyarrow.table({"text": ["a", None, "b"]})
     pyarrow.parquet.write_table(nulls, tmp_path / "nulls.parquet")
@@ -442,7 +442,7 @@ def test_a_table_with_two_columns_of_a_name(tmp_path):
 
     table = pyarrow.table([["a"], ["b"], ["c"]], names=["text", "text", "id"])
     pyarrow.parquet.write_table(table, tmp_path / "t")
-    with pytest.raises(UserError, match="t has 2 columns 'text': --json-keys names one of text, text, id"):
+    with pytest.raises(UserError, match="t has 2 columns 'text'; --json-keys must name one of text, text, id"):
         texts_of(tmp_path / "t")
     with pytest.raises(UserError, match="t has no column 'body'"):
         texts_of(tmp_path / "t", keys=("body",))
@@ -474,7 +474,7 @@ def test_a_folder_with_files_of_other_programs(tmp_path, foreign):
     assert texts_of(tmp_path) == ["a"]
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "t.parquet"}, {"filename": "gone.arrow"}]}')
     with pytest.raises(
-        UserError, match="state.json names 2 files, of which 1 are not there, such as .*gone.arrow"
+        UserError, match="state.json names 2 files, of which 1 are missing, such as .*gone.arrow"
     ) as caught:
         texts_of(tmp_path)
     assert caught.value.status == BAD_DATA

@@ -337,7 +337,7 @@ def merge_json(config: LooseTextConfig, dry: bool) -> None:
         print(f"would merge the files of {t.json_path} into {t.output_file}")
         return
     merged = loose.merge(t.json_path, t.output_file, t.each_line)
-    print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.told}")
+    print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.skipped}")
 
 
 def fetch(config: FetchConfig, dry: bool) -> None:

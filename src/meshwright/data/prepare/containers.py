@@ -1,8 +1,9 @@
-"""What documents come packed in: compression and tar archives of files.
+"""Unpack compressed streams and tar archives in bounded memory.
 
-The standard library unpacks gzip, xz, bzip2 and tar; zstandard comes with the `data` extra. Everything is unpacked in bounded
-parts: a small file can hold more than the memory does. The libraries' own readers of files are not used: they take a stream
-that is cut short, or what follows a stream, for the end; tarfile does so with a damaged header.
+The standard library unpacks gzip, xz, bzip2 and tar; zstandard comes with the `data` extra. One
+loop over their decompressors replaces their file readers, which hide damage: LZMAFile and BZ2File
+ignore whatever follows a stream, zstandard takes a stream that is cut short for complete, and
+tarfile takes a damaged header for the end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from meshwright.errors import UNAVAILABLE, UserError
 
-HEAD = 512  # bytes by which a kind is known
+HEAD = 512  # bytes that decide the kind
 MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\xfd7zXZ": "xz",
@@ -29,13 +30,13 @@ MAGIC = {
     b"ARROW1": "arrow",
     b"\xff\xff\xff\xff": "legacy arrow",
 }
-SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte from 0x50 to 0x5f: a zstd frame that tells of the next, as pzstd's
+SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
-LAYERS = 4  # of compression, one in another
+LAYERS = 4  # of compression within compression, at most
 FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 CHUNK = 1 << 18
-SLICE = 1 << 11  # packed bytes at once: zstd gives back all that they hold, up to 2^17 bytes for each four
+SLICE = 1 << 11  # packed bytes at once; zstd returns all they hold, up to 2^17 bytes for each 4
 
 
 class Damaged(Exception):
@@ -46,8 +47,10 @@ DAMAGES = (Damaged, tarfile.TarError)
 
 
 def kind_of(start: bytes) -> str | None:
-    """Of a file with these first bytes; None for plain text, which may begin as MAGIC does: its last is how a stream of Arrow
-    batches begins."""
+    """Return the kind of a file with these first bytes, None for plain text.
+
+    Text may begin as MAGIC does. The last of MAGIC is how a stream of Arrow batches begins.
+    """
     if _is_text(start):
         return None
     if start[257:262] == b"ustar":
@@ -66,7 +69,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def foreign_encoding(start: bytes) -> str:
-    """What to do about text in another encoding than UTF-8, or nothing. Known by its byte order mark, which UTF-32 shares."""
+    """Return what to do about text with the byte order mark of another encoding, or \"\"."""
     name = next((name for mark, name in FOREIGN.items() if start.startswith(mark)), None)
     return f"is {name}: convert it, for example iconv -f {name} -t UTF-8" if name else ""
 
@@ -79,7 +82,9 @@ def missing(package: str, what: str) -> UserError:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """The stream inside, however often it is compressed. `file` has `peek`, which shows HEAD bytes where there are as many."""
+    """Return the stream inside, even if it is compressed several times. `file.peek` must show HEAD
+    bytes.
+    """
     for _ in range(LAYERS):
         kind = kind_of(peek(file))
         if kind not in STREAMS:
@@ -91,7 +96,7 @@ def unpacked(file: BinaryIO) -> BinaryIO:
 
 
 def steady(file: BinaryIO) -> BinaryIO:
-    """The same for what comes in small parts, such as from a pipe, of which one `peek` may show a byte."""
+    """Buffer a stream that comes in small parts, such as a pipe, for `peek`."""
     return _buffered(chunks(file))
 
 
@@ -100,7 +105,7 @@ def peek(file: BinaryIO) -> bytes:
 
 
 def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """What is in one compressed stream after the other; zeros may fill up behind each."""
+    """Yield the contents of one compressed stream after another; zeros may pad each."""
     begin, errors = _library(kind)
     limit = () if kind == "zstd" else (CHUNK,)
     stream, packed = None, memoryview(b"")
@@ -132,7 +137,7 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 
 def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
-    """What begins a stream, and its errors."""
+    """Return the maker of a decompressor, and its errors."""
     if kind == "gzip":
         return lambda: zlib.decompressobj(31), (zlib.error,)
     if kind == "xz":
@@ -151,7 +156,7 @@ def _buffered(parts: Iterator[bytes]) -> BinaryIO:
 
 
 class _Parts(io.RawIOBase):
-    """Read at least HEAD bytes at once, or to the end; damage comes after all that precedes it."""
+    """Read at least HEAD bytes at once, or to the end; raise damage after all that precedes it."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self.parts, self.ready = parts, memoryview(b"")
@@ -179,13 +184,13 @@ class _Parts(io.RawIOBase):
 
 
 def chunks(file: BinaryIO) -> Iterator[bytes]:
-    """The bytes as they come: what precedes damage is not lost in a buffer."""
+    """Yield the bytes as they come, so that no buffer swallows what precedes damage."""
     while data := cast(Any, file).read1(CHUNK):
         yield data
 
 
 def position(file: BinaryIO) -> int:
-    """Bytes read of the packed file; 0 of a pipe."""
+    """Return the bytes read of the packed file, 0 for a pipe."""
     try:
         return file.tell()
     except (OSError, ValueError):
@@ -196,28 +201,30 @@ def position(file: BinaryIO) -> int:
 
 
 class _Header(tarfile.TarInfo):
-    """tarfile takes a damaged header for the end, and any end for the one meant. An archive ends with a block of zeros, behind
-    which another one may come, as `cat` puts them together."""
+    """A header that raises if it is damaged or if the archive ends without its block of zeros.
+
+    After the zeros another archive may follow, as `cat` joins them.
+    """
 
     @classmethod
     def fromtarfile(cls, archive: Any) -> Any:
         try:
             header = super().fromtarfile(archive)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            archive.is_whole = True
+            archive.is_ended = True
             raise
         except (tarfile.HeaderError, ValueError, LookupError) as error:
-            if archive.is_whole and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
+            if archive.is_ended and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
             raise Damaged(f"tar: {error} at byte {archive.offset:,}") from None
-        archive.is_whole = False
+        archive.is_ended = False
         return header
 
 
 class _Archive(tarfile.TarFile):
     tarinfo = _Header
     ignore_zeros = True
-    is_whole = False
+    is_ended = False
 
 
 def is_archive(stream: BinaryIO) -> bool:
@@ -225,13 +232,15 @@ def is_archive(stream: BinaryIO) -> bool:
 
 
 def members(stream: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO | Exception]]:
-    """The files of an archive and of archives in it, in its order, unpacked; each is read before the next one is asked for.
-    Of a file that cannot be unpacked, the damage; that of the archive itself is raised.
+    """Yield the unpacked files of an archive and of archives in it; read each before taking the
+    next.
 
-    Nothing is written anywhere, so a name can be what it likes; links and devices are left out."""
-    with _Archive.open(fileobj=cast(Any, _Reader(stream)), mode="r|") as archive:
+    In place of a file that cannot be unpacked comes its damage; damage of the archive is raised.
+    Nothing is written, so names need no check; links and devices are skipped.
+    """
+    with _Archive.open(fileobj=cast(Any, stream), mode="r|") as archive:
         while (member := archive.next()) is not None:
-            cast(Any, archive).members = []  # tarfile keeps what it knows of each
+            cast(Any, archive).members = []  # free what tarfile keeps of each
             opened = archive.extractfile(member) if member.isfile() else None
             if opened is None:
                 continue
@@ -244,20 +253,3 @@ def members(stream: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO 
                     yield name, inner
             except DAMAGES as error:
                 yield name, error
-
-
-class _Reader(io.RawIOBase):
-    """tarfile's stream mode takes few bytes for the end: it gets as many as it asks for."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        parts = []
-        while size > 0 and (part := self.file.read(size)):
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)

@@ -1,4 +1,4 @@
-"""What a worker makes of one piece of the input: token ids, lengths, document borders, and what was wrong."""
+"""Encode one piece of the input: token ids, lengths, document borders, and what was bad."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.prepare.text import BadLine, Piece, expected, units
+from meshwright.data.prepare.text import BadLine, Piece, expected_format, units
 from meshwright.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -18,24 +18,22 @@ Encode = Callable[[str], "Sequence[int] | Array"]
 
 @dataclass
 class Encoded:
-    """Of a piece, without the tokens. Lists have one entry for each key."""
+    """What a piece holds, but for the tokens. Lists have one entry for each key."""
 
     units: int = 0  # lines, rows or texts
     documents: int = 0
     bytes: int = 0  # of text and what surrounds it
     tokens: list[int] = field(default_factory=list)
     sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
-    ends: list[Array] = field(
-        default_factory=list
-    )  # int64: how many of the piece's sequences there are after each document
-    bad: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # kind: how many, and the first one's number in the piece
-    first_bad: str = ""  # in words
+    # int64: number of the piece's sequences up to the end of each document
+    ends: list[Array] = field(default_factory=list)
+    # Kind of bad unit: how many, and the number of the first in the piece.
+    bad: dict[str, tuple[int, int]] = field(default_factory=dict)
+    first_bad: str = ""  # message
 
 
 class Encoder:
-    """Texts under the keys to ids in one order. `sentences` cuts a document into sequences."""
+    """Encode the texts under the keys. `sentences` splits a document into sequences."""
 
     def __init__(
         self,
@@ -49,10 +47,10 @@ class Encoder:
         self.end = None if eod is None else np.array([eod], np.uint32)
 
     def __call__(self, piece: Piece, stop: bool = False) -> tuple[Encoded, list[Array]]:
-        """`stop`: at the first bad line."""
-        made, out = Encoded(), [_Column() for _ in self.keys]
+        """Return counts and each key's tokens; with `stop`, up to the first bad line."""
+        encoded, out = Encoded(), [_Column() for _ in self.keys]
         for number, texts in enumerate(units(piece, self.keys)):
-            made.units += 1
+            encoded.units += 1
             if texts is None:
                 continue
             bad = texts if isinstance(texts, BadLine) else None
@@ -62,23 +60,25 @@ class Encoder:
                 except BadLine as error:
                     bad = error
             if bad is not None:
-                count, first = made.bad.get(bad.kind, (0, number))
-                made.bad[bad.kind] = (count + 1, first)
-                made.first_bad = made.first_bad or f"{bad}{expected(bad, not made.documents and not piece.begin)}"
+                count, first = encoded.bad.get(bad.kind, (0, number))
+                encoded.bad[bad.kind] = (count + 1, first)
+                encoded.first_bad = (
+                    encoded.first_bad or f"{bad}{expected_format(bad, not encoded.documents and not piece.begin)}"
+                )
                 if stop:
                     break
                 continue
             for column, document in zip(out, documents, strict=True):
                 column.add(document, self.end)
-            made.documents += 1
+            encoded.documents += 1
             if piece.kind in ("parquet", "arrow"):
-                made.bytes += sum(len(text) for text in cast(list[str], texts))
-        made.bytes = made.bytes or _bytes_of(piece)
+                encoded.bytes += sum(len(text) for text in cast(list[str], texts))
+        encoded.bytes = encoded.bytes or _bytes_of(piece)
         arrays = [column.tokens(self.dtype) for column in out]
-        made.tokens = [len(array) for array in arrays]
-        made.sizes = [np.array(column.sizes, np.int32) for column in out]
-        made.ends = [np.array(column.ends, np.int64) for column in out]
-        return made, arrays
+        encoded.tokens = [len(array) for array in arrays]
+        encoded.sizes = [np.array(column.sizes, np.int32) for column in out]
+        encoded.ends = [np.array(column.ends, np.int64) for column in out]
+        return encoded, arrays
 
     def _document(self, text: str) -> list[Sequence[int] | Array]:
         try:
@@ -98,8 +98,11 @@ class _Column:
         self.ends: list[int] = []
 
     def add(self, sequences: list[Sequence[int] | Array], end: Array | None) -> None:
-        """As in Megatron-LM, a document without tokens has no sequence, only an entry in the document index, so that the files
-        of several keys stay aligned (bigscience's tool drops it there)."""
+        """Append a document.
+
+        As in Megatron-LM, a document without tokens has no sequence, only an entry in the document
+        index, so that the files of several keys stay aligned (bigscience's tool drops it there).
+        """
         before = len(self.sizes)
         for ids in sequences:
             if len(ids):

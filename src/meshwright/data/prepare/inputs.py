@@ -1,4 +1,6 @@
-"""Find the inputs of `preprocess`: files, patterns, folders of tables, pipes; the first bytes decide the kind, not the name."""
+"""Find the inputs of `preprocess`: files, patterns, folders of tables, pipes; the first bytes
+decide the kind, not the name.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Input:
 
 
 def find_inputs(patterns: list[str]) -> list[str]:
-    """Return files and `-` as given and the matches of patterns sorted; raise if one does not exist."""
+    """Return files and `-` as given and the matches of patterns sorted; raise if one does not
+    exist.
+    """
     found = []
     for pattern in patterns:
         matches = [pattern] if pattern == "-" or Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))

@@ -1,8 +1,8 @@
 """A note of what an interrupted `preprocess` had done, from which the same command continues.
 
-The first line is a hash of the command and its inputs, each further line the JSON of a state; a kill leaves at worst an
-incomplete last line. Nothing is forced to the disk: if the files are shorter than noted after a loss of power, the run starts
-from the beginning.
+The first line is a hash of the command and its inputs, each further line the JSON of a state; a
+kill leaves at worst an incomplete last line. Nothing is forced to the disk: if the files are
+shorter than noted after a loss of power, the run starts from the beginning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Journal:
         self.noted = time.monotonic()
 
     def _rewrite(self) -> None:
-        """Start again with the first line. A kill before `truncate` leaves older states, which are still true."""
+        """Start again with the first line. A kill before `truncate` leaves older states, which are
+        still true.
+        """
         self.file.seek(0)
         self._write(self.digest)
         self.file.truncate()
@@ -100,7 +102,9 @@ def _last_complete(lines: list[str]) -> dict[str, Any] | None:
 
 
 def has_parts(prefix: str, lengths: tuple[int, int, int], itemsize: int) -> bool:
-    """Return whether an interrupted writer's files hold at least these tokens, sequences and documents."""
+    """Return whether an interrupted writer's files hold at least these tokens, sequences and
+    documents.
+    """
     try:
         sizes = [os.path.getsize(f"{prefix}{part}.tmp") for part in PARTS]
     except OSError:

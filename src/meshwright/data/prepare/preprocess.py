@@ -1,8 +1,9 @@
 """`meshwright preprocess`: text to token files, on all cores of one machine or of several.
 
-The input is cut into pieces (text.py), which worker processes encode (workers.py). Progress is noted in `<prefix>.progress`
-(journal.py), so that the same command continues after a kill and ends with the same bytes. Started as several ranks, each
-writes its range of the input as a pair of files of its own, and rank 0 merges these pairs as `meshwright data merge` does.
+The input is cut into pieces (text.py), which worker processes encode (workers.py). Progress is
+noted in `<prefix>.progress` (journal.py), so that the same command continues after a kill and ends
+with the same bytes. Started as several ranks, each writes its range of the input as a pair of files
+of its own, and rank 0 merges these pairs as `meshwright data merge` does.
 """
 
 from __future__ import annotations
@@ -216,9 +217,10 @@ class Job:
         self.begin, self.end = (self.offsets[-1] * n // world.size for n in (world.rank, world.rank + 1))
 
     def _identify(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Set `comparable`, which must be equal on all ranks, and `identity`, by which a run is continued."""
+        """Set `comparable`, equal on all ranks, and `identity`, equal in a run that continues."""
         p = self.config.preprocess
-        # Without on_error: up to the noted state nothing has stopped the run, or all that is bad is counted.
+        # Without on_error: up to the noted state nothing has stopped the run, or all that is bad is
+        # counted.
         settings = {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input", "on_error")}
         names = [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)]
         self.comparable = {
@@ -269,7 +271,7 @@ class Job:
                 self.journal.note({**(self.state or self.snapshot(0)), "is_complete": True})
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the state of the interrupted run that this one continues, if there is one with its files."""
+        """Return the state of the interrupted run to continue, if its files are there."""
         state = self.journal.state
         if state is None:
             return None
@@ -325,7 +327,7 @@ class Job:
                 show(self.offsets[piece.number] + piece.behind - self.begin)
 
     def worker_count(self) -> int:
-        """Return --workers, by default one for each core; a few pieces are done before workers would have started."""
+        """Return --workers, by default one for each core, but 1 for a few pieces."""
         wanted = self.config.preprocess.workers or max(1, cores() // self.world.local_size)
         is_small = all(one.kind == "lines" for one in self.inputs) and sum(one.bytes for one in self.inputs) < 4 * MIB
         return 1 if is_small else wanted
@@ -353,7 +355,7 @@ class Job:
         self.totals.bytes += encoded.bytes
 
     def place(self, piece: Piece, unit: int) -> str:
-        """Describe where a bad unit is. A rank that entered a file in its middle counts the lines before that now."""
+        """Name the place of a bad unit; a rank counts the lines before its own."""
         before = count_lines(piece.path, self.position[2]) if piece.kind == "place" else 0
         return describe_place(piece, unit, before + self.position[1] + 1)
 
@@ -385,7 +387,7 @@ class Job:
                 raise UserError(f"no token under {key!r} in {paths}{reason}: nothing was written", BAD_DATA)
 
     def remove_parts(self) -> None:
-        """Remove the files of ranks, also those of an interrupted run of another size, but of no other output."""
+        """Remove this output's files of ranks, also those of an interrupted run of another size."""
         for output in (str(self.config.preprocess.output_prefix), *self.prefixes):
             for path in glob.glob(f"{glob.escape(output)}.part[0-9][0-9][0-9][0-9][0-9].*"):
                 if path.endswith((".tmp", ".progress", ".bin", ".idx")):
@@ -431,7 +433,7 @@ def build_tokenizer(settings: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def file_state(one: Input) -> list[int]:
-    """Return size and time, which differ if a file has changed; a pipe is never the same again."""
+    """Return size and time, which tell a changed file; a pipe always differs."""
     if one.kind == "stream" and not one.bytes:
         return [time.time_ns()]
     about = os.stat(one.path)

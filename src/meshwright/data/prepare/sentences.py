@@ -1,4 +1,4 @@
-"""--split-sentences: documents cut by NLTK's Punkt models, as Megatron's tool does."""
+"""--split-sentences: split documents with NLTK's Punkt models, as Megatron's tool does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from meshwright.errors import UNAVAILABLE, UserError
 
 @functools.cache
 def build(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """`keep_newlines`: the white space behind a sentence stays with it, so that the sentences together are the text."""
+    """Return a function that splits a text into sentences.
+
+    With `keep_newlines`, white space stays with the sentence before it: joined, they are the text.
+    """
     try:
         from nltk.tokenize.punkt import PunktLanguageVars, PunktTokenizer
     except ImportError:
@@ -19,7 +22,7 @@ def build(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
         ) from None
 
     class WithSpace(PunktLanguageVars):  # type: ignore[misc]
-        """The text behind a sentence's end may begin with the white space."""
+        """Make the end of a sentence include the white space after it."""
 
         _period_context_fmt = r"""
             %(SentEndChars)s             # a potential end of a sentence

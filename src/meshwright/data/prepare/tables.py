@@ -1,7 +1,9 @@
-"""Parquet and Arrow tables: cut by rows into pieces of about one size, whatever the size of row groups and batches.
+"""Parquet and Arrow tables, cut into pieces of similar size whatever their row groups and batches
+are.
 
-Whoever has a piece reads it. A table can be entered at a row group or batch only, so each process keeps the reader it has open
-and goes forward in it: the pieces of one process come in increasing order. pyarrow comes with the `data` extra.
+Each worker reads its own pieces. A table can be entered only at a row group or batch, so each
+process keeps its reader open and reads on: the pieces of one process come in increasing order.
+pyarrow comes with the `data` extra.
 """
 
 from __future__ import annotations
@@ -17,23 +19,28 @@ from typing import Any
 from meshwright.data.prepare.containers import Damaged, missing
 from meshwright.errors import BAD_DATA, UserError
 
-ROWS = 1 << 13  # of a piece at most: where texts repeat, a table is far smaller in its file than what it holds
+ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
-BUFFER = 1 << 18  # of a Parquet file
+BUFFER = 1 << 18  # bytes, for a Parquet file
 
 Start = tuple[int, int]  # the row group or batch to enter at, and its first row
-Part = tuple[int | None, int, int, int]  # number, if one can enter there; its rows, its bytes, and the file's after it
+# A row group or batch: its number if the table can be entered there, rows, bytes, and the position
+# in the
+# file after it.
+Part = tuple[int | None, int, int, int]
 
 
-# What a folder holds.
+# Folders.
 
 
 def find_tables(folder: str) -> list[str]:
-    """A data set saved by Hugging Face's `datasets`, in its order, or the .parquet files below a folder, sorted."""
+    """Return the files of a data set saved by Hugging Face's `datasets`, or all .parquet files,
+    sorted.
+    """
     splits: Any = _json(Path(folder) / "dataset_dict.json").get("splits")
     if _are_texts(splits):
         one = Path(folder) / splits[0]
-        raise UserError(f"--input {folder} holds several data sets: name one of them, such as {one}", BAD_DATA)
+        raise UserError(f"--input {folder} holds several data sets; name one of them, such as {one}", BAD_DATA)
     files = _json(Path(folder) / "state.json").get("_data_files")
     names = [isinstance(one, dict) and one.get("filename") for one in files] if isinstance(files, list) else []
     if _are_texts(names):
@@ -41,8 +48,8 @@ def find_tables(folder: str) -> list[str]:
         gone = [path for path in paths if not os.path.isfile(path)]
         if gone:
             raise UserError(
-                f"{folder}/state.json names {len(paths):,} files, of which {len(gone):,} are not there, such as "
-                f"{gone[0]}: copy the whole folder again",
+                f"{folder}/state.json names {len(paths):,} files, of which {len(gone):,} are missing, such as "
+                f"{gone[0]}; copy the whole folder again",
                 BAD_DATA,
             )
         return paths
@@ -51,7 +58,7 @@ def find_tables(folder: str) -> list[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Many programs have a file of such a name: what is of another form is none of ours."""
+    """Return a JSON object, {} for anything else: other programs have files of these names, too."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -67,9 +74,11 @@ def _are_texts(values: Any) -> bool:
 
 
 def spans(path: str, kind: str, size: int, piece: int) -> Iterator[tuple[int, int, int, Start]]:
-    """First row, end, bytes of the file that are done after it, and where to enter: small parts together, large ones divided.
+    """Yield first row, end row, position in the file after it, and where to enter, for each piece.
 
-    What is damaged at its beginning or end is an error; Damaged comes after the parts before the damage."""
+    Small row groups are joined, large ones divided. Raise UserError if the table cannot be opened,
+    Damaged after the pieces before the damage.
+    """
     begin = end = have = behind = 0
     start = (0, 0)
     for number, rows, weight, after in _parts(path, kind, size):
@@ -103,7 +112,7 @@ def _parts(path: str, kind: str, size: int) -> Iterator[Part]:
             about = pyarrow.parquet.read_metadata(path)
             groups = [about.row_group(number) for number in range(about.num_row_groups)]
             if sum(group.num_rows for group in groups) != about.num_rows or any(group.num_rows < 0 for group in groups):
-                raise ValueError("its row groups have other numbers of rows than the whole")
+                raise ValueError("the rows of its row groups do not add up to those of the file")
             opened, done = True, 0
             for number, group in enumerate(groups):
                 done += group.num_rows
@@ -132,7 +141,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _arrow(source: Any) -> tuple[Any, int | None]:
-    """Batches of the file format have numbers; of a stream, which can be read from its beginning only, they are not counted."""
+    """Return a reader and its number of batches, None for a stream, read from its start."""
     import pyarrow
 
     if bytes(source.read(6)) == b"ARROW1":
@@ -152,7 +161,10 @@ def _batches(reader: Any, count: int | None, first: int) -> Iterator[Any]:
 
 
 def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[str]) -> Iterator[list[Any]]:
-    """The values under the keys in these rows, of a text not UTF-8, the error. Damaged comes after the last whole row."""
+    """Yield the values under the keys in rows [begin, end); a text that is not UTF-8 is the error.
+
+    Raise Damaged after the last readable row.
+    """
     try:
         about = os.stat(path)
         reader = _reader(path, kind, tuple(keys), os.getpid(), about.st_ino, about.st_size, about.st_mtime_ns)
@@ -165,13 +177,13 @@ def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[st
 
 
 @functools.lru_cache(maxsize=1)
-def _reader(path: str, kind: str, keys: tuple[str, ...], *same: int) -> _Reader:
-    """`same`: the process and what tells that the file is still the same."""
+def _reader(path: str, kind: str, keys: tuple[str, ...], *version: int) -> _Reader:
+    """Return this process's open reader; `version` changes with the process and with the file."""
     return _Reader(path, kind, keys)
 
 
 class _Reader:
-    """At a row of a table. It goes forward from there, enters where the table can be entered, and knows what cannot be read."""
+    """A position in a table that moves forward, and the row from which a part is damaged."""
 
     def __init__(self, path: str, kind: str, keys: tuple[str, ...]) -> None:
         import pyarrow
@@ -188,14 +200,14 @@ class _Reader:
             if names.count(key) != 1:
                 what = f"{names.count(key)} columns" if key in names else "no column"
                 have = ", ".join(names[:10])
-                raise UserError(f"{path} has {what} {key!r}: --json-keys names one of {have}", BAD_DATA)
+                raise UserError(f"{path} has {what} {key!r}; --json-keys must name one of {have}", BAD_DATA)
         self.failed: tuple[Start, int, str] | None = None
         self.batches: Iterator[Any] = iter(())
-        self.batch: Any = None  # the one that begins at row `at`, if it has been read
-        self.at = -1  # nowhere
+        self.batch: Any = None  # the batch that begins at row `at`, once read
+        self.at = -1  # not entered
 
     def take(self, start: Start, begin: int, end: int) -> Iterator[list[list[Any]]]:
-        """Of some rows after the other, the values in each column."""
+        """Yield column values for rows [begin, end), batch by batch."""
         if self.failed and self.failed[0] == start and self.failed[1] <= begin:
             raise self._damaged(*self.failed[1:])
         if not start[1] <= self.at <= begin:
@@ -230,12 +242,12 @@ class _Reader:
         number, self.at = start
         self.batch = None
         if self.kind == "parquet":
-            self.batches = self._of_groups(number)
+            self.batches = self._group_batches(number)
             return
         self.source.seek(0)
         self.batches = _batches(*_arrow(self.source), number)
 
-    def _of_groups(self, first: int) -> Iterator[Any]:
+    def _group_batches(self, first: int) -> Iterator[Any]:
         for number in range(first, self.file.num_row_groups):
             group = self.file.metadata.row_group(number)
             size = max(1, min(BATCH_ROWS, group.num_rows * BATCH_BYTES // max(group.total_byte_size, 1)))
@@ -248,7 +260,9 @@ class _Reader:
 
 
 def _values(column: Any) -> list[Any]:
-    """Checked first: of a damaged column, pyarrow would read what lies elsewhere in memory."""
+    """Return a column's values, after a check: pyarrow would read a damaged column beyond its
+    memory.
+    """
     import pyarrow
 
     try:

@@ -1,10 +1,12 @@
-"""Documents out of what people have them in: JSON lines, plain or compressed, tables, archives of text files.
+"""Read documents from JSON lines, plain or compressed, from tables, and from archives of text
+files.
 
-An input is cut into pieces of about a megabyte, which worker processes turn into tokens. A piece of a plain file or of a table
-is a place, which the worker reads; of a stream, which can be read in one order only, it holds the bytes. Where pieces begin
-depends on the input alone, so that an interrupted run goes on at a piece, and several machines share them out.
+An input is cut into pieces of about a megabyte, which worker processes turn into tokens. A piece of
+a plain file or of a table is a place, which the worker reads; a piece of a stream, which can only
+be read in order, holds the bytes. Where pieces begin depends on the input alone, so that an
+interrupted run continues at a piece and several machines can share them.
 
-Lines are cut as bytes, so that one that is not UTF-8 costs that line and no other (data/records.py).
+Lines are cut as bytes, so that a line that is not UTF-8 costs no other line (data/records.py).
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from meshwright.errors import BAD_DATA, IO, UserError
 
 BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 20  # bytes
-REST = 1 << 16  # read with a piece, for its last line mostly ends within it
-LONGEST = 1 << 28  # bytes of a line: what is longer counts as a bad one
+REST = 1 << 16  # bytes read beyond a piece, within which its last line mostly ends
+LONGEST = 1 << 28  # bytes of a line; a longer one counts as bad
 TOO_LONG = b"\xff too long"  # stands for such a line
-JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)  # of members of archives
+# Members of archives that hold JSON lines.
+JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
 
 
@@ -49,22 +52,22 @@ class Piece:
 
 
 def pieces(inputs: list[Input]) -> Iterator[Piece]:
-    """All of them, in the order of the documents."""
+    """Yield all pieces, in the order of the documents."""
     return share_of(inputs, 0, 1)
 
 
-def _of_input(number: int, one: Input) -> Iterator[Piece]:
+def _input_pieces(number: int, one: Input) -> Iterator[Piece]:
     if one.kind == "lines":
         for begin in range(0, one.bytes, PIECE):
             end = min(begin + PIECE, one.bytes)
             yield Piece(number, one.path, "place", begin, end, behind=end)
     elif one.kind == "stream":
-        yield from _of_stream(number, one.path)
+        yield from _stream_pieces(number, one.path)
     else:
-        yield from _of_table(number, one)
+        yield from _table_pieces(number, one)
 
 
-def _of_table(number: int, one: Input) -> Iterator[Piece]:
+def _table_pieces(number: int, one: Input) -> Iterator[Piece]:
     try:
         for begin, end, behind, start in tables.spans(one.path, one.kind, one.bytes, PIECE):
             yield Piece(number, one.path, cast(Any, one.kind), begin, end, start, behind)
@@ -73,22 +76,26 @@ def _of_table(number: int, one: Input) -> Iterator[Piece]:
 
 
 def share_of(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
-    """One rank's pieces: a range of the bytes, so that all ranks' pieces one after the other are those of the whole."""
+    """Yield one rank's pieces, a range of the bytes: all ranks' pieces in turn are those of
+    `pieces`.
+    """
     total, base = sum(max(one.bytes, 1) for one in inputs), 0
     for number, one in enumerate(inputs):
         if one.kind != "stream":
             at = 0
-            for piece in _of_input(number, one):
+            for piece in _input_pieces(number, one):
                 if (base + at) * size // total == rank:
                     yield piece
                 at = piece.behind
         elif base * size // total == rank:
-            yield from _of_input(number, one)
+            yield from _input_pieces(number, one)
         base += max(one.bytes, 1)
 
 
-def _of_stream(number: int, path: str) -> Iterator[Piece]:
-    """Cut short, it gives all that was whole, and then why it ended."""
+def _stream_pieces(number: int, path: str) -> Iterator[Piece]:
+    """Yield what can be read and, if the stream is cut short or damaged, a last piece that says
+    why.
+    """
     file = open_input(path)
     try:
         stream = containers.unpacked(containers.steady(file))
@@ -97,7 +104,7 @@ def _of_stream(number: int, path: str) -> Iterator[Piece]:
                 yield Piece(number, path, "texts", begin, content=texts, behind=containers.position(file))
         else:
             begin = 0
-            _check(path, containers.peek(stream))
+            _require_lines(path, containers.peek(stream))
             for lines in cut(_without_mark(stream), PIECE):
                 yield Piece(number, path, "lines", begin, content=lines, behind=containers.position(file))
                 begin += lines.count(b"\n")
@@ -110,8 +117,8 @@ def _of_stream(number: int, path: str) -> Iterator[Piece]:
             file.close()
 
 
-def _check(path: str, start: bytes) -> None:
-    """Of what is no file of lines after all."""
+def _require_lines(path: str, start: bytes) -> None:
+    """Raise if a stream turns out to hold something else than lines."""
     if other := containers.foreign_encoding(start):
         raise UserError(f"--input {path} {other}", BAD_DATA)
     if (kind := containers.kind_of(start)) in ("parquet", "arrow"):
@@ -119,12 +126,15 @@ def _check(path: str, start: bytes) -> None:
 
 
 def _members(archive: BinaryIO) -> Iterator[tuple[int, list[Text]]]:
-    """Texts and JSON lines, about a piece of them; and how many lines of the first one were in the piece before."""
+    """Yield texts and JSON lines, about a piece at a time.
+
+    With them comes the number of lines of the first member that an earlier piece holds.
+    """
     kept: list[Text] = []
     have = begin = 0
     damage: Exception | None = None
     try:
-        for name, lines, part in _parts_of_members(archive):
+        for name, lines, part in _member_parts(archive):
             if kept and lines:
                 kept[-1] = (name, kept[-1][1] + part)
             else:
@@ -142,9 +152,12 @@ def _members(archive: BinaryIO) -> Iterator[tuple[int, list[Text]]]:
         raise damage
 
 
-def _parts_of_members(archive: BinaryIO) -> Iterator[tuple[str, int, Any]]:
-    """With the lines ahead in the same member. Why one is damaged is told when the archive goes on behind it: else the archive
-    is what is cut short."""
+def _member_parts(archive: BinaryIO) -> Iterator[tuple[str, int, Any]]:
+    """Yield name, number of lines before in the same member, and content.
+
+    Damage of a member is reported once the next member begins; without one, the archive itself is
+    cut short.
+    """
     damage: list[tuple[str, int, str]] = []
     for name, stream in containers.members(archive):
         lines = 0
@@ -162,10 +175,10 @@ def _parts_of_members(archive: BinaryIO) -> Iterator[tuple[str, int, Any]]:
 
 
 def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
-    """Of JSON lines pieces, of another text all of it."""
+    """Yield JSON lines in pieces, any other text at once."""
     start = containers.peek(stream)
     if containers.foreign_encoding(start):
-        yield start  # enough to tell why
+        yield start  # enough to name the encoding
     elif is_json(name):
         yield from cut(_without_mark(stream), PIECE)
     else:
@@ -206,9 +219,11 @@ def open_input(path: str) -> BinaryIO:
 
 
 def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """Whole lines, of about this many bytes together; a stream that breaks off gives its whole lines before the error."""
+    """Yield complete lines, about `size` bytes at a time; damage is raised after the lines before
+    it.
+    """
     kept: list[bytes] = []
-    have, ends, too_long = 0, False, False  # ends: a line feed is among them
+    have, ends, too_long = 0, False, False  # `ends`: `kept` contains a line feed
 
     def lines() -> bytes:
         nonlocal kept, have, ends
@@ -243,19 +258,22 @@ def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
 
 
 def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
-    """One for each line, row or text of the piece: the text under each key, what is wrong with it, or None for a blank line."""
+    """Yield one unit for each line, row or text of the piece.
+
+    It is the text under each key, or what is wrong with it, or None for a blank line.
+    """
     if piece.kind == "place":
-        yield from _of_lines(read_place(piece.path, piece.begin, piece.end), keys, not piece.begin)
+        yield from _line_units(read_place(piece.path, piece.begin, piece.end), keys, not piece.begin)
     elif piece.kind == "lines":
-        yield from _of_lines((piece.content, 0, len(piece.content)), keys, not piece.begin)
+        yield from _line_units((piece.content, 0, len(piece.content)), keys, not piece.begin)
     elif piece.kind == "texts":
         for number, (name, content) in enumerate(piece.content):
             if isinstance(content, str):
                 yield BadLine("damaged member", content)
             elif _has_lines(name, content):
-                yield from _of_lines((content, 0, len(content)), keys, bool(number) or not piece.begin)
+                yield from _line_units((content, 0, len(content)), keys, bool(number) or not piece.begin)
             else:
-                yield _of_text(content, keys)
+                yield _text_unit(content, keys)
     elif piece.kind in ("parquet", "arrow"):
         try:
             for row in tables.rows(piece.path, piece.kind, piece.content, piece.begin, piece.end, keys):
@@ -264,18 +282,18 @@ def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
             yield BadLine("damaged table", str(error))
 
 
-def _of_lines(lines: Lines, keys: list[str], is_first: bool) -> Iterator[Texts | BadLine | None]:
-    """`is_first`: they are the first of their file."""
+def _line_units(lines: Lines, keys: list[str], is_first: bool) -> Iterator[Texts | BadLine | None]:
+    """`is_first`: the lines begin their file."""
     is_array = is_first and ARRAY.match(lines[0], lines[1], lines[2]) is not None
     for line in lines_of(*lines):
-        unit = _tried(line, keys)
+        unit = _parse_line(line, keys)
         if is_array and isinstance(unit, BadLine):
             unit = BadLine("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")
             is_array = False
         yield unit
 
 
-def _tried(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
+def _parse_line(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
     try:
         return records.parse(line, keys)
     except BadLine as bad:
@@ -283,8 +301,8 @@ def _tried(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
 
 
 def parse(line: memoryview, keys: list[str]) -> Texts | None:
-    """The text under each key; None for a blank line."""
-    unit = _tried(line, keys)
+    """Return the text under each key, None for a blank line; raise BadLine."""
+    unit = _parse_line(line, keys)
     if isinstance(unit, BadLine):
         raise unit
     return unit
@@ -294,7 +312,7 @@ def _too_long() -> BadLine:
     return BadLine(f"longer than {LONGEST:,} bytes")
 
 
-def _of_text(content: bytes, keys: list[str]) -> Texts | BadLine:
+def _text_unit(content: bytes, keys: list[str]) -> Texts | BadLine:
     if content == TOO_LONG:
         return _too_long()
     try:
@@ -305,7 +323,7 @@ def _of_text(content: bytes, keys: list[str]) -> Texts | BadLine:
 
 
 def describe_place(piece: Piece, unit: int, first_line: int) -> str:
-    """Of a unit, for people; `first_line` is the number of the piece's first line in its file."""
+    """Name the place of a unit; `first_line` is the number of the piece's first line."""
     if piece.kind in ("parquet", "arrow"):
         return f"{piece.path}: row {piece.begin + unit + 1}"
     if piece.kind != "texts":
@@ -321,7 +339,7 @@ def describe_place(piece: Piece, unit: int, first_line: int) -> str:
     return f"{piece.path}:{name}{line}"
 
 
-Lines = tuple[bytes, int, int]  # whole lines between two places of a buffer: nothing is copied to cut it
+Lines = tuple[bytes, int, int]  # a buffer, and where its lines begin and end; cutting copies nothing
 
 
 def lines_of(buffer: bytes, first: int, stop: int) -> Iterator[memoryview]:
@@ -334,7 +352,7 @@ def lines_of(buffer: bytes, first: int, stop: int) -> Iterator[memoryview]:
 
 
 def read_place(path: str, begin: int, end: int) -> Lines:
-    """The lines that begin within these bytes of a file."""
+    """Return the lines that begin within these bytes of a file."""
     start = max(begin - 1, 0)
     size = end - start
     try:
@@ -343,13 +361,13 @@ def read_place(path: str, begin: int, end: int) -> Lines:
             data = read_fully(file, size + REST)
             if len(data) < size:
                 raise UserError(
-                    f"{path} has become shorter while it was read: it ends at byte {start + len(data):,}, and had "
-                    f"{end:,} at least; start again when it is complete",
+                    f"{path} has become shorter while it was read: it ends at byte {start + len(data):,} and had at "
+                    f"least {end:,}; start again when it is complete",
                     BAD_DATA,
                 )
             first = data.find(b"\n", 0, size) + 1 if begin else len(BOM) * data.startswith(BOM)
             if first >= size or (begin and not first):
-                return b"", 0, 0  # in the middle of one line, or it ends here
+                return b"", 0, 0  # no line begins here
             stop = data.find(b"\n", size - 1) + 1
             if stop or len(data) < size + REST:
                 return data, first, stop or len(data)
@@ -377,7 +395,7 @@ def read_fully(file: Any, size: int) -> bytes:
 
 
 def count_lines(path: str, end: int) -> int:
-    """How many lines end before this byte."""
+    """Return how many lines end before this byte."""
     if not end:
         return 0
     with open(path, "rb", buffering=0) as file:
@@ -385,8 +403,8 @@ def count_lines(path: str, end: int) -> int:
 
 
 def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
-    """Every text of the inputs; the first bad line is an error."""
-    none_yet = True
+    """Yield every text of the inputs; raise for the first bad line."""
+    is_start = True
     lines: dict[int, int] = {}
     for piece in pieces(inspect_inputs(inputs)):
         if piece.kind == "broken":
@@ -395,10 +413,10 @@ def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
         for unit in units(piece, keys):
             if isinstance(unit, BadLine):
                 place = describe_place(piece, count, first)
-                raise UserError(f"{place}: {unit}{expected(unit, none_yet)}", BAD_DATA)
+                raise UserError(f"{place}: {unit}{expected_format(unit, is_start)}", BAD_DATA)
             count += 1
             if unit:
-                none_yet = False
+                is_start = False
                 yield from unit
         lines[piece.number] = first + count
 
@@ -407,8 +425,8 @@ def damage_message(piece: Piece) -> str:
     return f"{piece.path} is cut short or damaged ({piece.content})"
 
 
-def expected(bad: BadLine, is_first: bool) -> str:
-    """What is said to those whose file is plain text."""
+def expected_format(bad: BadLine, is_first: bool) -> str:
+    """Return a hint for a file of plain text."""
     if not is_first or bad.kind != "not JSON":
         return ""
     return '; one {"text": "..."} a line is expected, and docs/data.md shows how plain text becomes that'

@@ -1,4 +1,9 @@
-"""Encode pieces of the input in worker processes and return the results in the order of the input."""
+"""Encode pieces in worker processes and return the results in the order of the input.
+
+Tokens come back through the pool's pipe. Measured with gigatoken, two workers and 50 MB of text
+against workers that write into the file themselves: 1.02 instead of 0.94 s of processor time, and
+1.5 instead of 1.8 s on the clock (best of three, interleaved).
+"""
 
 from __future__ import annotations
 
@@ -56,7 +61,7 @@ def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: in
 
 
 def start_method() -> str:
-    """A fork is fastest, but torch's threads would leave locks in the child that nothing releases."""
+    """Fork where possible; torch's threads would leave locks in the child that nothing releases."""
     return "fork" if sys.platform == "linux" and "torch" not in sys.modules else "spawn"
 
 
@@ -89,7 +94,7 @@ def _start_worker(make: Callable[[], Encoder], stop: bool) -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this worker if its parent is killed; the pool's own pipes stay open in the other workers."""
+    """End this worker if its parent is killed: the other workers keep the pool's pipes open."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,7 +1,7 @@
-"""`meshwright data merge`: several pairs of token files become one, in constant memory.
+"""`meshwright data merge`: join pairs of token files in constant memory.
 
-The tokens never pass through Python: the kernel copies them, on some file systems by sharing the blocks. Only lengths and
-document borders do, block by block.
+The kernel copies the tokens, on some file systems by sharing the blocks; only lengths and document
+borders pass through Python, block by block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.progress import progress_bar
 TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
 PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end
 STEP = 1 << 27  # bytes asked of the kernel at a time, so that the bar moves
-# What the kernel says where it cannot copy between these two files: other ways do.
+# The kernel cannot copy between these two files, but reading and writing can.
 CANNOT = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
@@ -42,34 +42,34 @@ class Shard:
 
 
 def find(folder: str, output_prefix: str) -> list[str]:
-    """Every pair of files in a folder, sorted by name, but for the output of an earlier merge."""
+    """Return the prefix of every pair of files in a folder, sorted, but for an earlier output."""
     place = Path(folder)
     if not place.is_dir():
-        raise UserError(f"--input {folder} is not a folder: it names the one that holds the .bin/.idx files", BAD_DATA)
+        raise UserError(f"--input {folder} is not a folder; give the one that holds the .bin/.idx files", BAD_DATA)
     indices, tokens = ({path.stem for path in place.glob(f"*{end}")} for end in (".idx", ".bin"))
     lone = sorted(indices ^ tokens)
     if lone:
         what = ".idx without a .bin" if lone[0] in indices else ".bin without an .idx"
         more = f" ({len(lone)} such files)" if len(lone) > 1 else ""
-        raise UserError(f"{place / lone[0]} is a {what}{more}: complete it, or move it away", BAD_DATA)
+        raise UserError(f"{place / lone[0]} is a {what}{more}; complete it, or move it away", BAD_DATA)
     found = [str(place / name) for name in sorted(indices)]
-    own = [prefix for prefix in found if same(prefix, output_prefix)]
+    own = [prefix for prefix in found if is_same_pair(prefix, output_prefix)]
     if own:
-        notice(f"{own[0]} is what is written, so it is not read")
+        notice(f"{own[0]} is the output, so it is not read")
     if not set(found) - set(own):
         raise UserError(f"--input {folder} holds no pair of .bin and .idx files", BAD_DATA)
     return [prefix for prefix in found if prefix not in own]
 
 
-def same(a: str, b: str) -> bool:
+def is_same_pair(a: str, b: str) -> bool:
     return Path(f"{a}.bin").resolve() == Path(f"{b}.bin").resolve()
 
 
 def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
-    """One pair of files out of many, in their order; what was written is read again and compared."""
-    if any(same(prefix, output_prefix) for prefix in prefixes):
-        raise UserError(f"--output-prefix {output_prefix} is one of the files that are read: choose another")
-    shards = [look(prefix) for prefix in prefixes]
+    """Join pairs of files in the given order, and compare what was written with them."""
+    if any(is_same_pair(prefix, output_prefix) for prefix in prefixes):
+        raise UserError(f"--output-prefix {output_prefix} is one of the files that are read; choose another")
+    shards = [describe(prefix) for prefix in prefixes]
     check_alike(shards)
     dtype = np.dtype(shards[0].dtype)
     size = sum(shard.tokens for shard in shards) * dtype.itemsize
@@ -77,7 +77,7 @@ def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
     make_folder(folder, "--output-prefix")
     with hold_lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
-        make_folder(folder, "--output-prefix", size + 2 * index)  # now that what a killed merge has left is gone
+        make_folder(folder, "--output-prefix", size + 2 * index)  # leftovers of a killed merge are gone now
         places = [append_index(writer, shard) for shard in shards]
         try:
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
@@ -87,8 +87,8 @@ def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
     return Shard(output_prefix, dtype, writer.tokens, writer.sequences, writer.documents)
 
 
-def look(prefix: str) -> Shard:
-    """Opening a pair checks that it is whole; what is mapped is given back at once."""
+def describe(prefix: str) -> Shard:
+    """Open a pair, which checks it in full, and return its sizes."""
     indexed = Indexed(prefix, check="full")
     return Shard(prefix, indexed.dtype, len(indexed.tokens), len(indexed), len(indexed.doc_idx) - 1)
 
@@ -97,14 +97,14 @@ def check_alike(shards: list[Shard]) -> None:
     for shard in shards:
         if shard.dtype != shards[0].dtype:
             raise UserError(
-                f"{shards[0].prefix} has {shards[0].dtype.name} tokens and {shard.prefix} {shard.dtype.name}: two vocabularies "
-                "made them, on either side of 65,500 ids; preprocess one of the two with the other's tokenizer",
+                f"{shards[0].prefix} has {shards[0].dtype.name} tokens and {shard.prefix} {shard.dtype.name}: their "
+                "vocabularies lie on either side of 65,500 ids; preprocess one of the two with the other's tokenizer",
                 BAD_DATA,
             )
 
 
 def append_index(writer: Writer, shard: Shard) -> int:
-    """Lengths, and document borders moved by the sequences before; returns the byte where the shard's tokens are to be."""
+    """Append lengths and document borders; return the byte where the shard's tokens belong."""
     before, nothing = writer.sequences, np.zeros(0, np.int64)
     place = writer.reserve(shard.tokens, nothing, nothing)
     with open(f"{shard.prefix}.idx", "rb") as idx:
@@ -117,7 +117,7 @@ def append_index(writer: Writer, shard: Shard) -> int:
 
 
 def copy_all(shards: list[Shard], places: list[int], target: int, together: bool) -> None:
-    """Each shard's bytes to its place, which is known beforehand: so several can be on their way at once."""
+    """Copy each shard's bytes to its place, several at a time if `together`."""
     sizes = [shard.tokens * shard.dtype.itemsize for shard in shards]
     with progress_bar("merging", sum(sizes)) as advance, ThreadPoolExecutor(TOGETHER if together else 1) as pool:
         jobs = [
@@ -147,7 +147,7 @@ def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int
                     by_kernel = False
                     continue
                 raise
-            if not copied and by_kernel:  # some network disks answer so; reading tells whether the file is cut
+            if not copied and by_kernel:  # some network disks return 0; reading finds out whether the file is cut
                 by_kernel = False
                 continue
             if not copied:
@@ -157,8 +157,8 @@ def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int
 
 
 def check_result(shards: list[Shard], output_prefix: str) -> None:
-    """The merged pair opens, and begins and ends each shard's stretch with that shard's own tokens."""
-    made, place = look(output_prefix), 0
+    """Open the merged pair, and compare the first and last tokens of each shard."""
+    made, place = describe(output_prefix), 0
     if (made.sequences, made.documents) != (sum(s.sequences for s in shards), sum(s.documents for s in shards)):
         raise UserError(
             f"{output_prefix}.idx holds {made.sequences:,} sequences, not those of its parts: merge again", IO
@@ -172,8 +172,8 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
                     stop = min(start + PROBE, shard.tokens)
                     if not np.array_equal(tokens.read(start, stop), result.read(place + start, place + stop)):
                         raise UserError(
-                            f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: the disk or a "
-                            "program that writes there too is at fault; merge again",
+                            f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: "
+                            "the disk or another program that writes there is at fault; merge again",
                             IO,
                         )
             place += shard.tokens

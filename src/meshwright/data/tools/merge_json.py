@@ -1,7 +1,6 @@
-"""Many files of text or JSON lines to one of JSON lines: Megatron's tools/openwebtext/merge_jsons.py, and merge_data.py.
+"""Join files of text or JSON lines into one, as Megatron's merge_jsons.py and merge_data.py.
 
-Neither a bad line nor a file without a final newline spoils what stands beside it: the former is left out and counted,
-the latter is given one.
+A bad line is left out and counted; a file without a final newline gets one.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class Merged:
     bad: SkippedLines = field(default_factory=SkippedLines)
 
     @property
-    def told(self) -> str:
+    def skipped(self) -> str:
         return f"; left out {self.bad}" if self.bad else ""
 
 
 def merge(folder: str, output: str, each_line: bool) -> Merged:
-    """Files in the order of their names; the output appears when it is whole."""
+    """Join files in the order of their names; the output appears once complete."""
     place, target = Path(folder), Path(output)
     if not place.is_dir():
-        raise UserError(f"{folder} is not a folder: --json-path names the one that holds the files", BAD_DATA)
+        raise UserError(f"{folder} is not a folder; --json-path must name the one that holds the files", BAD_DATA)
     paths = sorted(
         p for p in place.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != target.resolve()
     )
@@ -57,7 +56,7 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
                     print("Merging at ", out.files, flush=True)
             if not out.documents:
                 raise UserError(
-                    f"{folder}: none of {out.files:,} files has a document{out.told}; nothing was written", BAD_DATA
+                    f"{folder}: none of {out.files:,} files has a document{out.skipped}; nothing was written", BAD_DATA
                 )
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
@@ -65,15 +64,18 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
 
 
 def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
-    """Each as a line of JSON: of a text the whole file or each line of it, else the lines that are objects, byte for byte."""
+    """Yield documents as lines of JSON.
+
+    A text file is one document, or one for each line; JSON objects are kept byte for byte.
+    """
     is_text = path.suffix == ".txt"
-    whole, made = is_text and not each_line, record if is_text else kept
+    is_one, convert = is_text and not each_line, text_to_json if is_text else require_object
     with path.open("rb", buffering=PIECE) as file:
-        for number, line in enumerate([read(file, path)] if whole else lines(file), start=1):
+        for number, line in enumerate([read(file, path)] if is_one else lines(file), start=1):
             try:
-                document = made(line.removeprefix(BOM) if number == 1 else line)
+                document = convert(line.removeprefix(BOM) if number == 1 else line)
             except BadLine as bad:
-                out.bad.count(bad.kind, 1, str(path) if whole else f"{path}:{number}")
+                out.bad.count(bad.kind, 1, str(path) if is_one else f"{path}:{number}")
                 continue
             if document:
                 yield document
@@ -86,7 +88,7 @@ def read(file: BinaryIO, path: Path) -> bytes:
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:
-    """With their line feeds, which alone end a line; of one that is too long nothing is kept."""
+    """Yield lines with their line feeds; nothing of a line that is too long is kept."""
     while line := file.readline(LONGEST + 1):
         too_long = len(line) > LONGEST
         while too_long and line and not line.endswith(b"\n"):
@@ -94,16 +96,16 @@ def lines(file: BinaryIO) -> Iterator[bytes]:
         yield TOO_LONG if too_long else line
 
 
-def kept(line: bytes) -> bytes:
+def require_object(line: bytes) -> bytes:
     parse(memoryview(line), [])
     return line.strip()
 
 
-def record(text: bytes) -> bytes:
+def text_to_json(text: bytes) -> bytes:
     if text == TOO_LONG:
         raise BadLine(f"longer than {LONGEST:,} bytes")
     try:
-        said = text.decode("utf-8")
+        content = text.decode("utf-8")
     except UnicodeDecodeError:
         raise BadLine("not UTF-8") from None
-    return orjson.dumps({"text": said.replace("\r\n", "\n")}) if said and not said.isspace() else b""
+    return orjson.dumps({"text": content.replace("\r\n", "\n")}) if content and not content.isspace() else b""
