@@ -1,5 +1,7 @@
 """A tiny model and the parameter store that owns its memory, with views of what the store holds."""
 
+import dataclasses
+
 import torch
 
 from helpers import TINY
@@ -11,6 +13,7 @@ from meshwright.settings import schema as config
 
 CPU = torch.device("cpu")
 VOCAB = 61
+GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
 
 
 def tokens(b=3, t=16, vocab=VOCAB):

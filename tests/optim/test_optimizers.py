@@ -16,6 +16,7 @@ from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer
 from stores import (
     CPU,
+    GATED,
     VOCAB,
     gradient,
     is_equal,
@@ -33,7 +34,6 @@ from stores import (
 pytestmark = pytest.mark.whole  # seconds, not moments
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the offload's copies need a GPU")
-GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
 RULES = ["adam", "sgd", "muon"]
 
 

@@ -15,11 +15,10 @@ from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.zero import ALIGN, StoreSpec
 from meshwright.settings.schema import Optimizer
 from ranks import run_ranks
-from stores import VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
+from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
-GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
 LAYOUTS = [{"shard": 2}, {"shard": 4}, {"replicas": 2, "shard": 2}, {"replicas": 2}]
 STEPS = 3
 
