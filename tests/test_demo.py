@@ -130,7 +130,7 @@ def test_a_command_that_fails_ends_the_tour_with_its_status(tmp_path, capfd):
 
 @pytest.mark.whole
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
-    program = "import signal, sys; from pathlib import Path; from meshwright import demo; from test_demo import SMALL; "
+    program = "import signal, sys; from pathlib import Path; from meshwright.commands import demo; from test_demo import SMALL; "
     program += (
         "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background job is started deaf to it
         "import dataclasses; sys.exit(demo.run(Path('demo'), dataclasses.replace(SMALL, iters=100000, stop=90000)))"

@@ -1,12 +1,12 @@
 """Text to token ids and back: one small interface over four kinds of tokenizer.
 
-GPT-2's two files are encoded by tiktoken, which is several times faster than the `tokenizers` library and gives the
-same ids as long as every merge has an id of its own, in merge order; other vocabularies go to `tokenizers`. No
-tokenizer here looks for special tokens inside a text: a document that contains the letters of <|endoftext|> is plain
-text, and the end-of-document id is only ever appended as an id.
+tiktoken encodes with GPT-2's two files; it is several times faster than the `tokenizers` library and gives the same ids as
+long as every merge has an id of its own, in merge order. Other vocabularies go to `tokenizers`. No tokenizer here looks for
+special tokens inside a text: a document that contains the letters of <|endoftext|> is plain text, and the end-of-document id
+is only ever appended as an id.
 
-A run keeps its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their hashes, and `build`
-reads that folder when the flags name no files, so that generation needs no vocabulary flags.
+A run keeps its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their hashes, and `resolve` reads
+that folder when the flags name no files, so that generation needs no vocabulary flags.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import numpy.typing as npt
 
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import replacing
-from meshwright.settings import schema as config
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 LONG_SPACE = 500_000  # characters
 HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer")
-BESIDE_WEIGHTS = (("vocab.json", "merges.txt"), ("tokenizer.json",))  # in a folder of Hugging Face
+GPT2_FILES = ("vocab.json", "merges.txt")
 
 
 class Tokenizer(Protocol):
     name: str
     size: int  # true vocabulary size: ids are 0 ... size - 1
-    eod: int  # end of document, also where generation stops
-    files: dict[str, Path]  # what `save` copies, by the name it gets in the run folder
+    eod: int  # end of document, where generation stops too
+    files: dict[str, Path]  # the files that `save` copies, by their names in the run folder
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 class _Bytewise:
-    """A tokenizer whose tokens are bytes, which may be a part of a character."""
+    """A tokenizer whose tokens are bytes, perhaps only part of a character."""
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         raise NotImplementedError
@@ -67,7 +67,7 @@ class GPT2BPE(_Bytewise):
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
         if not _read(vocab_file).startswith("{") and _read(merge_file).startswith("{"):
             raise UserError(
-                f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped: the vocabulary is the JSON one",
+                f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped; the vocabulary is the JSON file",
                 BAD_DATA,
             )
         vocab = _read_vocab(vocab_file)
@@ -75,25 +75,27 @@ class GPT2BPE(_Bytewise):
         self.size = len(vocab)
         self.eod = vocab.get(END_OF_TEXT, -1)
         if self.eod < 0:
-            raise UserError(f"{vocab_file} has no {END_OF_TEXT}: it is not a GPT-2 vocabulary", BAD_DATA)
+            raise UserError(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary", BAD_DATA)
         symbols = _byte_symbols()
         missing = [s for s in symbols if s not in vocab]
         if missing:
-            raise UserError(f"{vocab_file} is not a byte-level BPE: {len(missing)} of the 256 bytes missing", BAD_DATA)
+            raise UserError(
+                f"{vocab_file} is not a byte-level BPE: {len(missing)} of the 256 bytes are missing", BAD_DATA
+            )
         if not merges and self.size > 257:
             raise UserError(
-                f"{merge_file} has no merges, {vocab_file} has {self.size} tokens: they do not belong together",
+                f"{merge_file} has no merges, {vocab_file} has {self.size} tokens; they do not belong together",
                 BAD_DATA,
             )
         for left, right in merges:
             if left + right not in vocab:
                 raise UserError(
-                    f"{merge_file} merges {left!r} and {right!r}, but {left + right!r} is not in {vocab_file}: "
+                    f"{merge_file} merges {left!r} and {right!r}, but {left + right!r} is not in {vocab_file}; "
                     "the two files do not belong together",
                     BAD_DATA,
                 )
         self._bytes = _token_bytes(vocab, symbols)
-        # Built at their first use: training needs the sizes alone.
+        # Built on first use: training needs only the sizes.
         self._slow = functools.cache(lambda: self._tokenizers(vocab, merges))
         self._fast = functools.cache(lambda: self._tiktoken(vocab, merges))
         self.gigatoken = functools.cache(lambda: self._gigatoken(vocab, merges))
@@ -116,8 +118,10 @@ class GPT2BPE(_Bytewise):
 
     @staticmethod
     def _ranked(vocab: dict[str, int], merges: list[tuple[str, str]]) -> list[int] | None:
-        """All ids but the end of document's; None if they are not in the order of the merges, whose ranks some libraries take
-        them for."""
+        """Return all ids except the end of document, or None if their order is not that of the merges.
+
+        Libraries that take ids for merge ranks need that order.
+        """
         merged = [vocab[left + right] for left, right in merges]
         if any(a >= b for a, b in zip(merged, merged[1:], strict=False)):
             return None
@@ -126,7 +130,7 @@ class GPT2BPE(_Bytewise):
     def _gigatoken(
         self, vocab: dict[str, int], merges: list[tuple[str, str]]
     ) -> Callable[[str], npt.NDArray[Any]] | None:
-        """Several times faster than tiktoken. Nothing in a text is special to it, for it is given no special token."""
+        """Return gigatoken's encoder, several times faster than tiktoken; it is given no special tokens."""
         try:
             from gigatoken.gigatoken_rs import BPETokenizer
         except ImportError:
@@ -156,7 +160,7 @@ class GPT2BPE(_Bytewise):
 
 
 class HuggingFace(_Bytewise):
-    """Any tokenizer.json, through the `tokenizers` library."""
+    """Any tokenizer.json, read by the `tokenizers` library."""
 
     name = "HuggingFaceTokenizer"
 
@@ -171,18 +175,18 @@ class HuggingFace(_Bytewise):
             decoder = (json.loads(text).get("decoder") or {}).get("type")
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"{path} is not a tokenizer.json: {error}", BAD_DATA) from None
-        self._library.encode_special_tokens = True  # their letters in a text stay letters
+        self._library.encode_special_tokens = True  # special tokens inside a text are plain text
         self._library.no_truncation()
         self._library.no_padding()
         vocab = self._library.get_vocab()
         self.size = max(vocab.values()) + 1
-        if self.size > 4 * len(vocab) + 1000:  # a table of all ids is made
-            raise UserError(f"{path}: {len(vocab):,} tokens, but an id of {self.size - 1:,}", BAD_DATA)
+        if self.size > 4 * len(vocab) + 1000:  # the table of all ids would be too large
+            raise UserError(f"{path} has {len(vocab):,} tokens, but an id of {self.size - 1:,}", BAD_DATA)
         found = [vocab[name] for name in EOD_NAMES if name in vocab]
         if not found:
             raise UserError(f"{path} has none of the usual end-of-document tokens: {', '.join(EOD_NAMES)}", BAD_DATA)
         self.eod = found[0]
-        # Only a byte-level vocabulary says which bytes a token is, even where it is half a character.
+        # Only a byte-level vocabulary gives the bytes of a token that is half a character.
         self._bytes = _token_bytes(vocab, _byte_symbols()) if decoder == "ByteLevel" else None
 
     def encode(self, text: str) -> list[int]:
@@ -195,7 +199,7 @@ class HuggingFace(_Bytewise):
 
 
 class Bytes(_Bytewise):
-    """The 256 bytes and an end of document, which decodes to nothing."""
+    """The 256 bytes, and an end of document that decodes to nothing."""
 
     name = "ByteTokenizer"
     size = 257
@@ -212,7 +216,7 @@ class Bytes(_Bytewise):
 
 
 class Null:
-    """Text that is already ids: integers between white space."""
+    """Text that consists of ids, integers separated by white space."""
 
     name = "NullTokenizer"
 
@@ -225,7 +229,7 @@ class Null:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise UserError(f"NullTokenizer reads integers between spaces: {error}", BAD_DATA) from None
+            raise UserError(f"NullTokenizer reads integers separated by white space: {error}", BAD_DATA) from None
         wrong = [i for i in ids if not 0 <= i < self.size]
         if wrong:
             raise UserError(f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} (--vocab-size)", BAD_DATA)
@@ -239,67 +243,76 @@ class Null:
 
 
 def fastest(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
-    """Text to the same ids as `encode`, perhaps as an array, at the speed of the `fast` extra's library if that is there."""
+    """Return the fastest encoder: with the `fast` extra gigatoken's, whose result is an array of the same ids."""
     fast = tokenizer.gigatoken() if isinstance(tokenizer, GPT2BPE) else None
     return fast or tokenizer.encode
 
 
-def build(t: config.Tokenizer, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer that the flags name, or, if they name no files, the one saved in a run's `folder`."""
-    tokenizer = _build(t, folder)
-    ids = tokenizer.size - (tokenizer.name == Null.name)  # which adds an end of document
-    if t.vocab_size not in (None, ids):
-        where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
-        raise UserError(f"--vocab-size {t.vocab_size}, but {where} has {ids} ids: leave the flag out")
-    return tokenizer
+def names_files(t: TokenizerFlags) -> bool:
+    """Return whether the flags name a vocabulary's files."""
+    return bool(t.vocab_file or t.merge_file or t.tokenizer_model)
 
 
-def kept_by(*folders: Path | None) -> Path | None:
-    """What `build` can take beside a checkpoint: tokenizer/ of a run, or a folder of Hugging Face itself."""
+def find_saved(*folders: Path | None) -> Path | None:
+    """Return where the first of these folders keeps a tokenizer: its `tokenizer/`, or a Hugging Face folder itself."""
     for folder in folders:
         if folder is not None and (folder / "tokenizer").is_dir():
             return folder / "tokenizer"
-        if folder is not None and any(all((folder / name).is_file() for name in names) for names in BESIDE_WEIGHTS):
+        if folder is not None and ((folder / "tokenizer.json").is_file() or _has_gpt2_files(folder)):
             return folder
     return None
 
 
-def unnamed(folder: Path, size: int | None = None) -> UserError:
-    """For a checkpoint that has no vocabulary beside it."""
-    told = size - 1 if size else "N"
+def resolve(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
+    """Return the tokenizer that the flags name, else the one in `saved` (see `find_saved`), else None.
+
+    The default --tokenizer-type without files names none.
+    """
+    if saved is None and not names_files(t) and t.tokenizer_type == TokenizerFlags().tokenizer_type:
+        return None
+    return build(t, saved)
+
+
+def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
+    """Return the tokenizer as `resolve` does; raise UserError if neither the flags nor `saved` name one."""
+    tokenizer = _build(t) if saved is None or names_files(t) else _build_saved(t, saved)
+    ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
+    if t.vocab_size not in (None, ids):
+        where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
+        raise UserError(f"--vocab-size {t.vocab_size}, but {where} has {ids} ids; leave the flag out")
+    return tokenizer
+
+
+def missing_error(folder: Path, size: int | None = None) -> UserError:
+    """Make the error for a checkpoint with no vocabulary beside it."""
     return UserError(
-        f"{folder} holds no vocabulary, so it must be named: --vocab-file and --merge-file, --tokenizer-model, or, for a "
-        f"model of bare ids, --tokenizer-type NullTokenizer --vocab-size {told}"
+        f"{folder} holds no vocabulary; name it with --vocab-file and --merge-file, with --tokenizer-model, or, for a "
+        f"model of bare ids, with --tokenizer-type NullTokenizer --vocab-size {size - 1 if size else 'N'}"
     )
 
 
-def require_same(tokenizer: Tokenizer, kept: Path) -> None:
-    if not is_same(tokenizer, kept):
+def require_same(tokenizer: Tokenizer, saved: Path) -> None:
+    """Raise UserError if the checkpoint was trained with other vocabulary files."""
+    if not is_same(tokenizer, saved):
         raise UserError(
-            f"the vocabulary's files are not those in {kept}, which this checkpoint was trained with: the same ids would "
-            "mean other text. Leave the vocabulary flags out to take the run's own",
+            f"the vocabulary files differ from those in {saved}, which this checkpoint was trained with, so the same ids "
+            "would mean other text; leave the vocabulary flags out to use the run's own",
             BAD_DATA,
             everywhere=True,
         )
 
 
-def _build(t: config.Tokenizer, folder: Path | None) -> Tokenizer:
-    files_given = t.vocab_file or t.merge_file or t.tokenizer_model
-    if folder is not None and not files_given:
-        if (folder / "meta.json").is_file():
-            return _build_saved(t, folder)
-        if t.tokenizer_type in ("GPT2BPETokenizer", *HUGGING_FACE) and kept_by(folder) == folder:
-            return GPT2BPE(folder / "vocab.json", folder / "merges.txt") if is_gpt2(folder) else HuggingFace(folder)
+def _build(t: TokenizerFlags) -> Tokenizer:
     if t.tokenizer_type == "GPT2BPETokenizer":
         if t.tokenizer_model and not (t.vocab_file or t.merge_file):
             raise UserError(
-                f"--tokenizer-model {t.tokenizer_model} is read by --tokenizer-type HuggingFaceTokenizer, which is missing: "
-                "GPT2BPETokenizer, the default, takes --vocab-file and --merge-file"
+                f"--tokenizer-model {t.tokenizer_model} needs --tokenizer-type HuggingFaceTokenizer; GPT2BPETokenizer, the "
+                "default, takes --vocab-file and --merge-file"
             )
         if not t.vocab_file or not t.merge_file:
-            lacking = [f for f, given in (("--vocab-file", t.vocab_file), ("--merge-file", t.merge_file)) if not given]
+            missing = [f for f, given in (("--vocab-file", t.vocab_file), ("--merge-file", t.merge_file)) if not given]
             raise UserError(
-                f"GPT2BPETokenizer needs {' and '.join(lacking)}: `meshwright train-tokenizer` makes both files; "
+                f"GPT2BPETokenizer needs {' and '.join(missing)}: `meshwright train-tokenizer` makes both files; "
                 "--tokenizer-type ByteTokenizer needs none"
             )
         return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
@@ -316,48 +329,61 @@ def _build(t: config.Tokenizer, folder: Path | None) -> Tokenizer:
     raise UserError(f"--tokenizer-type {t.tokenizer_type}: not yet")
 
 
-def is_gpt2(folder: Path) -> bool:
-    """Whether a folder of Hugging Face holds GPT-2's two files and splits a text as GPT-2 does, which these do not tell."""
-    if not all((folder / name).is_file() for name in BESIDE_WEIGHTS[0]):
+def _has_gpt2_files(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in GPT2_FILES)
+
+
+def _is_gpt2(folder: Path) -> bool:
+    """Return whether a Hugging Face folder holds GPT-2's two files, and splits a text as GPT-2 does.
+
+    The two files do not say how a text is split; tokenizer.json does.
+    """
+    if not _has_gpt2_files(folder):
         return False
     if not (folder / "tokenizer.json").is_file():
         return True
     try:
-        told = json.loads(_read(folder / "tokenizer.json"))
-        words = {token["content"] for token in told.get("added_tokens", [])}
-        split = told["pre_tokenizer"]
+        settings = json.loads(_read(folder / "tokenizer.json"))
+        added = {token["content"] for token in settings.get("added_tokens", [])}
+        split = settings["pre_tokenizer"]
         return bool(
             (split["type"], split["add_prefix_space"], split.get("use_regex", True)) == ("ByteLevel", False, True)
-            and told.get("normalizer") is None
-            and words <= {END_OF_TEXT}
+            and settings.get("normalizer") is None
+            and added <= {END_OF_TEXT}
         )
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return False
 
 
-def _build_saved(t: config.Tokenizer, folder: Path) -> Tokenizer:
+def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
+    if not (folder / "meta.json").is_file():  # a Hugging Face folder
+        if t.tokenizer_type not in (GPT2BPE.name, *HUGGING_FACE) or find_saved(folder) != folder:
+            return _build(t)
+        return GPT2BPE(folder / "vocab.json", folder / "merges.txt") if _is_gpt2(folder) else HuggingFace(folder)
     meta = _read_json(folder / "meta.json")
     try:
         kind, vocab_size, hashes = str(meta["type"]), int(meta["vocab_size"]), dict(meta["sha256"])
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags", BAD_DATA) from None
     asked = HuggingFace.name if t.tokenizer_type in HUGGING_FACE else t.tokenizer_type
-    if asked not in (kind, config.Tokenizer().tokenizer_type):  # the default says nothing about what was asked
-        raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}: leave the flag out")
+    if asked not in (kind, TokenizerFlags().tokenizer_type):  # the default says nothing about the user's wish
+        raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}; leave the flag out")
     for name, expected in hashes.items():
         if name not in ("vocab.json", "merges.txt", "tokenizer.json"):
-            raise UserError(f"{folder / 'meta.json'} names {name!r}, which no tokenizer has", BAD_DATA)
+            raise UserError(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file", BAD_DATA)
         if _sha256(folder / name) != expected:
-            raise UserError(f"{folder / name} is not the file this run was trained with: its SHA-256 differs", BAD_DATA)
+            raise UserError(
+                f"{folder / name} is not the file that this run was trained with: its SHA-256 differs", BAD_DATA
+            )
     if kind == GPT2BPE.name:
         return GPT2BPE(folder / "vocab.json", folder / "merges.txt")
     if kind == HuggingFace.name:
         return HuggingFace(folder / "tokenizer.json")
-    return _build(config.Tokenizer(tokenizer_type=kind, vocab_size=vocab_size - 1), None)  # type: ignore[arg-type]
+    return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))  # type: ignore[arg-type]
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy what `build` needs into `folder`; meta.json comes last, so that it never names a file not yet there."""
+    """Copy the tokenizer into `folder`; meta.json comes last, so that it never names a missing file."""
     folder.mkdir(parents=True, exist_ok=True)
     sha256 = hashes(tokenizer)
     for name, source in tokenizer.files.items():
@@ -371,7 +397,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether `folder` keeps this very tokenizer, file for file; true if it keeps none."""
+    """Return whether `folder` keeps the same files, or keeps no tokenizer."""
     if not (folder / "meta.json").is_file():
         return True
     meta = _read_json(folder / "meta.json")
@@ -379,12 +405,12 @@ def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def hashes(tokenizer: Tokenizer) -> dict[str, str]:
-    """The SHA-256 of each of its files."""
+    """Return the SHA-256 of each of its files."""
     return {name: _sha256(source) for name, source in tokenizer.files.items()}
 
 
 def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:
-    """The smallest multiple of divisible_by * tensor_parallel that holds the vocabulary, or exactly `pad_to`."""
+    """Return the smallest multiple of divisible_by * tensor_parallel that holds the vocabulary, or `pad_to`."""
     multiple = divisible_by * tensor_parallel
     if pad_to is None:
         return -(-size // multiple) * multiple
@@ -400,12 +426,12 @@ def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int 
 
 
 def padding_line(size: int, padded: int) -> str:
-    """Megatron's console line about it."""
+    """Return Megatron's console line about the padding."""
     return f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: bool = False) -> None:
-    """Train a byte-level BPE as GPT-2's: out/vocab.json and out/merges.txt, <|endoftext|> being the last id.
+    """Train a byte-level BPE like GPT-2's into out/vocab.json and out/merges.txt; <|endoftext|> is the last id.
 
     A small corpus may hold fewer merges than asked for; the vocabulary is then smaller.
     """
@@ -413,7 +439,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: b
     from tokenizers import models, pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise UserError(f"a vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}: at least 257")
+        raise UserError(f"a vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}; use at least 257")
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -428,19 +454,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: b
 
 
 def _has_long_space(text: str) -> bool:
-    """White space so long that tiktoken's regular expression would overflow its stack (at a million characters)."""
+    """Return whether a run of white space would overflow the stack of tiktoken's regular expression (at a million)."""
     return len(text) > LONG_SPACE and any(len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text))
 
 
 def _byte_symbols() -> dict[str, int]:
-    """The printable character that stands for each byte in GPT-2's files; its order is the order of their ids."""
+    """Return the byte for which each printable character stands in GPT-2's files, in the order of their ids."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
-    """The bytes of each id; a token with other characters (a special one) stands for its own text."""
+    """Return the bytes of each id; a token with other characters, a special one, stands for its own text."""
     table = [b""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():
         try:
@@ -453,7 +479,7 @@ def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
 def _read_vocab(path: Path) -> dict[str, int]:
     vocab = _read_json(path)
     if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
-        raise UserError(f"{path} is not a vocabulary: one JSON object of token: id is needed", BAD_DATA)
+        raise UserError(f"{path} is not a vocabulary, one JSON object of token: id", BAD_DATA)
     if set(vocab.values()) != set(range(len(vocab))):
         raise UserError(f"{path} has {len(vocab)} tokens whose ids are not 0 ... {len(vocab) - 1}", BAD_DATA)
     return vocab

@@ -703,7 +703,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Full())
     console.say("one")
     console.say("two")
-    told = "standard output: No space left on device; the log goes on in metrics.jsonl alone\n"
+    told = "standard output: No space left on device; the log continues in metrics.jsonl only\n"
     assert capsys.readouterr().err == told and opened.getvalue() == "two\n"
 
 

@@ -34,7 +34,7 @@ class SavedModel:
         vocab_size: the true size, or None if the checkpoint does not say how many rows are padding.
         positions: the longest sequence, or None if neither the checkpoint nor the flags say.
         seq_length: the length of the sequences that it was trained on, or None if unknown.
-        tokenizer_folder: what `tokenizers.build` can read, or None if no tokenizer was kept.
+        tokenizer_folder: what `tokenizers.resolve` reads, or None if no tokenizer was kept.
     """
 
     source: Source
@@ -110,7 +110,7 @@ def describe(source: Source, given: Mapping[str, Any] | None = None) -> SavedMod
         source.vocab,
         positions,
         seq_length,
-        tokenizers.kept_by(*folders),
+        tokenizers.find_saved(*folders),
     )
 
 

@@ -206,20 +206,13 @@ def bare(words: list[str], there: bool = True) -> list[str]:
     return out
 
 
-def tokenizer_of(t: TokenizerFlags) -> tokenizers.Tokenizer | None:
-    """The tokenizer that the flags name, if they name one."""
-    if t.vocab_file or t.merge_file or t.tokenizer_model or t.tokenizer_type != TokenizerFlags().tokenizer_type:
-        return tokenizers.build(t)
-    return None
-
-
 def verify(config: VerifyConfig, dry: bool) -> None:
     from meshwright.data.tools import verify as work
     from meshwright.progress import Clock, progress_bar
 
     v, t = config.verification, config.tokenizer
     prefixes = bare(v.prefixes, there=False)
-    tokenizer = tokenizer_of(t)
+    tokenizer = tokenizers.resolve(t)
     vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
     checksums = Path(v.checksums) if v.checksums else None
     compares = checksums is not None and checksums.exists()
@@ -257,7 +250,7 @@ def verify(config: VerifyConfig, dry: bool) -> None:
 def inspect(config: InspectConfig, dry: bool) -> None:
     i = config.inspection
     prefix = bare([i.prefix])[0] if i.prefix else None
-    tokenizer = tokenizer_of(config.tokenizer)
+    tokenizer = tokenizers.resolve(config.tokenizer)
     if dry:
         print(f"would read {prefix or 'the data of the training'}")
         return
@@ -295,7 +288,7 @@ def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
 def index(config: IndexConfig, dry: bool) -> None:
     from meshwright.data.tools import forecast as ahead
 
-    tokenizer = tokenizer_of(config.tokenizer)
+    tokenizer = tokenizers.resolve(config.tokenizer)
     ahead.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
 
 

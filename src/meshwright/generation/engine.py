@@ -108,13 +108,11 @@ def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: Tokenizer
 
 def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
     """Return the tokenizer of the flags if they name files, else the run's own."""
-    kept = saved.tokenizer_folder
-    files = t.vocab_file or t.merge_file or t.tokenizer_model
-    if kept is None and not files and t.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
-        raise tokenizers.unnamed(saved.root, saved.vocab_size or saved.rows)
-    tokenizer = tokenizers.build(t, kept)
-    if kept is not None:
-        tokenizers.require_same(tokenizer, kept)
+    tokenizer = tokenizers.resolve(t, saved.tokenizer_folder)
+    if tokenizer is None:
+        raise tokenizers.missing_error(saved.root, saved.vocab_size or saved.rows)
+    if saved.tokenizer_folder is not None:
+        tokenizers.require_same(tokenizer, saved.tokenizer_folder)
     return tokenizer
 
 

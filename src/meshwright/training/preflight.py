@@ -80,8 +80,7 @@ def require_equal_settings(team: Team, config: TrainConfig) -> None:
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
     """The tokenizer if the flags name one, the true and the padded size."""
     t, m = config.tokenizer, config.model
-    named = t.vocab_file or t.merge_file or t.tokenizer_model
-    bare = t.vocab_size is not None and not named
+    bare = t.vocab_size is not None and not tokenizers.names_files(t)
     loaded, kept = kept_for(config, folder)
     if (
         bare
@@ -90,11 +89,12 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     ):
         say(f"> no tokenizer: the vocabulary's size is given, {t.vocab_size}")
         tokenizer, vocab = None, t.vocab_size
-    elif loaded and not (kept or named) and t.tokenizer_type == "GPT2BPETokenizer" and steps.find(loaded)[0]:
-        raise tokenizers.unnamed(loaded)
     else:
         say(f"> building {t.tokenizer_type} tokenizer ...")
-        tokenizer = tokenizers.build(t, kept)
+        tokenizer = tokenizers.resolve(t, kept)
+        if tokenizer is None and loaded and steps.find(loaded)[0]:
+            raise tokenizers.missing_error(loaded)
+        tokenizer = tokenizer or tokenizers.build(t)  # which raises, naming the missing flags
         vocab = tokenizer.size
     assert vocab
     tp = config.parallel.tensor_model_parallel_size
@@ -106,7 +106,7 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
 def kept_for(config: TrainConfig, folder: Path | None) -> tuple[Path | None, Path | None]:
     """What --load names, and where a vocabulary lies beside it or in the run's own folder."""
     loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
-    return loaded, tokenizers.kept_by(folder, loaded)
+    return loaded, tokenizers.find_saved(folder, loaded)
 
 
 def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
@@ -145,7 +145,7 @@ def dry_run(config: TrainConfig) -> int:
     v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(where) if where else None
     kept = kept_for(config, folder)[1]
-    if v.tokenizer_type == "GPT2BPETokenizer" and not (v.vocab_file or v.merge_file or v.vocab_size or kept):
+    if v.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.names_files(v) or v.vocab_size or kept):
         vocab = 50257
         later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
     else:
