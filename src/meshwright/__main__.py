@@ -80,7 +80,8 @@ def _run(name: str, argv: list[str]) -> int:
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
-    # Idle threads should sleep soon: on a busy machine threads that spin, GNU OpenMP's default, halve the speed or worse.
+    # Idle threads should sleep soon: on a busy machine threads that spin, GNU OpenMP's default,
+    # halve the speed or worse.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     return importlib.import_module(f"meshwright.commands.{name.replace('-', '_')}").main(argv) or DONE
 

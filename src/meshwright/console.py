@@ -1,4 +1,4 @@
-"""The output of a command while it works: log lines, which scripts read too, and notices. One process of a run prints them."""
+"""The output of a command: log lines, which scripts read too, and notices. One rank prints them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The device that a process computes on. No other file names a kind of accelerator: where kinds differ, ask here.
+"""The device that a process computes on. No other file names a kind of accelerator: where kinds
+differ, ask here.
 
-torch.accelerator serves every kind, except for memory: not every backend implements its memory functions, and they take ten
-times as long, which a step would feel. Memory is asked of the kind's own module; torch.npu and torch.xpu use torch.cuda's
-names.
+torch.accelerator serves every kind, except for memory: not every backend implements its memory
+functions, and they take ten times as long, which a step would feel. Memory is asked of the kind's
+own module; torch.npu and torch.xpu use torch.cuda's names.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
 
 NVIDIA = "cuda"
-# A command that shows whether the driver sees a device, and the variable that may hide devices from torch.
+# A command that shows the devices of the driver, and the variable that may hide them from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
 HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 def pick(wanted: str, local_rank: int = 0) -> torch.device:
-    """Return the device that --device names. `auto` is an accelerator if there is one; each local rank takes its own."""
+    """Return the device that --device names.
+
+    `auto` is an accelerator if there is one; each local rank takes its own.
+    """
     import torch
 
     kind, _, index = wanted.partition(":")
@@ -42,18 +46,19 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         raise UserError(f"--device {wanted}: torch sees {seen}{hint}")
     if index and local_rank:
         raise UserError(
-            f"--device {wanted} names one device, but this is process {local_rank} of several on this machine, each of which "
-            f"takes its own: give --device {kind}"
+            f"--device {wanted} names one device, but this is process {local_rank} of several on this machine, each of "
+            f"which takes its own; give --device {kind}"
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
-        # srun and others show each process only its own device; rendezvous.join checks that no two ranks share one.
+        # srun and others show each process only its own device; rendezvous.join checks that no two
+        # ranks share one.
         number = 0
     if number >= count:
         hides = f", or check whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
         raise UserError(
-            f"process {local_rank} of this machine wants {there.type}:{number}, but torch sees {count} of them: start at "
-            f"most {count} here (--nproc-per-node {count}){hides}"
+            f"process {local_rank} of this machine wants {there.type}:{number}, but torch sees {count} of them; start "
+            f"at most {count} here (--nproc-per-node {count}){hides}"
         )
     device = torch.device(there.type, number)
     set_current(device)
@@ -61,7 +66,7 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def _load_torch_npu() -> None:
-    """Import torch_npu, as torch does on its own unless TORCH_DEVICE_BACKEND_AUTOLOAD forbids it."""
+    """Import torch_npu, which torch does not if TORCH_DEVICE_BACKEND_AUTOLOAD forbids it."""
     if importlib.util.find_spec("torch_npu") is None:
         raise UserError("--device npu: torch_npu is not installed; install the version that matches torch")
     try:
@@ -84,7 +89,10 @@ def cores() -> int:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether torch uses this kind as its accelerator; the host then copies to it asynchronously from pinned memory."""
+    """Return whether torch uses this kind as its accelerator.
+
+    The host then copies to it asynchronously from pinned memory.
+    """
     import torch
 
     there = torch.accelerator.current_accelerator()
@@ -92,7 +100,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether our Triton kernels, FlexAttention's backward pass and compiled blocks run there (NVIDIA and AMD)."""
+    """Return whether our Triton kernels and compiled blocks run there (NVIDIA and AMD)."""
     return device.type == NVIDIA
 
 
@@ -114,7 +122,7 @@ def name(device: torch.device) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """Return an identifier of the physical device, however this process numbers the devices it sees."""
+    """Return an identifier of the physical device."""
     properties = _module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", None) or device.index)
 
@@ -155,7 +163,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the device's memory; on a CPU, that of the machine or of the container that the process runs in."""
+    """Return the device's memory; on a CPU, that of the machine or of its container."""
     if device.type != "cpu":
         return int(_module(device).get_device_properties(device).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -170,7 +178,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def free_host_memory() -> int:
-    """Return what Linux can give without swapping, within the container's limit; elsewhere half of all memory."""
+    """Return what Linux can give without swapping, within the container's limit.
+
+    On other systems return half of all memory.
+    """
     try:
         with open("/proc/meminfo") as file:
             free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
@@ -181,7 +192,7 @@ def free_host_memory() -> int:
 
 
 CGROUP = Path("/sys/fs/cgroup")
-# Files with the limit, the usage and the counts of cached pages, in version 2 and in version 1 of control groups.
+# Files with the limit, the usage and the number of cached bytes, of control groups 2 and 1.
 CGROUP_FILES = [
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
@@ -189,7 +200,7 @@ CGROUP_FILES = [
 
 
 def container_memory() -> tuple[int | None, int]:
-    """Return this container's memory limit, None if there is none, and its usage without cached files.
+    """Return this container's memory limit, or None, and its usage without cached files.
 
     Cached files give way to other use; with memory-mapped data they fill whatever there is.
     """
@@ -205,7 +216,7 @@ def container_memory() -> tuple[int | None, int]:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that tensors held at once; None if the device does not count them, as on a CPU."""
+    """Return the most bytes that tensors held at once, or None on a CPU, which does not count."""
     stats = getattr(_module(device), "memory_stats_as_nested_dict", None)  # ten times as fast as max_memory_allocated()
     return int(stats(device)["allocated_bytes"]["all"]["peak"]) if stats is not None else None
 
@@ -238,7 +249,10 @@ def reset_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error is torch's out-of-memory; some versions of torch_npu raise a plain RuntimeError."""
+    """Return whether the error is torch's out-of-memory.
+
+    Some versions of torch_npu raise a plain RuntimeError.
+    """
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or "out of memory. Tried to allocate" in str(error)

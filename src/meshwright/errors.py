@@ -14,7 +14,7 @@ SIGTERM = 143
 
 
 class UserError(Exception):
-    """An error shown as its message alone, without a traceback: what is wrong; what to do, with both numbers.
+    """An error that is shown without a traceback; its message says what is wrong and what to do.
 
     `everywhere` is set if all ranks of a run raise it, so that only one of them prints it.
     """

@@ -1,6 +1,7 @@
 """Files that appear complete or not at all, locks, folders that can be written to, and checksums.
 
-The locks are by hand (fcntl.flock), because the filelock package leaves its lock files in the users' data folders.
+The locks are by hand (fcntl.flock), because the filelock package leaves its lock files in the
+users' data folders.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    The process number in its name keeps several writers apart. With `durably`, its bytes reach the disk before it gets its
-    name.
+    The process number in its name keeps several writers apart. With `durably`, its bytes reach the
+    disk before it gets its name.
     """
     path = path.resolve()  # a link stays a link
     if path.exists() and not path.is_file():  # a device or a pipe
@@ -48,10 +49,11 @@ def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
 
 
 def open_locked(path: str | Path, wait: bool = False) -> tuple[int, bool]:
-    """Open a file, created if need be, and lock it; return its descriptor and whether the file system has locks.
+    """Open or create a file and lock it; return its descriptor and whether there are locks.
 
-    Raise BlockingIOError if another process holds the lock, unless it should `wait`. The kernel releases the lock when the
-    descriptor is closed or the process dies, so that no lock is ever stale.
+    Raise BlockingIOError if another process holds the lock, unless it should `wait`. The kernel
+    releases the lock when the descriptor is closed or the process dies, so that no lock is ever
+    stale.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -72,7 +74,7 @@ def open_locked(path: str | Path, wait: bool = False) -> tuple[int, bool]:
 
 
 def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
-    """Make a folder, and check before long work that it takes files and has `needed` bytes free; `flag` names it."""
+    """Make a folder; check that it takes files and has `needed` bytes free. `flag` names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -86,7 +88,10 @@ def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
 
 
 def checksums(file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]) -> tuple[str, str]:
-    """Return the CRC-32 of a file and, if `hashed`, its SHA-256; call inspect(offset, block) for each block on the way."""
+    """Return the CRC-32 of a file and, if `hashed`, its SHA-256.
+
+    Inspect(offset, block) on the way.
+    """
     crc, sha = 0, hashlib.sha256()
     file.seek(0)
     with ThreadPoolExecutor(1) as thread:  # hashing and reading release the interpreter

@@ -1,4 +1,4 @@
-"""The progress of a long piece of work: a bar on a terminal, the speed, and the lines of input that were skipped."""
+"""The progress of long work: a bar on a terminal, the speed, and lines that were skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fields: Any) -> tuple[Progress, TaskID]:
-    """Make a progress bar on `file` (default: stderr) that disappears at its end; the caller starts it.
+    """Make a progress bar on `file` (default: stderr), which the caller starts.
 
     A column is one of rich's by the names below, or a template with fields of the task.
     """
@@ -29,7 +29,8 @@ def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fiel
         "speed": rich.TransferSpeedColumn,
     }
     shown = [kinds[column]() if column in kinds else rich.TextColumn(column) for column in columns]
-    # Lines printed meanwhile go above the bar if stdout is a terminal; into a pipe they go unchanged.
+    # Lines printed meanwhile go above the bar if stdout is a terminal; into a pipe they go
+    # unchanged.
     console = Console(file=file or sys.stderr)
     bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
     return bar, bar.add_task("", total=total, **fields)
@@ -37,7 +38,7 @@ def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fiel
 
 @contextmanager
 def progress_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes and yield a function that advances it; without a terminal nothing is shown."""
+    """Show a bar of bytes if there is a terminal; yield a function that advances it."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -1,12 +1,14 @@
 """Text to token ids and back: one small interface over four kinds of tokenizer.
 
-tiktoken encodes with GPT-2's two files; it is several times faster than the `tokenizers` library and gives the same ids as
-long as every merge has an id of its own, in merge order. Other vocabularies go to `tokenizers`. No tokenizer here looks for
-special tokens inside a text: a document that contains the letters of <|endoftext|> is plain text, and the end-of-document id
-is only ever appended as an id.
+tiktoken encodes with GPT-2's two files; it is several times faster than the `tokenizers` library
+and gives the same ids as long as every merge has an id of its own, in merge order. Other
+vocabularies go to `tokenizers`. No tokenizer here looks for special tokens inside a text: a
+document that contains the letters of <|endoftext|> is plain text, and the end-of-document id is
+only ever appended as an id.
 
-A run keeps its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their hashes, and `resolve` reads
-that folder when the flags name no files, so that generation needs no vocabulary flags.
+A run keeps its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their
+hashes, and `resolve` reads that folder when the flags name no files, so that generation needs no
+vocabulary flags.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class GPT2BPE(_Bytewise):
 
     @staticmethod
     def _ranked(vocab: dict[str, int], merges: list[tuple[str, str]]) -> list[int] | None:
-        """Return all ids except the end of document, or None if their order is not that of the merges.
+        """Return all ids except the end of document, or None unless they are in merge order.
 
         Libraries that take ids for merge ranks need that order.
         """
@@ -130,7 +132,7 @@ class GPT2BPE(_Bytewise):
     def _gigatoken(
         self, vocab: dict[str, int], merges: list[tuple[str, str]]
     ) -> Callable[[str], npt.NDArray[Any]] | None:
-        """Return gigatoken's encoder, several times faster than tiktoken; it is given no special tokens."""
+        """Return gigatoken's encoder, without special tokens; it is faster than tiktoken's."""
         try:
             from gigatoken.gigatoken_rs import BPETokenizer
         except ImportError:
@@ -243,7 +245,7 @@ class Null:
 
 
 def fastest(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
-    """Return the fastest encoder: with the `fast` extra gigatoken's, whose result is an array of the same ids."""
+    """Return the fastest encoder: gigatoken's with the `fast` extra; it returns an array of ids."""
     fast = tokenizer.gigatoken() if isinstance(tokenizer, GPT2BPE) else None
     return fast or tokenizer.encode
 
@@ -254,7 +256,7 @@ def names_files(t: TokenizerFlags) -> bool:
 
 
 def find_saved(*folders: Path | None) -> Path | None:
-    """Return where the first of these folders keeps a tokenizer: its `tokenizer/`, or a Hugging Face folder itself."""
+    """Return the first tokenizer folder: `tokenizer/` of a run, or a Hugging Face folder itself."""
     for folder in folders:
         if folder is not None and (folder / "tokenizer").is_dir():
             return folder / "tokenizer"
@@ -264,7 +266,7 @@ def find_saved(*folders: Path | None) -> Path | None:
 
 
 def resolve(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
-    """Return the tokenizer that the flags name, else the one in `saved` (see `find_saved`), else None.
+    """Return the tokenizer that the flags name, else the one in `saved`, else None.
 
     The default --tokenizer-type without files names none.
     """
@@ -274,7 +276,7 @@ def resolve(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
 
 
 def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
-    """Return the tokenizer as `resolve` does; raise UserError if neither the flags nor `saved` name one."""
+    """Return the tokenizer of `resolve`; raise UserError if there is none."""
     tokenizer = _build(t) if saved is None or names_files(t) else _build_saved(t, saved)
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids):
@@ -295,7 +297,7 @@ def require_same(tokenizer: Tokenizer, saved: Path) -> None:
     """Raise UserError if the checkpoint was trained with other vocabulary files."""
     if not is_same(tokenizer, saved):
         raise UserError(
-            f"the vocabulary files differ from those in {saved}, which this checkpoint was trained with, so the same ids "
+            f"the vocabulary files differ from those in {saved}, with which this checkpoint was trained: the same ids "
             "would mean other text; leave the vocabulary flags out to use the run's own",
             BAD_DATA,
             everywhere=True,
@@ -306,8 +308,8 @@ def _build(t: TokenizerFlags) -> Tokenizer:
     if t.tokenizer_type == "GPT2BPETokenizer":
         if t.tokenizer_model and not (t.vocab_file or t.merge_file):
             raise UserError(
-                f"--tokenizer-model {t.tokenizer_model} needs --tokenizer-type HuggingFaceTokenizer; GPT2BPETokenizer, the "
-                "default, takes --vocab-file and --merge-file"
+                f"--tokenizer-model {t.tokenizer_model} needs --tokenizer-type HuggingFaceTokenizer; the default, "
+                "GPT2BPETokenizer, takes --vocab-file and --merge-file"
             )
         if not t.vocab_file or not t.merge_file:
             missing = [f for f, given in (("--vocab-file", t.vocab_file), ("--merge-file", t.merge_file)) if not given]
@@ -334,7 +336,7 @@ def _has_gpt2_files(folder: Path) -> bool:
 
 
 def _is_gpt2(folder: Path) -> bool:
-    """Return whether a Hugging Face folder holds GPT-2's two files, and splits a text as GPT-2 does.
+    """Return whether a Hugging Face folder holds GPT-2's files and splits a text as GPT-2 does.
 
     The two files do not say how a text is split; tokenizer.json does.
     """
@@ -383,7 +385,7 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the tokenizer into `folder`; meta.json comes last, so that it never names a missing file."""
+    """Copy the tokenizer into `folder`, meta.json last, so that it never names a missing file."""
     folder.mkdir(parents=True, exist_ok=True)
     sha256 = hashes(tokenizer)
     for name, source in tokenizer.files.items():
@@ -410,7 +412,7 @@ def hashes(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:
-    """Return the smallest multiple of divisible_by * tensor_parallel that holds the vocabulary, or `pad_to`."""
+    """Return the smallest multiple of divisible_by * tensor_parallel from `size`, or `pad_to`."""
     multiple = divisible_by * tensor_parallel
     if pad_to is None:
         return -(-size // multiple) * multiple
@@ -431,7 +433,9 @@ def padding_line(size: int, padded: int) -> str:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: bool = False) -> None:
-    """Train a byte-level BPE like GPT-2's into out/vocab.json and out/merges.txt; <|endoftext|> is the last id.
+    """Train a byte-level BPE like GPT-2's into out/vocab.json and out/merges.txt.
+
+    <|endoftext|> is the last id.
 
     A small corpus may hold fewer merges than asked for; the vocabulary is then smaller.
     """
@@ -454,19 +458,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: b
 
 
 def _has_long_space(text: str) -> bool:
-    """Return whether a run of white space would overflow the stack of tiktoken's regular expression (at a million)."""
+    """Return whether a run of white space may overflow tiktoken's stack (at a million)."""
     return len(text) > LONG_SPACE and any(len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text))
 
 
 def _byte_symbols() -> dict[str, int]:
-    """Return the byte for which each printable character stands in GPT-2's files, in the order of their ids."""
+    """Return the byte of each printable character in GPT-2's files, in the order of their ids."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
-    """Return the bytes of each id; a token with other characters, a special one, stands for its own text."""
+    """Return the bytes of each id; a special token stands for its own text."""
     table = [b""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():
         try:

@@ -1,4 +1,7 @@
-"""torch's elastic agent, with our way of meeting, of retrying and of waiting. It imports torch; launch.py imports it late."""
+"""torch's elastic agent, with our way of meeting, of retrying and of waiting.
+
+It imports torch; launch.py imports it late.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ class Agent(LocalElasticAgent):
     since: float | None = None  # when the first of them did
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """The agent stops all when one has failed. First wait for the reason, or for those that still save."""
+        """The agent stops all when one has failed.
+
+        First wait for the reason, or for those that still save.
+        """
         started = getattr(self._pcontext, "subprocess_handlers", {})
         codes = {worker_group.workers[n].global_rank: one.proc.poll() for n, one in started.items()}
         self.failed = {rank: code for rank, code in codes.items() if code}
@@ -109,14 +115,19 @@ class Agent(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """Machine 0 keeps the store until all are done; torch's barrier makes the others wait on a store that goes."""
+        """Machine 0 keeps the store until all are done.
+
+        Torch's barrier makes the others wait on a store that goes.
+        """
         until = time.monotonic() + GRACE
         others = [f"done/{n}" for n in range(1, self.plan.nodes)]
         while self.plan.node == 0 and not self.machines.check(others) and time.monotonic() < until:
             time.sleep(0.1)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        """Pass a signal on and wait; the second one is passed on too, and then there is little patience."""
+        """Pass a signal on and wait; the second one is passed on too, and then there is little
+        patience.
+        """
         if self._pcontext is None:
             return
         said = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")

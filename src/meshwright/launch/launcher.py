@@ -3,9 +3,10 @@
     meshwright launch --nproc-per-node 8 train --num-layers 24 ...
     meshwright launch --nproc-per-node 8 --node-ips 10.0.0.1,10.0.0.2 pretrain_gpt.py ...    on each machine
 
-torch's elastic agent starts, watches and stops the processes. Ours beside torchrun: the exit status of the rank that
-failed (torchrun makes every one 1), retries by that status, ranks that end with their launcher even when it is killed,
-and words for a port in use, a node that does not come and a rank that fails.
+torch's elastic agent starts, watches and stops the processes. Ours beside torchrun: the exit status
+of the rank that failed (torchrun makes every one 1), retries by that status, ranks that end with
+their launcher even when it is killed, and words for a port in use, a node that does not come and a
+rank that fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What is started where, and how ranks end: whose exit code tells why, how long the others have, and in which words."""
+"""What is started where, and how ranks end: whose exit code tells why, how long the others have,
+and in which words.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,11 @@ class Plan:
 
 
 def first(failed: Mapping[int, int]) -> tuple[int, int]:
-    """Whose exit code tells why: one failure pulls the others along, within moments and in any order.
+    """Whose exit code tells why: one failure pulls the others along, within moments and in any
+    order.
 
-    Who gives a reason comes before who crashed, then who was stopped, and last who lost another rank.
+    Who gives a reason comes before who crashed, then who was stopped, and last who lost another
+    rank.
     """
 
     def weight(code: int) -> int:

@@ -1,8 +1,8 @@
-"""How the processes of a run connect, are compared, and learn that one is gone.
+"""How the processes of a run connect, check that they agree, and find out that one is gone.
 
-torch.distributed carries everything. By hand is what it lacks: what goes wrong at the start is minutes of silence and then
-a C++ trace. Here ranks count one another on the store before they connect, so that who is missing has a name within
-START_SECONDS.
+torch.distributed carries everything. What it lacks is written by hand: if something goes wrong at
+the start, it is silent for minutes and then prints a C++ trace. Here the ranks count one another on
+the store before they connect, so that a missing rank is named within START_SECONDS.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store, TCPStore
 
-START_SECONDS = 30.0  # from a process's start until all ranks must be there
-LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for what it starts; no setting, hence the underscore
+START_SECONDS = 30.0  # from the start of a process until all ranks must be there
+LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for its ranks; not a setting, hence the underscore
 
 
-# Connecting.
+# Connecting
 
-_minutes = 10.0  # of the time-out that `join` was given
-_joined = 0  # times: a second run in these processes must not meet the first one's traces on the store
-_hosted: dict[tuple[str, int], TCPStore] = {}  # which serves it too
+_minutes = 10.0  # the time-out that `join` was given
+_joined = 0  # how often `join` ran: a second run in these processes needs fresh keys on the store
+_hosted: dict[tuple[str, int], TCPStore] = {}  # the stores that this process serves
 
 
 def join(
@@ -50,39 +50,23 @@ def join(
     device: torch.device | None = None,
     seconds: float | None = None,
 ) -> Team:
-    """Connect all ranks. `backend` is "gloo", the device's own, or both as "cpu:gloo,cuda:nccl".
+    """Connect all ranks; raise UserError with the missing ones if they do not come in `seconds`.
 
-    The team's group serves CPU tensors through gloo always. Whoever is not there in time is named.
+    `backend` is "gloo", the device's own, or both as "cpu:gloo,cuda:nccl". The team's group always
+    serves CPU tensors, through gloo.
     """
-    global _minutes, _joined
+    global _minutes
     die_with_parent()
     _minutes = timeout_minutes
     if world.size == 1:
         return Team()
-    assert world.address is not None and world.port is not None
     until = deadline(START_SECONDS if seconds is None else seconds)
-    hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    place = (world.address, world.port)
-    store = _hosted.get(place) or connect(*place, hosts, until, "rank 0")
-    if hosts:
-        _hosted[place] = store
+    store, prefix = _open_store(world, until)
 
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    # A restarted run meets again on the same store; another job that came to the wrong port must not be counted.
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    mine = PrefixStore("/".join(["meshwright", *(os.environ.get(n, "0") for n in names), str(_joined)]), store)
-    _joined += 1
-    try:
-        meet(mine, world.rank, world.size, until)
-    except UserError:
-        if hosts:
-            time.sleep(1)  # the others still ask this process what is wrong
-        raise
-    store.set_timeout(timeout())
-    _choose_interface(world.address, world.port)
     if ":" not in backend and backend != "gloo":
         assert device is not None
         backend = f"{device.type}:{backend}"
@@ -91,50 +75,82 @@ def join(
     probe = None
     bound = device if device is not None and device.type != "cpu" else None
     try:
-        if world.size > world.local_size:  # between nodes a firewall may pass the store's port and no other
+        if world.size > world.local_size:  # between nodes a firewall may allow only the store's port
             left = datetime.timedelta(seconds=max(until - time.monotonic(), 10.0))
-            probe = dist.ProcessGroupGloo(PrefixStore("probe", mine), world.rank, world.size, left)
+            probe = dist.ProcessGroupGloo(PrefixStore(f"{prefix}/probe", store), world.rank, world.size, left)
         if bound is not None:
             torch.accelerator.set_device_index(bound)
-        dist.init_process_group(
-            backend, store=PrefixStore("run", mine), rank=world.rank, world_size=world.size, timeout=timeout()
-        )  # without a device_id, with which messages between two ranks would wait for those of their whole group
+        # No device_id: with it, messages between two ranks would wait for those of their whole
+        # group.
+        run = PrefixStore(f"{prefix}/run", store)
+        dist.init_process_group(backend, store=run, rank=world.rank, world_size=world.size, timeout=timeout())
     except RuntimeError as error:
         if explain_lost_rank(error) is None:
             raise
         raise UserError(
             f"rank {world.rank} reached the store at {world.address}:{world.port} but could not connect to every other "
-            f"rank: all ports between the nodes must be open ({_first_line(error)})",
+            f"rank; open all ports between the nodes ({_first_line(error)})",
             HANG,
         ) from None
-    del probe  # not before: others may still have been connecting to it
+    del probe  # not earlier: others may still have been connecting to it
     team = Team(world.rank, world.size, dist.group.WORLD)
     if bound is not None and backend != "gloo":
         require_own_devices(team, bound)
     return team
 
 
+def _open_store(world: World, until: float) -> tuple[TCPStore, str]:
+    """Meet all ranks on the store of rank 0 or of torch's agent.
+
+    Return it and a prefix for keys.
+    """
+    global _joined
+    assert world.address is not None and world.port is not None
+    hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    place = (world.address, world.port)
+    store = _hosted.get(place) or connect(*place, hosts, until, "rank 0")
+    if hosts:
+        _hosted[place] = store
+
+    from torch._C._distributed_c10d import PrefixStore
+
+    # A restarted run meets on the same store; a rank of another job with the wrong port must not
+    # be counted.
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    prefix = "/".join(["meshwright", *(os.environ.get(n, "0") for n in names), str(_joined)])
+    _joined += 1
+    try:
+        meet(PrefixStore(prefix, store), world.rank, world.size, until)
+    except UserError:
+        if hosts:
+            time.sleep(1)  # the others still read the reason from this process
+        raise
+    store.set_timeout(timeout())
+    _choose_interface(world.address, world.port)
+    return store, prefix
+
+
 def require_own_devices(team: Team, device: torch.device) -> None:
-    """Two ranks on one device: NCCL's words for it name neither."""
+    """Raise UserError if two ranks use one device; NCCL's own error names neither."""
     holders: dict[str, list[int]] = {}
     for rank, where in enumerate(team.gather(f"{devices.identity(device)} of {socket.gethostname()}")):
         holders.setdefault(where, []).append(rank)
     where, ranks = max(holders.items(), key=lambda item: len(item[1]))
     if len(ranks) > 1:
         raise UserError(
-            f"ranks {format_ranks(ranks)} have one {device.type} device between them, {where}: start one rank for each device, and "
-            f"see whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
+            f"ranks {format_ranks(ranks)} share one {device.type} device, {where}; start one rank per device, and "
+            f"check whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
             everywhere=True,
         )
 
 
 def timeout() -> datetime.timedelta:
-    """The time-out of this run's collectives: torch gives a new group its own default, not the first group's."""
+    """Return the time-out of this run's collectives; torch would give a new group its default."""
     return datetime.timedelta(minutes=_minutes)
 
 
 def leave() -> None:
-    """Give the connections back, after an error too: torch otherwise aborts the process when Python ends."""
+    """Close the connections, after an error too: otherwise torch aborts the process at its end."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
@@ -143,16 +159,19 @@ def leave() -> None:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
-    # In a thread, for a device's library may wait there for a rank that is gone.
+    # In a thread, because a device's library may wait here for a rank that is gone.
     ending = threading.Thread(target=destroy, daemon=True)
     ending.start()
     ending.join(10)
-    # gloo's threads may still hold the last tensors: giving them back while Python ends would abort the process.
+    # gloo's threads may still hold the last tensors; freeing them while Python ends would abort it.
     time.sleep(0.1)
 
 
 def deadline(seconds: float) -> float:
-    """`seconds` after this process's start on time.monotonic(), for importing torch counts; a third of it is left."""
+    """Return when `seconds` since this process's start are over, on time.monotonic().
+
+    The time to import torch counts, but at least a third of the seconds is left.
+    """
     now = time.monotonic()
     began = now
     with contextlib.suppress(OSError, AttributeError, ValueError, IndexError), open("/proc/self/stat") as f:
@@ -162,10 +181,10 @@ def deadline(seconds: float) -> float:
 
 
 def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCPStore:
-    """The store at address:port, opened by who hosts it (port 0: any free one); what stands in the way, in words.
+    """Return the store at address:port, which the host opens (port 0: any free one).
 
-    Plain sockets try first: torch's store tells its failures as C++ traces, and waits forever for a program that
-    accepts the connection and says nothing.
+    `who` names the host in errors. Plain sockets try first: torch's store reports failures as C++
+    traces, and waits forever for a program that accepts the connection and sends nothing.
     """
     if hosts:
         _require_free(port)
@@ -179,29 +198,30 @@ def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCP
 
         left = datetime.timedelta(seconds=max(until - time.monotonic(), 1.0))
         try:
-            # multi_tenant: an agent of torch in this process that asks for the port gets the same store
+            # multi_tenant: torch's agent in this process gets the same store when it asks for the
+            # port
             made.append(TCPStore(address, port, None, hosts, left, wait_for_workers=False, multi_tenant=True))
         except RuntimeError as error:
             failed.append(error)
 
-    import torch.distributed  # noqa: F401  before the clock of the thread runs
+    import torch.distributed  # noqa: F401  importing must not count as waiting
 
     thread = threading.Thread(target=make, daemon=True)
     with no_stderr():
         thread.start()
-        thread.join(max(until - time.monotonic(), 1.0) + 5)  # a thread within C++ must not see Python end
+        thread.join(max(until - time.monotonic(), 1.0) + 5)  # Python must not end while a thread is in C++
     if made:
         return made[0]
     if failed and "EADDRINUSE" in str(failed[0]):
         raise _occupied(port)
     if hosts:
         raise UserError(
-            f"this is {who}, which must be reached at {address}, and cannot reach itself there: is it an address of this "
-            f"machine ({socket.gethostname()})? Set MASTER_ADDR or --master-addr to one",
+            f"this is {who}, but it cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address "
+            f"of this machine ({socket.gethostname()})",
             UNAVAILABLE,
         )
     raise UserError(
-        f"{address}:{port} answers, but not as {who} of this run: another program has the port; choose another "
+        f"{address}:{port} answers, but not as {who} of this run: another program uses the port; choose another "
         "MASTER_PORT or --master-port",
         UNAVAILABLE,
     )
@@ -213,17 +233,17 @@ def _require_free(port: int) -> None:
             with socket.socket(family, socket.SOCK_STREAM) as s:
                 s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 s.bind((host, port))
-            return  # ::, where there is IPv6, stands for both
+            return  # with IPv6, :: stands for both
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise _occupied(port) from None
             if error.errno == errno.EACCES:
-                raise UserError(f"port {port} needs root's rights: choose one from 1024 on", UNAVAILABLE) from None
+                raise UserError(f"port {port} needs root privileges; choose one from 1024", UNAVAILABLE) from None
 
 
 def _occupied(port: int) -> UserError:
     return UserError(
-        f"port {port} of this machine ({socket.gethostname()}) is in use, perhaps by another run: choose another "
+        f"port {port} of this machine ({socket.gethostname()}) is in use, perhaps by another run; choose another "
         "MASTER_PORT or --master-port",
         UNAVAILABLE,
     )
@@ -237,82 +257,82 @@ def _require_reached(address: str, port: int, until: float, who: str) -> None:
             socket.create_connection((address, port), timeout=max(min(left, 5.0), 0.1)).close()
             return
         except socket.gaierror as error:
-            why = f"no address is known by the name {address} ({error.strerror})"
+            why = f"the name {address} has no address ({error.strerror})"
         except OSError as error:
             why = error.strerror or str(error)
         if time.monotonic() > until - 0.2:
             raise UserError(
-                f"{who} at {address}:{port} could not be reached within {time.monotonic() - began:.0f} s: {why}. Is it "
-                "started, are MASTER_ADDR and MASTER_PORT the same everywhere, and does a firewall let the port through?",
+                f"{who} at {address}:{port} could not be reached within {time.monotonic() - began:.0f} s: {why}; check "
+                "that it was started, that MASTER_ADDR and MASTER_PORT are the same everywhere, and that no firewall "
+                "blocks the port",
                 UNAVAILABLE,
             )
         time.sleep(min(0.2, max(left, 0.0)))
 
 
 def meet(store: Store, me: int, size: int, until: float, noun: str = "rank") -> None:
-    """Return when all are here; otherwise everyone raises the same words.
+    """Return when all are here; otherwise raise the same UserError in every process.
 
-    Every one counts itself; who finds all present, or something wrong, writes the verdict that all wait for. They ask
-    again and again, for torch's own waiting writes lines about each time-out.
+    Each process counts itself; the one that finds all present, or a problem, writes the verdict
+    that all wait for. They poll, because torch's own waiting prints lines about each time-out.
     """
     try:
         with no_stderr():
             _await_verdict(store, me, size, until, noun)
             verdict = json.loads(store.get("verdict"))
     except RuntimeError as error:
-        raise UserError(
-            f"{noun} 0, or its launcher, went away while all were gathering: its words tell why", HANG
-        ) from error
-    if verdict["words"]:
-        raise UserError(verdict["words"], verdict["status"])
+        raise UserError(f"{noun} 0, or its launcher, exited during startup; see its log", HANG) from error
+    if verdict["problem"]:
+        raise UserError(verdict["problem"], verdict["status"])
 
 
 def _await_verdict(store: Store, me: int, size: int, until: float, noun: str) -> None:
     began = time.monotonic()
     theirs = int(store.compare_set("size", "", str(size)))
     if theirs != size:
-        _judge(
-            store,
-            f"{noun} {me} was started as one of {size} {noun}s, others as one of {theirs}: give all the same number",
-            USAGE,
+        problem = (
+            f"{noun} {me} was started as one of {size} {noun}s, others as one of {theirs}; give all the same number"
         )
+        _set_verdict(store, problem, USAGE)
     elif store.add(f"arrived/{me}", 1) > 1:
-        _judge(
-            store,
-            f"two processes came as {noun} {me} of {size}: each needs its own number, or another run has this port",
-        )
+        problem = f"two processes came as {noun} {me} of {size}; give each its own number"
+        _set_verdict(store, f"{problem}, or choose another port if another run uses this one")
     elif store.add("count", 1) == size:
-        _judge(store, "")
+        _set_verdict(store, "")
     pause = 0.01
     while not store.check(["verdict"]):
         if time.monotonic() > until:
             missing = [n for n in range(size) if not store.check([f"arrived/{n}"])]
             came = f"{size - len(missing)} of {size} {noun}s came within {time.monotonic() - began:.0f} s"
-            gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them went away again"
-            _judge(store, f"{came}; {gone}. Did it fail before this, or was it not started?", HANG)
+            gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
+            _set_verdict(store, f"{came}; {gone}. Start it, or see in its log why it ended", HANG)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
 
 
-def _judge(store: Store, words: str, status: int = UNAVAILABLE) -> None:
-    store.compare_set("verdict", "", json.dumps({"words": words, "status": status}))
+def _set_verdict(store: Store, problem: str, status: int = UNAVAILABLE) -> None:
+    store.compare_set("verdict", "", json.dumps({"problem": problem, "status": status}))
 
 
 def _choose_interface(address: str, port: int) -> None:
-    """gloo takes the address of the machine's name, which is often 127.0.1.1 or of another network: take the interface
-    that leads to rank 0 instead, unless the user chose."""
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless the user chose one.
+
+    gloo itself takes the address of the machine's name, which is often 127.0.1.1 or belongs to
+    another network.
+    """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        there = {name for _, name in socket.if_nameindex()}
-        if not there & set(chosen.split(",")):
+        names = {name for _, name in socket.if_nameindex()}
+        if not names & set(chosen.split(",")):
             raise UserError(
-                f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, which has {', '.join(sorted(there))}"
+                f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, which has "
+                f"{', '.join(sorted(names))}"
             )
     if chosen or not sys.platform.startswith("linux"):
         return
     import fcntl
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((socket.gethostbyname(address), port))  # sends nothing: it looks up the route
+        s.connect((socket.gethostbyname(address), port))  # sends nothing; it looks up the route
         own = s.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -324,7 +344,7 @@ def _choose_interface(address: str, port: int) -> None:
 
 @contextlib.contextmanager
 def no_stderr() -> Iterator[None]:
-    """The process's own error output goes nowhere: C++ writes to it directly."""
+    """Discard the process's error output, to which C++ code writes directly."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -337,8 +357,11 @@ def no_stderr() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """A rank ends with our launcher, even when that is killed: else it could train beside the run that follows it."""
-    text = os.environ.pop(LAUNCHER_PID, None)  # what this process starts is not the launcher's child
+    """Let this rank end with our launcher even if that is killed.
+
+    Otherwise it could train beside the next run.
+    """
+    text = os.environ.pop(LAUNCHER_PID, None)  # children of this process are not the launcher's
     if not text or not text.isdigit():
         return
     launcher = int(text)
@@ -346,11 +369,11 @@ def die_with_parent() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher and not _alive(launcher):  # it went before this was set
+    if os.getppid() != launcher and not _is_alive(launcher):  # it ended before this was set
         os._exit(UNEXPECTED)
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -360,13 +383,13 @@ def _alive(pid: int) -> bool:
     return True
 
 
-# Comparing.
+# Comparing
 
-SHOWN = 20  # differing fields
+SHOWN = 20  # differing values that an error lists
 
 
 def require_equal(team: Team, mine: dict[str, Any]) -> None:
-    """Named values that must be the same on every rank; everyone raises what differs and who has what."""
+    """Raise UserError on every rank if these named values differ; it lists who has which."""
     if team.size == 1:
         return
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
@@ -380,14 +403,14 @@ def require_equal(team: Team, mine: dict[str, Any]) -> None:
         for rank, values in enumerate(everyone):
             holders.setdefault(_shown(values[name]) if name in values else "nothing", []).append(rank)
         if len(holders) > 1:
-            told = [
+            each = [
                 f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}" for value, ranks in holders.items()
             ]
-            differing.append(f"{name}: {', '.join(told)}")
+            differing.append(f"{name}: {', '.join(each)}")
     if not differing:
         return
     more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
-    head = "the ranks were not started alike; give all of them the same command, files and versions:"
+    head = "the ranks were started differently; give all of them the same command, files and versions:"
     raise UserError("\n  ".join([head, *differing[:SHOWN], *more]), everywhere=True)
 
 
@@ -396,7 +419,7 @@ def _shown(value: Any) -> str:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """0-2, 5 of [0, 1, 2, 5]."""
+    """Return [0, 1, 2, 5] as "0-2, 5"."""
     out: list[list[int]] = []
     for n in numbers:
         if out and n == out[-1][-1] + 1:
@@ -406,11 +429,11 @@ def format_ranks(numbers: list[int]) -> str:
     return ", ".join("-".join(map(str, pair)) for pair in out)
 
 
-# Losing.
+# Losing a rank
 
 
 def explain_lost_rank(error: BaseException) -> UserError | None:
-    """The words for torch's error when another rank went away or did not answer in time; None for any other error."""
+    """Return the error to raise for torch's if another rank exited or did not answer, else None."""
     if not isinstance(error, RuntimeError):
         return None
     import torch.distributed as dist
@@ -418,16 +441,18 @@ def explain_lost_rank(error: BaseException) -> UserError | None:
     text = str(error)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         gone = True
-    elif isinstance(error, dist.DistBackendError):  # NCCL's, wrong use of it among them
+    elif isinstance(error, dist.DistBackendError):  # NCCL's, wrong usage included
         gone = bool(_NCCL.search(text))
     else:
         gone = "gloo/" in text and "enforce fail" not in text and bool(_GLOO.search(text))
-        gone |= text.startswith("Application timeout caused pair closure")  # gloo's too, of what waited beside it
+        gone |= text.startswith(
+            "Application timeout caused pair closure"
+        )  # gloo's too, for operations that waited beside it
     if not gone:
         return None
     return UserError(
-        f"another rank ended, or did not answer within --distributed-timeout-minutes {_minutes:g}: its own words, if it "
-        f"had any, are above or in its node's log ({_first_line(error)})",
+        f"another rank ended, or did not answer within --distributed-timeout-minutes {_minutes:g}; its own error, if "
+        f"any, is above or in its node's log ({_first_line(error)})",
         HANG,
     )
 
@@ -442,6 +467,6 @@ _NCCL = re.compile(
 
 
 def _first_line(error: BaseException) -> str:
-    """What torch said, without its place in the sources and its advice."""
+    """Return torch's message without its source location and advice."""
     line = str(error).strip().split("\n")[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).split(". This is typically")[0][:200]

@@ -1,6 +1,8 @@
-"""What all ranks of a run tell one another beside tensors: small JSON values, and one outcome for what one rank did.
+"""What all ranks of a run exchange besides tensors: small JSON values, and the outcome of an
+action.
 
-`Team()` is the team of one process: everything here then returns at once and sends nothing. Nothing is pickled.
+`Team()` is the team of one process: everything here then returns at once and sends nothing. Nothing
+is pickled.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ T = TypeVar("T")
 class Team:
     rank: int = 0
     size: int = 1
-    group: ProcessGroup | None = None  # of all ranks, on the host's network
+    group: ProcessGroup | None = None  # of all ranks, through gloo
 
     @property
     def is_lead(self) -> bool:
-        """Rank 0 writes the files and speaks."""
+        """Whether this is rank 0, which writes the files and prints the log."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON value of each rank, on every rank, by rank."""
+        """Return the JSON values of all ranks, in their order, on every rank."""
         if self.size == 1:
             return [value]
         import torch
@@ -47,46 +49,46 @@ class Team:
         return [json.loads(bytes(row[:n].numpy())) for row, n in zip(table, lengths, strict=True)]
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank is here."""
         self.gather(None)
 
     def run_on_lead(self, act: Callable[[], Any]) -> Any:
-        """What rank 0's act returns, a JSON value, on every rank; its error likewise."""
+        """Call `act` on rank 0; return its result, a JSON value, or raise its error on every rank."""
         return self.run_on_all(act if self.is_lead else lambda: None)[0]
 
     def run_lead_first(self, act: Callable[[], T]) -> T:
-        """Rank 0 acts, then the others, so that they find what it has made; what a rank returns is its own."""
+        """Call `act` on rank 0 first, so that the other ranks find what it made."""
         made: list[T] = []
         self.run_on_lead(lambda: made.append(act()))
         return made[0] if made else act()
 
     def run_on_all(self, act: Callable[[], Any]) -> list[Any]:
-        """Every rank acts; what they returned, JSON values. The first one's error is everybody's."""
+        """Call `act` on every rank; return all results, JSON values, or raise the first error."""
         if self.size == 1:
             return [act()]
         defect = None
         try:
-            told = {"value": act()}
+            outcome = {"value": act()}
         except UserError as error:
-            told = {"error": str(error), "status": error.status, "kind": type(error).__name__}
-        except Exception as error:  # a defect: shown with its traceback here, told to the others, who would wait
+            outcome = {"error": str(error), "status": error.status, "kind": type(error).__name__}
+        except Exception as error:  # a defect: its traceback appears here, its message on the other ranks
             defect = error
-            told = {"error": f"rank {self.rank}: {type(error).__name__}: {error}", "status": UNEXPECTED, "kind": ""}
-        everybody = self.gather(told)
+            outcome = {"error": f"rank {self.rank}: {type(error).__name__}: {error}", "status": UNEXPECTED, "kind": ""}
+        outcomes = self.gather(outcome)
         if defect is not None:
             raise defect
-        for one in everybody:
+        for one in outcomes:
             if "error" in one:
-                raise rebuilt(one)
-        return [one["value"] for one in everybody]
+                raise _rebuild_error(one)
+        return [one["value"] for one in outcomes]
 
 
 ALONE = Team()
 
 
-def rebuilt(told: dict[str, Any]) -> UserError:
-    """Another rank's error, of the same class."""
-    kind = next((k for k in UserError.__subclasses__() if k.__name__ == told["kind"]), UserError)
+def _rebuild_error(outcome: dict[str, Any]) -> UserError:
+    """Rebuild another rank's error, with its class."""
+    kind = next((k for k in UserError.__subclasses__() if k.__name__ == outcome["kind"]), UserError)
     error = kind.__new__(kind)
-    UserError.__init__(error, told["error"], told["status"], everywhere=True)
+    UserError.__init__(error, outcome["error"], outcome["status"], everywhere=True)
     return error

@@ -1,4 +1,4 @@
-"""This process's place among the others, by the variables of whichever launcher started it."""
+"""This process's place among the ranks, from the variables that its launcher set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
 
 @dataclass(frozen=True)
 class World:
-    """What the launcher told this process. One process by itself is World()."""
+    """The place that the launcher gave this process; without a launcher it is World()."""
 
     rank: int = 0
     size: int = 1
@@ -28,10 +28,11 @@ class World:
 
 
 def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> World:
-    """This process's place by its environment; `local_rank` is the flag that some launchers pass, the environment wins.
+    """Return this process's place from its environment.
 
-    torchrun's variables come first, for torchrun may itself be started by srun or mpirun; then MPI's, whose processes
-    can stand inside a SLURM step of other sizes; then srun's.
+    `local_rank` is the flag that some launchers pass; LOCAL_RANK wins. torchrun's variables come
+    first, because srun or mpirun may start torchrun itself; then MPI's, whose processes may run
+    inside a SLURM step of other sizes; then srun's.
     """
     if "RANK" in environ:
         return _by_torch(environ, local_rank)
@@ -44,7 +45,7 @@ def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> Wor
         return _by_slurm(environ)
     if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") > 1:
         raise UserError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set and RANK is not: set RANK for each process, as torchrun does, "
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set and RANK is not; set RANK for each process, as torchrun does, "
             "or unset WORLD_SIZE"
         )
     return World(local_rank=local_rank or 0)
@@ -53,19 +54,21 @@ def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> Wor
 def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     """torchrun, torch.distributed.launch, deepspeed, and ours."""
     if "WORLD_SIZE" not in environ:
-        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not: set both, or neither for one process")
+        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not; set both, or neither for one process")
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     address, port = _master(environ)
     if size > 1:
         missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None]
         if missing:
-            raise UserError(f"WORLD_SIZE={size} is set, but {' and '.join(missing)} is not: where does rank 0 listen?")
+            raise UserError(
+                f"WORLD_SIZE={size} is set, but {' and '.join(missing)} is not; set them to where rank 0 listens"
+            )
     one_node = address in ("localhost", "127.0.0.1", "::1")
     name = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in environ), None)
     local_size = _number(environ, name) if name else size if one_node else 1
     if "LOCAL_RANK" in environ:
         local_rank = _number(environ, "LOCAL_RANK")
-    else:  # a process alone on its node, unless all are on this one
+    else:  # alone on its node, unless all ranks are on this one
         local_rank = flag if flag is not None else rank if one_node else 0
         local_size = max(local_size, local_rank + 1) if name is None else local_size
     by = "deepspeed" if "CROSS_RANK" in environ else "RANK and WORLD_SIZE"
@@ -78,16 +81,16 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str, local_rank: str, l
     if f"{prefix}SIZE" not in environ:
         raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
     rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
-    places = [prefix + local_rank, "MPI_LOCALRANKID"]  # the second is Hydra's: MPICH and Intel
+    places = [prefix + local_rank, "MPI_LOCALRANKID"]  # Hydra's, the launcher of MPICH and Intel MPI
     counts = [prefix + local_size, "MPI_LOCALNRANKS"]
     place = next((_number(environ, n) for n in places if n in environ), None)
     count = next((_number(environ, n) for n in counts if n in environ), None)
     address, port = _master(environ)
-    here = count is None or count == size  # told nothing else, all processes are on this node
+    here = count is None or count == size  # unless it is known to be otherwise
     if size > 1 and address is None:
         if not here:
             raise UserError(
-                f"{by} started {size} ranks, {count} of them on this node: set MASTER_ADDR to the address of rank 0's "
+                f"{by} started {size} ranks, {count} of them on this node; set MASTER_ADDR to the address of rank 0's "
                 "node and pass it on (mpirun -x MASTER_ADDR, or -genv)"
             )
         address = "127.0.0.1"
@@ -97,7 +100,7 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str, local_rank: str, l
         )
         if not (job or here):
             raise UserError(
-                f"{by} started {size} ranks on several nodes: set MASTER_PORT to a free port of rank 0's node"
+                f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port of rank 0's node"
             )
         port = _port(job or str(os.getppid()))
     found = World(rank, size, rank if place is None else place, size if count is None else count, address, port, by)
@@ -105,7 +108,10 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str, local_rank: str, l
 
 
 def _in_srun(environ: Mapping[str, str]) -> bool:
-    """A batch script itself has SLURM_PROCID=0 and the job's SLURM_NTASKS too, but is no step and one process."""
+    """Return whether srun started this process.
+
+    A batch script is one process, but has such variables too.
+    """
     if "SLURM_PROCID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
         return False
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
@@ -119,7 +125,7 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
     if address is None:
         if not nodes:
             raise UserError(
-                f"srun started {size} ranks, but SLURM_NODELIST is not set: set MASTER_ADDR to rank 0's node"
+                f"srun started {size} ranks, but SLURM_NODELIST is not set; set MASTER_ADDR to rank 0's node"
             )
         address = first_host(nodes)
     if port is None:
@@ -138,13 +144,13 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
 
 
 def first_host(nodes: str) -> str:
-    """node01 of SLURM's node[01-03,07],gpu5."""
+    """Return the first host of SLURM's list: node01 for node[01-03,07],gpu5."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes.strip())
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """[2, 2, 2, 1] of SLURM's 2(x3),1."""
+    """Return the tasks of each node: [2, 2, 2, 1] for SLURM's 2(x3),1."""
     out: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -152,7 +158,7 @@ def tasks_per_node(text: str) -> list[int]:
             raise UserError(f"SLURM_TASKS_PER_NODE={text} is not of the form 2(x3),1")
         times = int((found[2] or "1")[:7])
         if not 0 < times <= 10**6:
-            raise UserError(f"SLURM_TASKS_PER_NODE={text[:100]}: x{found[2]} is no number of nodes")
+            raise UserError(f"SLURM_TASKS_PER_NODE={text[:100]}: x{found[2]} is not a number of nodes")
         out += [int(found[1])] * times
     return out
 
@@ -160,25 +166,25 @@ def tasks_per_node(text: str) -> list[int]:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ[name]
     if not re.fullmatch(r"\d{1,9}", text.strip()):
-        raise UserError(f"{name}={text!r} in the environment is not a number from 0")
+        raise UserError(f"{name}={text!r} in the environment is not a whole number from 0")
     return int(text)
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
     if port is not None and not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT={port} is no port: 1 to 65535")
+        raise UserError(f"MASTER_PORT={port} is not a port; use 1 to 65535")
     return environ.get("MASTER_ADDR") or None, port
 
 
 def _port(job: str) -> int:
-    """The same port in every process of a job, another for another job, below those that systems hand out."""
+    """Return a port for the job, the same in all its processes, below those that systems assign."""
     return 20000 + zlib.crc32(job.encode()) % 10000
 
 
 def _checked(world: World, rank: str, size: str) -> World:
     if world.size < 1:
-        raise UserError(f"{size}={world.size}: at least 1 process runs")
+        raise UserError(f"{size}={world.size}: there must be at least 1 process")
     if world.rank >= world.size:
         raise UserError(f"{rank}={world.rank} does not fit {size}={world.size}: ranks count from 0 to {world.size - 1}")
     if world.local_size > world.size:
@@ -193,20 +199,23 @@ def _checked(world: World, rank: str, size: str) -> World:
 
 
 def require_world_size(world: World, wanted: int | None) -> None:
-    """What a flag says of the number of processes must be what the launcher started."""
+    """Raise UserError if the flag --world-size differs from what the launcher started."""
     if wanted is not None and wanted != world.size:
         by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
         raise UserError(
-            f"--world-size {wanted}, but started as {by}: start {wanted}, for example with meshwright launch "
+            f"--world-size {wanted}, but started as {by}; start {wanted}, for example with meshwright launch "
             f"--nproc-per-node {wanted}, or change --world-size to {world.size}"
         )
 
 
-def is_first_process(what: str) -> bool:
-    """Of several processes that a launcher started, the first works alone; it needs no address for that."""
+def is_first_process(work: str) -> bool:
+    """Return whether this is rank 0, which does `work` alone; otherwise say so.
+
+    No address is needed.
+    """
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
     if rank is None:
         rank = str(find_world({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
     if rank != "0":
-        print(f"{what} runs on rank 0; this rank has nothing to do", file=sys.stderr)
+        print(f"{work} runs on rank 0; this rank has nothing to do", file=sys.stderr)
     return rank == "0"
