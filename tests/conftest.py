@@ -1,4 +1,7 @@
-"""Settings of every test: one thread, because two tests run at once; no pictures; output not redirected."""
+"""Settings of every test: one thread, because two tests run at once.
+
+No pictures; output not redirected.
+"""
 
 import os
 
@@ -17,7 +20,9 @@ from meshwright.settings import schema as settings  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the report, which takes a second where a tiny run takes a tenth: only tests marked `pictures` draw it."""
+    """Skip the report, which takes a second where a tiny run takes a tenth: only tests marked
+    `pictures` draw it.
+    """
     if request.node.get_closest_marker("pictures") is None:
         monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
 

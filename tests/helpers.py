@@ -1,4 +1,6 @@
-"""Helpers that several test modules share: a small model to train, what was printed, what a step holds."""
+"""Helpers that several test modules share: a small model to train, what was printed, what a step
+holds.
+"""
 
 import contextlib
 import io
@@ -43,7 +45,10 @@ def open_step(root: str | os.PathLike[str], step: int) -> native.Native:
 
 @contextlib.contextmanager
 def captured_output() -> Iterator[tuple[list[str], list[str]]]:
-    """Capture the lines that the block prints on stdout and on stderr; both lists are filled at its end."""
+    """Capture the lines that the block prints on stdout and on stderr.
+
+    Both lists are filled at its end.
+    """
     out, err = io.StringIO(), io.StringIO()
     lines: tuple[list[str], list[str]] = ([], [])
     try:

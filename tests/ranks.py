@@ -1,7 +1,8 @@
 """Run a test body on several gloo ranks of this machine, in a fraction of a second.
 
-A fork server that has imported torch already makes each rank by a cheap fork: tens of milliseconds, not the seconds of a
-fresh interpreter, and no rank inherits threads from the test process (a plain fork after a threaded product can hang).
+A fork server that has imported torch already makes each rank by a cheap fork: tens of milliseconds,
+not the seconds of a fresh interpreter, and no rank inherits threads from the test process (a plain
+fork after a threaded product can hang).
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dy
 
 
 def run_ranks(body: Callable[..., None], world: int, *args: Any) -> None:
-    """Call body(*args) on `world` gloo ranks; a failure on any of them is raised here with its traceback."""
+    """Call body(*args) on `world` gloo ranks.
+
+    A failure on any of them is raised here with its traceback.
+    """
     with tempfile.TemporaryDirectory() as folder:  # a file store: no port to collide on
         store = os.path.join(folder, "store")
         mp.start_processes(_rank, (body, world, store, args), world, start_method="forkserver")
@@ -45,7 +49,8 @@ def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tu
 def run_programs(
     script: Path, argv: list[list[str]], environ: list[dict[str, str]], folder: Path
 ) -> tuple[list[int], list[str]]:
-    """`python script argv`, a process for each of these, started as a launcher does: the environment tells each its rank.
+    """`python script argv`, a process for each of these, started as a launcher does: the
+    environment tells each its rank.
 
     Their exit statuses and what they wrote. Reports are not drawn.
     """

@@ -1,4 +1,6 @@
-"""The device: which one a process takes, what it is asked for, and that one file alone knows the kinds of accelerator."""
+"""The device: which one a process takes, what it is asked for, and that one file alone knows the
+kinds of accelerator.
+"""
 
 import ast
 import os
@@ -22,7 +24,10 @@ CPU = torch.device("cpu")
 
 
 def spelled(path):
-    """Where a file's code names a kind: in a name, or in a string that is no sentence. Docstrings are for people."""
+    """Where a file's code names a kind: in a name, or in a string that is no sentence.
+
+    Docstrings are for people.
+    """
     tree = ast.parse(path.read_text())
     prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     for node in ast.walk(tree):
@@ -63,7 +68,10 @@ def test_what_counts_as_naming_one(line, monkeypatch, tmp_path):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(kind, count): torch sees so many devices of a kind; used: the indices that were made current."""
+    """machine(kind, count): torch sees so many devices of a kind.
+
+    Used: the indices that were made current.
+    """
     used = []
 
     def arrange(kind, count):
@@ -176,7 +184,10 @@ def with_torch_npu(folder, package, program):
 
 @pytest.mark.whole
 def test_ascend_through_torch_npu(tmp_path):
-    """A package of that name makes torch know a kind "npu"; all that is asked of a device is asked of its module."""
+    """A package of that name makes torch know a kind "npu".
+
+    All that is asked of a device is asked of its module.
+    """
     assert with_torch_npu(tmp_path, FAKE_NPU, USE_NPU) == (0, "")
 
 
@@ -209,7 +220,10 @@ def test_a_cpu_is_asked_the_same_things():
 
 @pytest.mark.parametrize("files", devices.CGROUP_FILES, ids=["version 2", "version 1"])
 def test_container_memory_excludes_cached_files(tmp_path, monkeypatch, files):
-    """Data in memory-mapped files fills the page cache; neither the micro-batch nor background saves may suffer."""
+    """Data in memory-mapped files fills the page cache.
+
+    Neither the micro-batch nor background saves may suffer.
+    """
     monkeypatch.setattr(devices, "CGROUP", tmp_path)
     physical = devices.total_memory(CPU)
     assert devices.container_memory() == (None, 0) and 2**20 < devices.free_memory(CPU) <= physical

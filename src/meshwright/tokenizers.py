@@ -288,8 +288,8 @@ def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
 def missing_error(folder: Path, size: int | None = None) -> UserError:
     """Make the error for a checkpoint with no vocabulary beside it."""
     return UserError(
-        f"{folder} holds no vocabulary; name it with --vocab-file and --merge-file, with --tokenizer-model, or, for a "
-        f"model of bare ids, with --tokenizer-type NullTokenizer --vocab-size {size - 1 if size else 'N'}"
+        f"{folder} holds no vocabulary; name it with --vocab-file and --merge-file, --tokenizer-model or, for a model of "
+        f"bare ids, --tokenizer-type NullTokenizer --vocab-size {size - 1 if size else 'N'}"
     )
 
 

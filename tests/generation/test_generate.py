@@ -323,7 +323,7 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     told = capsys.readouterr().err.split("bare ids, ")[1].split()
     assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *told]) == 0
     out = capsys.readouterr().out
-    assert "integers between spaces" in out and "id 99 is not in 0 ... " in out
+    assert "integers separated by white space" in out and "id 99 is not in 0 ... " in out
     assert re.search(r"Context: 1 2\n\nMegatron-LM: (\d+ ?)*\n", out)
 
 

@@ -1,8 +1,10 @@
-"""What a started process does in the tests of starting: join the others, say what it was told, and end as it is asked.
+"""What a started process does in the tests of starting: join the others, say what it was told, and
+end as it is asked.
 
-Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the others, --size=N as
---world-size, and one word: an exit status for rank 1, `kill` (rank 1, by SIGKILL), `once` (rank 1 fails on its first
-attempt), `slow` (all stay, and say which signal they get), `again` (all leave and join once more).
+Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the
+others, --size=N as --world-size, and one word: an exit status for rank 1, `kill` (rank 1, by
+SIGKILL), `once` (rank 1 fails on its first attempt), `slow` (all stay, and say which signal they
+get), `again` (all leave and join once more).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`meshwright launch` and torch's own launchers start real processes: statuses, signals, retries, machines, words."""
+"""`meshwright launch` and torch's own launchers start real processes: statuses, signals, retries,
+machines, words.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +71,7 @@ def test_torch_launchers(spelling: str) -> None:
         f"--master_port={free_port()}",
         SCRIPT,
         *flag,
+        "again",  # a second run in the same processes meets on the agent's store too
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -88,15 +91,19 @@ def test_ours() -> None:
 @pytest.mark.parametrize(
     "act, status, words",
     [
-        ("2", USAGE, "rank 1 ended with status 2 (wrong settings); the others were stopped"),
-        ("65", BAD_DATA, "rank 1 ended with status 65 (bad data or checkpoint)"),
-        ("73", LOCKED, "rank 1 ended with status 73 (a folder that another run owns)"),
-        ("143", 143, "rank 1 ended with status 143"),
+        ("65", BAD_DATA, "rank 1 ended with status 65 (bad data or checkpoint); the others were stopped"),
         ("kill", 137, "rank 1 was killed by SIGKILL"),
+        pytest.param("2", USAGE, "rank 1 ended with status 2 (wrong settings)", marks=pytest.mark.long),
+        pytest.param(
+            "73", LOCKED, "rank 1 ended with status 73 (a folder that another run owns)", marks=pytest.mark.long
+        ),
+        pytest.param("143", 143, "rank 1 ended with status 143", marks=pytest.mark.long),
     ],
 )
 def test_exit_status(act: str, status: int, words: str) -> None:
-    """The status of the rank that failed, not of those that lost it; and few words."""
+    """The launcher returns the status of the rank that failed, not of those that lost it, and
+    prints little.
+    """
     done = run(*LAUNCH, "--nproc_per_node=2", SCRIPT, act, OMP_NUM_THREADS="1")
     assert done.returncode == status, done.stderr
     told = done.stderr.splitlines()

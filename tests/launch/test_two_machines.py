@@ -1,6 +1,8 @@
-"""Two network namespaces of this machine, joined by a cable, are two machines: own addresses, and a link that can be cut.
+"""Two network namespaces of this machine, joined by a cable, are two machines: own addresses, and a
+link that can be cut.
 
-The machine's name leads to neither address (it is on both, and mostly 127.0.0.1), so gloo must be told the interface.
+The machine's name leads to neither address (it is on both, and mostly 127.0.0.1), so gloo must be
+told the interface.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ def machines() -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Python with these arguments on each machine, its words in log-0 and log-1; what is left at the end is killed."""
+    """Python with these arguments on each machine, its words in log-0 and log-1.
+
+    What is left at the end is killed.
+    """
     processes = []
     try:
         for n, (machine, command) in enumerate(zip(machines, commands, strict=True)):
@@ -127,7 +132,10 @@ def test_losses_are_those_of_one_process(machines: tuple[str, str], tmp_path: Pa
     ids=["--node-rank", "torchrun"],
 )
 def test_a_cut_cable_ends_both(machines: tuple[str, str], tmp_path: Path, commands: list[str], status: int) -> None:
-    """In words, soon after the time-out of a collective; the losses until then are those of one process."""
+    """In words, soon after the time-out of a collective.
+
+    The losses until then are those of one process.
+    """
     steps = 10
     flags = training(tmp_path, train_iters=5000, distributed_timeout_minutes=MINUTES)
     with started(machines, [f"{command} {flags}" for command in commands], tmp_path) as processes:

@@ -451,7 +451,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path, capsys):
     assert train(tmp_path, *files[0])[0] == 0
     kept = (tmp_path / "run/tokenizer/merges.txt").read_bytes()
     more = ["--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6"]
-    assert train(tmp_path, *files[1], *more)[0] == 65 and "vocabulary's files" in capsys.readouterr().err
+    assert train(tmp_path, *files[1], *more)[0] == 65 and "vocabulary files" in capsys.readouterr().err
     assert (tmp_path / "run/tokenizer/merges.txt").read_bytes() == kept
     assert train(tmp_path, *files[0], *more)[0] == 0
 
