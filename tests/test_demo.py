@@ -1,5 +1,10 @@
-"""The demo at a small scale, whole: every command is really run, in processes of their own."""
+"""The demo at a small scale.
 
+Trainings run in their own processes; other commands mostly in this one.
+"""
+
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -21,16 +26,42 @@ SMALL = demo.Scale(
     vocab_size=300,
     model="--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16",
     recipe="--micro-batch-size 4 --lr 1e-2",
-    iters=800,
-    stop=100,
-    log_interval=50,
+    iters=400,
+    stop=20,
+    log_interval=10,
     prompts=("def",),
     sample=5,
 )
 
 
+class InProcess:
+    """Stands in for subprocess.Popen: runs every command but `train` in this process."""
+
+    def __new__(cls, command, **options):
+        return subprocess_popen(command, **options) if command[3] == "train" else super().__new__(cls)
+
+    def __init__(self, command, **options):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(options["stderr"]):
+            self.status = main(command[3:])
+        self.stdout = io.StringIO(out.getvalue())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def wait(self):
+        return self.status
+
+
+subprocess_popen = subprocess.Popen
+
+
 @pytest.mark.whole
-def test_whole_tour(tmp_path, capfd):
+def test_tour(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(demo.subprocess, "Popen", InProcess)
     folder = tmp_path / "my demo"  # the commands must be quoted
     assert demo.run(folder, SMALL) == 0
     out = capfd.readouterr().out
@@ -39,9 +70,9 @@ def test_whole_tour(tmp_path, capfd):
     assert out.count("\n  (") == 7 and out.count("$ meshwright train ") == 2 and "SIGTERM" in out
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     ends = [(r["reason"], r["status"], r["iteration"]) for r in rows if r["event"] == "end"]
-    assert ends[0][:2] == ("SIGTERM", 143) and 100 <= ends[0][2] < 800
-    assert ends[1:] == [("all iterations done", 0, 800)]
-    assert [r["iteration"] for r in rows if r["event"] == "step"] == list(range(1, 801))
+    assert ends[0][:2] == ("SIGTERM", 143) and 20 <= ends[0][2] < 400
+    assert ends[1:] == [("all iterations done", 0, 400)]
+    assert [r["iteration"] for r in rows if r["event"] == "step"] == list(range(1, 401))
     assert "bits per byte: this GPT" in out and "the trigram is better" in out
     assert (folder / "run/report.html").stat().st_size > 1000 and "report.html" in out
     assert out.count("$ meshwright generate ") == 1 and "\n  def" in out
@@ -83,7 +114,7 @@ def test_only_its_own_folder(tmp_path, capsys, monkeypatch):
     assert demo.run(tmp_path / "demo", SMALL) == 0
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [".lock", demo.MARK, "notes.txt", "run-1"]
     out = capsys.readouterr().out
-    assert "starting anew" in out and f"its model is kept in {tmp_path}/demo/run-1" in out
+    assert "starting again" in out and f"its model is kept in {tmp_path}/demo/run-1" in out
     (tmp_path / "demo/run").mkdir()
     assert demo.run(tmp_path / "demo", SMALL) == 0
     assert (tmp_path / "demo/run-1/iter_0000001").is_dir() and (tmp_path / "demo/run-2").is_dir()
@@ -129,16 +160,20 @@ def test_a_command_that_fails_ends_the_tour_with_its_status(tmp_path, capfd):
 
 
 @pytest.mark.whole
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
-    program = "import signal, sys; from pathlib import Path; from meshwright.commands import demo; from test_demo import SMALL; "
-    program += (
-        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background job is started deaf to it
-        "import dataclasses; sys.exit(demo.run(Path('demo'), dataclasses.replace(SMALL, iters=100000, stop=90000)))"
-    )
+def test_ctrl_c_saves_and_prints_how_to_continue(tmp_path, monkeypatch):
+    program = """
+import dataclasses, signal, sys
+from pathlib import Path
+from meshwright.commands import demo
+import test_demo
+demo.subprocess.Popen = test_demo.InProcess
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
+sys.exit(demo.run(Path("demo"), dataclasses.replace(test_demo.SMALL, iters=100000, stop=90000)))
+"""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([*sys.path, os.path.dirname(__file__)]))
     child = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
     said = ""
-    while "iteration    50 of" not in said:
+    while "iteration    10 of" not in said:
         line = child.stdout.readline()
         assert line, said
         said += line
@@ -146,9 +181,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     start = time.monotonic()
     said += child.communicate(timeout=30)[0]
     assert child.returncode == 130 and time.monotonic() - start < 20
-    assert "goes on with:   meshwright train --config demo/run/config.toml" in said
-    assert "starts anew with:   meshwright demo demo" in said
+    assert "to continue the training:   meshwright train --config demo/run/config.toml" in said
+    assert "to restart the demo:        meshwright demo demo" in said
     saved = int((tmp_path / "demo/run/latest_checkpointed_iteration.txt").read_text())
-    resume = [sys.executable, "-m", "meshwright", "train", "--config", "demo/run/config.toml", "--exit-interval", "10"]
-    assert subprocess.run(resume, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL).returncode == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", "demo/run/config.toml", "--exit-interval", "10"]) == 0
     assert saved < int((tmp_path / "demo/run/latest_checkpointed_iteration.txt").read_text()) <= saved + 10

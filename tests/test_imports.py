@@ -46,7 +46,6 @@ NO_TORCH = [
     "settings.command",
     "launch.world",
     "launch.launcher",
-    "launch.outcome",
     "launch.rendezvous",
     "launch.team",
     "commands.train",

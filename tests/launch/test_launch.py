@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from meshwright.commands import launch as launch_command
+from meshwright.device import cores
 from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
-from meshwright.launch import launcher as launch
-from meshwright.launch import outcome as launched
+from meshwright.launch import agent, launcher
 from meshwright.launch.launcher import Plan
 from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
@@ -130,11 +130,11 @@ def test_retries() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on(number: signal.Signals) -> None:
-    with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as launcher:
-        pids = _ready(launcher, 2)
-        launcher.send_signal(number)
-        out, err = launcher.communicate(timeout=30)
-    assert launcher.returncode == 128 + number
+    with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as process:
+        pids = _ready(process, 2)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
     assert err == ""  # no table, no trace
     assert sorted(out.split("\n")) == ["", f"rank 0 got {number}", f"rank 1 got {number}"]
     assert not any(_alive(pid) for pid in pids)
@@ -142,20 +142,20 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
 
 @pytest.mark.whole
 def test_ranks_die_with_their_launcher() -> None:
-    with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as launcher:
-        pids = _ready(launcher, 2)
+    with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as process:
+        pids = _ready(process, 2)
         assert all(_alive(pid) for pid in pids)
-        launcher.kill()
-        launcher.communicate(timeout=30)
+        process.kill()
+        process.communicate(timeout=30)
     until = time.monotonic() + 5
     while any(_alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(_alive(pid) for pid in pids)
 
 
-def _ready(launcher: subprocess.Popen[str], ranks: int) -> list[int]:
-    assert launcher.stdout is not None
-    told = [launcher.stdout.readline() for _ in range(ranks + 1)]
+def _ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
+    assert process.stdout is not None
+    told = [process.stdout.readline() for _ in range(ranks + 1)]
     pids = [json.loads(line)["ranks"] for line in told if line.startswith("{")]
     assert len(pids) == 1 and told.count("ready\n") == ranks, told
     return [rank[3] for rank in pids[0]]
@@ -224,7 +224,7 @@ def test_the_port_of_the_machine_is_in_use() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} of this machine .* is in use") as told:
-            launch.run(Plan(2, port=port), ["-c", ""])
+            agent.run(Plan(2, port=port), ["-c", ""])
     assert told.value.status == UNAVAILABLE
 
 
@@ -232,13 +232,13 @@ def test_the_port_of_the_machine_is_in_use() -> None:
 
 
 def plan(*words: str) -> Plan:
-    return launch.plan(flags.parse(launch.LaunchConfig, [*words, "train"], "meshwright launch").config)
+    return launcher.plan(flags.parse(launcher.LaunchConfig, [*words, "train"], "meshwright launch").config)
 
 
 def test_plans() -> None:
     assert plan("--nproc-per-node=4") == Plan(4)
     assert plan("--nproc_per_node", "4", "--max-restarts=3") == Plan(4, restarts=3)
-    assert plan("--nproc-per-node=cpu").processes == launch._cores()
+    assert plan("--nproc-per-node=cpu").processes == cores()
     two = plan("--nproc-per-node=1", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=5")
     assert two == Plan(1, 2, 1, "a", 5)
     assert plan("--nproc-per-node=1", "--node-ips", "198.51.100.1, 127.0.0.1") == Plan(1, 2, 1, "198.51.100.1", 29500)
@@ -250,7 +250,7 @@ def test_plans() -> None:
     [
         (["--nproc-per-node=0"], "--nproc-per-node 0 is neither a number"),
         (["--nnodes=2"], "--nnodes 2 needs --master-addr with --node-rank, or --node-ips"),
-        (["--nnodes=2", "--master-addr=a"], "needs --node-rank: which of 0 to 1"),
+        (["--nnodes=2", "--master-addr=a"], "needs --node-rank, the number of this machine from 0 to 1"),
         (["--nnodes=2", "--master-addr=a", "--node-rank=2"], "--node-rank 2 does not fit --nnodes 2"),
         (["--nnodes=3", "--node-ips=a,b"], "--node-ips names 2 addresses, --nnodes is 3"),
         (
@@ -259,7 +259,7 @@ def test_plans() -> None:
         ),
         (["--node-ips=127.0.0.1,localhost"], "2 of --node-ips are an address of this machine"),
         (["--node-ips=127.0.0.1,198.51.100.2", "--master-addr=x"], "--master-addr x is not the first of --node-ips"),
-        (["--master-port=70000"], "70000 is no port"),
+        (["--master-port=70000"], "70000 is not a port"),
         (["--max-restarts=-1"], "--max-restarts -1"),
         (["--nnodes=1:2"], "--nnodes: '1:2' is not a whole number"),
         (["--nproc-per-node=²"], "is neither a number from 1 to 9999"),
@@ -276,28 +276,28 @@ def test_wrong_flags(words: list[str], told: str) -> None:
 def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").touch()
-    assert launch.command(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
-    assert launch.command(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
+    assert launcher.command(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
+    assert launcher.command(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
     for words, told in (
         (["their.py"], "there is no script their.py"),
-        (["inspect"], "inspect is none of train"),
+        (["inspect"], "inspect is neither one of train"),
         (["--nprocs"], "launch has no flag --nprocs"),
     ):
         with pytest.raises(UserError, match=told):
-            launch.command(words)
-    with pytest.raises(UserError, match="what is to be started"):
+            launcher.command(words)
+    with pytest.raises(UserError, match="nothing to start"):
         launch_command.main(["--nproc-per-node=2"])
 
 
 def test_the_first_failure_counts() -> None:
     def of(**failed: int) -> str:
-        return "ab"[launched.first({"ab".index(n): code for n, code in failed.items()})[0]]
+        return "ab"[agent.find_cause({"ab".index(n): code for n, code in failed.items()})[0]]
 
     assert of(a=75, b=65) == "b" and of(a=1, b=70) == "b" and of(a=75, b=-9) == "b"  # a lost b
     assert of(a=75, b=143) == "b" and of(a=-15, b=1) == "b" and of(a=-6, b=1) == "b"
     assert of(a=75) == of(a=75, b=75) == "a"
-    assert [launched.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and launched.patience(143) == 30
-    assert launched.ending(-40) == "was killed by signal 40" and launched.status(-6) == 75
+    assert [agent.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and agent.patience(143) == 30
+    assert agent.describe_end(-40) == "was killed by signal 40" and agent.exit_status(-6) == 75
 
 
 # OneFlow's flags: train starts itself.
@@ -318,7 +318,7 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
             asks(**wrong)
 
     started: list[tuple[Plan, list[str]]] = []
-    monkeypatch.setattr(launch_command, "run", lambda plan, program: started.append((plan, program)) or 7)
+    monkeypatch.setattr(agent, "run", lambda plan, program: started.append((plan, program)) or 7)
     assert launch_command.relaunch(alone, ["train", "--lr=1"]) is None and not started
     assert launch_command.relaunch(dataclasses.replace(alone, num_gpus_per_node=2), ["train", "--lr=1"]) == 7
     assert started == [(Plan(2), ["-u", "-m", "meshwright", "train", "--lr=1"])]

@@ -1,7 +1,9 @@
-"""`meshwright demo [DIR]`: from text to a trained, talking model on this machine, each step by the command a user types.
+"""`meshwright demo [DIR]`: from text to a trained model, each step by the command that a user
+types.
 
-The corpus is one that every machine has, the source text of Python's standard library. The model is small enough for two
-cores and two minutes, and still predicts files it never saw better than a byte-trigram model of the same text does.
+The corpus is the source text of Python's standard library, which every machine has. The model is
+small enough for two cores and two minutes, and still predicts unseen files better than a
+byte-trigram model of the same text.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from meshwright.errors import BAD_DATA, DONE, LOCKED, SIGINT, SIGTERM, UNEXPECTE
 from meshwright.settings import flags
 from meshwright.settings.schema import flag
 
-MARK = ".meshwright-demo"  # says that the folder is a demo's; only these names in it are ours to remove:
+MARK = ".meshwright-demo"  # the file that marks a folder as a demo's
+# Names in it that a new demo may remove.
 OURS = (
     "train.jsonl",
     "held_out.jsonl",
@@ -37,7 +40,7 @@ OURS = (
     "run",
     "demo.log",
 )
-# Tests, tables of character codes, help texts and other people's packages: not the library's own code.
+# Tests, tables of character codes, help texts and installed packages: not the library's own code.
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 GPT2_345M = (
@@ -48,20 +51,19 @@ GPT2_345M = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the demo is; its test runs a smaller one."""
+    """The size of the demo; its test runs a smaller one."""
 
-    files: int | None = None  # of the library (none: all)
+    files: int | None = None  # number of files of the library; None: all
     vocab_size: int = 4096
-    # Of a dozen settings tried, the lowest held-out bits per byte in the time. What helped
-    # most: small batches, as the text
-    # is read less than once; initial weights larger than GPT-2's, as the model is narrow; a
-    # vocabulary that is not small.
+    # The lowest held-out bits per byte of a dozen settings that take the same time. Three things
+    # helped most: small batches, because the text is read less than once; initial weights larger
+    # than GPT-2's, because the model is narrow; and a vocabulary that is not small.
     model: str = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
     recipe: str = (
         "--micro-batch-size 8 --lr 4e-3 --min-lr 4e-5 --lr-warmup-iters 50 --adam-beta2 0.98 --init-method-std 0.05"
     )
     iters: int = 1200
-    stop: int = 600  # the first log line from here on is followed by SIGTERM
+    stop: int = 600  # SIGTERM follows the first log line from this iteration on
     log_interval: int = 50
     prompts: tuple[str, ...] = ("def __init__(self,", "class Error(", "for name in")
     sample: int = 64  # tokens
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(folder: Path, scale: Scale | None = None) -> int:
-    """The tour; 130 after Ctrl-C."""
+    """Run all steps; return 130 after Ctrl-C."""
     from meshwright.checkpoint import publish
 
     take(folder)
@@ -92,8 +94,8 @@ def run(folder: Path, scale: Scale | None = None) -> int:
             print("\nstopped", flush=True)
             settings = folder / "run" / "config.toml"
             if (folder / "run" / "latest_checkpointed_iteration.txt").is_file():
-                print(f"the training goes on with:   meshwright train --config {shlex.quote(str(settings))}")
-            print(f"the demo starts anew with:   meshwright demo {shlex.quote(str(folder))}")
+                print(f"to continue the training:   meshwright train --config {shlex.quote(str(settings))}")
+            print(f"to restart the demo:        meshwright demo {shlex.quote(str(folder))}")
             return SIGINT
     return DONE
 
@@ -115,46 +117,51 @@ def tour(folder: Path, scale: Scale) -> None:
         call(log, ["preprocess", "--input", train, "--output-prefix", prefix, *files, "--append-eod"])
 
     command = ["train", "--data-path", f"{prefix}_text_document", *files, "--save", trained, "--load", trained]
-    command += f"""--split 95,5,0 {scale.model} --hidden-dropout 0 --attention-dropout 0 {scale.recipe} --lr-decay-style cosine
-        --weight-decay 0.1 --train-iters {scale.iters} --log-interval {scale.log_interval}
+    command += f"""--split 95,5,0 {scale.model} --hidden-dropout 0 --attention-dropout 0 {scale.recipe}
+        --lr-decay-style cosine --weight-decay 0.1 --train-iters {scale.iters} --log-interval {scale.log_interval}
         --eval-interval {scale.iters // 4} --eval-iters 20 --device cpu""".split()
     with step("4. Pre-train a GPT on the CPU, and stop it half-way"):
         call(log, command, shorten, stop=scale.stop)
-    with step("5. Go on: the same command continues from the checkpoint"):
+    with step("5. Resume: the same command continues from the checkpoint"):
         call(log, command, shorten)
-        print(f"  pictures of the run: {trained}/report.html")
+        print(f"  plots of the run: {trained}/report.html")
 
     with step("6. Evaluate on files the model has never seen"):
         table = call(log, ["evaluate", trained, "--input", held_out])
         compare(float(re.findall(r"bits per byte +([\d.]+)", table)[0]), Path(train), Path(held_out))
 
-    with step("7. Let it write Python: nothing to run yet, but see the words, the brackets and the indentation"):
+    with step("7. Let it write Python: it will not run yet, but words, brackets and indentation look right"):
         for prompt in scale.prompts:
             how = ["--out-seq-length", str(scale.sample), "--temperature", "0.8", "--top_p", "0.9"]
             call(log, ["generate", trained, "--prompt", prompt, *how])
 
     minutes, seconds = divmod(round(time.perf_counter() - began), 60)
-    print(f"\nDone in {minutes} min {seconds} s. What the commands said in full is in {log}. To try next:")
+    print(f"\nDone in {minutes} min {seconds} s. The full output of the commands is in {log}. Try next:")
     for words in (["generate", "--interactive", trained], ["report", trained], ["inspect", trained]):
         print(f"  {shlex.join(['meshwright', *words])}")
     print(f"The real thing, GPT-2 345M on one GPU, once `meshwright preprocess` has read your text:\n  {GPT2_345M}")
 
 
 def take(folder: Path) -> None:
-    """Make the folder, or make sure that it is an earlier demo's."""
+    """Make the folder, or check that an earlier demo made it."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
-        raise UserError(f"{folder} is not empty, and no demo made it: name another, `meshwright demo DIR`", LOCKED)
+        raise UserError(
+            f"{folder} is not empty, and no demo made it; name another folder, `meshwright demo DIR`", LOCKED
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier demo left, and nothing else; its model, which may have been trained further, is kept."""
+    """Remove only what an earlier demo made.
+
+    Its model is kept, because it may have been trained further.
+    """
     from meshwright.checkpoint import publish
 
     left = [folder / name for name in OURS if (folder / name).exists()]
     if left:
-        print(f"{folder} holds an earlier demo: starting anew")
+        print(f"{folder} holds an earlier demo; starting again")
     for path in left:
         if path.name == "run":
             number = 1
@@ -168,7 +175,10 @@ def clear(folder: Path) -> None:
 
 
 def collect(library: Path, folder: Path, most: int | None) -> None:
-    """The library's files as JSON lines; the hash of its path orders a file, and one in twenty is held out."""
+    """Write the library's files as JSON lines and hold out one in twenty.
+
+    The hashes of their paths give the order.
+    """
     texts = {}
     for path in library.rglob("*.py"):
         name = path.relative_to(library).as_posix()
@@ -178,7 +188,10 @@ def collect(library: Path, folder: Path, most: int | None) -> None:
     names = sorted((n for n in texts if texts[n].strip()), key=lambda n: hashlib.sha256(n.encode()).digest())[:most]
     border = len(names) // 20
     if not border:
-        raise UserError(f"{library} has {len(names)} usable .py files, 20 are needed: is this a full Python?", BAD_DATA)
+        raise UserError(
+            f"{library} has {len(names)} usable .py files, but 20 are needed; use a full installation of Python",
+            BAD_DATA,
+        )
     for side, part in (("held_out", names[:border]), ("train", names[border:])):
         lines = (json.dumps({"text": texts[name], "path": name}) + "\n" for name in part)
         (folder / f"{side}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -186,9 +199,13 @@ def collect(library: Path, folder: Path, most: int | None) -> None:
 
 
 def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, stop: int | None = None) -> str:
-    """Run `meshwright ARGV` in a process of its own, as a shell would; with SIGTERM once it has logged iteration `stop`."""
+    """Run `meshwright ARGV` in a process, as a shell would, and return what it printed on stdout.
+
+    `show` turns each line into what the user sees, or None. After a log line of iteration `stop` or
+    later, the process gets SIGTERM.
+    """
     print(f"$ {shlex.join(['meshwright', *argv])}", flush=True)
-    said, expected = "", SIGTERM if stop else DONE
+    printed, expected = "", SIGTERM if stop else DONE
     with (
         open(log, "a", encoding="utf-8", buffering=1) as everything,
         subprocess.Popen(
@@ -204,17 +221,17 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
         assert child.stdout
         try:
             for line in child.stdout:
-                said += line
+                printed += line
                 everything.write(line)
                 if (shown := show(line.rstrip("\n"))) is not None:
                     print(f"  {shown}", flush=True)
                 at = re.match(r" iteration +(\d+)/", line)
                 if stop and at and int(at[1]) >= stop:
-                    print("  -> SIGTERM, as a cluster's scheduler sends it: the training saves and leaves", flush=True)
+                    print("  -> SIGTERM, as a cluster's scheduler sends it: the training saves and ends", flush=True)
                     child.send_signal(signal.SIGTERM)
-                    stop = None  # a second one would end it at once
+                    stop = None  # a second one would end it immediately
             status = child.wait()
-        except BaseException:  # Ctrl-C reaches us alone: the child has a group of its own; it saves, then we go
+        except BaseException:  # Ctrl-C reaches only this process; the child, in its own group, saves first
             child.send_signal(signal.SIGINT)
             try:
                 child.wait()
@@ -227,17 +244,20 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
             f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}",
             status if status > 0 else UNEXPECTED,
         )
-    return said
+    return printed
 
 
 def environment() -> dict[str, str]:
-    """A child's own; more than eight threads only wait for each other in a model this small."""
+    """Return the environment of a command.
+
+    This model gains nothing from more than eight threads.
+    """
     few = {"OMP_NUM_THREADS": "8"} if (os.cpu_count() or 1) > 8 else {}
     return {**few, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def shorten(line: str) -> str | None:
-    """Of the training's log, what a newcomer wants to see."""
+    """Return the part of a training's log line that a newcomer wants to see, or None."""
     if at := re.match(r" iteration +(\d+)/ +(\d+) .*lm loss: (\S+) .*tokens per second: (\d+) .*ETA: (\S+)", line):
         return f"iteration {at[1]:>5} of {at[2]}   loss {float(at[3]):.3f}   {int(at[4]):,} tokens/s   {at[5]} left"
     if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
@@ -246,7 +266,7 @@ def shorten(line: str) -> str | None:
 
 
 def compare(ours: float, train: Path, held_out: Path) -> None:
-    """The model beside the simplest one that is worth a comparison."""
+    """Print the result beside that of a byte-trigram model, the simplest worth a comparison."""
     from meshwright.commands.evaluate import trigram_bits_per_byte
     from meshwright.data.prepare.text import read_texts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from meshwright.errors import UserError
-from meshwright.launch.launcher import TOGETHER, LaunchConfig, command, plan, run
+from meshwright.launch.launcher import TOGETHER, LaunchConfig, command, plan
 from meshwright.launch.world import find_world
 from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
@@ -16,34 +16,37 @@ def main(argv: list[str]) -> int:
     said = flags.parse(LaunchConfig, argv, "meshwright launch", about=about).config
     words = said.command[1:] if said.command[:1] == ["--"] else said.command
     if not words:
-        raise UserError(f"what is to be started? {' or '.join(TOGETHER)} with its flags, or a Python script")
+        raise UserError(f"nothing to start; name {', '.join(TOGETHER)} with its flags, or a Python script")
     program = command(words)
-    return run(plan(said), program)
+    planned = plan(said)
+    from meshwright.launch import agent  # imports torch
+
+    return agent.run(planned, program)
 
 
 def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
-    """Start the command `argv` anew as the ranks that --num-gpus-per-node and --num-nodes ask for; its exit status.
+    """Start `argv` as the ranks that --num-gpus-per-node and --num-nodes ask for; return its status.
 
-    None: nothing is to be started, this process is the run or one of its ranks.
+    Return None if this process is the run itself or one of its ranks.
     """
     words = wanted(parallel)
     return None if words is None else main([*words, *argv])
 
 
 def wanted(parallel: Parallel) -> list[str] | None:
-    """Flags of launch for what OneFlow's flags ask for, or None when this process is to work itself."""
+    """Return the flags of launch for OneFlow's flags, or None if this process does the work itself."""
     here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
     world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
         if here * nodes not in (1, world.size):
             raise UserError(
-                f"--num-gpus-per-node {here} x --num-nodes {nodes} are {here * nodes} ranks, but {world.launcher} started "
-                f"{world.size}: leave these flags out under a launcher, or start {here * nodes}"
+                f"--num-gpus-per-node {here} x --num-nodes {nodes} are {here * nodes} ranks, but {world.launcher} "
+                f"started {world.size}; leave these flags out under a launcher, or start {here * nodes}"
             )
         return None
     ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
     if len(ips) != nodes and (nodes > 1 or ips):
-        raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}: give one for each machine")
+        raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}; give one for each machine")
     if here * nodes == 1:
         return None
     words = ["--nproc-per-node", str(here), "--nnodes", str(nodes)]

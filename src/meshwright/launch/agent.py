@@ -1,44 +1,90 @@
-"""torch's elastic agent, with our way of meeting, of retrying and of waiting.
+"""Start the ranks of a launch, watch them, and say how they ended.
 
-It imports torch; launch.py imports it late.
+torch's elastic agent does the work. Added to torchrun are: the exit status of the rank that failed
+(torchrun turns every status into 1), retries according to that status, ranks that end with their
+launcher even if it is killed, and plain errors for a port in use, a machine that does not come and
+a rank that fails. This module imports torch; `launcher` does not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from meshwright import errors
+from meshwright.device import cores
+from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED
 from meshwright.launch import rendezvous
-from meshwright.launch.outcome import GRACE, RETRIED, Plan, ending, first, patience, say
+from meshwright.launch.launcher import Plan
 from meshwright.launch.world import RUN_ID
 
+GRACE = 300  # seconds that ranks have to save after a signal
 
-def agent(plan: Plan, program: list[str], store: TCPStore, until: float) -> Agent:
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=plan.processes,
-        entrypoint=sys.executable,
-        args=tuple(program),
-        rdzv_handler=Meeting(plan, store, until),
-        max_restarts=plan.restarts,
-        monitor_interval=0.05,
-    )
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))
-    agent.plan, agent.machines = plan, store
-    return agent
+
+def run(plan: Plan, program: list[str]) -> int:
+    """Start the ranks, watch them, and return the status of the one that failed first."""
+    until = rendezvous.deadline(plan.wait)
+    store = rendezvous.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
+    environ = dict(os.environ)
+    _prepare_environment(plan)
+    agent = Agent(plan, program, store, until)
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    logging.disable(logging.CRITICAL)  # torch logs each step, and a table of failures
+    try:
+        failed = agent.run().is_failed()
+    except SignalException as error:
+        return 128 + signal.SIGTERM if error.sigval == signal.SIGHUP else 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(environ)
+        if plan.node > 0:
+            with contextlib.suppress(RuntimeError), rendezvous.no_stderr():
+                store.set(f"done/{plan.node}", "")
+    if not failed:
+        return DONE
+    rank, code = find_cause(agent.failed)
+    others = "; the others were stopped" if plan.processes * plan.nodes > 1 else ""
+    _say(f"rank {rank} {describe_end(code)}{others}")
+    return exit_status(code)
+
+
+def _prepare_environment(plan: Plan) -> None:
+    """Set the variables that the ranks inherit."""
+    os.environ[rendezvous.LAUNCHER_PID] = str(os.getpid())
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(cores() // plan.processes, 1)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if plan.processes > 1:
+            _say(
+                f"OMP_NUM_THREADS={threads} for each of {plan.processes} ranks here, of {cores()} cores; set it to choose"
+            )
+    root = str(Path(__file__).parents[2])
+    if "site-packages" not in root:  # a clone that is not installed
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _say(line: str) -> None:
+    print(f"meshwright launch: {line}", file=sys.stderr, flush=True)
 
 
 class Meeting(RendezvousHandler):
-    """The machines count one another on our store, which the ranks then use too."""
+    """The meeting of the machines: they count one another on our store, which the ranks use too."""
 
     attempts = 0
     run_id = ""
@@ -47,17 +93,14 @@ class Meeting(RendezvousHandler):
         self.plan, self.store, self.until = plan, store, until
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # After a failure the others first stop their ranks, which have 30 seconds.
-        end = self.until if self.attempts == 0 else time.monotonic() + 30 + self.plan.wait
-        rendezvous.meet(
-            PrefixStore(f"machines/{self.attempts}", self.store), self.plan.node, self.plan.nodes, end, "machine"
-        )
+        plan = self.plan
+        # After a failure the other machines first stop their ranks, which have 30 seconds.
+        end = self.until if self.attempts == 0 else time.monotonic() + 30 + plan.wait
+        rendezvous.meet(PrefixStore(f"machines/{self.attempts}", self.store), plan.node, plan.nodes, end, "machine")
         self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
         own = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1
-        return RendezvousInfo(
-            own, self.plan.node, self.plan.nodes, RendezvousStoreInfo(self.plan.address, self.store.port)
-        )
+        return RendezvousInfo(own, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.store.port))
 
     def get_backend(self) -> str:
         return "static"
@@ -83,16 +126,25 @@ class Meeting(RendezvousHandler):
 
 
 class Agent(LocalElasticAgent):
-    signals = 0
-    plan: Plan
-    machines: TCPStore
-    failed: Mapping[int, int] = {}  # exit code by rank, of those that ended by themselves
-    since: float | None = None  # when the first of them did
+    def __init__(self, plan: Plan, program: list[str], store: TCPStore, until: float) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=plan.processes,
+            entrypoint=sys.executable,
+            args=tuple(program),
+            rdzv_handler=Meeting(plan, store, until),
+            max_restarts=plan.restarts,
+            monitor_interval=0.05,
+        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        self.plan, self.store = plan, store
+        self.failed: Mapping[int, int] = {}  # exit code by rank, of those that ended on their own
+        self.since: float | None = None  # when the first of them ended
+        self.signals = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """The agent stops all when one has failed.
-
-        First wait for the reason, or for those that still save.
+        """Wait for the cause, and for ranks that still save, before all are stopped after a
+        failure.
         """
         started = getattr(self._pcontext, "subprocess_handlers", {})
         codes = {worker_group.workers[n].global_rank: one.proc.poll() for n, one in started.items()}
@@ -106,31 +158,91 @@ class Agent(LocalElasticAgent):
         if not result.is_failed():
             return result
         self.failed = self.failed or {rank: one.exitcode for rank, one in result.failures.items()}
-        rank, code = first(self.failed)
+        rank, code = find_cause(self.failed)
         if code not in RETRIED and 0 <= code <= 128:  # it would end the same way again
             self._remaining_restarts = 0
         elif self._remaining_restarts > 0:
             number = self.plan.restarts - self._remaining_restarts + 1
-            say(f"rank {rank} {ending(code)}; starting again ({number} of at most {self.plan.restarts})")
+            _say(f"rank {rank} {describe_end(code)}; starting again ({number} of at most {self.plan.restarts})")
         return result
 
     def _exit_barrier(self) -> None:
-        """Machine 0 keeps the store until all are done.
+        """Keep machine 0's store until all are done.
 
-        Torch's barrier makes the others wait on a store that goes.
+        Torch's barrier would wait on a closed store.
         """
         until = time.monotonic() + GRACE
         others = [f"done/{n}" for n in range(1, self.plan.nodes)]
-        while self.plan.node == 0 and not self.machines.check(others) and time.monotonic() < until:
+        while self.plan.node == 0 and not self.store.check(others) and time.monotonic() < until:
             time.sleep(0.1)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        """Pass a signal on and wait; the second one is passed on too, and then there is little
-        patience.
-        """
+        """Pass a signal on and wait; pass a second one on too, and then wait only briefly."""
         if self._pcontext is None:
             return
-        said = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-        grace = (int(said) if said.isdecimal() else GRACE) if self.signals == 0 else 5
+        setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+        grace = (int(setting) if setting.isdecimal() else GRACE) if self.signals == 0 else 5
         self.signals += 1
         self._pcontext.close(death_sig, grace)
+
+
+# How ranks end. An exit code below 0 is a signal, as in subprocess.
+
+RETRIED = (UNEXPECTED, HANG)
+LOST = (HANG, -signal.SIGABRT)  # the end of ranks that lost another one; NCCL aborts
+STOPPED = (SIGTERM, SIGINT, -signal.SIGTERM)
+MEANING = {
+    UNEXPECTED: "an unexpected error",
+    errors.USAGE: "wrong settings",
+    errors.BAD_DATA: "bad data or checkpoint",
+    errors.UNAVAILABLE: "a service or port is not available",
+    errors.NON_FINITE: "a loss that is not finite",
+    errors.LOCKED: "a folder that another run owns",
+    errors.IO: "reading or writing failed",
+    HANG: "another rank did not answer",
+}
+
+
+def find_cause(failed: Mapping[int, int]) -> tuple[int, int]:
+    """Return the rank and exit code that explain a failure, which soon ends other ranks as well.
+
+    An exit with a reason comes before a crash, a crash before a stop, a stop before a lost rank.
+    """
+
+    def weight(code: int) -> int:
+        if code in LOST:
+            return 3
+        if code in STOPPED:
+            return 2
+        return 0 if code < 0 or code in MEANING and code not in RETRIED else 1
+
+    return min(failed.items(), key=lambda pair: weight(pair[1]))
+
+
+def patience(code: int) -> float:
+    """Return the seconds that the other ranks have to end on their own after one ended so."""
+    if code in (SIGTERM, SIGINT):  # they save together, and end together
+        return 30
+    return 3 if code in LOST + STOPPED else 0  # the cause is still to come
+
+
+def exit_status(code: int) -> int:
+    """Return the status as a shell gives it.
+
+    A rank that NCCL aborted waited too long for another.
+    """
+    if code == -signal.SIGABRT:
+        return HANG
+    return code if code >= 0 else 128 - code
+
+
+def describe_end(code: int) -> str:
+    if code < 0:
+        hints: dict[int, str] = {
+            signal.SIGKILL: " (as the system does when memory runs out)",
+            signal.SIGABRT: " (as NCCL does when another rank does not answer)",
+        }
+        names = {int(s): s.name for s in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}{hints.get(-code, '')}"
+    meaning = f" ({MEANING[code]})" if code in MEANING else ""
+    return f"ended with status {code}{meaning}"

@@ -1,33 +1,39 @@
-"""meshwright launch: start a command or a script as several ranks, on this machine or on several.
+"""The flags of `meshwright launch`, which starts a command or a script as several ranks.
 
     meshwright launch --nproc-per-node 8 train --num-layers 24 ...
-    meshwright launch --nproc-per-node 8 --node-ips 10.0.0.1,10.0.0.2 pretrain_gpt.py ...    on each machine
+    meshwright launch --nproc-per-node 8 --node-ips 10.0.0.1,10.0.0.2 pretrain_gpt.py ...
 
-torch's elastic agent starts, watches and stops the processes. Ours beside torchrun: the exit status
-of the rank that failed (torchrun makes every one 1), retries by that status, ranks that end with
-their launcher even when it is killed, and words for a port in use, a node that does not come and a
-rank that fails.
+This module reads the flags and imports no torch; `agent` starts and watches the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import re
-import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright import device as devices
-from meshwright.errors import DONE, UNAVAILABLE, UserError
+from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch import rendezvous
-from meshwright.launch.outcome import Plan, ending, first, say, status
 from meshwright.settings.schema import flag
 
-PORT = 29500  # torchrun's
+PORT = 29500  # torchrun's default
 TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that several ranks can run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started where."""
+
+    processes: int  # on each machine
+    nodes: int = 1
+    node: int = 0  # the number of this machine
+    address: str = "127.0.0.1"  # of machine 0
+    port: int = 0  # there; 0 is any free one, for a single machine
+    restarts: int = 0
+    wait: float = rendezvous.START_SECONDS  # seconds for the other machines to come
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class LaunchConfig:
 
 
 def command(words: list[str]) -> list[str]:
-    """Arguments of Python for one rank."""
+    """Return the arguments of Python for one rank."""
     name = words[0]
     if name in TOGETHER:
         return ["-u", "-m", "meshwright", *words]
@@ -64,41 +70,41 @@ def command(words: list[str]) -> list[str]:
         return ["-u", *words]
     if name.startswith("-"):
         raise UserError(
-            f"launch has no flag {name} (`meshwright launch --help` lists them); COMMAND's flags stand after it"
+            f"launch has no flag {name} (`meshwright launch --help` lists them); put COMMAND's flags after it"
         )
-    raise UserError(f"{name} is none of {', '.join(TOGETHER)}, and no Python script (its name ends with .py)")
+    raise UserError(f"{name} is neither one of {', '.join(TOGETHER)} nor a Python script (NAME.py)")
 
 
 def plan(said: LaunchConfig) -> Plan:
     ips = [ip.strip() for ip in (said.node_ips or "").split(",") if ip.strip()]
     nodes = said.nnodes if said.nnodes is not None else len(ips) or 1
     if nodes < 1:
-        raise UserError(f"--nnodes {nodes}: 1 or more")
+        raise UserError(f"--nnodes {nodes} must be 1 or more")
     if ips and len(ips) != nodes:
-        raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}: give one for each machine")
+        raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}; give one for each machine")
     if ips and said.master_addr not in (None, ips[0]):
         raise UserError(
-            f"--master-addr {said.master_addr} is not the first of --node-ips, {ips[0]}: give one of the two"
+            f"--master-addr {said.master_addr} is not the first of --node-ips, {ips[0]}; give one of the two flags"
         )
     address, node = said.master_addr or (ips[0] if ips else None), said.node_rank
     if nodes > 1 and address is None:
         raise UserError(
-            f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips: where do the machines meet?"
+            f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips, so that the machines can meet"
         )
     if nodes > 1 and node is None:
         if not ips:
-            raise UserError(f"--nnodes {nodes} needs --node-rank: which of 0 to {nodes - 1} is this machine?")
+            raise UserError(f"--nnodes {nodes} needs --node-rank, the number of this machine from 0 to {nodes - 1}")
         node = own_place(ips)
     if not 0 <= (node or 0) < nodes:
-        raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}: machines count from 0 to {nodes - 1}")
+        raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}; machines count from 0 to {nodes - 1}")
     if said.master_port is not None and not 0 < said.master_port < 65536:
-        raise UserError(f"--master-port {said.master_port} is no port: 1 to 65535")
+        raise UserError(f"--master-port {said.master_port} is not a port; use 1 to 65535")
     if said.node_ips is not None and not ips:
-        raise UserError("--node-ips is empty: is a shell variable unset?")
+        raise UserError("--node-ips is empty; check for an unset shell variable")
     if not 0 < said.wait <= 10**6:
-        raise UserError(f"--wait {said.wait:g}: above 0 seconds, and at most {10**6}")
+        raise UserError(f"--wait {said.wait:g} must be above 0 seconds and at most {10**6}")
     if said.max_restarts < 0:
-        raise UserError(f"--max-restarts {said.max_restarts}: 0 or more")
+        raise UserError(f"--max-restarts {said.max_restarts} must be 0 or more")
     port = said.master_port or (PORT if nodes > 1 else 0)
     count = processes(said.nproc_per_node)
     return Plan(count, nodes, node or 0, address or "127.0.0.1", port, said.max_restarts, said.wait)
@@ -118,11 +124,13 @@ def processes(text: str) -> int:
 
 
 def own_place(addresses: list[str]) -> int:
-    """Which of these this machine has."""
+    """Return the position of this machine's address in the list."""
     mine = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(mine) != 1:
         found = f"{len(mine)} of --node-ips are" if mine else f"none of --node-ips {','.join(addresses)} is"
-        raise UserError(f"{found} an address of this machine ({socket.gethostname()}): say which one with --node-rank")
+        raise UserError(
+            f"{found} an address of this machine ({socket.gethostname()}); give this machine's number with --node-rank"
+        )
     return mine[0]
 
 
@@ -130,64 +138,10 @@ def _is_own(address: str) -> bool:
     try:
         known = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise UserError(
-            f"no address is known by the name {address} in --node-ips ({error.strerror})", UNAVAILABLE
-        ) from None
+        raise UserError(f"the name {address} in --node-ips has no address ({error.strerror})", UNAVAILABLE) from None
     for family, _, _, _, place in known:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
-            s.connect((place[0], 1, *place[2:]))  # sends nothing: it looks up the route
-            if s.getsockname()[0] == place[0]:  # to itself a machine speaks from the same address
+            s.connect((place[0], 1, *place[2:]))  # sends nothing; it looks up the route
+            if s.getsockname()[0] == place[0]:  # a machine reaches itself from the same address
                 return True
     return False
-
-
-# Running.
-
-
-def run(plan: Plan, program: list[str]) -> int:
-    """Start the ranks, watch them, and return the status of the one that failed first."""
-    until = rendezvous.deadline(plan.wait)
-    store = rendezvous.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
-    environ = dict(os.environ)
-    _prepare(plan)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    from meshwright.launch.agent import agent
-
-    watching = agent(plan, program, store, until)
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
-    logging.disable(logging.CRITICAL)  # what torch logs of each step, and its table of failures; ours are in words
-    try:
-        failed = watching.run().is_failed()
-    except SignalException as error:
-        return 128 + signal.SIGTERM if error.sigval == signal.SIGHUP else 128 + error.sigval
-    finally:
-        logging.disable(logging.NOTSET)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.environ.clear()
-        os.environ.update(environ)
-        if plan.node > 0:
-            with contextlib.suppress(RuntimeError), rendezvous.no_stderr():
-                store.set(f"done/{plan.node}", "")
-    if not failed:
-        return DONE
-    rank, code = first(watching.failed)
-    others = "; the others were stopped" if plan.processes * plan.nodes > 1 else ""
-    say(f"rank {rank} {ending(code)}{others}")
-    return status(code)
-
-
-def _prepare(plan: Plan) -> None:
-    """The environment that ranks inherit."""
-    os.environ[rendezvous.LAUNCHER_PID] = str(os.getpid())
-    if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(devices.cores() // plan.processes, 1)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        if plan.processes > 1:
-            say(
-                f"OMP_NUM_THREADS={threads} for each of {plan.processes} ranks here, of {devices.cores()} cores; set it to choose"
-            )
-    root = str(Path(__file__).parents[1])
-    if "site-packages" not in root:  # a clone that is not installed
-        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -53,11 +53,11 @@ class Team:
         self.gather(None)
 
     def run_on_lead(self, act: Callable[[], Any]) -> Any:
-        """Call `act` on rank 0; return its result, a JSON value, or raise its error on every rank."""
+        """Call `act` on rank 0; give its result, a JSON value, or its error to every rank."""
         return self.run_on_all(act if self.is_lead else lambda: None)[0]
 
     def run_lead_first(self, act: Callable[[], T]) -> T:
-        """Call `act` on rank 0 first, so that the other ranks find what it made."""
+        """Call `act` on rank 0 first, so that the others find what it made."""
         made: list[T] = []
         self.run_on_lead(lambda: made.append(act()))
         return made[0] if made else act()
