@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
 
 def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
-    """Start `argv` as the ranks that --num-gpus-per-node and --num-nodes ask for; return its status.
+    """Start `argv` as --num-gpus-per-node times --num-nodes ranks; return its exit status.
 
     Return None if this process is the run itself or one of its ranks.
     """
@@ -34,7 +34,7 @@ def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
 
 
 def wanted(parallel: Parallel) -> list[str] | None:
-    """Return the flags of launch for OneFlow's flags, or None if this process does the work itself."""
+    """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
     here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
     world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
