@@ -71,9 +71,8 @@ def _prepare_environment(plan: Plan) -> None:
         threads = max(cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if plan.processes > 1:
-            _say(
-                f"OMP_NUM_THREADS={threads} for each of {plan.processes} ranks here, of {cores()} cores; set it to choose"
-            )
+            ranks = f"{plan.processes} ranks here, of {cores()} cores"
+            _say(f"OMP_NUM_THREADS={threads} for each of {ranks}; set it to choose")
     root = str(Path(__file__).parents[2])
     if "site-packages" not in root:  # a clone that is not installed
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
