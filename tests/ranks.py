@@ -1,8 +1,8 @@
 """Run a test body on several gloo ranks of this machine, in a fraction of a second.
 
-A fork server that has imported torch already makes each rank by a cheap fork: tens of milliseconds,
-not the seconds of a fresh interpreter, and no rank inherits threads from the test process (a plain
-fork after a threaded product can hang).
+A fork server that has imported torch makes each rank by a fork: tens of milliseconds instead of the
+seconds of a fresh interpreter. No rank inherits threads from the test process, whose plain fork
+could hang.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# torch._dynamo too: the first torch.manual_seed() of a process imports it, which takes seconds.
+# torch._dynamo too, which the first torch.manual_seed() of a process imports, in seconds.
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
 
 
 def run_ranks(body: Callable[..., None], world: int, *args: Any) -> None:
-    """Call body(*args) on `world` gloo ranks.
-
-    A failure on any of them is raised here with its traceback.
-    """
+    """Call body(*args) on `world` gloo ranks; raise the error of any of them with its traceback."""
     with tempfile.TemporaryDirectory() as folder:  # a file store: no port to collide on
         store = os.path.join(folder, "store")
         mp.start_processes(_rank, (body, world, store, args), world, start_method="forkserver")
 
 
 def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tuple[Any, ...]) -> None:
-    faulthandler.enable()  # a rank that dies says where it was
+    faulthandler.enable()  # a rank that dies prints its stack
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     dist.barrier()  # every rank is connected before any body can fail
@@ -49,10 +46,9 @@ def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tu
 def run_programs(
     script: Path, argv: list[list[str]], environ: list[dict[str, str]], folder: Path
 ) -> tuple[list[int], list[str]]:
-    """`python script argv`, a process for each of these, started as a launcher does: the
-    environment tells each its rank.
+    """Run `python script argv` in a process for each argv and environment, as a launcher does.
 
-    Their exit statuses and what they wrote. Reports are not drawn.
+    Return the exit statuses and the outputs. Reports are not drawn.
     """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as logs:

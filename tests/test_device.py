@@ -1,5 +1,5 @@
-"""The device: which one a process takes, what it is asked for, and that one file alone knows the
-kinds of accelerator.
+"""The device that a process takes, what it answers, and that only one file knows the kinds of
+accelerator.
 """
 
 import ast
@@ -23,11 +23,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 CPU = torch.device("cpu")
 
 
-def spelled(path):
-    """Where a file's code names a kind: in a name, or in a string that is no sentence.
-
-    Docstrings are for people.
-    """
+def find_kinds(path):
+    """Yield where code names a kind of accelerator: in a name or in a string without a space."""
     tree = ast.parse(path.read_text())
     prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     for node in ast.walk(tree):
@@ -40,37 +37,35 @@ def spelled(path):
 
 
 def test_one_file_names_the_kinds_of_accelerator():
-    found = [x for path in SOURCE.rglob("*.py") if path != SOURCE / "device.py" for x in spelled(path)]
+    found = [x for path in SOURCE.rglob("*.py") if path != SOURCE / "device.py" for x in find_kinds(path)]
     assert not found, "\n".join(found)
-    assert len(list(spelled(SOURCE / "device.py"))) > 5  # the search finds them where they are
+    assert len(list(find_kinds(SOURCE / "device.py"))) > 5  # the search itself works
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.cuda.synchronize()",
-        "x.cuda()",
-        "from torch import cuda",
-        "import torch.cuda",
-        "y = f'cuda:{n}'",
-        "x.is_cuda",
-        "ok = device.type == 'cuda'",
-        "from torch.cuda import amp",
-        "f(device='cuda')",
-        "kinds = [Activity.CUDA]",
-    ],
-)
-def test_what_counts_as_naming_one(line, monkeypatch, tmp_path):
+NAMING = """torch.cuda.synchronize()
+x.cuda()
+from torch import cuda
+import torch.cuda
+y = f'cuda:{n}'
+x.is_cuda
+ok = device.type == 'cuda'
+from torch.cuda import amp
+f(device='cuda')
+kinds = [Activity.CUDA]"""
+
+
+@pytest.mark.parametrize("line", NAMING.splitlines())
+def test_what_counts_as_naming_a_kind(line, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "a.py").write_text(f'"""cuda"""\n{line}  # cuda\nraise E("no cuda here")\n')
-    assert [x.split(": ")[0] for x in spelled(tmp_path / "a.py")] == ["a.py:2"]
+    assert [x.split(": ")[0] for x in find_kinds(tmp_path / "a.py")] == ["a.py:2"]
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(kind, count): torch sees so many devices of a kind.
+    """Return a function that lets torch see `count` devices of a kind.
 
-    Used: the indices that were made current.
+    It returns the devices that were made current, with their threads.
     """
     used = []
 
@@ -122,14 +117,14 @@ def test_too_many_processes_and_another_kind(machine):
         devices.pick("cuda:7")
     with pytest.raises(UserError, match=r"--device xpu: torch sees cuda devices"):
         devices.pick("xpu")
-    machine("mtia", 1)  # a kind of which nothing is known
+    machine("mtia", 1)  # a kind without an entry in the tables
     assert devices.pick("auto") == torch.device("mtia", 0)
     with pytest.raises(UserError, match=r"start at most 1 here \(--nproc-per-node 1\)$"):
         devices.pick("mtia", 1)
 
 
-def test_a_process_that_sees_its_own_device_alone(machine, monkeypatch):
-    """As srun shows it; who shares one with another is told when the ranks meet."""
+def test_a_process_that_sees_only_its_own_device(machine, monkeypatch):
+    """srun shows devices so; ranks that share one are refused when they meet."""
     machine("cuda", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert devices.pick("auto", 3) == torch.device("cuda", 0)
@@ -184,10 +179,7 @@ def with_torch_npu(folder, package, program):
 
 @pytest.mark.whole
 def test_ascend_through_torch_npu(tmp_path):
-    """A package of that name makes torch know a kind "npu".
-
-    All that is asked of a device is asked of its module.
-    """
+    """With a package of that name torch knows a kind "npu", and its module answers every question."""
     assert with_torch_npu(tmp_path, FAKE_NPU, USE_NPU) == (0, "")
 
 
@@ -204,7 +196,7 @@ def test_a_torch_npu_that_does_not_load(monkeypatch, tmp_path, error):
     assert "torch_npu" not in sys.modules
 
 
-def test_a_cpu_is_asked_the_same_things():
+def test_a_cpu_answers_every_question():
     assert devices.name(CPU) == f"cpu, {torch.get_num_threads()} threads"
     assert devices.peak_memory(CPU) is None and devices.memory_stats(CPU) == {}
     assert devices.profiler_activities(CPU) == [torch.profiler.ProfilerActivity.CPU]
@@ -262,7 +254,7 @@ def test_out_of_memory_in_every_wording():
 
 
 def test_the_reading_thread_works_on_the_same_device(machine, monkeypatch):
-    """A new thread begins on the first device: copies and pinned memory would go there."""
+    """A new thread starts on device 0, where copies and pinned memory would go."""
 
     class Numbers:
         def __len__(self):
@@ -286,13 +278,10 @@ def test_the_reading_thread_works_on_the_same_device(machine, monkeypatch):
 
 
 @pytest.mark.whole
-def test_the_log_tells_an_accelerators_memory(monkeypatch, capsys):
-    counts = {
-        "allocated_bytes.all.current": 1,
-        "allocated_bytes.all.peak": 3,
-        "reserved_bytes.all.current": 4,
-        "reserved_bytes.all.peak": 5,
-    }
+def test_the_log_shows_an_accelerators_memory(monkeypatch, capsys):
+    names = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
+    names += ("reserved_bytes.all.current", "reserved_bytes.all.peak")
+    counts = dict(zip(names, (1, 3, 4, 5), strict=True))
     monkeypatch.setattr(devices, "peak_memory", lambda device: 3 << 30)
     monkeypatch.setattr(devices, "memory_stats", lambda device: {name: n << 20 for name, n in counts.items()})
     assert main(["train", *TINY_FLAGS, "--log-interval=1", "--train-iters=2", "--eval-iters=0"]) == 0

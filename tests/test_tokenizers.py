@@ -1,4 +1,4 @@
-"""Tokenizers: ids, bytes back, folders, padding, and the refusals in words."""
+"""Tokenizers: ids, bytes, run folders, padding, and errors."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def library(folder):
 def tokenizer_json(folder, specials=("<|endoftext|>",)):
     made = library(folder)
     made.add_special_tokens(list(specials))
-    made.enable_truncation(5)  # a leftover of fine-tuning, which must not cut documents
+    made.enable_truncation(5)  # left over from fine-tuning; it must not cut documents
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
@@ -87,7 +87,7 @@ def test_without_tiktoken_or_with_unordered_ids_the_library_encodes(bpe, tmp_pat
     assert without.encode(TEXT) == expected
 
 
-def test_white_space_longer_than_tiktokens_stack(bpe):
+def test_white_space_that_overflows_tiktokens_stack(bpe):
     t = tokenizers.build(flags(bpe))
     text = "x" + " " * 1_100_000 + "y"
     assert t.decode(t.encode(text)) == text
@@ -112,7 +112,7 @@ def test_tokenizer_json_of_a_file_or_folder(bpe, name):
         t = tokenizers.build(Flags(tokenizer_type=name, tokenizer_model=str(given)))
         assert (t.size, t.eod) == (300, 299)
         ids = t.encode(TEXT)
-        assert ids == reference.encode(TEXT)  # whole, and the letters of <|endoftext|> stay letters
+        assert ids == reference.encode(TEXT)  # complete, and <|endoftext|> in a text stays plain text
         assert t.decode(ids) == TEXT
         assert t.decode_bytes(t.encode("\u0416")[:1]) == b"\xd0"
 
@@ -175,6 +175,21 @@ def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
     refused(BAD_DATA, "damaged", lambda: tokenizers.build(Flags(), tmp_path))
 
 
+def test_resolve_finds_what_flags_or_folders_name(bpe, tmp_path):
+    assert tokenizers.resolve(Flags()) is None and tokenizers.find_saved(None, tmp_path) is None
+    assert tokenizers.resolve(Flags(tokenizer_type="ByteTokenizer")).size == 257
+    refused(USAGE, "needs --tokenizer-model", lambda: tokenizers.resolve(Flags(tokenizer_type="HFTokenizer")))
+    tokenizers.save(tokenizers.build(Flags(tokenizer_type="ByteTokenizer")), tmp_path / "tokenizer")
+    assert tokenizers.find_saved(None, tmp_path, bpe) == tmp_path / "tokenizer" and tokenizers.find_saved(bpe) == bpe
+    assert tokenizers.resolve(Flags(), tmp_path / "tokenizer").size == 257
+    assert tokenizers.resolve(flags(bpe), tmp_path / "tokenizer").size == 300  # flags come first
+    refused(
+        BAD_DATA,
+        "vocabulary files differ",
+        lambda: tokenizers.require_same(tokenizers.build(flags(bpe)), tmp_path / "tokenizer"),
+    )
+
+
 def test_missing_flags_and_broken_files(bpe, tmp_path):
     both = "needs --vocab-file and --merge-file: `meshwright train-tokenizer` .*; --tokenizer-type ByteTokenizer"
     refused(USAGE, both, lambda: tokenizers.build(Flags(), tmp_path))
@@ -227,7 +242,7 @@ def test_a_vocabulary_size_beside_files_is_compared(bpe, tmp_path):
         assert tokenizers.build(kind, tmp_path / kind.tokenizer_type).size in (8, 257)
 
 
-def test_a_tokenizer_json_without_its_type():
+def test_tokenizer_model_needs_its_type():
     refused(USAGE, "--tokenizer-type HuggingFaceTokenizer", lambda: tokenizers.build(Flags(tokenizer_model="F")))
 
 
@@ -248,5 +263,5 @@ def test_padded_size():
 
 def test_training_a_vocabulary_below_the_bytes_is_refused(tmp_path):
     refused(USAGE, "at least 257", lambda: tokenizers.train_bpe(["x"], 256, tmp_path))
-    tokenizers.train_bpe(["x"], 400, tmp_path)  # nothing to merge: smaller than asked
+    tokenizers.train_bpe(["x"], 400, tmp_path)  # nothing to merge: smaller than requested
     assert tokenizers.build(flags(tmp_path)).size == 257

@@ -1,10 +1,9 @@
-"""What a started process does in the tests of starting: join the others, say what it was told, and
-end as it is asked.
+"""One process in the tests of starting: meet the others, print its place, and end as asked.
 
 Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the
-others, --size=N as --world-size, and one word: an exit status for rank 1, `kill` (rank 1, by
-SIGKILL), `once` (rank 1 fails on its first attempt), `slow` (all stay, and say which signal they
-get), `again` (all leave and join once more).
+others, --size=N as --world-size, and one word: an exit status for rank 1, `kill` (SIGKILL for rank
+1), `once` (rank 1 fails in its first attempt), `slow` (all wait and print the signal that they
+get), `again` (all leave and meet once more).
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ def main() -> int:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--size", type=int)
     parser.add_argument("act", nargs="?", default="")
-    said = parser.parse_args()
+    given = parser.parse_args()
     try:
-        world = find_world(os.environ, said.local_rank)
-        require_world_size(world, said.size)
-        team = rendezvous.join(world, "gloo", 1, seconds=said.seconds)
-        told = team.gather([world.rank, world.local_rank, world.local_size, os.getpid()])
+        world = find_world(os.environ, given.local_rank)
+        require_world_size(world, given.size)
+        team = rendezvous.join(world, "gloo", 1, seconds=given.seconds)
+        ranks = team.gather([world.rank, world.local_rank, world.local_size, os.getpid()])
         if team.is_lead:
-            line = json.dumps({"launcher": world.launcher, "ranks": told})
-            os.write(1, f"{line}\n".encode())  # whole, whatever others write
-        return act(said.act, world, team)
+            line = json.dumps({"launcher": world.launcher, "ranks": ranks})
+            os.write(1, f"{line}\n".encode())  # in one write, because other ranks write too
+        return act(given.act, world, team)
     except UserError as error:
         print(f"words: {error}", file=sys.stderr, flush=True)
         return error.status
     except RuntimeError as error:
-        words = rendezvous.explain_lost_rank(error)
-        if words is None:
+        lost = rendezvous.explain_lost_rank(error)
+        if lost is None:
             raise
-        print(f"words: {words}", file=sys.stderr, flush=True)
-        return words.status
+        print(f"words: {lost}", file=sys.stderr, flush=True)
+        return lost.status
     finally:
         rendezvous.leave()
 

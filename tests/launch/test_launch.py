@@ -1,5 +1,5 @@
-"""`meshwright launch` and torch's own launchers start real processes: statuses, signals, retries,
-machines, words.
+"""`meshwright launch` and torch's launchers with real processes: exit statuses, signals, retries,
+machines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAUNCH = [sys.executable, "-m", "meshwright", "launch"]
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests may themselves run under a launcher."""
+    """Remove the variables of a launcher that these tests may run under."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -52,7 +52,7 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
-# Real launchers.
+# Real launchers
 
 
 @pytest.mark.long
@@ -62,28 +62,22 @@ def test_torch_launchers(spelling: str) -> None:
     module = "torch.distributed.run" if spelling == "torchrun" else "torch.distributed.launch"
     flag = ["--local_rank=5"] if spelling == "local_rank" else []  # wrong on purpose: the environment wins
     done = run(
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        module,
-        "--nproc_per_node=2",
-        f"--master_port={free_port()}",
-        SCRIPT,
-        *flag,
-        "again",  # a second run in the same processes meets on the agent's store too
+        *(sys.executable, "-W", "ignore", "-m", module, "--nproc_per_node=2", f"--master_port={free_port()}"),
+        *(SCRIPT, *flag, "again"),  # a second run in the same processes meets on the agent's store too
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["launcher"] == "torchrun" and [r[:3] for r in told["ranks"]] == [[0, 0, 2], [1, 1, 2]]
+    report = json.loads(done.stdout)
+    assert report["launcher"] == "torchrun" and [r[:3] for r in report["ranks"]] == [[0, 0, 2], [1, 1, 2]]
 
 
 @pytest.mark.whole
-def test_ours() -> None:
+def test_our_launcher() -> None:
     done = run(*LAUNCH, "--nproc-per-node", "3", "--", SCRIPT)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["launcher"] == "meshwright launch" and [r[:3] for r in told["ranks"]] == [[n, n, 3] for n in range(3)]
+    report = json.loads(done.stdout)
+    assert report["launcher"] == "meshwright launch" and [r[:3] for r in report["ranks"]] == [
+        [n, n, 3] for n in range(3)
+    ]
     assert re.fullmatch(r"meshwright launch: OMP_NUM_THREADS=\d+ for each of 3 ranks here, .*\n", done.stderr)
 
 
@@ -106,14 +100,14 @@ def test_exit_status(act: str, status: int, words: str) -> None:
     """
     done = run(*LAUNCH, "--nproc_per_node=2", SCRIPT, act, OMP_NUM_THREADS="1")
     assert done.returncode == status, done.stderr
-    told = done.stderr.splitlines()
-    assert words in told[-1] and told[-1].startswith("meshwright launch: ")
-    assert all(line.startswith("words: another rank ended") for line in told[:-1]) and len(told) <= 2
+    lines = done.stderr.splitlines()
+    assert words in lines[-1] and lines[-1].startswith("meshwright launch: ")
+    assert all(line.startswith("words: another rank ended") for line in lines[:-1]) and len(lines) <= 2
 
 
 @pytest.mark.long
 def test_our_commands_in_ranks() -> None:
-    """Their errors keep their status."""
+    """Errors of a command keep their status."""
     done = run(*LAUNCH, "--nproc-per-node", "1", "train", "--no-such-flag")
     assert done.returncode == USAGE and "--no-such-flag" in done.stderr and "Traceback" not in done.stderr
 
@@ -155,9 +149,9 @@ def test_ranks_die_with_their_launcher() -> None:
 
 def _ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
     assert process.stdout is not None
-    told = [process.stdout.readline() for _ in range(ranks + 1)]
-    pids = [json.loads(line)["ranks"] for line in told if line.startswith("{")]
-    assert len(pids) == 1 and told.count("ready\n") == ranks, told
+    lines = [process.stdout.readline() for _ in range(ranks + 1)]
+    pids = [json.loads(line)["ranks"] for line in lines if line.startswith("{")]
+    assert len(pids) == 1 and lines.count("ready\n") == ranks, lines
     return [rank[3] for rank in pids[0]]
 
 
@@ -168,25 +162,15 @@ def _alive(pid: int) -> bool:
         return False
 
 
-# Several machines: two launchers on this one.
+# Several machines: two launchers on this one
 
 
 def machines(*words: str, count: int = 2, extra: tuple[str, ...] = ()) -> list[Any]:
     port = free_port()
-    alike = [
-        "--nnodes",
-        str(count),
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        port,
-        "--nproc-per-node",
-        "1",
-        *extra,
-    ]
+    alike = f"--nnodes {count} --master-addr 127.0.0.1 --master-port {port} --nproc-per-node 1".split() + [*extra]
     started = [begin(*LAUNCH, *alike, "--node-rank", str(n), *words) for n in range(count)]
-    told = [process.communicate(timeout=50) for process in started]
-    return [(process.returncode, *texts) for process, texts in zip(started, told, strict=True)]
+    texts = [process.communicate(timeout=50) for process in started]
+    return [(process.returncode, *both) for process, both in zip(started, texts, strict=True)]
 
 
 @pytest.mark.long
@@ -198,7 +182,7 @@ def test_two_machines() -> None:
 
 @pytest.mark.long
 def test_one_machine_fails() -> None:
-    """Each tells what it saw; both start again if they may."""
+    """Each machine reports what it saw; both restart if they may."""
     (status_0, _, err_0), (status_1, _, err_1) = machines(SCRIPT, "1", extra=("--max-restarts", "1"))
     assert (status_0, status_1) == (HANG, 1), err_0 + err_1
     assert err_1.count("starting again") == 1 == err_0.count("starting again")
@@ -206,7 +190,7 @@ def test_one_machine_fails() -> None:
 
 
 @pytest.mark.long
-def test_a_machine_does_not_come() -> None:
+def test_a_missing_machine_is_named() -> None:
     port = free_port()
     words = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--wait=2", SCRIPT]
     done = run(*LAUNCH, "--node-rank=0", *words)
@@ -223,12 +207,12 @@ def test_the_port_of_the_machine_is_in_use() -> None:
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} of this machine .* is in use") as told:
+        with pytest.raises(UserError, match=f"port {port} of this machine .* is in use") as caught:
             agent.run(Plan(2, port=port), ["-c", ""])
-    assert told.value.status == UNAVAILABLE
+    assert caught.value.status == UNAVAILABLE
 
 
-# Flags.
+# Flags
 
 
 def plan(*words: str) -> Plan:
@@ -246,7 +230,7 @@ def test_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["--nproc-per-node=0"], "--nproc-per-node 0 is neither a number"),
         (["--nnodes=2"], "--nnodes 2 needs --master-addr with --node-rank, or --node-ips"),
@@ -268,8 +252,8 @@ def test_plans() -> None:
         (["--nproc-per-node=1", "--node-ips="], "--node-ips is empty"),
     ],
 )
-def test_wrong_flags(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_wrong_flags(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         plan(*words)
 
 
@@ -278,29 +262,29 @@ def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("mine.py").touch()
     assert launcher.command(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
     assert launcher.command(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
-    for words, told in (
+    for words, message in (
         (["their.py"], "there is no script their.py"),
         (["inspect"], "inspect is neither one of train"),
         (["--nprocs"], "launch has no flag --nprocs"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             launcher.command(words)
     with pytest.raises(UserError, match="nothing to start"):
         launch_command.main(["--nproc-per-node=2"])
 
 
-def test_the_first_failure_counts() -> None:
+def test_the_cause_of_several_failures() -> None:
     def of(**failed: int) -> str:
         return "ab"[agent.find_cause({"ab".index(n): code for n, code in failed.items()})[0]]
 
-    assert of(a=75, b=65) == "b" and of(a=1, b=70) == "b" and of(a=75, b=-9) == "b"  # a lost b
+    assert of(a=75, b=65) == "b" and of(a=1, b=70) == "b" and of(a=75, b=-9) == "b"  # a only lost b
     assert of(a=75, b=143) == "b" and of(a=-15, b=1) == "b" and of(a=-6, b=1) == "b"
     assert of(a=75) == of(a=75, b=75) == "a"
     assert [agent.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and agent.patience(143) == 30
     assert agent.describe_end(-40) == "was killed by signal 40" and agent.exit_status(-6) == 75
 
 
-# OneFlow's flags: train starts itself.
+# OneFlow's flags, with which `train` launches itself
 
 
 def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:

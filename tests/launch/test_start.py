@@ -1,7 +1,4 @@
-"""Ranks find one another under every launcher's variables.
-
-What hinders them is told in words, soon.
-"""
+"""Ranks meet under every launcher's variables; what prevents it is reported soon."""
 
 from __future__ import annotations
 
@@ -34,29 +31,13 @@ def started(environ: list[dict[str, str]], folder: Path, *argv: str) -> tuple[li
     return run_programs(SCRIPT, [list(argv)] * len(environ), environ, folder)
 
 
-# Variables, as each launcher sets them for rank 3 of 4: two machines of two, or one of four.
+# The variables that each launcher sets for rank 3 of 4, on two machines of two or one of four.
 TORCH = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="m", MASTER_PORT="29500")
-SLURM = dict(
-    SLURM_PROCID="3",
-    SLURM_NTASKS="4",
-    SLURM_LOCALID="1",
-    SLURM_NODEID="1",
-    SLURM_TASKS_PER_NODE="2(x2)",
-    SLURM_NODELIST="node[07-08]",
-    SLURM_JOB_ID="77",
-    SLURM_STEP_ID="0",
-)
+SLURM = dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_TASKS_PER_NODE="2(x2)")
+SLURM |= dict(SLURM_NODELIST="node[07-08]", SLURM_JOB_ID="77", SLURM_STEP_ID="0")
 OMPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))}
-DEEPSPEED = dict(
-    RANK="3",
-    WORLD_SIZE="4",
-    LOCAL_RANK="1",
-    LOCAL_SIZE="2",
-    CROSS_RANK="1",
-    CROSS_SIZE="2",
-    MASTER_ADDR="m",
-    MASTER_PORT="29500",
-)
+DEEPSPEED = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", CROSS_RANK="1", CROSS_SIZE="2")
+DEEPSPEED |= dict(MASTER_ADDR="m", MASTER_PORT="29500")
 HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4")
 
 
@@ -85,16 +66,16 @@ def test_every_launcher(environ: dict[str, str], expected: World) -> None:
     assert find_world(environ) == expected
 
 
-def test_local_rank() -> None:
-    """A flag says it where the environment does not."""
+def test_local_rank_flag() -> None:
+    """A flag gives it if the environment does not."""
     without = {n: v for n, v in TORCH.items() if n != "LOCAL_RANK"}
     assert find_world(TORCH, 0).local_rank == 1 and find_world(without, 1).local_rank == 1
     one_node = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     assert (find_world(one_node).local_rank, find_world(one_node).local_size) == (3, 4)
 
 
-def test_ports_of_jobs() -> None:
-    """All ranks of a job have one port, another job has another, and a step of the same job too."""
+def test_each_job_has_its_port() -> None:
+    """All ranks of a job step compute the same port; other jobs and steps have others."""
     jobs = [SLURM, SLURM | {"SLURM_JOB_ID": "78"}, SLURM | {"SLURM_STEP_ID": "1"}]
     assert len({find_world(j).port for j in jobs}) == 3
     assert find_world(SLURM).port == find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
@@ -138,12 +119,12 @@ def test_tasks_per_node() -> None:
         (SLURM | {"SLURM_TASKS_PER_NODE": "2(x9999999999)"}, "x9999999999 is not a number of nodes"),
     ],
 )
-def test_contradictions_in_words(environ: dict[str, str], words: str) -> None:
+def test_contradictory_variables(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         find_world(environ)
 
 
-def test_world_size() -> None:
+def test_world_size_flag() -> None:
     require_world_size(World(size=4), None)
     require_world_size(World(size=4), 4)
     with pytest.raises(UserError, match="--world-size 8, but started as 4, by torchrun; start 8"):
@@ -152,32 +133,16 @@ def test_world_size() -> None:
         require_world_size(World(), 2)
 
 
-# Started processes, with each launcher's variables.
+# Processes with each launcher's variables
 
 
 def variables(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
     if launcher == "deepspeed":
-        return dict(
-            RANK=f"{rank}",
-            WORLD_SIZE=f"{size}",
-            LOCAL_RANK=f"{rank}",
-            LOCAL_SIZE=f"{size}",
-            CROSS_RANK="0",
-            CROSS_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=f"{port}",
-        )
+        more = dict(LOCAL_SIZE=f"{size}", CROSS_RANK="0", CROSS_SIZE="1")
+        return {n: v for n, v in torch_variables(port, rank, size, **more).items() if n != "LOCAL_WORLD_SIZE"}
     if launcher == "srun":  # the port follows from the job
-        return dict(
-            SLURM_PROCID=f"{rank}",
-            SLURM_NTASKS=f"{size}",
-            SLURM_LOCALID=f"{rank}",
-            SLURM_TASKS_PER_NODE=f"{size}",
-            SLURM_NODELIST="localhost",
-            SLURM_JOB_ID=f"{port}",
-            SLURM_STEP_ID="0",
-            SLURM_NODEID="0",
-        )
+        names = dict(PROCID=rank, NTASKS=size, LOCALID=rank, TASKS_PER_NODE=size, NODEID=0, JOB_ID=port, STEP_ID=0)
+        return {f"SLURM_{n}": f"{v}" for n, v in names.items()} | {"SLURM_NODELIST": "localhost"}
     if launcher == "OpenMPI":
         names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
         return {f"OMPI_COMM_WORLD_{n}": f"{v}" for n, v in names.items()} | {"PMIX_NAMESPACE": f"job-{port}"}
@@ -190,9 +155,9 @@ def test_started_by(launcher: str, size: int, tmp_path: Path) -> None:
     flag = ["--local_rank=0"] if launcher == "deepspeed" else []
     statuses, texts = started([variables(launcher, r, size, port) for r in range(size)], tmp_path, *flag)
     assert statuses == [0] * size, texts
-    told = json.loads(texts[0])
-    assert told["launcher"] == launcher
-    assert [r[:3] for r in told["ranks"]] == [[r, r, size] for r in range(size)]
+    report = json.loads(texts[0])
+    assert report["launcher"] == launcher
+    assert [r[:3] for r in report["ranks"]] == [[r, r, size] for r in range(size)]
 
 
 @pytest.mark.parametrize("agent", [False, True])
@@ -210,17 +175,8 @@ def test_a_second_run_in_the_same_processes(agent: bool, tmp_path: Path) -> None
 
 
 def torch_variables(port: int, rank: int, size: int, **more: str) -> dict[str, str]:
-    return (
-        dict(
-            RANK=f"{rank}",
-            WORLD_SIZE=f"{size}",
-            LOCAL_RANK=f"{rank}",
-            LOCAL_WORLD_SIZE=f"{size}",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=f"{port}",
-        )
-        | more
-    )
+    names = dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
+    return {n: f"{v}" for n, v in names.items()} | {"MASTER_ADDR": "127.0.0.1"} | more
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -239,7 +195,7 @@ def test_the_wait_for_missing_ranks_is_a_flag(tmp_path: Path) -> None:
     assert status == HANG and re.search(r"1 of 2 ranks came within [0-4] s; missing: rank 1", text)
 
 
-def test_the_master_is_not_there(tmp_path: Path) -> None:
+def test_rank_0_cannot_be_reached(tmp_path: Path) -> None:
     port, began = free_port(), time.monotonic()
     absent = torch_variables(port, 1, 2, MASTER_ADDR="nowhere.invalid")
     statuses, texts = started([torch_variables(port, 1, 2), absent], tmp_path, "--seconds=1")
@@ -250,7 +206,7 @@ def test_the_master_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_port_is_in_use(tmp_path: Path) -> None:
-    """Rank 0 cannot open it; another rank finds a program there that accepts and never speaks."""
+    """Rank 0 cannot open it; rank 1 finds a program there that accepts and sends nothing."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -270,7 +226,7 @@ def test_the_number_of_ranks_differs(tmp_path: Path) -> None:
     assert "rank 2 was started as one of 4 ranks, others as one of 2" in texts[0] + texts[1]
 
 
-def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     with pytest.raises(
         UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface of this machine, which has"
@@ -278,17 +234,17 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
         rendezvous._choose_interface("127.0.0.1", 1)
 
 
-def test_two_of_one_number(tmp_path: Path) -> None:
+def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     port = free_port()
     statuses, texts = started([torch_variables(port, r, 3) for r in (0, 1, 1)], tmp_path, "--seconds=20")
     assert statuses == [UNAVAILABLE] * 3
     assert all("two processes came as rank 1 of 3" in text for text in texts)
 
 
-# Comparing.
+# Comparing
 
 
-def _unlike() -> None:
+def _compare_different_values() -> None:
     rank, team = dist.get_rank(), Team(dist.get_rank(), 4, dist.group.WORLD)
     rendezvous.require_equal(team, {"a": 1, "b": [1, None]})
     mine: dict[str, Any] = {
@@ -298,9 +254,9 @@ def _unlike() -> None:
     }
     if rank == 2:
         mine["extra"] = None
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         rendezvous.require_equal(team, mine)
-    assert told.value.status == USAGE and str(told.value).split("\n  ")[1:] == [
+    assert caught.value.status == USAGE and str(caught.value).split("\n  ")[1:] == [
         "global_batch_size: 512 on ranks 0-1, 1024 on ranks 2-3",
         "torch: 2.11 on rank 0, 2.13 on ranks 1-3",
         "extra: nothing on ranks 0-1, 3, none on rank 2",
@@ -309,12 +265,12 @@ def _unlike() -> None:
         rendezvous.require_equal(team, {f"f{n}": rank for n in range(50)})
 
 
-def test_compare() -> None:
-    run_ranks(_unlike, 4)
+def test_different_values_are_listed_by_rank() -> None:
+    run_ranks(_compare_different_values, 4)
     rendezvous.require_equal(Team(), {"a": 1})
 
 
-# Losing.
+# Losing a rank
 
 SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 
@@ -342,11 +298,11 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_lost(error: BaseException, gone: bool) -> None:
-    words = rendezvous.explain_lost_rank(error)
-    assert (words is not None) == gone
-    if words is not None:
-        assert words.status == HANG and "--distributed-timeout-minutes" in str(words) and "/pytorch/" not in str(words)
+def test_which_errors_mean_a_lost_rank(error: BaseException, gone: bool) -> None:
+    lost = rendezvous.explain_lost_rank(error)
+    assert (lost is not None) == gone
+    if lost is not None:
+        assert lost.status == HANG and "--distributed-timeout-minutes" in str(lost) and "/pytorch/" not in str(lost)
 
 
 def test_leave_without_having_joined() -> None:

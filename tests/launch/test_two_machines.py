@@ -1,8 +1,7 @@
-"""Two network namespaces of this machine, joined by a cable, are two machines: own addresses, and a
-link that can be cut.
+"""Training on two machines: two network namespaces of this one, joined by a cable that can be cut.
 
-The machine's name leads to neither address (it is on both, and mostly 127.0.0.1), so gloo must be
-told the interface.
+The machine's name leads to neither address (it is on both, and usually 127.0.0.1), so gloo must be
+given the interface.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from meshwright.errors import HANG
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 ADDRESSES = ("192.168.0.1", "192.168.0.2")
-MINUTES = 0.2  # a busy machine may well keep a rank waiting for seconds
+MINUTES = 0.2  # on a busy machine a rank may wait for seconds
 LAUNCH = "-m meshwright launch --nproc-per-node 2"
 TORCHRUN = f"-m torch.distributed.run --nproc_per_node 2 --nnodes 2 --master_addr {ADDRESSES[0]}"
 
@@ -38,7 +37,7 @@ def ip(command: str) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[tuple[str, str]]:
-    """The names of two namespaces; the cable's ends are called cable-a and cable-b."""
+    """Make two namespaces and return their names; the ends of the cable are cable-a and cable-b."""
     if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("only root makes network namespaces, with the command ip of iproute2")
     names = (f"meshwright-{os.getpid()}-a", f"meshwright-{os.getpid()}-b")
@@ -61,10 +60,7 @@ def machines() -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Python with these arguments on each machine, its words in log-0 and log-1.
-
-    What is left at the end is killed.
-    """
+    """Run Python with these arguments on each machine, into log-0 and log-1; kill what is left."""
     processes = []
     try:
         for n, (machine, command) in enumerate(zip(machines, commands, strict=True)):
@@ -85,7 +81,7 @@ def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Ite
 
 
 def training(folder: Path, **more: object) -> str:
-    """Flags of TP2 x DP2 in float64."""
+    """Return the flags of a TP2 x DP2 training in float64."""
     flags = {"tensor-model-parallel-size": 2, "params-dtype": "float64", "run-dir": folder / "run"}
     return " ".join([*TINY_FLAGS, *(f"--{k.replace('_', '-')}={v}" for k, v in (flags | more).items())])
 
@@ -101,7 +97,7 @@ def as_one_process(folder: Path, flags: str) -> list[float]:
     return losses(folder / "alone")
 
 
-def said(folder: Path) -> list[str]:
+def read_logs(folder: Path) -> list[str]:
     return [(folder / f"log-{n}").read_text() for n in range(2)]
 
 
@@ -109,14 +105,14 @@ def said(folder: Path) -> list[str]:
     "commands",
     [
         [f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)],
-        [f"{LAUNCH} --node-ips {','.join(ADDRESSES)} train"] * 2,  # each finds its own number
+        [f"{LAUNCH} --node-ips {','.join(ADDRESSES)} train"] * 2,  # each machine finds its own number
     ],
     ids=["torchrun", "--node-ips"],
 )
-def test_losses_are_those_of_one_process(machines: tuple[str, str], tmp_path: Path, commands: list[str]) -> None:
+def test_losses_equal_those_of_one_process(machines: tuple[str, str], tmp_path: Path, commands: list[str]) -> None:
     flags = training(tmp_path)
     with started(machines, [f"{command} {flags}" for command in commands], tmp_path) as processes:
-        assert [p.wait() for p in processes] == [0, 0], said(tmp_path)
+        assert [p.wait() for p in processes] == [0, 0], read_logs(tmp_path)
     ours, alone = losses(tmp_path / "run"), as_one_process(tmp_path, flags)
     assert len(ours) == 6 and ours == pytest.approx(alone, rel=1e-9)
 
@@ -127,28 +123,27 @@ def test_losses_are_those_of_one_process(machines: tuple[str, str], tmp_path: Pa
         ([f"{LAUNCH} --nnodes 2 --node-rank {n} --master-addr {ADDRESSES[0]} train" for n in range(2)], HANG),
         pytest.param(
             [f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)], 1, marks=pytest.mark.long
-        ),  # torchrun makes every status 1
+        ),  # torchrun turns every status into 1
     ],
     ids=["--node-rank", "torchrun"],
 )
-def test_a_cut_cable_ends_both(machines: tuple[str, str], tmp_path: Path, commands: list[str], status: int) -> None:
-    """In words, soon after the time-out of a collective.
-
-    The losses until then are those of one process.
-    """
+def test_a_cut_cable_ends_both_machines(
+    machines: tuple[str, str], tmp_path: Path, commands: list[str], status: int
+) -> None:
+    """They report it soon after the time-out; until then the losses equal those of one process."""
     steps = 10
     flags = training(tmp_path, train_iters=5000, distributed_timeout_minutes=MINUTES)
     with started(machines, [f"{command} {flags}" for command in commands], tmp_path) as processes:
-        while f" iteration {steps:>8}/" not in said(tmp_path)[0]:
-            assert [p.poll() for p in processes] == [None, None], said(tmp_path)
+        while f" iteration {steps:>8}/" not in read_logs(tmp_path)[0]:
+            assert [p.poll() for p in processes] == [None, None], read_logs(tmp_path)
             time.sleep(0.1)
         ip(f"-n {machines[0]} link set cable-a down")
         cut = time.monotonic()
-        assert [p.wait() for p in processes] == [status] * 2, said(tmp_path)
+        assert [p.wait() for p in processes] == [status] * 2, read_logs(tmp_path)
         took = time.monotonic() - cut
-    for log in said(tmp_path):
+    for log in read_logs(tmp_path):
         assert f"another rank ended, or did not answer within --distributed-timeout-minutes {MINUTES}" in log
         assert "Traceback" not in log or status == 1  # torchrun's own
-    assert took < MINUTES * 60 + 30  # leaving lasts up to 10 s, the launchers' ends some more
+    assert took < MINUTES * 60 + 30  # leaving takes up to 10 s, and the launchers some more
     alone = as_one_process(tmp_path, f"{flags} --exit-interval={steps}")
     assert losses(tmp_path / "run")[:steps] == pytest.approx(alone, rel=1e-9)

@@ -187,7 +187,7 @@ TABLE = {
         "num_gpus_per_node": "test_launch.py::test_oneflow_flags",
         "num_nodes": "test_launch.py::test_oneflow_flags",
         "node_ips": "test_launch.py::test_oneflow_flags",
-        "world_size": "test_start.py::test_world_size",
+        "world_size": "test_start.py::test_world_size_flag",
         "device": "test_train.py::test_bad_settings_are_refused_in_words",
         "distributed_backend": SAME,
         "distributed_timeout_minutes": SAME,
