@@ -179,7 +179,7 @@ def with_torch_npu(folder, package, program):
 
 @pytest.mark.whole
 def test_ascend_through_torch_npu(tmp_path):
-    """With a package of that name torch knows a kind "npu", and its module answers every question."""
+    """With a package of that name torch knows a kind "npu"; its module answers every question."""
     assert with_torch_npu(tmp_path, FAKE_NPU, USE_NPU) == (0, "")
 
 
