@@ -285,7 +285,7 @@ def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
     def fail(run):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(native, "parts_of", fail)
+    monkeypatch.setattr(native, "byte_views", fail)
     monkeypatch.setattr(pickles, "bytes_of", fail)
     for to in ("native", "torch"):
         convert(folder, tmp_path / "new", "--to", to, status=74)

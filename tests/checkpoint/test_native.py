@@ -149,7 +149,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     assert said == []  # who wanted it tells what that means
     named = model()
     native.save(tmp_path, 5000, named, state(5000))
-    assert native.lines_of_save(tmp_path, 5000) == (
+    assert native.save_messages(tmp_path, 5000) == (
         f"saving checkpoint at iteration    5000 to {tmp_path}",
         f"  successfully saved checkpoint at iteration    5000 to {tmp_path}",
     )

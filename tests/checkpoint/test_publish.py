@@ -459,11 +459,11 @@ def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_moving_aside(tmp_path: Path) -> None:
-    assert steps.held(tmp_path) == []
+    assert steps.list_checkpoints(tmp_path) == []
     write_step(tmp_path, 1)
-    assert steps.held(tmp_path) == ["iter_0000001", steps.TRACKER]
+    assert steps.list_checkpoints(tmp_path) == ["iter_0000001", steps.TRACKER]
     aside = publish.move_aside(tmp_path)
-    assert steps.held(tmp_path) == [] and steps.latest(tmp_path) == (None, [])
+    assert steps.list_checkpoints(tmp_path) == [] and steps.latest(tmp_path) == (None, [])
     assert steps.latest(aside) == (1, [])
     write_step(tmp_path, 1, seed=2)
     assert publish.move_aside(tmp_path) != aside

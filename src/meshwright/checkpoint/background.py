@@ -1,8 +1,8 @@
-"""Saving while training goes on: a step waits for a copy of its numbers in host memory, not for the disk.
+"""Save in the background: a step waits for a copy of its tensors in host memory, not for the disk.
 
-A thread of each rank writes its copy, and the ranks' threads agree over a group of their own: what is said between ranks for
-a save never stands between what is said for a step. One save is in flight; the next one waits for it. That it failed is known
-to `failed` at once and raised by `wait`.
+A thread of each rank writes its copy, and the threads communicate over a process group of their
+own, so that a save's messages never come between those of a step. One save is in flight at a time;
+the next one waits for it. `failed` reports a failure at once, and `wait` raises it.
 """
 
 from __future__ import annotations
@@ -22,53 +22,57 @@ from meshwright.checkpoint.sources import Named
 from meshwright.console import notice, say
 from meshwright.launch.team import Team
 
-PATIENCE = datetime.timedelta(days=1)  # for the slowest rank's disk; the death of one ends all by its launcher
+PATIENCE = datetime.timedelta(days=1)  # for the slowest rank's disk; if a rank dies, its launcher ends all
 ALIGNED = 64  # bytes
 
 
 class Background:
     def __init__(self, team: Team, device: torch.device) -> None:
         self.team, self.device = team, device
-        self.memory: torch.Tensor | None = None  # of the copies, kept from save to save
+        self.memory: torch.Tensor | None = None  # holds the copies, kept from save to save
         self.flying: Future[Any] | None = None
         self.pool: ThreadPoolExecutor | None = None
 
     def fits(self, named: Named) -> bool:
-        """Whether every rank's machine has the memory for the copies; asked of all ranks together."""
+        """Return whether every rank's machine has memory for the copies; all ranks must call this
+        together."""
         if self.memory is not None:
             return True
-        mine = sum(space(tensor) for _, _, tensor in named.values())
+        mine = sum(aligned_size(tensor) for _, _, tensor in named.values())
         here = self.team.gather([socket.gethostname(), mine])
         needed = sum(size for host, size in here if host == socket.gethostname())
         free = devices.free_host_memory()
-        told = self.team.gather([needed, free])
-        lacking = next(((n, f) for n, f in told if n > 0.9 * f), None)
+        machines = self.team.gather([needed, free])
+        lacking = next(((n, f) for n, f in machines if n > 0.9 * f), None)
         if lacking:
             say(
-                f" > the copies of a save need {lacking[0]:,} bytes of host memory, {lacking[1]:,} are free: training waits"
+                f" > background saving needs {lacking[0]:,} bytes of host memory, {lacking[1]:,} are free: "
+                "training waits for each save"
             )
         return lacking is None
 
     def begin(self, named: Named, write: Callable[[Named, Team], Any]) -> None:
-        """Copy the tensors, and let a thread `write` them. The save before must have ended."""
+        """Copy the tensors and have a thread `write` them. The previous save must have ended."""
         assert self.flying is None
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, "save")
             if self.team.size > 1:
                 group = dist.new_group(backend="gloo", timeout=PATIENCE)
                 self.team = dataclasses.replace(self.team, group=group)
-        self.flying = self.pool.submit(write, self.copied(named), self.team)
+        self.flying = self.pool.submit(write, self.copy(named), self.team)
 
-    def copied(self, named: Named) -> Named:
+    def copy(self, named: Named) -> Named:
         if self.memory is None:
-            self.memory = devices.allocate_pinned(sum(space(tensor) for _, _, tensor in named.values()), self.device)
+            self.memory = devices.allocate_pinned(
+                sum(aligned_size(tensor) for _, _, tensor in named.values()), self.device
+            )
         out, at = {}, 0
         for name, (shape, boxes, tensor) in named.items():
             size = tensor.numel() * tensor.element_size()
             copy = self.memory[at : at + size].view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
             out[name] = (shape, boxes, copy)
-            at += space(tensor)
+            at += aligned_size(tensor)
         devices.synchronize(self.device)
         return out
 
@@ -77,7 +81,7 @@ class Background:
         return self.flying is not None and self.flying.done() and self.flying.exception() is not None
 
     def wait(self) -> None:
-        """Until the save in flight has ended; its failure is raised."""
+        """Wait for the save in flight, and raise its failure."""
         flying, self.flying = self.flying, None
         if flying is not None:
             flying.result()
@@ -85,9 +89,11 @@ class Background:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown()
-            if self.failed and self.flying is not None:  # something else ends the run
+            if (
+                self.failed and self.flying is not None
+            ):  # the run ends for another reason, and nothing waits for the save
                 notice(f"the save in flight failed: {self.flying.exception()}")
 
 
-def space(tensor: torch.Tensor) -> int:
+def aligned_size(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED

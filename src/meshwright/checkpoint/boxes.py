@@ -1,4 +1,4 @@
-"""Boxes of a tensor: where a part of it lies, what two parts share, whether parts make up the whole."""
+"""Boxes: where parts of a tensor lie, whether they overlap, and whether they cover it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Box(NamedTuple):
 
 
 def check_cover(index: Mapping[str, Any]) -> None:
-    """Every element of every tensor exactly once."""
+    """Check that the boxes of each tensor in the index hold every element exactly once."""
     for name, tensor in index.items():
         form = len(tensor["boxes"]), len(tensor["shape"])
-        low, sizes = (np.array([b[of] for b in tensor["boxes"]], np.int64).reshape(form) for of in ("offset", "size"))
+        low, sizes = (np.array([b[key] for b in tensor["boxes"]], np.int64).reshape(form) for key in ("offset", "size"))
         held, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
         overlap = overlapping(low, low + sizes)
         if held != size or overlap:
@@ -44,8 +44,11 @@ def not_empty(low: Shape, high: Shape) -> bool:
 
 
 def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool:
-    """Whether two of these boxes [n, dimensions] share an element. Compared only where they meet along the dimension that cuts
-    most: a thousand ranks give a tensor thousands of boxes."""
+    """Return whether two of these boxes [n, dimensions] share an element.
+
+    Boxes are compared only where they meet along the dimension with the most cuts: a thousand ranks
+    give a tensor thousands of boxes.
+    """
     if len(low) < 2 or not low.shape[1]:
         return len(low) > 1
     d = max(range(low.shape[1]), key=lambda d: len(np.unique(low[:, d])))
@@ -63,7 +66,7 @@ def strides(size: Shape) -> Shape:
 
 
 def position(box: Box, point: Shape) -> int:
-    """Number of the element `point` of the global tensor within the box."""
+    """Return the index within the box of the element at `point` of the global tensor."""
     return sum(x * s for x, s in zip(minus(point, box.offset), strides(box.size), strict=True))
 
 

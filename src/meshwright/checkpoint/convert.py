@@ -302,19 +302,19 @@ def native_files(source: Source) -> dict[str, Produce]:
     }
     sizes = {"true_vocab_size": source.vocab, "positions": describe(source).require_positions()}
     config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
-    return native.files_of(shapes, sizes | source.state, config, functools.partial(read_run, source))[0]
+    return native.step_files(shapes, sizes | source.state, config, functools.partial(read_extent, source))[0]
 
 
-def read_run(source: Source, run: native.Run) -> torch.Tensor:
+def read_extent(source: Source, extent: native.Extent) -> torch.Tensor:
     """Read a box into memory that returns to the system at once; torch's allocator would keep it
     between others."""
     import torch
 
-    count, size = run.flat.numel(), run.flat.element_size()
+    count, size = extent.flat.numel(), extent.flat.element_size()
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default would be memory shared between processes
     memory = mmap.mmap(-1, max(count, 1) * size, private)
-    tensor = torch.frombuffer(memory, dtype=run.flat.dtype)[:count]
-    source.fill({run.key: (run.box.size, [(run.box.offset, run.box.size)], tensor)})
+    tensor = torch.frombuffer(memory, dtype=extent.flat.dtype)[:count]
+    source.fill({extent.key: (extent.box.size, [(extent.box.offset, extent.box.size)], tensor)})
     return tensor
 
 

@@ -1,6 +1,6 @@
-"""`--load`: what a path holds is found, opened, compared with what a run wants, and read into it.
+"""`--load`: find what a path holds, open it, compare it with what a run wants, and read it.
 
-On many ranks all call `load` together, each with what it wants; what one of them finds is everybody's outcome.
+All ranks call `load` together, each with the tensors it wants; a failure of one is raised by all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch.team import ALONE, Team
 
-# Who opens what. Each is imported when it is needed: `open(folder, trust, heads, optimizer)`.
+# The reader of each kind, imported when needed: `open(folder, trust, heads, optimizer)`.
 READERS = {
     MEGATRON: "megatron",
     TORCH_DIST: "torch_dist",
@@ -49,12 +49,12 @@ class Loaded(NamedTuple):
 
 
 class OpenOptions(NamedTuple):
-    """How a checkpoint may be opened."""
+    """How a checkpoint is opened."""
 
-    verify: str = "read"  # hash the chunks that are read, or "full": every byte, or "none" by who only looks
+    verify: str = "read"  # hash the chunks that are read; "full": every byte; "none": nothing
     trust: bool = False  # run the code in its pickles
-    heads: int | None = None  # of the model, for those that do not say
-    optimizer: bool = True  # its state is wanted too: what is wrong with it matters
+    heads: int | None = None  # attention heads of the model, for checkpoints that do not say
+    optimizer: bool = True  # the optimizer's state is wanted too, so it is checked
 
 
 PLAIN = OpenOptions()
@@ -63,9 +63,10 @@ Report = Callable[[str], None]
 
 
 def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
-    """One step, by whoever knows its kind. Of one of ours everything that is not hashed while it is read is hashed now."""
+    """Open one step with the reader of its kind; our own files that are not hashed when read are
+    hashed now."""
     if options.trust and place.kind != NATIVE and team.is_lead:
-        notice(f"--trust-pickle: whatever the files in {place.folder} ask for is run")
+        notice(f"--trust-pickle: any code in the files of {place.folder} is run")
     if place.kind == NATIVE:
         source: Source = native.open_step(place.folder, place.step, options.verify, team)
         source.root = place.root
@@ -84,7 +85,8 @@ def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -
 
 
 def open_any(path: str | Path, options: OpenOptions = PLAIN, report: Report = say) -> Source | None:
-    """What `load` would read, for one process: the newest whole step. None: there is no checkpoint."""
+    """Open what `load` would read in one process: the newest undamaged step, or None if there is no
+    checkpoint."""
     place, notes = steps.find(path)
     while place is not None:
         for note in notes:
@@ -97,7 +99,8 @@ def open_any(path: str | Path, options: OpenOptions = PLAIN, report: Report = sa
 
 
 def older(path: Path, place: Place, damage: Damaged, report: Report = say) -> tuple[Place | None, list[str]]:
-    """The step before one that was found damaged, if any of them would do."""
+    """Find the step before one that proved damaged; raise the damage if no other step may be
+    taken."""
     if not place.ours or path.resolve() == place.folder.resolve():
         raise damage
     report(f"WARNING: skipping {place.folder.name}, it is damaged: {damage}")
@@ -115,14 +118,15 @@ def load(
     accept: Accept = lambda source: source,
     team: Team = ALONE,
 ) -> Loaded | None:
-    """Fill the wanted tensors from what the path means; None if there is no checkpoint at all.
+    """Fill the wanted tensors from what the path means; return None if there is no checkpoint at
+    all.
 
-    A step of ours found damaged on the way is said aloud and the next older one is loaded. Without options.optimizer its tensors
-    (`name/exp_avg` …) may stay unread. `accept` sees the source before any tensor is read, and refuses it or returns what is
-    to be read.
+    If a step of ours proves damaged, a warning is printed and the next older one is loaded. Without
+    `options.optimizer` the optimizer's tensors (`name/exp_avg` ...) may stay unread. `accept` sees
+    the source before any tensor is read; it raises to refuse it, or returns the source to read.
     """
     path = Path(path)
-    place, notes = by_leader(path, lambda: steps.find(path), team)
+    place, notes = find_on_lead(path, lambda: steps.find(path), team)
     while True:
         for note in notes:
             say(note)
@@ -131,23 +135,23 @@ def load(
         try:
             return load_place(place, want, options, accept, team)
         except Damaged as damage:
-            place, notes = by_leader(path, functools.partial(older, path, place, damage), team)
+            place, notes = find_on_lead(path, functools.partial(older, path, place, damage), team)
 
 
-def by_leader(
+def find_on_lead(
     path: Path, find: Callable[[], tuple[Place | None, list[str]]], team: Team
 ) -> tuple[Place | None, list[str]]:
-    """The place that rank 0 finds, for all, each below its own path."""
+    """Let rank 0 find the place and pass it to all ranks, each below its own path."""
 
     def act() -> Any:
         place, notes = find()
         below = [os.path.relpath(p, path) for p in (place.folder, place.root)] if place else []
         return [[place.kind, place.step, *below] if place else None, notes]
 
-    told, notes = team.run_on_lead(act)
-    if told is None:
+    found, notes = team.run_on_lead(act)
+    if found is None:
         return None, notes
-    kind, step, folder, root = told
+    kind, step, folder, root = found
     return Place(kind, Path(os.path.normpath(path / folder)), step, Path(os.path.normpath(path / root))), notes
 
 
@@ -159,16 +163,16 @@ def load_place(
     say(f" loading{release} checkpoint from {place.root}{at}")
     opened: list[Source] = []
 
-    def look() -> list[Any]:
+    def open_here() -> list[Any]:
         if not team.is_lead:
-            publish.must_see(place.folder, team)
+            publish.wait_until_visible(place.folder, team)
         opened.append(open_place(place, options, team))
         return [manifests.sha256([opened[0].identity.encode()])]
 
-    for rank, (sha256,) in enumerate(digests := team.run_on_all(look)):
+    for rank, (sha256,) in enumerate(digests := team.run_on_all(open_here)):
         if sha256 != digests[0][0]:
             raise UserError(
-                f"rank {rank} sees another {place.folder} than rank 0: all nodes must share it", BAD_DATA, True
+                f"rank {rank} sees another {place.folder} than rank 0; all nodes must share it", BAD_DATA, True
             )
     source = opened[0]
     for note in source.notes:
@@ -178,7 +182,7 @@ def load_place(
     team.run_on_all(lambda: opened.append(accept(source)))
     source = opened[1]
     mine = want(source) if callable(want) else want
-    asked = native.merged(team.run_on_all(lambda: native.index_of(mine, [], "", 0)))
+    asked = native.merge_indexes(team.run_on_all(lambda: native.index_of(mine, [], "", 0)))
     check_names(place.folder, source.tensors, asked, options.optimizer and bool(source.state))
     for note in conversions(source.tensors, asked):
         say(note)
@@ -188,9 +192,10 @@ def load_place(
 
 
 def check_names(folder: Path, known: Mapping[str, Known], want: Mapping[str, Any], optimizer: bool) -> None:
-    """Names and shapes must agree before any tensor is touched; all differences are told together.
+    """Compare names and shapes before any tensor is written to, and report all differences
+    together.
 
-    `want`: of all ranks, as in an index; a pipeline stage wants its own part only.
+    `want` is the index of all ranks' wanted tensors; each pipeline stage wants only its own part.
     """
     out = []
     for name, shape in ((name, tuple(tensor["shape"])) for name, tensor in want.items()):
@@ -206,8 +211,8 @@ def check_names(folder: Path, known: Mapping[str, Known], want: Mapping[str, Any
         missing = [name for name in want if name not in known]
         if missing and all("/" in name for name in missing):
             shown.append("saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune")
-        told = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
-        raise UserError(told, BAD_DATA, everywhere=True)
+        message = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
+        raise UserError(message, BAD_DATA, everywhere=True)
 
 
 def conversions(known: Mapping[str, Known], want: Mapping[str, Any]) -> list[str]:

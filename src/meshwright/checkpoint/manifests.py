@@ -1,8 +1,9 @@
-"""What a step consists of, byte for byte: sizes and hashes of its files, and reading that believes only what it hashed.
+"""The manifest of a step, with the size and hashes of each file, and reading that trusts only what
+it has hashed.
 
-`manifest.json` has the size of each file and the SHA-256 of each 16 MiB chunk, so that a slice of a large file is checked
-without reading the rest. Written by hand because no library offers it: safetensors and torch's checkpoints have no
-checksums.
+`manifest.json` has the size of each file and the SHA-256 of each 16 MiB chunk, so that a slice of a
+large file can be verified without reading the rest. Written by hand because no library offers it:
+safetensors and torch's checkpoints have no checksums.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.launch.team import ALONE, Team
 
 FORMAT = "meshwright checkpoint 1"
-CHUNK = 16 << 20  # bytes of one hash; at most this much is read too much at each end of a slice
+CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much extra at each end
 THREADS = min(8, os.cpu_count() or 1)
-AHEAD = max(4, THREADS)  # chunks read and hashed before they are asked for: at most 128 MiB of memory
+AHEAD = max(4, THREADS)  # chunks read and hashed in advance: at most 128 MiB of memory
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
 JSON_LIMIT = 16 << 20
 
 
 class Damaged(UserError):
-    """A file of a checkpoint is missing or is not what was written."""
+    """A checkpoint file is missing or differs from what was written."""
 
     def __init__(self, message: str, everywhere: bool = False) -> None:
         super().__init__(message, BAD_DATA, everywhere)
 
 
 def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
-    """Only what is not there is damage: missing rights or a failing disk say nothing of the bytes."""
-    words = f"{path}: {error.strerror}{rest}"
-    return Damaged(words) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(words, IO)
+    """Return Damaged for a missing file, else an I/O error: missing rights or a failing disk say
+    nothing about the bytes."""
+    message = f"{path}: {error.strerror}{rest}"
+    return Damaged(message) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(message, IO)
 
 
 class File(NamedTuple):
@@ -62,7 +64,8 @@ def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The one spelling of a manifest, with a hash of itself: any changed byte is noticed."""
+    """Encode a manifest in its only valid spelling, with a hash of itself, so that any changed byte
+    is noticed."""
     files = {name: {"size": file.size, "sha256": file.sha256} for name, file in manifest.items()}
     body: dict[str, Any] = {"format": FORMAT, "chunk": CHUNK, "files": files}
     body["sha256"] = sha256([json.dumps(body, sort_keys=True).encode()])
@@ -94,9 +97,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manifest:
-    """Check manifest and sizes, and with `full` every byte; the manifest, or Damaged naming file and offset.
+    """Check the manifest and all sizes, and with `full` every byte; return the manifest.
 
-    Every rank of a team hashes its share of the chunks.
+    Raises Damaged, naming file and offset. Each rank of a team hashes its share of the chunks.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -119,20 +122,23 @@ def check_size(path: Path, file: File) -> None:
     except OSError as error:
         raise unreadable(path, error, f"; the manifest says {file.size:,} bytes") from error
     if not stat.S_ISREG(found.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
-        raise Damaged(f"{path}: a link or something else that is not a plain file; nothing else is read")
+        raise Damaged(f"{path}: not a plain file (a link, or something else), so it is not read")
     if found.st_size != file.size:
         raise Damaged(f"{path}: {found.st_size:,} bytes long, the manifest says {file.size:,}")
 
 
 class Reader:
-    """Byte ranges of one file. Each chunk touched is hashed before it is believed; `ahead`: which will be touched; `last`: the
-    one touched last, for who opens the file anew for its next tensor."""
+    """Read byte ranges of one file, hashing each chunk before any of it is returned.
+
+    `ahead` lists the chunks that will be needed. `last` keeps the chunk read last, for a caller
+    that opens the file again for its next tensor.
+    """
 
     def __init__(self, path: Path, file: File, ahead: Iterable[int] = (), last: Chunks | None = None) -> None:
         self.path, self.file, self.last = path, file, {} if last is None else last
         self.ahead = deque(index for index in ahead if (path, index) not in self.last)
         self.ready: dict[int, Future[bytearray]] = {}
-        self.spare: list[bytearray] = []  # fresh memory costs more than what is read into it
+        self.spare: list[bytearray] = []  # new memory costs more than reading into it
         check_size(path, file)
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -148,7 +154,8 @@ class Reader:
         os.close(self.fd)
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes begin to end, verified; theirs until more is read. Within one chunk they are not copied."""
+        """Return verified bytes, valid until the next read. Within one chunk they are not
+        copied."""
         first, last = begin // CHUNK, (end - 1) // CHUNK
         if first == last:
             return memoryview(self.chunk(first))[begin - first * CHUNK : end - first * CHUNK]
@@ -174,7 +181,7 @@ class Reader:
         return data
 
     def _memory(self, size: int) -> bytearray:
-        with contextlib.suppress(IndexError):  # other threads take from it too
+        with contextlib.suppress(IndexError):  # other threads take from the list too
             return self.spare.pop() if size == CHUNK else bytearray(size)
         return bytearray(size)
 
@@ -197,7 +204,7 @@ class Reader:
 
 
 def read_json(folder: Path, manifest: Manifest, name: str, limit: int = JSON_LIMIT) -> Any:
-    """A JSON file of a step, verified."""
+    """Read a JSON file of a step, verified."""
     path = folder / name
     if name not in manifest:
         raise Damaged(f"{path}: not in the manifest")
@@ -218,11 +225,11 @@ def parse_json(raw: bytes, path: Path) -> Any:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """A whole plain file of bounded size."""
+    """Read a plain file of bounded size."""
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{path}: a link or something else that is not a plain file; nothing else is read")
+            raise Damaged(f"{path}: not a plain file (a link, or something else), so it is not read")
         if found.st_size > limit:
             raise Damaged(f"{path}: {found.st_size:,} bytes, more than {limit:,} are not read")
         return path.read_bytes()

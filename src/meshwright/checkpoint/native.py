@@ -1,18 +1,19 @@
 """Our own checkpoint: tensors of any layout in, the same tensors of any other layout out.
 
-What is saved is `{name: (global shape, boxes, tensor)}`: the tensor is contiguous and holds one or more boxes of the
-global one, each box's elements in row order, one box after the other. A whole parameter is one box; a slice of a flat
-buffer is at most three. Loading takes the same structure and fills its tensors, by intersecting boxes, reading only
-what is wanted, chunk by chunk.
+`save` takes `{name: (global shape, boxes, tensor)}`: the tensor is contiguous and holds one or more
+boxes of the global one, each box's elements in row order, one box after the other. A full parameter
+is one box; a slice of a flat buffer is at most three. `load` takes the same structure and fills its
+tensors: it intersects boxes and reads, chunk by chunk, only what is needed.
 
-On many ranks all call `save` and `load` together, each with what it holds or wants. The boxes saved must cover every
-tensor exactly once: of copies one rank gives the boxes, and the others none.
+All ranks call `save` and `load` together, each with what it holds or wants. The saved boxes must
+cover every tensor exactly once: where several ranks hold copies, one of them passes the boxes and
+the others none.
 
-A step folder holds a `rank_00000.safetensors` of each rank that has elements, `index.json` (per tensor: global shape,
-dtype, boxes with file and byte range), `state.json` (counters and schedules) and `config.json`. The safetensors files
-are written by hand, a header and raw bytes, because the library gives no way to hash while it writes, and serialising
-to memory would double it; any safetensors reader reads them. We read by the index alone: it is hashed, and a hostile
-header is never parsed.
+A step folder holds one `rank_00000.safetensors` for each rank that has elements, `index.json` (per
+tensor: global shape, dtype, boxes with file and byte range), `state.json` (counters and schedules)
+and `config.json`. The safetensors files are written by hand, a header and raw bytes, because the
+library cannot hash while it writes, and serialising to memory would double it; any safetensors
+reader reads them. We read by the index alone: it is hashed, and a hostile header is never parsed.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ TORCH = {name: theirs for name, theirs, _ in DTYPES}
 NAMES = {theirs: name for name, theirs, _ in DTYPES}
 SIZES = {name: size for name, _, size in DTYPES}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
-INDEX_LIMIT = 32 << 20  # bytes: some 250,000 boxes
-PART = 16 << 20  # most bytes of a tensor in flight
+INDEX_LIMIT = 32 << 20  # bytes: about 250,000 boxes
+PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
 
 
 class Entry(NamedTuple):
-    """A tensor of ours and which boxes of the global tensor it holds."""
+    """A local tensor and the boxes of the global tensor that it holds."""
 
     shape: Shape
     boxes: Sequence[tuple[Shape, Shape]]
@@ -66,21 +67,22 @@ class Entry(NamedTuple):
 
 
 def full_entry(tensor: torch.Tensor) -> Entry:
-    """The entry of a tensor that one process holds entirely."""
+    """Return the entry of a tensor that one process holds completely."""
     shape = tuple(tensor.shape)
     return Entry(shape, [((0,) * len(shape), shape)], tensor)
 
 
 def bytes_of(named: Named, team: Team = ALONE) -> int:
-    """What a checkpoint of these takes on all ranks, for publish.check_writable()."""
+    """Return the size of a checkpoint of these tensors on all ranks, for
+    `publish.check_writable`."""
     return sum(team.gather(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())))
 
 
 # Saving
 
 
-class Run(NamedTuple):
-    """One box in a safetensors file: consecutive elements of a flat tensor."""
+class Extent(NamedTuple):
+    """A box in a safetensors file: consecutive elements of a flat tensor."""
 
     key: str
     dtype: str
@@ -98,42 +100,44 @@ def save(
     team: Team = ALONE,
     run: Path | None = None,
 ) -> None:
-    """Write one step, which must not be there yet.
+    """Write one step, which must not exist yet.
 
-    Rank 0 holds publish.lock(root); its state and its config are what counts. `state` must be JSON without NaN.
+    Rank 0 must hold `publish.lock(root)`; its `state` and `config` are the ones saved. `state` must
+    be JSON without NaN.
     """
-    files, size = files_of(named, state, config or {}, team=team)
+    files, size = step_files(named, state, config or {}, team=team)
     publish.write_step(root, step, files, bytes_needed=size, team=team, run=run)
 
 
-def files_of(
+def step_files(
     named: Named,
     state: Mapping[str, Any],
     config: Mapping[str, Any],
-    fetch: Callable[[Run], torch.Tensor] = lambda run: run.flat,
+    fetch: Callable[[Extent], torch.Tensor] = lambda extent: extent.flat,
     team: Team = ALONE,
 ) -> tuple[dict[str, Produce], int]:
-    """This rank's files of a step, and about how many bytes those of all ranks have.
+    """Return this rank's files of a step, and roughly the size of all ranks' files in bytes.
 
-    `fetch`: gives a run's elements when their bytes are due, where `named` has only shapes (torch's "meta").
+    `fetch` returns an extent's elements when they are to be written, where `named` has only shapes
+    ("meta" tensors).
     """
     file = f"rank_{team.rank:05d}.safetensors"
-    head, runs = b"", list[Run]()
+    head, extents = b"", list[Extent]()
     texts: dict[str, bytes] = {}
 
     def describe() -> dict[str, Any]:
-        nonlocal head, runs
+        nonlocal head, extents
         texts.update({STATE: as_json(state), CONFIG: as_json(config)})
-        head, runs = lay_out(named)
-        return index_of(named, runs, file, len(head))
+        head, extents = lay_out(named)
+        return index_of(named, extents, file, len(head))
 
     def tensors(write: Write) -> None:
         write(head)
-        for run in runs:
-            for part in parts_of(fetch(run)):
+        for extent in extents:
+            for part in byte_views(fetch(extent)):
                 write(part)
 
-    index = merged(team.run_on_all(describe))
+    index = merge_indexes(team.run_on_all(describe))
     check_cover(index)
     texts[INDEX] = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
     if len(texts[INDEX]) > INDEX_LIMIT:
@@ -141,53 +145,55 @@ def files_of(
     files: dict[str, Produce] = {}
     if team.is_lead:
         files |= {name: lambda write, text=text: write(text) for name, text in texts.items()}  # type: ignore[misc]
-    if runs:
+    if extents:
         files[file] = tensors
     size = sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
     return files, size + len(head) + sum(map(len, texts.values()))
 
 
-def lines_of_save(root: str | Path, step: int) -> tuple[str, str]:
-    """What Megatron's log says before and after, and people's scripts look for."""
+def save_messages(root: str | Path, step: int) -> tuple[str, str]:
+    """Return the lines of Megatron's log before and after a save, which scripts look for."""
     return (
         f"saving checkpoint at iteration {step:7d} to {root}",
         f"  successfully saved checkpoint at iteration {step:7d} to {root}",
     )
 
 
-def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks say of their tensors, put together."""
+def merge_indexes(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the index entries of all ranks."""
     tensors: dict[str, Any] = {}
     for rank, part in enumerate(parts):
         for name, mine in part.items():
             known = tensors.setdefault(name, {**mine, "boxes": []})
             if (tuple(mine["shape"]), mine["dtype"]) != (tuple(known["shape"]), known["dtype"]):
                 raise ValueError(
-                    f"{name}: {mine['shape']} {mine['dtype']} on rank {rank}, {known['shape']} {known['dtype']} before it"
+                    f"{name}: {mine['shape']} {mine['dtype']} on rank {rank}, "
+                    f"{known['shape']} {known['dtype']} on an earlier rank"
                 )
             known["boxes"] += mine["boxes"]
     return tensors
 
 
-def lay_out(named: Named) -> tuple[bytes, list[Run]]:
-    """The safetensors header and what follows it: widest types first, so that every element is aligned."""
-    runs = []
+def lay_out(named: Named) -> tuple[bytes, list[Extent]]:
+    """Return the safetensors header and the extents after it, widest types first so that all
+    elements are aligned."""
+    extents = []
     for name, (shape, boxes, tensor) in named.items():
-        flat = flat_of(name, shape, boxes, tensor)
+        flat = flatten(name, shape, boxes, tensor)
         start = 0
         for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
             key = name if box.size == tuple(shape) else name + ranges(box)
             count = math.prod(box.size)
             if not count and box.size != tuple(shape):
                 continue  # a rank whose slice of a flat buffer is empty
-            runs.append(Run(key, dtype_name(tensor), box, flat[start : start + count]))
+            extents.append(Extent(key, dtype_name(tensor), box, flat[start : start + count]))
             start += count
-    runs.sort(key=lambda run: (-SIZES[run.dtype], run.key))
-    return safetensors_header((run.key, run.dtype, run.box.size) for run in runs), runs
+    extents.sort(key=lambda extent: (-SIZES[extent.dtype], extent.key))
+    return safetensors_header((extent.key, extent.dtype, extent.box.size) for extent in extents), extents
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
-    """Name, type and shape of what follows it, in this order and without gaps."""
+    """Return a header for tensors (name, type, shape) that follow it in this order without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
@@ -202,30 +208,31 @@ def ranges(box: Box) -> str:
     return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.size, strict=True)) + "]"
 
 
-def index_of(named: Named, runs: list[Run], file: str, begin: int) -> dict[str, Any]:
-    """Where each box lies, in bytes of its file."""
+def index_of(named: Named, extents: list[Extent], file: str, begin: int) -> dict[str, Any]:
+    """Return shape, type and boxes of each tensor, a box with its byte range in the file."""
     tensors: dict[str, Any] = {
         name: {"shape": tuple(shape), "dtype": dtype_name(tensor), "boxes": []}
         for name, (shape, _, tensor) in named.items()
     }
-    for run in runs:
-        end = begin + run.flat.numel() * SIZES[run.dtype]
-        box = {"file": file, "begin": begin, "end": end, "offset": run.box.offset, "size": run.box.size}
-        tensors[run.key.partition("[")[0]]["boxes"].append(box)
+    for extent in extents:
+        end = begin + extent.flat.numel() * SIZES[extent.dtype]
+        box = {"file": file, "begin": begin, "end": end, "offset": extent.box.offset, "size": extent.box.size}
+        tensors[extent.key.partition("[")[0]]["boxes"].append(box)
         begin = end
     return tensors
 
 
-def flat_of(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one row of elements, after checking that it is what its boxes say."""
-    held = sum(math.prod(size) for _, size in boxes)
-    if held != tensor.numel() or not all(inside(Box(tuple(o), tuple(n)), shape) for o, n in boxes) or "[" in name:
+def flatten(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tensor: torch.Tensor) -> torch.Tensor:
+    """Flatten a tensor, after checking that it has the elements that its boxes describe."""
+    described = sum(math.prod(size) for _, size in boxes)
+    if described != tensor.numel() or not all(inside(Box(tuple(o), tuple(n)), shape) for o, n in boxes) or "[" in name:
         raise ValueError(f"{name} {tuple(shape)}: boxes {boxes} do not describe a tensor of {tensor.numel()} elements")
     return tensor.detach().view(-1)
 
 
-def parts_of(flat: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a flat tensor: of a CPU one its own memory, of a GPU one copies of bounded size."""
+def byte_views(flat: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a flat tensor: views of CPU memory, or copies of bounded size from a
+    GPU."""
     import torch
 
     count = PART // flat.element_size()
@@ -247,25 +254,25 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 # Loading
 
 
-class Stored(NamedTuple):
-    """One box as the index has it."""
+class StoredBox(NamedTuple):
+    """A box in a file, from the index."""
 
     file: str
     begin: int
     box: Box
 
 
-class Tensor(NamedTuple):
+class StoredTensor(NamedTuple):
     shape: Shape
     dtype: str
-    boxes: list[Stored]
+    boxes: list[StoredBox]
 
 
 class Copy(NamedTuple):
-    """A box to be read, and where its elements go."""
+    """A box to read, and where its elements go."""
 
     dtype: str
-    stored: Stored
+    stored: StoredBox
     target: torch.Tensor  # flat
     start: int  # of the wanted box in the target
     wanted: Box
@@ -274,14 +281,14 @@ class Copy(NamedTuple):
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """The range of the file that encloses it."""
+        """The range of the file that contains it."""
         return enclosing(self.stored, self.dtype, self.low, self.high)
 
 
 @dataclass
 class Native(Source):
     manifest: Manifest = field(default_factory=dict)
-    stored: dict[str, Tensor] = field(default_factory=dict)
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)
 
     @property
@@ -293,7 +300,7 @@ class Native(Source):
         return sha256([encode_manifest(self.manifest)])
 
     def fill(self, want: Named) -> None:
-        for theirs, ours in read(self.folder, self.manifest, self.stored, want, self.last):
+        for theirs, ours in read_pieces(self.folder, self.manifest, self.stored, want, self.last):
             ours.copy_(theirs)
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
@@ -306,7 +313,11 @@ class Native(Source):
 
 
 def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> Native:
-    """`verify`: "read" hashes the chunks that will be read, "full" every byte now, each rank a share of them."""
+    """Open a step of our own format.
+
+    verify: "read" hashes the chunks that are read, when they are read; "full" hashes every byte
+    now, each rank a share.
+    """
     manifest = manifests.verify(folder, verify == "full", team)
     state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
     for name, value in ((STATE, state), (CONFIG, config)):
@@ -314,7 +325,7 @@ def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE)
             raise Damaged(f"{folder / name}: not a JSON object")
     check_state(state, folder / STATE)
     stored, vocab = read_index(folder, manifest), state.get("true_vocab_size")
-    if "iteration" not in state:  # weights alone, as `convert` makes them of another program's
+    if "iteration" not in state:  # weights alone, converted from another program's
         state = {}
     return Native(NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, stored=stored)
 
@@ -322,20 +333,21 @@ def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE)
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
-def read(
-    folder: Path, manifest: Manifest, stored: Mapping[str, Tensor], want: Named, last: manifests.Chunks
+def read_pieces(
+    folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor], want: Named, last: manifests.Chunks
 ) -> Iterator[Pair]:
-    """What is wanted, piece by piece: the elements in the file, and their place in our tensor."""
+    """Yield the wanted elements piece by piece: those of the file, and their place in our
+    tensor."""
     by_file: dict[str, list[Copy]] = {}
     for name, (shape, boxes, tensor) in want.items():
-        for copy in plan(folder, name, stored[name], flat_of(name, shape, boxes, tensor), boxes):
+        for copy in plan_copies(folder, name, stored[name], flatten(name, shape, boxes, tensor), boxes):
             by_file.setdefault(copy.stored.file, []).append(copy)
     for file, copies in sorted(by_file.items()):
         yield from read_file(folder / file, manifest[file], copies, last)
 
 
 def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manifests.Chunks) -> Iterator[Pair]:
-    """The pieces of one file, from its beginning to its end."""
+    """Yield the pieces of one file from its beginning to its end."""
     import torch
 
     copies = sorted(copies, key=lambda copy: copy.bytes)
@@ -355,7 +367,8 @@ def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manife
 
 
 def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
-    """The box of a copy cut where the file's chunks end, so that what is read of one chunk need not be joined to another."""
+    """Cut the box of a copy at the ends of the file's chunks, so that no piece has to be joined
+    from two chunks."""
     waiting = [(copy.low, copy.high)]
     while waiting:
         low, high = waiting.pop()
@@ -366,17 +379,18 @@ def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
             yield low, high
             continue
         row = strides(copy.stored.box.size)[d] * SIZES[copy.dtype]
-        # Rows of which not all lie before the border are cut along the next dimension, all but the first of them later.
+        # A row that crosses the border is later cut along the next dimension.
         before = (border - begin) // row
         middle = low[d] + min(max(before, 1), high[d] - low[d] - 1)
         waiting.append((low[:d] + (middle,) + low[d + 1 :], high))
         waiting.append((low, high[:d] + (middle,) + high[d + 1 :]))
 
 
-def plan(
-    folder: Path, name: str, stored: Tensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
+def plan_copies(
+    folder: Path, name: str, stored: StoredTensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
 ) -> list[Copy]:
-    """Which part of which stored box fills which part of the wanted ones: the stored ones do not overlap, by check_cover."""
+    """Plan which part of which stored box fills which part of the wanted boxes; `check_cover` keeps
+    stored ones disjoint."""
     copies: list[Copy] = []
     start = 0
     for wanted in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
@@ -397,36 +411,36 @@ def plan(
     return copies
 
 
-def read_index(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """The index, with every box checked against its tensor and its file."""
+def read_index(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX
     index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)
     tensors = {}
     try:
         for name, tensor in index["tensors"].items():
-            shape, dtype = numbers(tensor["shape"]), tensor["dtype"]
-            tensors[name] = Tensor(shape, dtype, [])
+            shape, dtype = parse_sizes(tensor["shape"]), tensor["dtype"]
+            tensors[name] = StoredTensor(shape, dtype, [])
             for raw in tensor["boxes"]:
-                begin, end = numbers([raw["begin"], raw["end"]])
-                box = Box(numbers(raw["offset"]), numbers(raw["size"]))
+                begin, end = parse_sizes([raw["begin"], raw["end"]])
+                box = Box(parse_sizes(raw["offset"]), parse_sizes(raw["size"]))
                 fits = end - begin == math.prod(box.size) * SIZES[dtype] and end <= manifest[raw["file"]].size
                 if not fits or not inside(box, shape):
                     raise Damaged(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
-                tensors[name].boxes.append(Stored(raw["file"], begin, box))
+                tensors[name].boxes.append(StoredBox(raw["file"], begin, box))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{path}: not an index that we wrote: {type(error).__name__} {str(error)[:200]}") from error
     return tensors
 
 
-def numbers(values: Any) -> Shape:
-    """A short list of sizes or offsets, as a tuple."""
+def parse_sizes(values: Any) -> Shape:
+    """Return a short list of sizes or offsets as a tuple."""
     if len(values) > 16 or not all(type(v) is int and 0 <= v < 1 << 60 for v in values):
         raise ValueError(f"{str(values)[:100]} is not a shape")
     return tuple(values)
 
 
-def enclosing(stored: Stored, dtype: str, low: Shape, high: Shape) -> tuple[int, int]:
-    """Bytes of the file from the first to the last element of low … high."""
+def enclosing(stored: StoredBox, dtype: str, low: Shape, high: Shape) -> tuple[int, int]:
+    """Return the byte range from the first to the last element between `low` and `high`."""
     first = position(stored.box, low)
     last = position(stored.box, tuple(h - 1 for h in high))
     return stored.begin + first * SIZES[dtype], stored.begin + (last + 1) * SIZES[dtype]

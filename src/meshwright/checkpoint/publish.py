@@ -1,15 +1,19 @@
-"""How a checkpoint comes to be whole or not at all: folders, bytes and hashes; nothing here knows a model.
+"""The commit protocol: a checkpoint is complete or absent. Files and hashes only; nothing here
+knows a model.
 
-A step is a folder `iter_0005000/` of plain files and a `manifest.json` with the size of each file and the SHA-256 of
-each 16 MiB chunk. It is written as `iter_0005000.tmp/`: files and fsync, manifest and fsync, rename, fsync of the
-parent, and last `latest_checkpointed_iteration.txt`, Megatron's tracker, by replacement. A process killed anywhere
-leaves the step published and whole, or a `.tmp` that the next writer clears. Published folders are never written into.
+A step is a folder `iter_0005000/` of plain files and a `manifest.json` with the size of each file
+and the SHA-256 of each 16 MiB chunk. It is written as `iter_0005000.tmp/`: files and fsync,
+manifest and fsync, rename, fsync of the parent, and last `latest_checkpointed_iteration.txt`,
+Megatron's tracker, by replacement. A process killed at any moment leaves either the complete step
+or a `.tmp` that the next writer removes. Nothing is ever written into a published folder.
 
-Many ranks write one step: each its own files, rank 0 all the rest, and what one of them finds is everybody's outcome.
-They share the folder through a file system, and nothing but names, sizes and hashes goes through the `Team`.
+Many ranks write one step together: each writes its own files, rank 0 the rest, and a failure of one
+is raised by all. They share the folder through a file system; only names, sizes and hashes pass
+through the `Team`.
 
-The tracker is for other programs, and to notice that another program wrote something newer. Written by hand because no
-library offers it: torch's checkpoint has no checksums, overwrites in place and unpickles on load; safetensors has no steps.
+The tracker is for other programs, and shows us that another program has written a newer step. This
+is written by hand because no library offers it: torch's checkpoint has no checksums, overwrites in
+place and unpickles on load, and safetensors has no steps.
 """
 
 from __future__ import annotations
@@ -44,12 +48,12 @@ from meshwright.launch.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
 Produce = Callable[[Write], None]  # writes a file's bytes, in order
-PARTS = ".parts"  # of a run's folder: what Megatron's tree is made from, while it is made
-SEEN_WITHIN = 5.0  # seconds: a network file system shows one node's new files to another after a while
+PARTS = ".parts"  # in a run's folder: the temporary step that Megatron's tree is made from
+SEEN_WITHIN = 5.0  # seconds until a network file system shows one node's new files to another
 
 
 def reached(point: str) -> None:
-    """Does nothing. Tests put a kill here, at every named point of the protocol."""
+    """Do nothing. Tests replace this to kill the process at each named point of the protocol."""
 
 
 # Writing
@@ -64,13 +68,14 @@ def write_step(
     team: Team = ALONE,
     run: Path | None = None,
 ) -> None:
-    """Write a step, of which `files` are this rank's. `run`: where the run's other steps are, if not there.
+    """Write a step; `files` are this rank's part of it, by name.
 
-    Rank 0 holds the lock of `root`. A step that is there is refused if it is whole, and else moved aside and written anew.
+    Rank 0 must hold the lock of `root`. An existing step is never overwritten unless it is damaged:
+    then it is moved aside. `run` is the folder with the run's other steps, where it is not `root`.
     """
     root = Path(root)
     folder = root / f"iter_{step:07d}.tmp"
-    telling = telling_failures(run or root, step, bytes_needed)
+    explained = explain_failures(run or root, step, bytes_needed)
     reached("begin")
 
     def begin() -> None:
@@ -79,31 +84,31 @@ def write_step(
 
     def write() -> Manifest:
         if files:
-            must_see(folder, team)
+            wait_until_visible(folder, team)
         for name in files:
             (folder / name).parent.mkdir(exist_ok=True)  # Megatron's mp_rank_00/
         return {name: write_file(folder / name, produce) for name, produce in files.items()}
 
     def finish() -> None:
         for name in manifest:
-            must_see(folder / name, team)
+            wait_until_visible(folder / name, team)
         commit(root, step, manifest)
 
-    team.run_on_lead(telling(begin))
-    refuse_whole(root, step, team)
+    team.run_on_lead(explained(begin))
+    refuse_overwriting(root, step, team)
     try:
-        team.run_on_lead(telling(folder.mkdir))
+        team.run_on_lead(explained(folder.mkdir))
         reached("after_mkdir")
-        manifest = {name: File(*file) for part in team.run_on_all(telling(write)) for name, file in part.items()}
-        team.run_on_lead(telling(finish))
+        manifest = {name: File(*file) for part in team.run_on_all(explained(write)) for name, file in part.items()}
+        team.run_on_lead(explained(finish))
     except UserError:
-        if team.is_lead:  # nobody writes any more
+        if team.is_lead:  # no rank writes any more
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def commit(root: Path, step: int, manifest: Manifest) -> None:
-    """Publish the files that lie in `iter_….tmp`."""
+    """Publish the files in `iter_….tmp`."""
     folder, target = root / f"iter_{step:07d}.tmp", step_folder(root, step)
     raw = encode_manifest(manifest)
     if len(raw) > MANIFEST_LIMIT:
@@ -112,7 +117,7 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     for inner in {folder, *((folder / name).parent for name in manifest)}:
         sync_folder(inner)
     reached("before_rename")
-    if target.exists():  # damaged, or refuse_whole() would have refused
+    if target.exists():  # it is damaged: refuse_overwriting() has let it pass
         aside = root / f"{target.name}.damaged"
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
@@ -123,8 +128,9 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     write_tracker(root, step)
 
 
-def refuse_whole(root: Path, step: int, team: Team) -> None:
-    """A checkpoint is never overwritten. Every rank looks at a part of the one that is there, all conclude alike."""
+def refuse_overwriting(root: Path, step: int, team: Team) -> None:
+    """Refuse to overwrite an existing step unless it is damaged; the ranks share the work of
+    verifying it."""
     target = step_folder(root, step)
     foreign = team.run_on_lead(lambda: is_foreign(target) if target.exists() else None)
     if foreign is None:
@@ -133,44 +139,45 @@ def refuse_whole(root: Path, step: int, team: Team) -> None:
         try:
             team.run_on_all(lambda: bool(verify(target, True, team)))
         except Damaged as damage:
-            say(f"WARNING: {damage}; written anew, the damaged one is kept as {target.name}.damaged")
+            say(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
             return
     raise UserError(
-        f"{target} holds {'a Megatron' if foreign else 'another'} checkpoint, which is never overwritten; save to another "
-        "folder, or start anew with --save-overwrite, which moves the old ones aside",
+        f"{target} holds {'a Megatron' if foreign else 'another'} checkpoint, which is never overwritten; "
+        "save to another folder, or start again with --save-overwrite, which moves the old checkpoints aside",
         LOCKED,
         everywhere=True,
     )
 
 
-def must_see(path: Path, team: Team) -> None:
-    """What another rank has just made."""
+def wait_until_visible(path: Path, team: Team) -> None:
+    """Wait for a file or folder that another rank has just made."""
     until = time.monotonic() + SEEN_WITHIN
     while team.size > 1 and not path.exists():
         if time.monotonic() > until:
             raise UserError(
-                f"rank {team.rank} on {socket.gethostname()} does not see {path}, which another rank has: the folder "
-                f"must be on a file system that all nodes share",
+                f"rank {team.rank} on {socket.gethostname()} does not see {path}, which another rank has written; "
+                "the folder must be on a file system that all nodes share",
                 IO,
             )
         time.sleep(0.05)
 
 
 def write_file(path: Path, produce: Produce) -> File:
-    """Write and fsync one new file, its chunks hashed and written by threads.
+    """Write and fsync one new file; threads hash and write its chunks.
 
-    Nothing is copied, so what `produce` hands over must not change until this returns.
+    Nothing is copied, so the buffers that `produce` passes on must not change until this returns.
     """
     digests: list[Future[str]] = []
-    parts: list[memoryview] = []  # of the chunk that is being filled
+    parts: list[memoryview] = []  # of the current chunk
     size = 0
-    with ThreadPoolExecutor(THREADS) as pool, naming(path), open(path, "xb", buffering=0) as file:
+    with ThreadPoolExecutor(THREADS) as pool, naming_file(path), open(path, "xb", buffering=0) as file:
 
         def send() -> None:
             begin = size - sum(map(len, parts))
             digests.append(pool.submit(write_chunk, file.fileno(), begin, tuple(parts)))
             parts.clear()
-            if len(digests) > THREADS:  # bounds the chunks in flight when they are copies from a GPU
+            # Bound the chunks in flight, which are copies if they come from a GPU.
+            if len(digests) > THREADS:
                 digests[-THREADS - 1].result()
 
         def write(data: bytes | bytearray | memoryview) -> None:
@@ -202,7 +209,8 @@ def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
             done = os.pwrite(fd, view, end)
             end, view = end + done, view[done:]
     if hasattr(os, "posix_fadvise"):
-        # Linux begins to write to the disk now, and not all at once in fsync; what is not written yet stays cached.
+        # Linux starts writing to the disk now rather than all at once in fsync; unwritten pages
+        # stay cached.
         os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
     return sha256(parts)
 
@@ -213,7 +221,7 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def write_durably(path: Path, data: bytes, point: str = "") -> None:
-    with naming(path), open(path, "wb", buffering=0) as file:
+    with naming_file(path), open(path, "wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(data))
         if point:
             reached(point)
@@ -221,9 +229,9 @@ def write_durably(path: Path, data: bytes, point: str = "") -> None:
 
 
 def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
-    """Which step is the newest, or with BEST as its name the one of the least validation loss."""
+    """Record the newest step or, under the name BEST, the step with the lowest validation loss."""
     root = Path(root)
-    with naming(root / name), replacing(root / name, durably=True) as file:
+    with naming_file(root / name), replacing(root / name, durably=True) as file:
         file.write(str(step).encode())
         reached("before_tracker")
     sync_folder(root)
@@ -231,18 +239,20 @@ def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
 
 
 def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
-    """Remove steps before `newest`, which was just saved, and return their numbers; the caller holds the lock.
+    """Remove steps before `newest`, which was just saved, and return their numbers; the caller
+    holds the lock.
 
-    The newest `keep_last` whole steps stay, and with them multiples of `keep_every` and the best. A step that is damaged or
-    cannot be read neither counts nor is removed, and none above `newest`: the run fell back from it, so it may be damaged
-    where only a full reading looks. A step loses its name before its files, so that a kill leaves nothing that looks whole.
+    The newest `keep_last` complete steps stay, as do multiples of `keep_every` and the best. A step
+    that is damaged or unreadable is neither counted nor removed, nor is any above `newest`: the run
+    fell back from it, so it may be damaged where only full verification looks. A step is renamed
+    before its files are removed, so that a kill leaves nothing that looks complete.
     """
-    root, whole = Path(root), []
+    root, complete = Path(root), []
     for step in (n for n in steps(root) if n <= newest):
         with contextlib.suppress(UserError):
             verify(step_folder(root, step))
-            whole.append(step)
-    removed = [n for n in whole[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
+            complete.append(step)
+    removed = [n for n in complete[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
     for step in removed:
         unnamed = root / f"iter_{step:07d}.tmp"
         step_folder(root, step).rename(unnamed)
@@ -269,8 +279,8 @@ def clear_unfinished(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of a descriptor the name of its file."""
+def naming_file(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that was raised for its descriptor."""
     try:
         yield
     except OSError as error:
@@ -279,8 +289,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def telling_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]:
-    """Turn an OSError during a save into words."""
+def explain_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]:
+    """Turn an OSError during a save into a message that says which checkpoint is still intact."""
     try:
         yield
     except OSError as error:
@@ -291,7 +301,7 @@ def telling_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]
         if newest is None:
             rest = "there is no earlier checkpoint"
         elif newest == step:
-            rest = f"{step_folder(root, step).name} itself is whole"
+            rest = f"{step_folder(root, step).name} itself is complete"
         else:
             rest = f"the previous checkpoint, {step_folder(root, newest).name}, is intact"
         raise UserError(
@@ -302,7 +312,8 @@ def telling_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]
 
 
 def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2) -> None:
-    """Before the first step: can every rank write here, do they see each other's files, is there room for so many?"""
+    """Check before the first step that every rank can write here and sees the others' files, and
+    that `copies` checkpoints fit on the disk."""
     root = Path(root)
     probe = root / f".write-test-{team.rank}-{os.getpid()}"
 
@@ -314,21 +325,21 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
             raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
         return probe.name
 
-    def look() -> int:
+    def measure_free_space() -> int:
         for name in probes:
-            must_see(root / name, team)
+            wait_until_visible(root / name, team)
         return shutil.disk_usage(root).free
 
     try:
         probes = team.run_on_all(write)
-        free = team.run_on_lead(look)
+        free = team.run_on_lead(measure_free_space)
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
     if free < copies * bytes_needed:
         raise UserError(
             f"{root} has {free:,} bytes free; a checkpoint needs about {bytes_needed:,} and there must be room for "
-            f"{'two' if copies == 2 else copies}, {copies * bytes_needed:,}: make room or change --save",
+            f"{'two' if copies == 2 else copies}, {copies * bytes_needed:,}; free space or change --save",
             IO,
             everywhere=True,
         )
@@ -371,14 +382,16 @@ def _open_locked(root: Path) -> int:
 
 
 def move_aside(root: str | Path) -> Path:
-    """Put every checkpoint into a folder `replaced-N` of the same root. The caller holds the lock."""
+    """Move every checkpoint into a new folder `replaced-N` of the same root. The caller holds the
+    lock."""
     root = Path(root)
     number = 1
     while (aside := root / f"replaced-{number}").exists():
         number += 1
     aside.mkdir()
     names = listing(root)
-    for name in sorted(names, key=lambda name: name.startswith("iter_")):  # trackers first: none may outlive its step
+    # Trackers move first: none may outlive its step.
+    for name in sorted(names, key=lambda name: name.startswith("iter_")):
         (root / name).rename(aside / name)
     sync_folder(root)
     return aside

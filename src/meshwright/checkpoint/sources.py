@@ -1,8 +1,9 @@
-"""A checkpoint of any program, opened: its tensors under our names, none of them read yet.
+"""An opened checkpoint of any program: its tensors under our names, none of them read yet.
 
-Our own format is native.py's `Native`. Every other one is a `Mapped`: a table from our names to pieces, each a view of a
-mapped file that holds one box of our tensor. A matrix that is transposed there, cut over ranks, or whose rows lie in another
-order is a table of more and smaller views; nothing is copied before it is wanted, and then only what is wanted.
+Our own format is `Native` in native.py. Every other one is a `Mapped`: a table from our names to
+pieces, each a view of a mapped file that holds one box of our tensor. A matrix that is transposed
+there, split over ranks, or has its rows in another order is a table of more and smaller views; only
+what is needed is copied, and only when it is needed.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from meshwright.parallel import shard
 if TYPE_CHECKING:
     import torch
 
-# What is loaded or saved: name -> (global shape, boxes as (offset, size), tensor). The tensor is
-# contiguous and holds the
-# boxes' elements, each in row order, one box after the other.
+# Tensors to load or save: name -> (global shape, boxes as (offset, size), tensor). The tensor is
+# contiguous and holds the elements of its boxes, each in row order, one box after the other.
 Named = Mapping[str, tuple[Shape, Sequence[tuple[Shape, Shape]], "torch.Tensor"]]
 
 
 class Known(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Shape and type of a tensor that has not been read."""
 
     shape: Shape
     dtype: str  # torch's name: "float32"
@@ -47,16 +47,16 @@ class Source(abc.ABC):
     Names are ours: `h.0.attn.qkv.weight`, and with optimizer state `h.0.attn.qkv.weight/exp_avg`.
     """
 
-    kind: str  # in words: "Megatron", "Hugging Face"
-    folder: Path  # of the step, or the one file that it is
+    kind: str  # "Megatron", "Hugging Face", ...: see steps.py
+    folder: Path  # of the step, or its only file
     step: int
-    version: str = "3.0"  # Megatron's number of its format, for the log
-    config: dict[str, Any] = field(default_factory=dict)  # settings under our names, as many as are known
-    state: dict[str, Any] = field(default_factory=dict)  # as resume.State saves it; empty: it holds weights alone
-    vocab: int | None = None  # the true size; none: it does not say, and its tables have the padded one's rows
-    notes: list[str] = field(default_factory=list)  # to be said aloud
-    layout: str = ""  # over which ranks its files are cut, in words
-    root: Path | None = None  # of the run: where tokenizer/ would be
+    version: str = "3.0"  # Megatron's format number, for the log
+    config: dict[str, Any] = field(default_factory=dict)  # the known settings, under our names
+    state: dict[str, Any] = field(default_factory=dict)  # as resume.State saves it; empty for weights alone
+    vocab: int | None = None  # the true size, or None if unknown: then the tables may be padded
+    notes: list[str] = field(default_factory=list)  # to be printed
+    layout: str = ""  # the ranks over which its files are split, for people
+    root: Path | None = None  # of the run, which may hold tokenizer/
 
     @property
     @abc.abstractmethod
@@ -64,19 +64,19 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def fill(self, want: Named) -> None:
-        """Read what is wanted; names and shapes have been compared before."""
+        """Read the wanted tensors; names and shapes have been compared before."""
 
     @abc.abstractmethod
     def parts(self, name: str) -> Iterable[tuple[str, Box]]:
-        """In which files a tensor lies, and which box of it in each."""
+        """List the boxes of a tensor with the file that each is in."""
 
     @abc.abstractmethod
     def of_vocabulary(self, size: int) -> Source:
-        """The same without the rows that only fill a table up."""
+        """Return this source without the rows that only pad its tables."""
 
     @property
     def identity(self) -> str:
-        """What is equal on two nodes only if they see the same files."""
+        """A text that is equal on two nodes only if they see the same files."""
         return repr((sorted(self.tensors.items()), sorted(self.state.items()), sorted(self.config.items())))
 
     @property
@@ -85,20 +85,20 @@ class Source(abc.ABC):
 
 
 class Piece(NamedTuple):
-    """A box of a tensor of ours, and a view of that size on what another program wrote."""
+    """A box of our tensor, as a view of that size on another program's file."""
 
     offset: Shape
     tensor: torch.Tensor
 
 
-# Files that tensors are mapped from; what a run may write beside them has another ending, or a dot before its name.
+# Files that tensors may be mapped from; other files of a run end otherwise or begin with a dot.
 ENDINGS = ("", ".pt", ".bin", ".safetensors", ".distcp")
-EDGE, FILES = 1 << 16, 10_000  # bytes at each end of a file, and files, that are looked at
+EDGE, FILES = 1 << 16, 10_000  # bytes hashed at each end of a file, and the most files
 
 
 @dataclass
 class Mapped(Source):
-    """Pieces make up each tensor exactly once; that is checked here, so that no reader has to."""
+    """Another program's checkpoint; checks that the pieces cover each tensor exactly once."""
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ class Mapped(Source):
         try:
             check_cover(index)
         except ValueError as error:
-            raise UserError(f"{self.folder}: parts are missing or there twice: {error}", BAD_DATA) from error
+            raise UserError(f"{self.folder}: parts are missing or duplicated: {error}", BAD_DATA) from error
         self._tensors = {
             name: Known(index[name]["shape"], str(pieces[0].tensor.dtype).removeprefix("torch."))
             for name, pieces in self.pieces.items()
@@ -126,7 +126,8 @@ class Mapped(Source):
 
     @property
     def identity(self) -> str:
-        """With the names, sizes and both ends of the files: other numbers of the same shapes are another checkpoint."""
+        """With the names, sizes and both ends of the files: other numbers of the same shapes are
+        another checkpoint."""
         return repr((super().identity, [(str(p.relative_to(self.folder)), *edges(p)) for p in files_in(self.folder)]))
 
     def fill(self, want: Named) -> None:
@@ -163,7 +164,7 @@ class Mapped(Source):
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The first of them in the order of their names; a checkpoint may also be one file."""
+    """List the first files in the order of their names; a checkpoint may also be a single file."""
     if folder.is_file():
         return [folder]
     found = (path for path in walk(folder) if path.suffix in ENDINGS and path.name[0] != ".")
@@ -177,7 +178,7 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def edges(path: Path) -> tuple[int, str]:
-    """A file's size, and the SHA-256 of its first and last bytes."""
+    """Return a file's size and the SHA-256 of its first and last bytes."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         first = file.read(EDGE)
@@ -189,18 +190,19 @@ COUNTERS = ("iteration", "consumed_train_samples", "schedule_samples", "optimize
 SCALE = {"dynamic": False, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 0}
 
 
-def check_json(told: Any, where: object) -> None:
-    """Refuse what cannot be a run's settings or state: anybody may have made the file that it is from."""
+def check_json(value: Any, where: object) -> None:
+    """Refuse what cannot be a run's settings or state, since anyone may have made the file."""
     try:
-        if not isinstance(told, dict):
-            raise TypeError(f"{told!r:.100} is no dictionary")
-        json.dumps(told, allow_nan=False, sort_keys=True)
+        if not isinstance(value, dict):
+            raise TypeError(f"{value!r:.100} is no dictionary")
+        json.dumps(value, allow_nan=False, sort_keys=True)
     except (RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{where}: not what a run saves: {error!r:.300}", BAD_DATA) from error
 
 
 def check_state(state: Any, where: object) -> None:
-    """The same of what resume.State saves, with the types of what a run goes on from."""
+    """Refuse a state that is not as resume.State saves it, with the types that a run continues
+    from."""
     check_json(state, where)
     wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or n < 0]
     scale, curve = state.get("loss_scale", SCALE), state.get("schedule", {})
@@ -213,10 +215,10 @@ def check_state(state: Any, where: object) -> None:
         wrong.append(f"schedule (no {missing[0]})")
     elif curve:
         try:
-            told = Schedule(**curve)
-            for samples in (0, told.decay, told.wd_samples):
-                told.lr(samples)
-                told.wd(samples)
+            schedule = Schedule(**curve)
+            for samples in (0, schedule.decay, schedule.wd_samples):
+                schedule.lr(samples)
+                schedule.wd(samples)
         except (ArithmeticError, TypeError, ValueError) as error:
             wrong.append(f"schedule ({error})")
     if wrong:
@@ -224,7 +226,7 @@ def check_state(state: Any, where: object) -> None:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose numbers lie where a processor may read them: within a file they can begin at any byte."""
+    """Return the tensor, copied if it is unaligned: within a file it may begin at any byte."""
     import torch
 
     if tensor.data_ptr() % tensor.element_size() == 0 or not tensor.numel():

@@ -1,7 +1,8 @@
-"""Which step a folder means, and whose: our own, or another program's.
+"""Find the step that a path means, our own or another program's.
 
-Ours is what has a manifest, in our format or in Megatron's tree. Truth is the newest such step whose manifest holds, not
-the tracker. What other programs wrote is recognised by the names of its files and counts through its program's tracker.
+A step is ours if it has a manifest, in our format or in Megatron's tree. The latest step is the
+newest of these whose manifest holds, whatever the tracker says. Other programs' steps are
+recognised by their file names and found through their program's tracker.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from meshwright.checkpoint.manifests import MANIFEST, Damaged, verify
 from meshwright.errors import BAD_DATA, UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-BEST = "best_checkpointed_iteration.txt"  # ours: the step of the least validation loss
+BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss
 DEEPSPEED_TRACKER = "latest"
 LIBAI_TRACKER = "last_checkpoint"
 
@@ -30,8 +31,8 @@ NATIVE, MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL, HUGGING_FACE, LIBAI, ONEFLOW
     "OneFlow-GPT",
 )
 
-# The first whose patterns all fit some name in the folder.
-LOOKS = {
+# A folder is of the first kind whose patterns all match some name in it.
+PATTERNS = {
     NATIVE: (r"index\.json", r"manifest\.json"),
     MEGATRON: (r"mp_rank_\d\d+(_\d{3,}){0,2}",),
     TORCH_DIST: (r"\.metadata", r".*\.distcp"),
@@ -43,12 +44,12 @@ LOOKS = {
 
 
 class Place(NamedTuple):
-    """Where one step lies."""
+    """Where a step is."""
 
     kind: str
     folder: Path
     step: int
-    root: Path  # what else belongs to the run lies here: its other steps, tokenizer/
+    root: Path  # the folder of the run, with its other steps and tokenizer/
 
     @property
     def ours(self) -> bool:
@@ -60,17 +61,18 @@ def step_folder(root: str | Path, step: int) -> Path:
 
 
 def split_path(path: str | Path) -> tuple[Path, int | None]:
-    """A root, or one step's folder in it: users name either."""
+    """Split a path into the folder of a run and the step in it, if the path names one."""
     path = Path(path)
     found = re.fullmatch(r"iter_(\d{7,})", path.name)
     return (path.parent, int(found[1])) if found else (path, None)
 
 
 def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list[str]]:
-    """The step that a path means, and what has to be said aloud; None: there is no checkpoint at all.
+    """Return the step that a path means, or None if there is no checkpoint at all, and the notes to
+    print.
 
-    The path may be a step's folder, a file in it, or a folder of steps, of which it is the newest, or with `below` the newest
-    older one.
+    The path may be a step's folder, a file in it, or a folder of steps: then the newest step is
+    meant, or with `below` the newest one before that.
     """
     path = Path(path)
     if path.suffix == ".pt" and path.is_file():  # mp_rank_00/model_optim_rng.pt
@@ -91,16 +93,16 @@ def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list
     if newest is not None:
         folder = step_folder(root, newest)
         return Place(kind_of(folder) or NATIVE, folder, newest, root), notes
-    return foreign(root), notes
+    return find_foreign(root), notes
 
 
 def kind_of(folder: Path) -> str | None:
-    """Whose step a folder is, by the names in it."""
+    """Return the program whose step a folder is, judging by the names in it."""
     try:
         names = os.listdir(folder)
     except OSError:
         return None
-    for kind, patterns in LOOKS.items():
+    for kind, patterns in PATTERNS.items():
         if kind == ONEFLOW and not re.fullmatch(r"iter\d+_snapshot|model_\w+", folder.name):
             continue
         if all(any(re.fullmatch(pattern, name) for name in names) for pattern in patterns):
@@ -108,27 +110,28 @@ def kind_of(folder: Path) -> str | None:
     return None
 
 
-def foreign(root: Path) -> Place | None:
-    """The step that another program's tracker names; it is an error if it is not there, or cannot be told."""
-    names = others(root)
+def find_foreign(root: Path) -> Place | None:
+    """Return the step that another program's tracker names; raise if it is missing or none is
+    named."""
+    names = foreign_names(root)
     if not names:
         return None
     for tracker in (TRACKER, DEEPSPEED_TRACKER, LIBAI_TRACKER):
         if tracker in names and (root / tracker).is_file():
-            return told(root, tracker, read_tracker(root / tracker))
+            return place_named_by(root, tracker, read_tracker(root / tracker))
     snapshots = sorted(int(m[1]) for m in (re.fullmatch(r"iter(\d+)_snapshot", name) for name in names) if m)
     if snapshots:
         return Place(ONEFLOW, root / f"iter{snapshots[-1]}_snapshot", snapshots[-1], root)
     kinds = sorted({str(kind_of(root / name)) for name in names})
     raise UserError(
-        f"{root} holds {', '.join(names[:5])} ({', '.join(kinds)}), but no file that says which one is meant "
-        f"({TRACKER}, {DEEPSPEED_TRACKER}): give the path of the one itself",
+        f"{root} holds {', '.join(names[:5])} ({', '.join(kinds)}), but no file that says which one "
+        f"is meant ({TRACKER}, {DEEPSPEED_TRACKER}); give the path of the one itself",
         BAD_DATA,
     )
 
 
-def told(root: Path, tracker: str, text: str) -> Place:
-    """The step of these words in a tracker."""
+def place_named_by(root: Path, tracker: str, text: str) -> Place:
+    """Return the step that the text of a tracker names."""
     name = text
     if tracker == TRACKER and text != "release":
         if not re.fullmatch(r"\d{1,15}", text, re.ASCII):
@@ -139,7 +142,8 @@ def told(root: Path, tracker: str, text: str) -> Place:
     kind = kind_of(root / name)
     if kind is None:
         raise UserError(
-            f"{root / tracker} names {text}, but there is no checkpoint in {root / name}: remove that file to start anew",
+            f"{root / tracker} names {text}, but there is no checkpoint in {root / name}; "
+            "remove that file to start again",
             BAD_DATA,
         )
     number = re.search(r"\d+$", name)
@@ -155,15 +159,16 @@ def read_tracker(path: Path) -> str:
 
 
 def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list[str]]:
-    """The newest step of ours whose manifest and sizes hold, and what has to be said aloud about newer ones.
+    """Return our newest step whose manifest and sizes hold, and notes to print about newer ones.
 
-    None: none was ever finished here. Steps that are all damaged are an error, never a fresh start, and so is a tracker
-    that names something newer than our newest step. `below`: only older ones, after a damaged read.
+    Return None if no step was ever finished here. It is an error, never a fresh start, if all steps
+    are damaged or if a tracker names something newer than our newest step. `below` considers only
+    older steps, after a damaged read.
     """
     root = Path(root)
     names = listing(root)
     notes: list[str] = []
-    heed_trackers(root, names, notes)
+    check_trackers(root, names, notes)
     damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
     for step in steps(root):
         if below is not None and step >= below:
@@ -176,7 +181,7 @@ def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list
             damages.append(str(damage))
     if damages or below is not None:
         raise Damaged(
-            f"no whole checkpoint in {root}: " + "; ".join(damages)
+            f"no undamaged checkpoint in {root}: " + "; ".join(damages)
             if damages
             else f"there is no older checkpoint in {root}"
         )
@@ -185,13 +190,14 @@ def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list
 
 
 def steps(root: str | Path) -> list[int]:
-    """Our steps, whole or not, newest first: by number, since clocks and copies change times."""
+    """List our steps, complete or not, newest first: by number, because clocks and copying change
+    times."""
     found = (re.fullmatch(r"iter_(\d{7,})", name) for name in listing(Path(root)))
     return sorted((int(m[1]) for m in found if m and not is_foreign(Path(root) / m[0])), reverse=True)
 
 
 def listing(root: Path) -> list[str]:
-    """Names of what belongs to checkpoints in the folder, anybody's."""
+    """List the names in the folder that belong to checkpoints of any program."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -203,13 +209,13 @@ def listing(root: Path) -> list[str]:
     return sorted(name for name in names if re.fullmatch(pattern, name))
 
 
-def others(root: Path) -> list[str]:
-    """Those that only other programs have there."""
+def foreign_names(root: Path) -> list[str]:
+    """List the names that belong to other programs' checkpoints."""
     return [n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)]
 
 
 def is_foreign(folder: Path) -> bool:
-    """A step of Megatron's, whole or not, whose folder has the name of ours."""
+    """Return whether a folder named like our steps holds a step of Megatron's, complete or not."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -218,8 +224,9 @@ def is_foreign(folder: Path) -> bool:
     return MANIFEST not in names and any(re.fullmatch(theirs, name) for name in names)
 
 
-def heed_trackers(root: Path, names: list[str], notes: list[str]) -> None:
-    """Other programs' checkpoints count through their trackers: one newer than ours must not be passed over."""
+def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
+    """Refuse a tracker that names another program's checkpoint newer than ours: it must not be
+    passed over."""
     ours = [
         int(m[1])
         for m in (re.fullmatch(r"iter_(\d+)(\.damaged)?", name) for name in names)
@@ -230,19 +237,20 @@ def heed_trackers(root: Path, names: list[str], notes: list[str]) -> None:
         if newest is None or name not in names or not (root / name).is_file():
             continue
         text = read_tracker(root / name)
-        said = re.fullmatch(pattern, text, re.ASCII)
-        if not said and text != "release":  # that stands for iteration 0: any step of ours is newer
+        named = re.fullmatch(pattern, text, re.ASCII)
+        if not named and text != "release":  # a release is iteration 0: any step of ours is newer
             notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
-        elif said and int(said[1]) > newest:
-            folder = root / text if name == DEEPSPEED_TRACKER else step_folder(root, int(said[1]))
+        elif named and int(named[1]) > newest:
+            folder = root / text if name == DEEPSPEED_TRACKER else step_folder(root, int(named[1]))
             whose = kind_of(folder)
             raise UserError(
-                f"{root / name} names iteration {said[1]}{f' of {whose}' if whose else ''}, but our newest is iteration "
-                f"{newest}: write {newest} into it to go on from there{f', or give the path {folder}' if whose else ''}",
+                f"{root / name} names iteration {named[1]}{f' of {whose}' if whose else ''}, but our newest "
+                f"is iteration {newest}: write {newest} into it to continue from there"
+                f"{f', or give the path {folder}' if whose else ''}",
                 BAD_DATA,
             )
 
 
-def held(root: str | Path) -> list[str]:
-    """Names of checkpoints, of anybody, that a run without --load must not write beside."""
+def list_checkpoints(root: str | Path) -> list[str]:
+    """List checkpoints, of any program, that a run without --load must not write beside."""
     return [name for name in listing(Path(root)) if not name.endswith(".tmp")]

@@ -20,7 +20,7 @@ from meshwright.tokenizers import Tokenizer
 def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
     """The first moment when something is changed: earlier checkpoints make way, the settings are written."""
     c = config.checkpoint
-    if c.save and c.save_overwrite and steps.held(c.save):
+    if c.save and c.save_overwrite and steps.list_checkpoints(c.save):
         say(f"moved earlier checkpoints to {publish.move_aside(c.save)}")
     if c.save:  # of a run with --ckpt-format torch that was killed
         shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)

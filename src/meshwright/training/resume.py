@@ -232,7 +232,7 @@ def guard_existing(config: TrainConfig) -> None:
     """A folder that holds checkpoints of another run is refused before anything is built, unless they may be moved."""
     c = config.checkpoint
     assert c.save
-    existing, same = steps.held(c.save), is_continued(c)
+    existing, same = steps.list_checkpoints(c.save), is_continued(c)
     if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
         say(
             f" > note: the Hugging Face model in {c.save} stays as it is; from the first save on that folder means the run"

@@ -59,7 +59,7 @@ class Saver:
         assert folder
         self.wait()
         if step == self.kept:
-            for line in native.lines_of_save(folder, step):
+            for line in native.save_messages(folder, step):
                 say(line)
 
             def again() -> None:
@@ -82,7 +82,7 @@ class Saver:
     ) -> None:
         folder = self.config.checkpoint.save
         assert folder
-        before, after = native.lines_of_save(folder, step)
+        before, after = native.save_messages(folder, step)
         say(before)
         if self.config.checkpoint.ckpt_format == "torch":
             self.write_for_megatron(Path(folder), step, named, state, settings, team)
@@ -106,7 +106,7 @@ class Saver:
 
             def lay_out() -> int:
                 folder = steps.step_folder(parts, step)
-                publish.must_see(folder, team)
+                publish.wait_until_visible(folder, team)
                 source = native.open_step(folder, step)
                 tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
                 files = list(megatron_writer.files(source, tp, pp, padded, with_optimizer=True).items())

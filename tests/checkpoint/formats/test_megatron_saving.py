@@ -90,7 +90,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path / "a")]) == 0
     run = [*TINY_FLAGS, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
     assert main(["train", *run, "--vocab-size", "40"]) == 65
-    assert "40 ids" in capsys.readouterr().err and not steps.held(tmp_path / "b")
+    assert "40 ids" in capsys.readouterr().err and not steps.list_checkpoints(tmp_path / "b")
 
 
 def test_what_the_tree_cannot_hold_is_told_at_the_start(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from meshwright.checkpoint import saved_model
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
-from meshwright.checkpoint.publish import naming, sync_folder, write_all, write_durably
+from meshwright.checkpoint.publish import naming_file, sync_folder, write_all, write_durably
 from meshwright.checkpoint.saved_model import SavedModel
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
@@ -324,7 +324,7 @@ def write_tensors(folder: Path, source: Source, parts: list[Part], max_shard: fl
 def write_safetensors(path: Path, source: Source, parts: list[Part]) -> None:
     parts = sorted(parts, key=lambda part: -SIZES[part.dtype])  # widest first: every element is aligned
     head = safetensors_header((part.name, part.dtype, part.shape) for part in parts)
-    with naming(path), path.open("xb", buffering=0) as file:
+    with naming_file(path), path.open("xb", buffering=0) as file:
         write_all(file.fileno(), memoryview(head))
         for part in parts:
             for strip in strips(part, read(source, part)):
