@@ -1,4 +1,4 @@
-"""`meshwright data ...`: every verb on files made here, whole and damaged."""
+"""`meshwright data ...`: every verb on intact and on damaged files."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: Any = np.uint16
     return str(prefix)
 
 
-def some(count: int, seed: int = 0, eod: int | None = EOD, most: int = 3) -> list[list[list[int]]]:
-    """Documents of 0 to `most` sequences of letters, each document ended."""
+def make_documents(count: int, seed: int = 0, eod: int | None = EOD, most: int = 3) -> list[list[list[int]]]:
+    """Return documents of 0 to `most` sequences of letters, each document with its end."""
     rng = np.random.RandomState(seed)
     out = []
     for _ in range(count):
@@ -82,7 +82,7 @@ def test_verbs_are_listed_and_near_ones_named() -> None:
 def test_whole_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in "ab":
-        write(Path(name), some(50, ord(name)))
+        write(Path(name), make_documents(50, ord(name)))
     sums = str(tmp_path / "sums")
     status, out, _ = run("verify", "a", "b", "--checksums", sums, "--tokenizer-type", "ByteTokenizer")
     lines = out.splitlines()
@@ -99,7 +99,7 @@ def test_whole_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert status == 65 and "b.bin has the SHA-256" in out and "a: whole" in out and "1 problem, listed above" in err
 
 
-def test_several_problems_are_told_together(tmp_path: Path) -> None:
+def test_several_problems_are_reported_together(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[[1, 2, 3, EOD]], [[4, EOD]], [[5, 6, EOD]]])
     n = 3
     raw = bytearray(Path(f"{prefix}.idx").read_bytes())
@@ -118,9 +118,9 @@ def test_several_problems_are_told_together(tmp_path: Path) -> None:
 
 
 def test_every_cut_and_swap_is_refused(tmp_path: Path) -> None:
-    """Truncated at each sixteenth, a count or a code that is wrong, one byte too few, another's files."""
-    prefix = write(tmp_path / "a", some(40))
-    other = write(tmp_path / "b", some(41, 7))
+    """Cut at each sixteenth, a wrong count or code, a byte too few, files of other data."""
+    prefix = write(tmp_path / "a", make_documents(40))
+    other = write(tmp_path / "b", make_documents(41, 7))
     idx, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
     assert not verify.check(prefix, 257, EOD, True, lambda count: None).problems
     damage = [(idx[: len(idx) * k // 16], tokens) for k in range(16)]
@@ -143,8 +143,8 @@ def test_every_cut_and_swap_is_refused(tmp_path: Path) -> None:
 
 
 def test_uncounted_ends_of_documents_are_recognised(tmp_path: Path) -> None:
-    """What Megatron-LM wrote in the summer of 2023: the end of document is in .bin and in no length."""
-    documents = [s for s in some(60) if s]
+    """As Megatron-LM wrote in summer 2023: the end of document is in .bin, but in no length."""
+    documents = [s for s in make_documents(60) if s]
     prefix = write(tmp_path / "a", documents)
     with Writer(tmp_path / "b", np.uint16) as writer:
         for sequences in documents:
@@ -162,19 +162,19 @@ def test_uncounted_ends_of_documents_are_recognised(tmp_path: Path) -> None:
 
 
 def test_share_of_documents_that_end(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", some(30, 1) + some(10, 2, eod=None))
-    ended = sum(1 for s in some(30, 1) if s)
-    there = ended + sum(1 for s in some(10, 2, eod=None) if s)
+    a = write(tmp_path / "a", make_documents(30, 1) + make_documents(10, 2, eod=None))
+    ended = sum(1 for s in make_documents(30, 1) if s)
+    there = ended + sum(1 for s in make_documents(10, 2, eod=None) if s)
     status, out, err = run("verify", a, "--tokenizer-type", "ByteTokenizer")
     assert status == 0 and f"{ended / there:.2%} of the documents end with 256" in out
     assert f"{there - ended} of {there} documents do not end with 256" in err
-    b = write(tmp_path / "b", some(30, 3, eod=None))
+    b = write(tmp_path / "b", make_documents(30, 3, eod=None))
     assert "none of the documents end with 256" in run("verify", b, "--tokenizer-type", "ByteTokenizer")[1]
 
 
 def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Borders of blocks are everywhere when a block has three elements."""
-    documents = [[], *some(60, 5), [], []]
+    """With blocks of three elements, their borders are everywhere."""
+    documents = [[], *make_documents(60, 5), [], []]
     prefix = write(tmp_path / "a", documents)
     whole = verify.check(prefix, 257, EOD, True, lambda count: None)
     lengths = Counter(sum(map(len, d)) for d in documents)
@@ -187,8 +187,8 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert token_counts(Indexed(prefix)).sum() == len(Indexed(prefix).tokens)
 
 
-def test_damaged_index_caches_are_told(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", some(40))
+def test_damaged_index_caches_are_reported(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", make_documents(40))
     run("index", "--data-path", a, *TRAIN)
     status, out, _ = run("verify", a)
     assert status == 0 and re.search(r"index-cache: whole: \d+ entries", out)
@@ -202,7 +202,7 @@ def test_damaged_index_caches_are_told(tmp_path: Path) -> None:
 
 
 def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
-    documents = some(100, 4)
+    documents = make_documents(100, 4)
     prefix = write(tmp_path / "a", documents)
     lengths = sorted(sum(map(len, d)) for d in documents)
     tokens = Counter(i for d in documents for s in d for i in s)
@@ -231,7 +231,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         def isatty(self) -> bool:
             return True
 
-    prefix = write(tmp_path / "name-of-it", some(20))
+    prefix = write(tmp_path / "name-of-it", make_documents(20))
     for argv, told in (
         (["verify", prefix], "name-of-it"),
         (["merge", prefix, "--output-prefix", f"{prefix}2"], "merging"),
@@ -241,9 +241,9 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert told in err.getvalue() and "kB" in err.getvalue()
 
 
-def test_what_only_prints_may_lose_its_reader(tmp_path: Path) -> None:
-    """`inspect | head` is done; a `verify` whose word nobody heard is not."""
-    prefix = write(tmp_path / "a", some(20))
+def test_inspect_may_lose_its_reader(tmp_path: Path) -> None:
+    """`inspect | head` succeeds; a `verify` whose result was not read does not."""
+    prefix = write(tmp_path / "a", make_documents(20))
     for verb, status in (("inspect", 0), ("verify", 74)):
         end, pipe = os.pipe()
         os.close(end)
@@ -253,7 +253,7 @@ def test_what_only_prints_may_lose_its_reader(tmp_path: Path) -> None:
 
 
 def test_picture(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", some(20))
+    prefix = write(tmp_path / "a", make_documents(20))
     picture = tmp_path / "new" / "a.png"
     assert run("inspect", prefix, "--picture", str(picture))[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -261,7 +261,7 @@ def test_picture(tmp_path: Path) -> None:
 
 
 def test_one_document(tmp_path: Path) -> None:
-    documents = some(20, 9)
+    documents = make_documents(20, 9)
     prefix = write(tmp_path / "a", documents)
     number = max(range(20), key=lambda n: len(documents[n]))
     ids = [i for s in documents[number] for i in s]
@@ -274,12 +274,12 @@ def test_one_document(tmp_path: Path) -> None:
 
 
 def test_one_training_sample(tmp_path: Path) -> None:
-    """Its ids are the training's, and each stretch is where it is said to come from."""
+    """Its ids are those of the training, and each stretch is at its reported place."""
     from meshwright.commands.data import InspectConfig
     from meshwright.data.datasets import build_datasets
     from meshwright.settings import flags
 
-    a, b = write(tmp_path / "a", some(60, 1)), write(tmp_path / "b", some(60, 2))
+    a, b = write(tmp_path / "a", make_documents(60, 1)), write(tmp_path / "b", make_documents(60, 2))
     argv = ["--data-path", "3", a, "1", b, *TRAIN]
     config = flags.parse(InspectConfig, [*argv, "--sample", "7"], "test").config
     with contextlib.redirect_stdout(io.StringIO()):
@@ -301,12 +301,12 @@ def test_one_training_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["one pair", "blend", "cyclic", "chain", "random"])
-def test_stretches_are_where_they_are_said_to_be(tmp_path: Path, how: str) -> None:
-    """Of every kind of data set: the tokens of each stretch stand in the file, one after the other, at its place."""
+def test_stretches_are_at_their_reported_places(tmp_path: Path, how: str) -> None:
+    """In every kind of data set, a stretch's tokens follow one another at its place in the file."""
     from meshwright.data.blend import Blend, Chain, Tail
     from meshwright.data.loader import Cyclic, Mock, Samples
 
-    prefixes = [write(tmp_path / name, [[], *some(30, n), []]) for n, name in enumerate("ab")]
+    prefixes = [write(tmp_path / name, [[], *make_documents(30, n), []]) for n, name in enumerate("ab")]
     a, b = (Samples(Indexed(prefix), range(len(Indexed(prefix))), 60, 64, 5) for prefix in prefixes)
     kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, Tail(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
     dataset = {**kinds, "chain": Chain([a, Tail(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
@@ -321,8 +321,8 @@ def test_stretches_are_where_they_are_said_to_be(tmp_path: Path, how: str) -> No
             assert Indexed(prefix).tokens[start : start + stop - first].tolist() == ids[first:stop]
 
 
-def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", some(20))
+def test_flags_without_effect_are_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", make_documents(20))
     for given in (["--top", "20"], ["--picture", "a.png"]):
         for one in (["--document", "3"], ["--sample", "3", *TRAIN]):
             status, out, err = run("inspect", prefix, *one, *given)
@@ -331,9 +331,9 @@ def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
     assert status == 2 and "--sample-set train needs --sample" in err
 
 
-def test_a_files_name_stands_for_its_prefix(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", some(20, 1))
-    odd = write(tmp_path / "odd.bin", some(5, 2))  # a prefix that ends so
+def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", make_documents(20, 1))
+    odd = write(tmp_path / "odd.bin", make_documents(5, 2))  # a prefix that ends so
     for end in ("", ".bin", ".idx"):
         assert run("verify", a + end)[1].startswith(f"{a}: whole: 20 documents")
         assert json.loads(run("inspect", a + end, "--json")[1])["prefix"] == a
@@ -350,8 +350,8 @@ def test_a_files_name_stands_for_its_prefix(tmp_path: Path) -> None:
 
 
 def test_indices_built_ahead_are_the_trainings(tmp_path: Path) -> None:
-    """With the whole command line of a training; this one finds everything, and a second run has nothing to build."""
-    a, b = write(tmp_path / "a", some(60, 1)), write(tmp_path / "b", some(60, 2))
+    """Given all flags of a training, which then has nothing to build, nor has a second run."""
+    a, b = write(tmp_path / "a", make_documents(60, 1)), write(tmp_path / "b", make_documents(60, 2))
     argv = [
         "--data-path",
         "3",
@@ -386,7 +386,7 @@ def test_indices_built_ahead_are_the_trainings(tmp_path: Path) -> None:
 
 
 def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", some(60))
+    a = write(tmp_path / "a", make_documents(60))
     status, _, err = run("index", "--data-path", a)
     assert status == 2 and all(f"--{name}" in err for name in ("seq-length", "train-iters", "global-batch-size"))
     large = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "2"]
@@ -406,11 +406,11 @@ def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
     assert status == 74 and "cannot write to" in err and "--data-cache-path" in err
 
 
-def test_indices_that_stayed_in_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever kept them out of the cache, and whether or not older ones lie there."""
+def test_indices_that_stayed_in_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kept them out of the cache, with or without older ones there."""
     from meshwright.data.index_cache import Room
 
-    a = write(tmp_path / "a", some(60))
+    a = write(tmp_path / "a", make_documents(60))
     assert run("index", "--data-path", a, *TRAIN)[0] == 0
     assert "nothing to build: all 6 index arrays" in run("index", "--data-path", a, *TRAIN)[1]
     monkeypatch.setattr("meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Room()))
@@ -424,7 +424,7 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     from meshwright.data.datasets import build_datasets
     from meshwright.settings import flags
 
-    prefixes = [write(tmp_path / name, some(60, n)) for n, name in enumerate("abc")]
+    prefixes = [write(tmp_path / name, make_documents(60, n)) for n, name in enumerate("abc")]
     argv = ["--data-path", "5", prefixes[0], "0.3", prefixes[1], "2", prefixes[2], *TRAIN, "--split", "80,20,0"]
     status, out, _ = run("plan", *argv, "--json")
     facts = json.loads(out)
@@ -447,7 +447,7 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
 
 
 def test_plan_of_more_samples_than_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = [write(tmp_path / name, some(60, n)) for n, name in enumerate("ab")]
+    prefixes = [write(tmp_path / name, make_documents(60, n)) for n, name in enumerate("ab")]
     argv = ["--data-path", "5", prefixes[0], "1", prefixes[1], *TRAIN, "--json"]
     exact = json.loads(run("plan", *argv)[1])["sets"][0]["sources"]
     monkeypatch.setattr(ahead, "EXACT", 10)
@@ -460,7 +460,7 @@ def test_plan_of_more_samples_than_are_counted(tmp_path: Path, monkeypatch: pyte
 
 
 def megatrons_merge(prefixes: list[str]) -> tuple[bytes, list[int], list[int]]:
-    """Tokens, lengths and borders as its builder joins them."""
+    """Return tokens, lengths and borders as Megatron's builder joins them."""
     tokens, sizes, borders = b"", list[int](), [0]
     for prefix in prefixes:
         one = Indexed(prefix)
@@ -472,7 +472,14 @@ def megatrons_merge(prefixes: list[str]) -> tuple[bytes, list[int], list[int]]:
 
 @pytest.mark.parametrize("how", ["serial", "distributed"])
 def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
-    sets = [some(30, 1), [], some(1, 2), [[], []], some(200, 3), some(30, 4, most=1)]
+    sets = [
+        make_documents(30, 1),
+        [],
+        make_documents(1, 2),
+        [[], []],
+        make_documents(200, 3),
+        make_documents(30, 4, most=1),
+    ]
     prefixes = [write(tmp_path / f"in{n}", documents) for n, documents in enumerate(sets)]
     out = str(tmp_path / "new" / "out")
     status, told, _ = run("merge", *prefixes, "--output-prefix", out, "--merge", how)
@@ -488,7 +495,7 @@ def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
 
 def test_merge_of_a_folder_and_its_script(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    prefixes = [write(tmp_path / "in" / name, some(10, n)) for n, name in enumerate(["b", "a", "c"])]
+    prefixes = [write(tmp_path / "in" / name, make_documents(10, n)) for n, name in enumerate(["b", "a", "c"])]
     out = tmp_path / "in" / "merged"
     for _ in range(2):  # its own output is not read the second time
         status, _, _ = run("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(out))
@@ -499,7 +506,7 @@ def test_merge_of_a_folder_and_its_script(tmp_path: Path) -> None:
 
 
 def test_merge_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = write(tmp_path / "a", some(5)), write(tmp_path / "b", some(5), np.int32)
+    a, b = write(tmp_path / "a", make_documents(5)), write(tmp_path / "b", make_documents(5), np.int32)
     status, _, err = run("merge", a, b, "--output-prefix", str(tmp_path / "x"))
     assert status == 65 and f"{a} has uint16 tokens and {b} int32" in err
     status, _, err = run("merge", a, "--output-prefix", a)
@@ -514,7 +521,7 @@ def test_merge_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(3)]
+    prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
 
     def refused(*_: Any) -> int:
         raise OSError(18, "Invalid cross-device link")
@@ -526,8 +533,8 @@ def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --merge distributed the copies wait for one another; serially they would wait for ever."""
-    prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(3)]
+    """Copies that wait for one another end with --merge distributed, not with serial."""
+    prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
     meet, copy = threading.Barrier(3), merge.copy
 
     def together(*given: Any) -> None:
@@ -542,7 +549,7 @@ def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = [write(tmp_path / f"in{n}", some(50, n)) for n in range(2)]
+    prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(2)]
     monkeypatch.setattr(
         merge, "copy", lambda prefix, target, place, size, advance: os.pwrite(target, bytes(size), place)
     )
@@ -551,7 +558,7 @@ def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_one_of_several_processes_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a = write(tmp_path / "a", some(5))
+    a = write(tmp_path / "a", make_documents(5))
     for rank in ("1", "0"):
         for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
@@ -600,7 +607,7 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("each_line", [False, True])
-def test_what_is_too_long_to_be_held_is_counted(
+def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
     monkeypatch.setattr("meshwright.data.tools.merge_json.LONGEST", 10)
@@ -636,7 +643,7 @@ def test_openwebtext_scripts(tmp_path: Path, words: str) -> None:
 @pytest.mark.parametrize("words", ["merge_datasets.py --input in", "merge_preprocessed_data.py --datasets in/b in/a"])
 def test_merge_scripts(tmp_path: Path, words: str) -> None:
     (tmp_path / "in").mkdir()
-    prefixes = [write(tmp_path / "in" / name, some(5, n)) for n, name in enumerate("ab")]
+    prefixes = [write(tmp_path / "in" / name, make_documents(5, n)) for n, name in enumerate("ab")]
     script, *rest = words.split()
     done = subprocess.run([sys.executable, str(ROOT / "tools" / script), *rest, "--output-prefix", "out"], cwd=tmp_path)
     order = prefixes if "input" in words else prefixes[::-1]
@@ -649,7 +656,7 @@ CONTENT = bytes(range(256)) * 400
 
 
 class Server(ThreadingHTTPServer):
-    """One file; what is asked for is written down, and each connection may be cut."""
+    """Serve one file, record the ranges asked for, and cut connections."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -708,7 +715,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-def test_fetch_goes_on_where_it_was_cut(tmp_path: Path, server: Server) -> None:
+def test_fetch_continues_where_it_was_cut(tmp_path: Path, server: Server) -> None:
     server.cut = [1000, None, None]
     server.status = []
     status, out, err = run("fetch", server.url, "--sha256", DIGEST, "--output", str(tmp_path / "new"))
@@ -723,7 +730,7 @@ def test_fetch_goes_on_where_it_was_cut(tmp_path: Path, server: Server) -> None:
     assert run("fetch", server.url, "--sha256", "0" * 64, "--output", str(tmp_path / "new"))[0] == 65
 
 
-def test_fetch_goes_on_in_another_process(tmp_path: Path, server: Server) -> None:
+def test_fetch_continues_in_another_process(tmp_path: Path, server: Server) -> None:
     server.cut = [1000, *[0] * fetch.TRIES]
     status, _, err = run("fetch", server.url, "--output", str(tmp_path))
     assert (
@@ -764,7 +771,7 @@ def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None
     assert status == 65 and DIGEST in err and "1" * 64 in err and not os.listdir(tmp_path)
 
 
-def test_answers_that_pass_and_those_that_do_not(tmp_path: Path, server: Server) -> None:
+def test_passing_and_lasting_failures(tmp_path: Path, server: Server) -> None:
     server.status = [503, 429]
     assert run("fetch", server.url, "--output", str(tmp_path))[0] == 0
     server.status = [404]

@@ -1,4 +1,4 @@
-"""JSON lines to token files: what is kept, what is counted, what is printed, and how it fails."""
+"""Preprocess JSON lines: what is kept, counted and printed, and how it fails."""
 
 import io
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, **settings):
-    """Run on a file's content (bytes), or on the inputs named; returns stdout and stderr."""
+    """Preprocess a file's content (bytes) or the named inputs; return stdout and stderr."""
     if isinstance(given, bytes):
         (tmp_path / "in.jsonl").write_bytes(given)
         given = [str(tmp_path / "in.jsonl")]
@@ -37,7 +37,7 @@ def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, **settings
 
 
 def texts(prefix):
-    """The documents, as text, by the document index."""
+    """Return the documents as text, by the document index."""
     data = Indexed(prefix)
     return [
         b"".join(bytes(tokens_of(data, i)[tokens_of(data, i) < 256].tolist()) for i in range(a, b)).decode()
@@ -150,8 +150,8 @@ def test_a_bad_line_stops_by_default(tmp_path, bad):
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_plain_text_is_told_what_is_expected(tmp_path, monkeypatch, capsys):
-    """And the line of docs/data.md makes it of plain text."""
+def test_plain_text_gets_a_hint(tmp_path, monkeypatch, capsys):
+    """The command in docs/data.md converts plain text."""
     plain = "\nOnce upon a time\nthere was.\n\nThe end.\n"
     (tmp_path / "plain").write_text(plain)
     with pytest.raises(UserError, match=r'plain:2: not JSON .*one {"text": "..."} a line is expected'):
@@ -167,7 +167,7 @@ def test_plain_text_is_told_what_is_expected(tmp_path, monkeypatch, capsys):
     assert [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()] == plain.split("\n\n")
 
 
-def test_what_the_tokenizer_refuses_is_a_bad_line(tmp_path):
+def test_a_line_that_the_tokenizer_refuses_is_bad(tmp_path):
     content = line("1 2") + b"\n" + line("3 x") + b"\n" + line("4")
     with pytest.raises(UserError, match="in.jsonl:2: refused by the tokenizer .*'x'"):
         work(tmp_path, content, "NullTokenizer", 9)
@@ -204,20 +204,24 @@ def test_a_pipe_is_read_from_its_start(tmp_path):
     assert texts(tmp_path / "out_text_document") == ["from a pipe"]
 
 
-def refused(status, words, act):
+def require_refusal(status, words, act):
     with pytest.raises(UserError, match=words) as caught:
         act()
     assert caught.value.status == status
 
 
 def test_inputs_that_cannot_be_used(tmp_path):
-    refused(BAD_DATA, "--input nowhere does not exist", lambda: work(tmp_path, ["nowhere"]))
-    refused(BAD_DATA, "in.jsonl is cut short or damaged", lambda: work(tmp_path, b"\xfd7zXZ\x00..."))
-    refused(IO, "Is a directory", lambda: work(tmp_path, [str(tmp_path)]))
-    refused(BAD_DATA, "no token under 'text'", lambda: work(tmp_path, b"\n\n"))
-    refused(BAD_DATA, "no token under 'text' .*1 bad lines: 1 not JSON", lambda: work(tmp_path, b"{", on_error="skip"))
+    require_refusal(BAD_DATA, "--input nowhere does not exist", lambda: work(tmp_path, ["nowhere"]))
+    require_refusal(BAD_DATA, "in.jsonl is cut short or damaged", lambda: work(tmp_path, b"\xfd7zXZ\x00..."))
+    require_refusal(IO, "Is a directory", lambda: work(tmp_path, [str(tmp_path)]))
+    require_refusal(BAD_DATA, "no token under 'text'", lambda: work(tmp_path, b"\n\n"))
+    require_refusal(
+        BAD_DATA, "no token under 'text' .*1 bad lines: 1 not JSON", lambda: work(tmp_path, b"{", on_error="skip")
+    )
     (tmp_path / "file").write_text("")
-    refused(IO, "cannot be written", lambda: work(tmp_path, line("x"), output_prefix=str(tmp_path / "file" / "x")))
+    require_refusal(
+        IO, "cannot be written", lambda: work(tmp_path, line("x"), output_prefix=str(tmp_path / "file" / "x"))
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "in.jsonl"]
 
 
@@ -245,7 +249,7 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
 
 @pytest.mark.whole
 def test_megatrons_command_line(tmp_path):
-    """The documents' command, with the tool's path and flags, in its own process; twice the same bytes."""
+    """Run the documents' command with its path and flags twice: the bytes are equal."""
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(line(f"the theme {n}") for n in range(50)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 

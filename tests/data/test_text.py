@@ -1,4 +1,4 @@
-"""What `preprocess` reads: pieces of lines, compressed streams, archives, tables; and what is said of damaged ones."""
+"""Reading for `preprocess`: pieces of lines, compressed streams, archives, tables, and damage."""
 
 import bz2
 import gzip
@@ -36,7 +36,7 @@ def texts_of(*paths, keys=("text",)):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
 def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
-    """However lines and pieces lie: the lines that begin in each piece are together those of the file."""
+    """Wherever lines and pieces begin, the lines of all pieces together are those of the file."""
     rng = random.Random(size)
     for _ in range(50):
         content = b"\n".join(b"x" * rng.choice([0, 0, 1, 2, 5, 40]) for _ in range(rng.randrange(12)))
@@ -68,7 +68,7 @@ def test_a_stream_is_cut_at_line_ends(size):
 
 
 def test_a_line_too_long_is_one_bad_line(tmp_path, monkeypatch):
-    """In a file and in a stream; its neighbours are kept, and it is never held whole."""
+    """In a file and in a stream: its neighbours are kept, and it is never held in memory."""
     monkeypatch.setattr(text, "LONGEST", 5000)
     monkeypatch.setattr(text, "PIECE", 1000)
     monkeypatch.setattr(text, "REST", 100)
@@ -88,7 +88,7 @@ PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
 
 @pytest.mark.parametrize("kind", [*PACK, "zst"])
 def test_compressed_lines(tmp_path, monkeypatch, kind):
-    """Known by their first bytes, whatever their name; several members one after the other; through a pipe too."""
+    """Recognised by the first bytes, not the name; with several members; also through a pipe."""
     import zstandard
 
     pack = PACK.get(kind) or zstandard.ZstdCompressor().compress
@@ -99,7 +99,7 @@ def test_compressed_lines(tmp_path, monkeypatch, kind):
     assert texts_of(tmp_path / "any.name") == wanted
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(packed)))
     assert texts_of("-") == wanted
-    for share in (0.2, 0.5, 0.9, 0.999):  # cut short: all whole lines before that, and then why
+    for share in (0.2, 0.5, 0.9, 0.999):  # cut short: all complete lines before the cut, then the reason
         (tmp_path / "cut").write_bytes(packed[: int(len(packed) * share)])
         found = list(pieces(inspect_inputs([str(tmp_path / "cut")])))
         assert found[-1].kind == "broken"
@@ -110,13 +110,13 @@ def test_compressed_lines(tmp_path, monkeypatch, kind):
             texts_of(tmp_path / "cut")
 
 
-def said_of(path):
-    return [(getattr(one, "kind", one), place.removeprefix(f"{path}:")) for one, place in found_in(path)]
+def kinds_and_places(path):
+    return [(getattr(one, "kind", one), place.removeprefix(f"{path}:")) for one, place in units_in(path)]
 
 
 @pytest.mark.parametrize("kind", [*PACK, "zst"])
-def test_what_follows_a_compressed_stream_is_no_silent_end(tmp_path, kind):
-    """Plain lines, or a stream whose first bytes are damaged: what is whole is kept, the rest told. Zeros may fill up."""
+def test_what_follows_a_compressed_stream_is_reported(tmp_path, kind):
+    """Plain lines or a damaged stream are reported after the complete part; zeros are padding."""
     import zstandard
 
     pack = PACK.get(kind) or zstandard.compress
@@ -124,22 +124,22 @@ def test_what_follows_a_compressed_stream_is_no_silent_end(tmp_path, kind):
     path = tmp_path / "a"
     for behind in (line("b"), b"\0" * 8 + line("b"), b"?" + second[1:], second[:3], second[: len(second) // 2]):
         path.write_bytes(first + behind)
-        whole, (why, _) = found_in(path)
+        whole, (why, _) = units_in(path)
         assert whole == ("a", f"{path}:1") and why
     for behind in (b"", bytes(512), bytes(1 << 19)):
         path.write_bytes(first + behind + second + behind)
         assert texts_of(path) == ["a", "b"]
     path.write_bytes(first[:12] + b"\xaa" * 300)
-    ((why, _),) = found_in(path)
+    ((why, _),) = units_in(path)
     assert isinstance(why, str) and why
 
 
 @pytest.mark.parametrize("content", [b"BZh is how bzip2 begins", b"PAR1 too", "BZh é".encode() * 200])
-def test_a_text_that_begins_as_another_kind(tmp_path, content):
+def test_a_text_that_begins_like_another_kind(tmp_path, content):
     (tmp_path / "a.tar").write_bytes(archive({"a.txt": content, "b.txt": b"b"}))
     assert texts_of(tmp_path / "a.tar") == [content.decode(), "b"]
     (tmp_path / "a").write_bytes(content)
-    assert said_of(tmp_path / "a") == [("not JSON", "1")]
+    assert kinds_and_places(tmp_path / "a") == [("not JSON", "1")]
 
 
 def archive(files, mode="w"):
@@ -153,7 +153,7 @@ def archive(files, mode="w"):
 
 
 def test_archives_of_text_files(tmp_path):
-    """As openwebtext's: an archive of compressed archives of text files."""
+    """As in openwebtext: an archive of compressed archives of text files."""
     inner = {f"{n}.txt": f"document {n} é\nof two lines".encode() for n in range(30)}
     first = archive(dict(list(inner.items())[:10]), "w:xz")
     second = lzma.compress(archive(dict(list(inner.items())[10:20])))
@@ -176,8 +176,8 @@ def test_archives_of_text_files(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_an_archive_ends_where_it_says(tmp_path, mode):
-    """Not at a header that is damaged or cut, nor without its closing zeros; another archive may follow."""
+def test_an_archive_ends_with_its_zeros(tmp_path, mode):
+    """A damaged or cut header, or missing zeros at the end, are reported; an archive may follow."""
     files, path = {f"{n}.txt": b"%d" % n for n in range(30)}, tmp_path / "a.tar"
     pack = gzip.compress if mode == "w:gz" else bytes
     whole = archive(files)
@@ -186,17 +186,19 @@ def test_an_archive_ends_where_it_says(tmp_path, mode):
     flipped[20 * 1024 + 130] ^= 1
     for content in (bytes(flipped), whole[: 20 * 1024], whole[: 20 * 1024 + 100], whole[: 20 * 1024 + 513]):
         path.write_bytes(pack(content))
-        *kept, (why, where) = found_in(path)
+        *kept, (why, where) = units_in(path)
         assert [one for one, _ in kept] == [str(n) for n in range(20)] and where == str(path) and why
     for behind in (b"", bytes(1 << 15)):
         path.write_bytes(pack(whole + behind + whole))
         assert texts_of(path) == [str(n) for n in range(30)] * 2
     path.write_bytes(pack(whole + b"no archive" * 100))
-    assert said_of(path)[29] == ("29", "29.txt") and len(said_of(path)) == 31
+    assert kinds_and_places(path)[29] == ("29", "29.txt") and len(kinds_and_places(path)) == 31
 
 
 def test_a_damaged_member_costs_itself(tmp_path):
-    """Also an archive in an archive; a JSON member gives its whole lines. If all that follows is gone too, it is told once."""
+    """Also an archive in an archive; a JSON member keeps its complete lines; a cut is reported
+    once.
+    """
     rng, path = random.Random(0), tmp_path / "a.tar"
     lines = b"".join(line(f"{n} {rng.randbytes(50).hex()}") + b"\n" for n in range(1000))
     packed, inner = gzip.compress(lines), archive({"x.txt": b"x", "y.txt": b"y"})
@@ -209,7 +211,7 @@ def test_a_damaged_member_costs_itself(tmp_path):
         "f.bz2": b"BZh91AY&SY" + bytes(100),
     }
     path.write_bytes(archive(files))
-    found = said_of(path)
+    found = kinds_and_places(path)
     bad = "damaged member"
     count = sum(":" in place for _, place in found)
     assert count > 500 and found[2] == (json.loads(lines.splitlines()[0])["text"], "c.jsonl.gz:1")
@@ -224,12 +226,12 @@ def test_a_damaged_member_costs_itself(tmp_path):
     ]
     assert [one for one in found if ":" not in one[1]] == rest
     path.write_bytes(archive({"a.txt": b"a", "b.tar": archive({"b.txt.gz": packed})})[:9000])
-    found = found_in(path)
+    found = units_in(path)
     assert [one for one, _ in found][:1] == ["a"] and [where for _, where in found[1:]] == [str(path)]
 
 
 def test_slow_pipes(tmp_path, monkeypatch):
-    """What comes is told by as many bytes as are needed, however few come at once."""
+    """The kind is recognised however few bytes arrive at once."""
     content = line("a") + b"\n" + line("b")
     tar = archive({"a.txt": b"a", "b.txt": b"b"})
     for given, first in (
@@ -310,8 +312,8 @@ def test_tables(tmp_path):
         texts_of(tmp_path / "cut.parquet")
 
 
-def found_in(path, *keys):
-    """Each unit of a file with its place."""
+def units_in(path, *keys):
+    """Return each unit of a file with its place."""
     out, lines = [], 1
     for piece in pieces(inspect_inputs([str(path)])):
         if piece.kind == "broken":
@@ -353,8 +355,8 @@ def write_table(table, path, kind):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-def test_pieces_of_a_table_are_of_one_size_and_are_read_in_one_pass(tmp_path, table, kind, monkeypatch):
-    """Whatever its row groups and batches: small ones together, large ones divided; any order gives the same rows."""
+def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind, monkeypatch):
+    """Small row groups are joined, large ones divided; any order gives the same rows."""
     path, rows = tmp_path / "t.arrow", table.column("text").to_pylist()
     write_table(table, path, kind)
     whole = list(pieces(inspect_inputs([str(path)])))
@@ -376,7 +378,7 @@ def test_pieces_of_a_table_are_of_one_size_and_are_read_in_one_pass(tmp_path, ta
 
 
 def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypatch):
-    """File and row are told, whoever reads in whatever order; the next row group is read; no error is without words."""
+    """File and row are reported in any order of reading, and the next row group is read."""
     rows = table.column("text").to_pylist()
     write_table(table, tmp_path / "t", "parquet")
     content = bytearray((tmp_path / "t").read_bytes())
@@ -385,7 +387,7 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
     (tmp_path / "t").write_bytes(content)
     entered, real = [], tables._Reader._enter
     monkeypatch.setattr(tables._Reader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1])
-    found = found_in(tmp_path / "t")
+    found = units_in(tmp_path / "t")
     assert len(entered) == 2  # what is known to be damaged is not read again for each piece
     kept = [one for one, _ in found if isinstance(one, str)]
     bad = [(one, place) for one, place in found if isinstance(one, BadLine)]
@@ -402,9 +404,9 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-def test_tables_damaged_anywhere_are_told_in_words(tmp_path, table, kind):
+def test_tables_damaged_anywhere_are_reported(tmp_path, table, kind):
     write_table(table, tmp_path / "whole", kind)
-    whole, rng, told = (tmp_path / "whole").read_bytes(), random.Random(3), 0
+    whole, rng, reported = (tmp_path / "whole").read_bytes(), random.Random(3), 0
     for n in range(30):
         content = bytearray(whole)
         at = rng.randrange(8, len(whole) - 8)
@@ -412,15 +414,15 @@ def test_tables_damaged_anywhere_are_told_in_words(tmp_path, table, kind):
         path = tmp_path / f"{n}.arrow"
         path.write_bytes(content if n % 3 else whole[:at])
         try:
-            told += any(not isinstance(one, str) for one, _ in found_in(path))
+            reported += any(not isinstance(one, str) for one, _ in units_in(path))
         except UserError as error:
             assert f"{n}.arrow" in str(error)
-            told += 1
-    assert told >= 10
+            reported += 1
+    assert reported >= 10
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-def test_one_row_of_a_table_that_is_not_utf8(tmp_path, kind):
+def test_a_row_of_a_table_that_is_not_utf8(tmp_path, kind):
     import pyarrow
     import pyarrow.parquet
 
@@ -431,7 +433,7 @@ def test_one_row_of_a_table_that_is_not_utf8(tmp_path, kind):
     else:
         with getattr(pyarrow.ipc, f"new_{kind}")(str(path), table.schema) as out:
             out.write_table(table)
-    found = found_in(path)
+    found = units_in(path)
     assert [getattr(one, "kind", one) for one, _ in found] == ["a", "not UTF-8", "null under 'text'", "b"]
     assert found[1][1].endswith("t.arrow: row 2") and "byte 0xe9 at 3" in str(found[1][0])
 
@@ -449,7 +451,7 @@ def test_a_table_with_two_columns_of_a_name(tmp_path):
     assert texts_of(tmp_path / "t", keys=("id",)) == ["c"]
 
 
-def test_a_table_that_was_replaced_is_read_anew(tmp_path):
+def test_a_table_that_was_replaced_is_read_again(tmp_path):
     """Even by one of the same size and date."""
     import pyarrow
     import pyarrow.parquet
@@ -481,7 +483,7 @@ def test_a_folder_with_files_of_other_programs(tmp_path, foreign):
 
 
 def test_json_lines_in_an_archive(tmp_path, monkeypatch):
-    """One document a line, with the line in the place; small members together, large ones in pieces; links are left out."""
+    """One document a line; small members share a piece, large ones are cut; links are skipped."""
     monkeypatch.setattr(text, "PIECE", 2000)
     monkeypatch.setattr(containers, "CHUNK", 500)
     wanted = {
@@ -497,7 +499,7 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
             member = tarfile.TarInfo("link.json")
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
-    found = found_in(tmp_path / "t.tar")
+    found = units_in(tmp_path / "t.tar")
     expected = [(one, f"{name}:{n}") for name, those in wanted.items() for n, one in enumerate(those, 1)]
     expected += [('{"text": "a document of its own"}', "../e.txt"), ("small", "f.json:1"), (None, "g.json:1")]
     assert len(found) == len(expected) + 1
@@ -526,7 +528,7 @@ def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch
         "f.txt": b"f",
     }
     (tmp_path / "t.tar.gz").write_bytes(archive(files, "w:gz"))
-    found = [(getattr(one, "kind", one), place.rpartition(":")[2]) for one, place in found_in(tmp_path / "t.tar.gz")]
+    found = [(getattr(one, "kind", one), place.rpartition(":")[2]) for one, place in units_in(tmp_path / "t.tar.gz")]
     long = "longer than 5,000 bytes"
     assert found == [
         ("a", "a.txt"),
@@ -536,11 +538,11 @@ def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch
         ("not UTF-8", "e.jsonl"),
         ("f", "f.txt"),
     ]
-    assert "is UTF-16: convert it, for example iconv -f UTF-16 -t UTF-8" in str(found_in(tmp_path / "t.tar.gz")[3][0])
+    assert "is UTF-16: convert it, for example iconv -f UTF-16 -t UTF-8" in str(units_in(tmp_path / "t.tar.gz")[3][0])
 
 
-def test_frames_of_zstd_that_are_skipped(tmp_path):
-    """pzstd begins with one; they may be anywhere."""
+def test_skippable_frames_of_zstd(tmp_path):
+    """They may be anywhere; pzstd writes one first."""
     import zstandard
 
     packed = [zstandard.compress(b"".join(line(f"{m} {n}") + b"\n" for n in range(5000))) for m in range(2)]
@@ -550,7 +552,7 @@ def test_frames_of_zstd_that_are_skipped(tmp_path):
         assert texts_of(tmp_path / "a") == [f"{m} {n}" for m in range(2) for n in range(5000)]
 
 
-def test_what_is_compressed_several_times(tmp_path):
+def test_several_layers_of_compression(tmp_path):
     (tmp_path / "a").write_bytes(gzip.compress(lzma.compress(gzip.compress(line("a")))))
     assert texts_of(tmp_path / "a") == ["a"]
     (tmp_path / "b.tar").write_bytes(gzip.compress(gzip.compress(archive({"a.txt": b"b"}))))
@@ -564,7 +566,7 @@ def test_what_is_compressed_several_times(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
-def test_little_that_unpacks_to_much(tmp_path, monkeypatch, kind):
+def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     """300 MB in one line of a few kilobytes: one bad line, in bounded memory."""
     import zstandard
 
@@ -580,7 +582,7 @@ def test_little_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(containers, "chunks", lambda file: (largest.append(len(one)) or one for one in real(file)))
     tracemalloc.start()
     try:
-        assert [getattr(one, "kind", one) for one, _ in found_in(tmp_path / "a")] == [
+        assert [getattr(one, "kind", one) for one, _ in units_in(tmp_path / "a")] == [
             "a",
             "longer than 4,194,304 bytes",
             "b",
@@ -592,7 +594,7 @@ def test_little_that_unpacks_to_much(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("name", ["UTF-16", "UTF-32"])
-def test_other_encodings_are_told(tmp_path, name):
+def test_other_encodings_are_reported(tmp_path, name):
     content = '{"text": "a"}\n'.encode(name)
     for path, given in (("a", content), ("a.gz", gzip.compress(content))):
         (tmp_path / path).write_bytes(given)
@@ -603,25 +605,25 @@ def test_other_encodings_are_told(tmp_path, name):
         assert caught.value.status == BAD_DATA
 
 
-def test_a_json_array_is_told_once(tmp_path):
+def test_a_json_array_is_reported_once(tmp_path):
     many = [{"text": str(n)} for n in range(5)]
     for content in (json.dumps(many), json.dumps(many, indent=1), " \n[\n" + ",\n".join(map(json.dumps, many)) + "]"):
         for path, given in (("a.json", content.encode()), ("a.gz", gzip.compress(content.encode()))):
             (tmp_path / path).write_bytes(given)
-            bad = [one for one, _ in found_in(tmp_path / path) if isinstance(one, BadLine)]
+            bad = [one for one, _ in units_in(tmp_path / path) if isinstance(one, BadLine)]
             assert "one object a line is needed: jq -c '.[]'" in str(bad[0])
             assert not any("jq" in str(one) for one in bad[1:])
     (tmp_path / "a.json").write_text("[Chapter 1]\n")
-    assert "jq" not in str(found_in(tmp_path / "a.json")[0][0])
+    assert "jq" not in str(units_in(tmp_path / "a.json")[0][0])
 
 
-def test_a_table_in_a_stream_is_told(tmp_path):
+def test_a_table_in_a_stream_is_reported(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"PAR1\x15\x04\x15"))
     with pytest.raises(UserError, match=r"a.gz is a table \(parquet\) in a stream"):
         texts_of(tmp_path / "a.gz")
 
 
-def test_shares_of_several_ranks_are_the_whole(tmp_path, monkeypatch):
+def test_shares_of_several_ranks_are_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "PIECE", 100)
     paths = []
     for n in range(4):
@@ -639,7 +641,7 @@ def test_shares_of_several_ranks_are_the_whole(tmp_path, monkeypatch):
 
 @pytest.fixture
 def punkt(tmp_path, monkeypatch):
-    """NLTK with a model of nearly nothing, in the place where its downloader puts them."""
+    """Give NLTK a tiny model where its downloader puts models; return its language."""
     import nltk
 
     folder = tmp_path / "nltk" / "tokenizers" / "punkt_tab" / "toylang"
@@ -654,7 +656,7 @@ def punkt(tmp_path, monkeypatch):
 
 
 def test_sentences(tmp_path, punkt):
-    """Each is a sequence; the end of document is behind the last; with --keep-newlines they are together the text."""
+    """Each is a sequence, the last with the end of document; --keep-newlines keeps all text."""
     content = "Dr. Who is here. He left!\n\nWhy? No answer"
     assert sentences.build(punkt, False)(content) == ["Dr. Who is here.", "He left!", "Why?", "No answer"]
     assert "".join(sentences.build(punkt, True)(content)) == content
@@ -689,7 +691,7 @@ def test_sentences_without_nltk_or_its_model(punkt, monkeypatch):
         sentences.build("english", False)
 
 
-def test_packages_that_are_not_there(tmp_path, monkeypatch):
+def test_missing_packages(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd....")
     (tmp_path / "a.parquet").write_bytes(b"PAR1\x15\x04\x15")
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -706,5 +708,5 @@ def test_packages_that_are_not_there(tmp_path, monkeypatch):
 def test_flags_of_sentences_belong_together():
     from meshwright.settings.checks import problems
 
-    told = problems(PreprocessConfig(Preprocess(input=["x"], output_prefix="y", keep_newlines=True, lang="german")))
-    assert told == ["--keep-newlines needs --split-sentences", "--lang needs --split-sentences"]
+    found = problems(PreprocessConfig(Preprocess(input=["x"], output_prefix="y", keep_newlines=True, lang="german")))
+    assert found == ["--keep-newlines needs --split-sentences", "--lang needs --split-sentences"]

@@ -295,8 +295,8 @@ TABLE = {
         "merge": "test_data_commands.py::test_several_are_copied_at_a_time",
     },
     "fetching": {
-        "names": "test_data_commands.py::test_fetch_goes_on_where_it_was_cut",
-        "output": "test_data_commands.py::test_fetch_goes_on_where_it_was_cut",
+        "names": "test_data_commands.py::test_fetch_continues_where_it_was_cut",
+        "output": "test_data_commands.py::test_fetch_continues_where_it_was_cut",
         "sha256": "test_data_commands.py::test_a_wrong_checksum_leaves_nothing",
     },
     "loose_text": {

@@ -395,7 +395,7 @@ class Job:
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[int], None]]:
-        """Print Megatron's line every --log-interval documents; on a terminal show a bar instead."""
+        """Print Megatron's line every --log-interval documents; on a terminal show a bar."""
         t, stderr, interval = self.totals, self.stderr, self.config.preprocess.log_interval
         if not stderr.isatty():
             printed = t.documents // interval
@@ -433,7 +433,7 @@ def build_tokenizer(settings: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def file_state(one: Input) -> list[int]:
-    """Return size and time, which tell a changed file; a pipe always differs."""
+    """Return size and time of a file, something else each time for a pipe."""
     if one.kind == "stream" and not one.bytes:
         return [time.time_ns()]
     about = os.stat(one.path)
