@@ -172,17 +172,17 @@ sys.exit(demo.run(Path("demo"), dataclasses.replace(test_demo.SMALL, iters=10000
 """
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([*sys.path, os.path.dirname(__file__)]))
     child = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
-    said = ""
-    while "iteration    10 of" not in said:
+    printed = ""
+    while "iteration    10 of" not in printed:
         line = child.stdout.readline()
-        assert line, said
-        said += line
+        assert line, printed
+        printed += line
     child.send_signal(signal.SIGINT)
     start = time.monotonic()
-    said += child.communicate(timeout=30)[0]
+    printed += child.communicate(timeout=30)[0]
     assert child.returncode == 130 and time.monotonic() - start < 20
-    assert "to continue the training:   meshwright train --config demo/run/config.toml" in said
-    assert "to restart the demo:        meshwright demo demo" in said
+    assert "to continue the training:   meshwright train --config demo/run/config.toml" in printed
+    assert "to restart the demo:        meshwright demo demo" in printed
     saved = int((tmp_path / "demo/run/latest_checkpointed_iteration.txt").read_text())
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--config", "demo/run/config.toml", "--exit-interval", "10"]) == 0

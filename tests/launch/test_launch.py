@@ -216,7 +216,7 @@ def test_the_port_of_the_machine_is_in_use() -> None:
 
 
 def plan(*words: str) -> Plan:
-    return launcher.plan(flags.parse(launcher.LaunchConfig, [*words, "train"], "meshwright launch").config)
+    return launcher.make_plan(flags.parse(launcher.LaunchConfig, [*words, "train"], "meshwright launch").config)
 
 
 def test_plans() -> None:
@@ -260,15 +260,15 @@ def test_wrong_flags(words: list[str], message: str) -> None:
 def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").touch()
-    assert launcher.command(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
-    assert launcher.command(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
+    assert launcher.build_program(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
+    assert launcher.build_program(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
     for words, message in (
         (["their.py"], "there is no script their.py"),
         (["inspect"], "inspect is neither one of train"),
         (["--nprocs"], "launch has no flag --nprocs"),
     ):
         with pytest.raises(UserError, match=message):
-            launcher.command(words)
+            launcher.build_program(words)
     with pytest.raises(UserError, match="nothing to start"):
         launch_command.main(["--nproc-per-node=2"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from meshwright.errors import UserError
-from meshwright.launch.launcher import TOGETHER, LaunchConfig, command, plan
+from meshwright.launch.launcher import TOGETHER, LaunchConfig, build_program, make_plan
 from meshwright.launch.world import find_world
 from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
@@ -13,15 +13,15 @@ from meshwright.settings.schema import Parallel
 
 def main(argv: list[str]) -> int:
     about = f"Start COMMAND, {', '.join(TOGETHER)} or a Python script, as several ranks. Flags of launch go before it."
-    said = flags.parse(LaunchConfig, argv, "meshwright launch", about=about).config
-    words = said.command[1:] if said.command[:1] == ["--"] else said.command
+    given = flags.parse(LaunchConfig, argv, "meshwright launch", about=about).config
+    words = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not words:
         raise UserError(f"nothing to start; name {', '.join(TOGETHER)} with its flags, or a Python script")
-    program = command(words)
-    planned = plan(said)
+    program = build_program(words)
+    plan = make_plan(given)
     from meshwright.launch import agent  # imports torch
 
-    return agent.run(planned, program)
+    return agent.run(plan, program)
 
 
 def relaunch(parallel: Parallel, argv: list[str]) -> int | None:

@@ -38,7 +38,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Settings of `meshwright launch`; the spellings with underscores are torch.distributed.launch's."""
+    """Settings of `meshwright launch`, with torch.distributed.launch's spellings in underscores."""
 
     nproc_per_node: str = flag(
         "auto", "ranks on each machine: a number, gpu, cpu, or auto for one per accelerator", "--nproc_per_node"
@@ -59,7 +59,7 @@ class LaunchConfig:
     command: list[str] = flag([], "one of our commands or a Python script, with its flags", positional="rest")
 
 
-def command(words: list[str]) -> list[str]:
+def build_program(words: list[str]) -> list[str]:
     """Return the arguments of Python for one rank."""
     name = words[0]
     if name in TOGETHER:
@@ -75,18 +75,19 @@ def command(words: list[str]) -> list[str]:
     raise UserError(f"{name} is neither one of {', '.join(TOGETHER)} nor a Python script (NAME.py)")
 
 
-def plan(said: LaunchConfig) -> Plan:
-    ips = [ip.strip() for ip in (said.node_ips or "").split(",") if ip.strip()]
-    nodes = said.nnodes if said.nnodes is not None else len(ips) or 1
+def make_plan(given: LaunchConfig) -> Plan:
+    """Check the flags and work out what this machine starts."""
+    ips = [ip.strip() for ip in (given.node_ips or "").split(",") if ip.strip()]
+    nodes = given.nnodes if given.nnodes is not None else len(ips) or 1
     if nodes < 1:
         raise UserError(f"--nnodes {nodes} must be 1 or more")
     if ips and len(ips) != nodes:
         raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}; give one for each machine")
-    if ips and said.master_addr not in (None, ips[0]):
+    if ips and given.master_addr not in (None, ips[0]):
         raise UserError(
-            f"--master-addr {said.master_addr} is not the first of --node-ips, {ips[0]}; give one of the two flags"
+            f"--master-addr {given.master_addr} is not the first of --node-ips, {ips[0]}; give one of the two flags"
         )
-    address, node = said.master_addr or (ips[0] if ips else None), said.node_rank
+    address, node = given.master_addr or (ips[0] if ips else None), given.node_rank
     if nodes > 1 and address is None:
         raise UserError(
             f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips, so that the machines can meet"
@@ -94,23 +95,24 @@ def plan(said: LaunchConfig) -> Plan:
     if nodes > 1 and node is None:
         if not ips:
             raise UserError(f"--nnodes {nodes} needs --node-rank, the number of this machine from 0 to {nodes - 1}")
-        node = own_place(ips)
+        node = find_own_place(ips)
     if not 0 <= (node or 0) < nodes:
         raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}; machines count from 0 to {nodes - 1}")
-    if said.master_port is not None and not 0 < said.master_port < 65536:
-        raise UserError(f"--master-port {said.master_port} is not a port; use 1 to 65535")
-    if said.node_ips is not None and not ips:
+    if given.master_port is not None and not 0 < given.master_port < 65536:
+        raise UserError(f"--master-port {given.master_port} is not a port; use 1 to 65535")
+    if given.node_ips is not None and not ips:
         raise UserError("--node-ips is empty; check for an unset shell variable")
-    if not 0 < said.wait <= 10**6:
-        raise UserError(f"--wait {said.wait:g} must be above 0 seconds and at most {10**6}")
-    if said.max_restarts < 0:
-        raise UserError(f"--max-restarts {said.max_restarts} must be 0 or more")
-    port = said.master_port or (PORT if nodes > 1 else 0)
-    count = processes(said.nproc_per_node)
-    return Plan(count, nodes, node or 0, address or "127.0.0.1", port, said.max_restarts, said.wait)
+    if not 0 < given.wait <= 10**6:
+        raise UserError(f"--wait {given.wait:g} must be above 0 seconds and at most {10**6}")
+    if given.max_restarts < 0:
+        raise UserError(f"--max-restarts {given.max_restarts} must be 0 or more")
+    port = given.master_port or (PORT if nodes > 1 else 0)
+    count = count_processes(given.nproc_per_node)
+    return Plan(count, nodes, node or 0, address or "127.0.0.1", port, given.max_restarts, given.wait)
 
 
-def processes(text: str) -> int:
+def count_processes(text: str) -> int:
+    """Return the number of ranks that --nproc-per-node asks for on this machine."""
     if re.fullmatch("[1-9][0-9]{0,3}", text):
         return int(text)
     if text == "cpu":
@@ -123,7 +125,7 @@ def processes(text: str) -> int:
     return count or 1
 
 
-def own_place(addresses: list[str]) -> int:
+def find_own_place(addresses: list[str]) -> int:
     """Return the position of this machine's address in the list."""
     mine = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(mine) != 1:
