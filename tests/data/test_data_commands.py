@@ -342,7 +342,7 @@ def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
     assert status == 0 and "merged 3 datasets" in told and "30 documents" in told
     for argv in (["inspect", f"{a}2"], ["merge", a, f"{a}2", "--output-prefix", str(tmp_path / "y")]):
         status, _, err = run(*argv)
-        assert status == 65 and f"{a}2.idx does not exist: {a}2 is to be the prefix" in err and "--data-path" not in err
+        assert status == 65 and f"{a}2.idx does not exist; {a}2 must be the prefix" in err and "--data-path" not in err
     assert f"{a}2.idx does not exist" in run("verify", f"{a}2.bin")[1]
 
 

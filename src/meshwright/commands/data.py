@@ -1,4 +1,4 @@
-"""`meshwright data VERB`: looking after token files, before and beside a training. No verb imports torch but `index`."""
+"""`meshwright data VERB`: prepare and check token files. Only `index` imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from meshwright import tokenizers
 from meshwright.console import notice
-from meshwright.errors import BAD_DATA, DONE, IO, USAGE, UserError
+from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.launch.world import find_world
 from meshwright.settings import checks, command
 from meshwright.settings.grammar import did_you_mean
@@ -193,69 +193,43 @@ def usage() -> str:
     )
 
 
-def bare(words: list[str], there: bool = True) -> list[str]:
-    """Prefixes of token files, one of which or both may be named instead; `there`: they are to exist."""
+def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
+    """Return prefixes of token files; a word may also name one file of a pair, or both."""
     out = list[str]()
     for word in words:
         is_file = word.endswith((".bin", ".idx")) and not Path(f"{word}.idx").exists()
         prefix = word[:-4] if is_file else word
-        for lost in (path for end in (".idx", ".bin") if there and not (path := Path(prefix + end)).exists()):
-            raise UserError(f"{lost} does not exist: {prefix} is to be the prefix of a .bin and an .idx", BAD_DATA)
-        if not (is_file and prefix in out):  # as a pattern names both
+        for lost in (path for end in (".idx", ".bin") if must_exist and not (path := Path(prefix + end)).exists()):
+            raise UserError(f"{lost} does not exist; {prefix} must be the prefix of a .bin and an .idx", BAD_DATA)
+        if not (is_file and prefix in out):  # a pattern names both
             out.append(prefix)
     return out
 
 
 def verify(config: VerifyConfig, dry: bool) -> None:
-    from meshwright.data.tools import verify as work
-    from meshwright.progress import Clock, progress_bar
+    from meshwright.data.tools.verify import run
 
     v, t = config.verification, config.tokenizer
-    prefixes = bare(v.prefixes, there=False)
+    prefixes = strip_endings(v.prefixes, must_exist=False)
     tokenizer = tokenizers.resolve(t)
     vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
     checksums = Path(v.checksums) if v.checksums else None
-    compares = checksums is not None and checksums.exists()
     if dry:
-        also = f" and {'compare' if compares else 'write'} {checksums}" if checksums else ""
+        also = f" and {'compare' if checksums.exists() else 'write'} {checksums}" if checksums else ""
         print(f"would check {', '.join(prefixes)}{also}")
         return
-    found = []
-    for prefix in prefixes:
-        clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
-        with progress_bar(Path(prefix).name, size) as advance:
-            one = work.check(prefix, vocab, eod, checksums is not None, advance)
-        found.append(one)
-        if compares and checksums:
-            work.compare_checksums(checksums, [one])
-        for line in one.notes:
-            notice(f"note: {line}")
-        print("\n".join(one.problems) or one.line(clock.speed(size)), flush=True)
-    problems = sum(len(one.problems) for one in found)
-    for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
-        count, damaged = work.damaged_caches(folder)
-        problems += len(damaged)
-        for line in damaged or ([f"{folder / 'index-cache'}: whole: {count} entries"] if count else []):
-            print(line)
-    if problems:
-        raise UserError(f"{problems} problem{'s' * (problems > 1)}, listed above", BAD_DATA)
-    if checksums and not compares:
-        try:
-            work.write_checksums(checksums, found)
-        except OSError as error:
-            raise UserError(f"--checksums {checksums} cannot be written: {error.strerror or error}", IO) from None
-        print(f"wrote {checksums}: the SHA-256 of {2 * len(found)} files, which `sha256sum -c` reads too")
+    run(prefixes, vocab, eod, checksums)
 
 
 def inspect(config: InspectConfig, dry: bool) -> None:
     i = config.inspection
-    prefix = bare([i.prefix])[0] if i.prefix else None
+    prefix = strip_endings([i.prefix])[0] if i.prefix else None
     tokenizer = tokenizers.resolve(config.tokenizer)
     if dry:
         print(f"would read {prefix or 'the data of the training'}")
         return
     from meshwright.data.format.indexed import Indexed
-    from meshwright.data.tools import statistics as look
+    from meshwright.data.tools import statistics
 
     if i.sample is not None:
         from meshwright.data.tools.forecast import show_sample
@@ -265,37 +239,37 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     assert prefix
     indexed = Indexed(prefix)
     if i.document is not None:
-        facts = look.describe_document(indexed, i.document, tokenizer)
+        facts = statistics.describe_document(indexed, i.document, tokenizer)
         text = facts.pop("text") if "text" in facts and not i.json else None
-        print(look.one_line(facts) if text is None else text)
+        print(statistics.one_line(facts) if text is None else text)
         return
-    facts = look.summary(indexed, TOP if i.top is None else i.top, tokenizer)
+    facts = statistics.summary(indexed, TOP if i.top is None else i.top, tokenizer)
     if i.picture:
-        look.draw(facts, Path(i.picture))
-    print(look.one_line(facts) if i.json else "\n".join(look.table(facts)))
+        statistics.draw(facts, Path(i.picture))
+    print(statistics.one_line(facts) if i.json else "\n".join(statistics.table(facts)))
 
 
 def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
-    """A bare prefix is what --data-path would name."""
-    from meshwright.settings import data_paths as datapaths
+    """Put a prefix given without a flag in the place of --data-path."""
+    from meshwright.settings import data_paths
 
-    named = datapaths.given(config.data)
+    named = data_paths.given(config.data)
     if prefix and named:
-        raise UserError(f"{prefix} and {spelling(named[0])} both name the data: give one")
+        raise UserError(f"{prefix} and {spelling(named[0])} both name the data; give one")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, data_path=[prefix])) if prefix else config
 
 
 def index(config: IndexConfig, dry: bool) -> None:
-    from meshwright.data.tools import forecast as ahead
+    from meshwright.data.tools import forecast
 
     tokenizer = tokenizers.resolve(config.tokenizer)
-    ahead.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
+    forecast.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
 
 
 def plan(config: PlanConfig, dry: bool) -> None:
-    from meshwright.data.tools import forecast as ahead
+    from meshwright.data.tools import forecast
 
-    ahead.print_plan(config, config.planning.json)
+    forecast.print_plan(config, config.planning.json)
 
 
 def merge(config: MergeConfig, dry: bool) -> None:
@@ -307,10 +281,8 @@ def merge(config: MergeConfig, dry: bool) -> None:
     if world.rank:
         return
     if world.size > 1:
-        notice(
-            f"note: {world.size} processes were started; this one alone merges, for it is the disk that takes the time"
-        )
-    prefixes = bare(m.datasets) or work.find(m.input or "", m.output_prefix)
+        notice(f"note: {world.size} processes were started; only this one merges, because the disk sets the speed")
+    prefixes = strip_endings(m.datasets) or work.find(m.input or "", m.output_prefix)
     if dry:
         print(f"would merge {', '.join(prefixes)} into {m.output_prefix}")
         return
@@ -340,9 +312,9 @@ def fetch(config: FetchConfig, dry: bool) -> None:
     work.run(f.names, Path(f.output), f.sha256, dry)
 
 
-# Its settings, what it does, the setting that words without a flag give, and the work.
+# Name: settings, help, the setting that words without a flag give, function.
 VERBS: dict[str, tuple[type[Any], str, str | None, Callable[[Any, bool], None]]] = {
-    "verify": (VerifyConfig, "whether token files are whole, with everything that is wrong", "prefixes", verify),
+    "verify": (VerifyConfig, "check token files completely and list everything that is wrong", "prefixes", verify),
     "inspect": (
         InspectConfig,
         "counts, lengths, frequent tokens; one document; one training sample",
@@ -351,7 +323,7 @@ VERBS: dict[str, tuple[type[Any], str, str | None, Callable[[Any, bool], None]]]
     ),
     "index": (IndexConfig, "build a training's sample indices ahead of it: give all of its flags", None, index),
     "plan": (PlanConfig, "which source gives how many samples and epochs: give the training's flags", None, plan),
-    "merge": (MergeConfig, "several pairs of token files to one, in the order given", "datasets", merge),
-    "merge-json": (LooseTextConfig, "many files of JSON lines or text to one of JSON lines", None, merge_json),
-    "fetch": (FetchConfig, "what the documents name, or any http(s) address; resumed, checked", "names", fetch),
+    "merge": (MergeConfig, "join pairs of token files, in the order given", "datasets", merge),
+    "merge-json": (LooseTextConfig, "join files of JSON lines or text into one of JSON lines", None, merge_json),
+    "fetch": (FetchConfig, "download known files or any http(s) address, resumed and checked", "names", fetch),
 }

@@ -36,7 +36,7 @@ from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
 from meshwright.launch.world import World
-from meshwright.progress import SkippedLines
+from meshwright.progress import SkippedLines, new_bar
 from meshwright.settings.command import our_version
 from meshwright.settings.schema import Tokenizer, flag, spelling
 
@@ -409,13 +409,9 @@ class Job:
             yield print_line
             return
 
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         total = self.end - self.begin if all(one.bytes for one in self.inputs) else None
-        with Progress(*columns, console=Console(file=stderr), transient=True) as bar:
-            task = bar.add_task("", total=total)
+        bar, task = new_bar("{task.description}", "bar", "percent", "left", total=total, file=stderr)
+        with bar:
             yield lambda done: bar.update(task, completed=done, description=t.line())
 
 

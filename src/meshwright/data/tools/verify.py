@@ -16,11 +16,13 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.console import notice
 from meshwright.data.format.blocks import Header, blocks, document_ends
 from meshwright.data.format.indexed import Column, Indexed
 from meshwright.data.index_cache import INVALID, open_entry
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import checksums, replacing
+from meshwright.progress import Clock, progress_bar
 
 Advance = Callable[[int], None]
 Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
@@ -267,3 +269,38 @@ def damaged_caches(folder: Path) -> tuple[int, list[str]]:
         except INVALID as error:
             problems.append(f"{record} is damaged ({error}); remove it, or a training builds it again")
     return len(records), problems
+
+
+def run(prefixes: list[str], vocab: int | None, eod: int | None, checksums: Path | None) -> None:
+    """Check all pairs and the index caches beside them, print the results, and raise if anything is
+    wrong.
+
+    The file `checksums` is compared if it exists; otherwise it is written once everything is
+    intact.
+    """
+    compares = checksums is not None and checksums.exists()
+    found = []
+    for prefix in prefixes:
+        clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
+        with progress_bar(Path(prefix).name, size) as advance:
+            one = check(prefix, vocab, eod, checksums is not None, advance)
+        found.append(one)
+        if compares and checksums:
+            compare_checksums(checksums, [one])
+        for line in one.notes:
+            notice(f"note: {line}")
+        print("\n".join(one.problems) or one.line(clock.speed(size)), flush=True)
+    problems = sum(len(one.problems) for one in found)
+    for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
+        count, damaged = damaged_caches(folder)
+        problems += len(damaged)
+        for line in damaged or ([f"{folder / 'index-cache'}: whole: {count} entries"] if count else []):
+            print(line)
+    if problems:
+        raise UserError(f"{problems} problem{'s' * (problems > 1)}, listed above", BAD_DATA)
+    if checksums and not compares:
+        try:
+            write_checksums(checksums, found)
+        except OSError as error:
+            raise UserError(f"--checksums {checksums} cannot be written: {error.strerror or error}", IO) from None
+        print(f"wrote {checksums}: the SHA-256 of {2 * len(found)} files, which `sha256sum -c` reads too")
