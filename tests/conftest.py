@@ -3,7 +3,10 @@
 No pictures; output not redirected.
 """
 
+import itertools
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,7 +15,7 @@ for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
 
 import pytest  # noqa: E402
 
-from helpers import TINY_FLAGS  # noqa: E402
+from helpers import TINY_FLAGS, TinyRun  # noqa: E402
 from meshwright import console  # noqa: E402
 from meshwright.settings import flags  # noqa: E402
 from meshwright.settings import schema as settings  # noqa: E402
@@ -31,6 +34,13 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def say_on_stdout() -> None:
     """Print lines on stdout, whatever an earlier command chose."""
     console.set_stream("stdout")
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., TinyRun]:
+    """run(flag, ...) trains a tiny model in a folder of its own: run0, run1, ..."""
+    count = itertools.count()
+    return lambda *argv: TinyRun(tmp_path / f"run{next(count)}", capsys, *argv)
 
 
 @pytest.fixture

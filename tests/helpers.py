@@ -4,12 +4,17 @@ holds.
 
 import contextlib
 import io
+import json
 import os
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+import pytest
 
+from meshwright.__main__ import main
 from meshwright.checkpoint import native, steps
 from meshwright.data.format.indexed import Indexed
 from meshwright.settings import schema as settings
@@ -63,3 +68,44 @@ def tokens_of(indexed: Indexed, i: int) -> npt.NDArray[Any]:
     """Return the tokens of sequence `i`."""
     start = int(indexed.pointers[i]) // indexed.dtype.itemsize
     return indexed.tokens[start : start + int(indexed.sizes[i])]
+
+
+def read_rows(folder: Path, event: str = "step") -> list[dict[str, Any]]:
+    """Return the rows of one event in metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [row for row in rows if row["event"] == event]
+
+
+def read_losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(folder)]
+
+
+class TinyRun:
+    """A run of TINY_FLAGS and more: its exit status, what it printed, and its rows."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], *argv: object) -> None:
+        capsys.readouterr()
+        self.folder = folder
+        self.status = main(["train", *TINY_FLAGS, "--run-dir", str(folder), *map(str, argv)])
+        self.out, self.err = capsys.readouterr()
+
+    def column(self, name: str, event: str = "step") -> list[Any]:
+        return [row[name] for row in read_rows(self.folder, event)]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.column("loss")
+
+
+def printed_losses(folder: Path) -> list[str]:
+    """Return the lines of `report --losses`: iteration, loss, gradient norm and rate, exact to the bit."""
+    with captured_output() as (lines, _):
+        assert main(["report", "--losses", str(folder)]) == 0
+    return lines
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

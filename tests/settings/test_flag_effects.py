@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from helpers import TINY_FLAGS
+from helpers import TINY_FLAGS, read_losses
 from meshwright.__main__ import main
 from meshwright.data.prepare import preprocess
 from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
@@ -16,39 +16,12 @@ from meshwright.settings.flags import parse
 from meshwright.settings.schema import Tokenizer, TrainConfig
 
 
-class Run:
-    """What a run left: its status, standard output and rows."""
-
-    def __init__(self, folder, capsys, *argv):
-        capsys.readouterr()
-        self.status = main(["train", *TINY_FLAGS, "--run-dir", str(folder), *argv])
-        captured = capsys.readouterr()
-        self.out, self.err = captured.out, captured.err
-        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-        self.rows = [json.loads(line) for line in lines]
-
-    def column(self, name, event="step"):
-        return [r[name] for r in self.rows if r["event"] == event]
-
-    @property
-    def losses(self):
-        return self.column("loss")
-
-
-@pytest.fixture
-def run(tmp_path, capsys):
-    """run(flag, ...) -> Run, each in a folder of its own."""
-    count = iter(range(99))
-    return lambda *argv: Run(tmp_path / f"run{next(count)}", capsys, *argv)
-
-
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """The losses without any further flag."""
     folder = tmp_path_factory.mktemp("base")
     assert main(["train", *TINY_FLAGS, "--run-dir", str(folder)]) == 0
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [r["loss"] for r in rows if r["event"] == "step"]
+    return read_losses(folder)
 
 
 def parameters(

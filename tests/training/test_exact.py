@@ -17,6 +17,7 @@ import safetensors.numpy
 import meshwright.checkpoint.loading
 import meshwright.optim.loss_scale
 import meshwright.training.resume
+from helpers import printed_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint.publish import step_folder
 from meshwright.data.datasets import build_datasets
@@ -59,10 +60,6 @@ def blend(tmp_path_factory):
     return ["--data-path", *files, "--last-epoch-cutoff=1"]
 
 
-def rows(folder, event="step"):
-    return [r for r in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if r["event"] == event]
-
-
 def arguments(folder, *more):
     """A later flag wins over an earlier one."""
     return [*MODEL, *QUIET, *NULL, *LENGTH, *more, "--save", str(folder), "--load", str(folder)]
@@ -72,12 +69,10 @@ def train(folder, *more):
     assert main(["train", *arguments(folder, *more)]) == 0
 
 
-def losses(folder, capsys):
-    """Of each step iteration, loss, gradient norm and learning rate as hexadecimal numbers, and the loss scale."""
-    capsys.readouterr()
-    assert main(["report", "--losses", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    return [f"{line} {row['loss_scale']}" for line, row in zip(lines, rows(folder), strict=True)]
+def losses(folder):
+    """Return the printed losses of each step, with its loss scale."""
+    steps = zip(printed_losses(folder), read_rows(folder), strict=True)
+    return [f"{line} {row['loss_scale']}" for line, row in steps]
 
 
 def saved(folder, step):
@@ -93,7 +88,7 @@ def saved(folder, step):
 
 def curve(folder, *more):
     train(folder, *more, *NO_VALIDATION)
-    return np.array([r["loss"] for r in rows(folder)])
+    return np.array([r["loss"] for r in read_rows(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -164,15 +159,17 @@ STOPS = {
 def stop_and_go(folder, stops, *more):
     for stop in stops:
         train(folder, *more, f"--exit-interval={stop}")
-        assert rows(folder, "end")[-1]["reason"] == f"--exit-interval {stop}" and step_folder(folder, stop).is_dir()
+        assert (
+            read_rows(folder, "end")[-1]["reason"] == f"--exit-interval {stop}" and step_folder(folder, stop).is_dir()
+        )
     train(folder, *more)
 
 
-def require_equal(whole, parts, capsys):
+def require_equal(whole, parts):
     """Losses, validations, tensors and counters, to the last bit."""
-    for a, b in zip(losses(whole, capsys), losses(parts, capsys), strict=True):
+    for a, b in zip(losses(whole), losses(parts), strict=True):
         assert a == b
-    told = [[(r["iteration"], r["name"], r["loss"]) for r in rows(f, "validation")] for f in (whole, parts)]
+    told = [[(r["iteration"], r["name"], r["loss"]) for r in read_rows(f, "validation")] for f in (whole, parts)]
     assert told[0] == told[1]
     (tensors, counters), (others, other_counters) = saved(whole, STEPS), saved(parts, STEPS)
     assert tensors.keys() == others.keys() and [n for n in tensors if tensors[n] != others[n]] == []
@@ -195,7 +192,7 @@ def whole(blend, tmp_path_factory):
 
 def test_the_run_has_what_is_to_be_survived(blend, whole, tmp_path):
     """Each of the STOPS is where its words say."""
-    steps = {r["iteration"]: r for r in rows(whole(*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION))}
+    steps = {r["iteration"]: r for r in read_rows(whole(*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION))}
     assert set(range(1, STEPS + 1)) - steps.keys() == {16, 17, 18, 29, 30, 31}
     assert [steps[i]["batch"] for i in (1, 2, 8, 12, 14, 15)] == [2, 2, 4, 6, 8, 8]
     skipped = [i for i, r in steps.items() if r["skipped"]]
@@ -211,22 +208,22 @@ def test_the_run_has_what_is_to_be_survived(blend, whole, tmp_path):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_stopped_again_and_again_it_is_the_same_run(blend, whole, tmp_path, capsys, kind):
+def test_stopped_again_and_again_it_is_the_same_run(blend, whole, tmp_path, kind):
     more = [*FORMATS[kind], *OVERFLOWING, *NO_VALIDATION]
-    overflows = [r["iteration"] for r in rows(whole(*more)) if r["skipped"]]
+    overflows = [r["iteration"] for r in read_rows(whole(*more)) if r["skipped"]]
     assert bool(overflows) == (kind == "fp16")
     stop_and_go(tmp_path, sorted({*STOPS, *overflows} - {STEPS}), *blend, *RUN, *more)
-    require_equal(whole(*more), tmp_path, capsys)
+    require_equal(whole(*more), tmp_path)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, capsys, kind):
+def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, kind):
     """Only the end of a run can lie there: 178 samples are gone at iteration 30 of 29-31. Then it is made longer."""
     more = [*FORMATS[kind], *OVERFLOWING, *NO_VALIDATION]
     train(tmp_path, *blend, *RUN, *more, "--train-samples=178")
-    assert step_folder(tmp_path, 30).is_dir() and rows(tmp_path)[-1]["iteration"] == 28
+    assert step_folder(tmp_path, 30).is_dir() and read_rows(tmp_path)[-1]["iteration"] == 28
     train(tmp_path, *blend, *RUN, *more)
-    assert losses(tmp_path, capsys) == losses(whole(*more), capsys)
+    assert losses(tmp_path) == losses(whole(*more))
     assert saved(tmp_path, STEPS)[0] == saved(whole(*more), STEPS)[0]
 
 
@@ -252,19 +249,19 @@ def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, capsys, kind):
     ],
     ids=lambda more: " ".join(more),
 )
-def test_stopped_with_other_rules(blend, whole, tmp_path, capsys, more):
+def test_stopped_with_other_rules(blend, whole, tmp_path, more):
     more = [*more, *OVERFLOWING, *NO_VALIDATION]
     stop_and_go(tmp_path, [2, 18, 28], *blend, *RUN, *more)
-    require_equal(whole(*more), tmp_path, capsys)
+    require_equal(whole(*more), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["float32", "fp16"])
-def test_stopped_between_validations(blend, whole, tmp_path, capsys, kind):
+def test_stopped_between_validations(blend, whole, tmp_path, kind):
     """At 10 right after one, at 27 and 28 between two."""
     more = [*FORMATS[kind], *OVERFLOWING, "--eval-interval=5", "--eval-iters=2", "--split=70,20,10", "--keep-best"]
     stop_and_go(tmp_path, [10, 27, 28], *blend, *RUN, *more)
-    require_equal(whole(*more), tmp_path, capsys)
-    told = rows(tmp_path, "validation")
+    require_equal(whole(*more), tmp_path)
+    told = read_rows(tmp_path, "validation")
     assert [r["iteration"] for r in told] == [5, 10, 15, 20, 25, 35, 36, 36]
     assert len({r["loss"] for r in told}) == len(told)
 
@@ -307,16 +304,16 @@ def forget_moments(monkeypatch):
 @pytest.mark.parametrize(
     "forget", [forget_scale, forget_clean_steps, forget_adams_time, forget_schedule, forget_moments]
 )
-def test_what_is_forgotten_shows(blend, whole, tmp_path, capsys, monkeypatch, forget):
+def test_what_is_forgotten_shows(blend, whole, tmp_path, monkeypatch, forget):
     """The control: were these runs equal too, the tests above would prove nothing."""
     more = [*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION]
-    taken = [r["iteration"] for r in rows(whole(*more)) if not r["skipped"]]
+    taken = [r["iteration"] for r in read_rows(whole(*more)) if not r["skipped"]]
     stop = taken[1]  # the scale has come down, and half of its clean steps are done
     train(tmp_path, *blend, *RUN, *more, f"--exit-interval={stop}")
     forget(monkeypatch)
     train(tmp_path, *blend, *RUN, *more)
-    assert losses(tmp_path, capsys)[:stop] == losses(whole(*more), capsys)[:stop]
-    assert losses(tmp_path, capsys) != losses(whole(*more), capsys)
+    assert losses(tmp_path)[:stop] == losses(whole(*more))[:stop]
+    assert losses(tmp_path) != losses(whole(*more))
 
 
 # Options of the network
@@ -357,14 +354,14 @@ def test_options(blend, tmp_path, capsys, options, contradiction):
     train(a, *more)
     train(b, *more, "--exit-interval=3")
     train(b, *more)
-    assert len(losses(a, capsys)) == 6
-    assert losses(a, capsys) == losses(b, capsys) and saved(a, 6) == saved(b, 6)
+    assert len(losses(a)) == 6
+    assert losses(a) == losses(b) and saved(a, 6) == saved(b, 6)
 
     assert main(["train", *arguments(b, *more, contradiction)]) == 65
     assert re.search(
         rf"{contradiction.partition('=')[0].replace('--no-', '--')} .*the checkpoint has", capsys.readouterr().err
     )
-    assert len(rows(b)) == 6
+    assert len(read_rows(b)) == 6
 
     (tmp_path / "prompts").write_text("3 1 2\n57\n60 11 4 7 7 1 0 2 9\n")
     texts = []

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import math
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,15 +16,15 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from helpers import open_step
+from helpers import free_port, open_step, printed_losses, read_losses
 from meshwright.__main__ import main
-from meshwright.commands.report import main as report
 from meshwright.data.loader import Mock
 from meshwright.errors import UserError
 from meshwright.model.attention import Where, share
 from meshwright.model.gpt import GPT, Block, Options
 from meshwright.model.layers import Embedding, Linear
 from meshwright.training import run as train
+from ranks import run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -41,11 +39,6 @@ def example():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r["loss"] for r in lines if r["event"] == "step"]
 
 
 def tensors(folder, step):
@@ -73,7 +66,7 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     out = capsys.readouterr().out
     assert end.value.code == 0 and "at iteration 30" in out and re.search(r"^7\+5=.*^\d of 5 right$", out, re.M | re.S)
-    first, *_, last = losses(tmp_path / "sums")
+    first, *_, last = read_losses(tmp_path / "sums")
     assert abs(first - math.log(257)) < 0.1 and last < 0.7 * first
 
     model, loss, datasets = parts(example)
@@ -81,11 +74,8 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
     datasets = datasets | {"valid": example.Sums(10**6, seed=2)}
     assert train.run(whole, model, loss, datasets) == 0
     capsys.readouterr()
-    printed = []
-    for name in ("sums", "whole"):
-        report(["--losses", str(tmp_path / name)])
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] and printed[0].count("\n") == steps
+    printed = [printed_losses(tmp_path / name) for name in ("sums", "whole")]
+    assert printed[0] == printed[1] and len(printed[0]) == steps
     a, b = tensors(tmp_path / "sums", steps), tensors(tmp_path / "whole", steps)
     assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
 
@@ -98,10 +88,12 @@ def test_the_example_tells_what_its_user_can_mend(example, tmp_path, capsys):
 
 
 def test_the_example_runs_on_two_ranks(tmp_path):
-    argv = ["launch", "--nproc-per-node", "2", str(EXAMPLE), str(tmp_path / "sums"), "4"]
-    done = subprocess.run([sys.executable, "-m", "meshwright", *argv], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" of 5 right") == 1 and len(losses(tmp_path / "sums")) == 4
+    """Under the environment of a launcher, as `meshwright launch` sets it."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ = [world | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
+    statuses, logs = run_programs(EXAMPLE, [[str(tmp_path / "sums"), "4"]] * 2, environ, tmp_path)
+    assert statuses == [0, 0], logs
+    assert "".join(logs).count(" of 5 right") == 1 and len(read_losses(tmp_path / "sums")) == 4
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +106,7 @@ def all_three(example, tmp_path_factory):
 def test_the_block_is_used(example, all_three, tmp_path):
     model, loss, datasets = parts(example)
     assert train.run(example.settings(str(tmp_path), 4), None, loss, datasets) == 0
-    assert losses(tmp_path)[0] != losses(all_three)[0]
+    assert read_losses(tmp_path)[0] != read_losses(all_three)[0]
     assert "h.0.ln_2.weight" in tensors(tmp_path, 4) and "h.0.ln_2.weight" not in tensors(all_three, 4)
 
 
@@ -122,7 +114,7 @@ def test_the_loss_is_used(example, all_three, tmp_path):
     """With fresh weights all 257 logits are about 0, so the term is 1e-4 ln(257)^2 = 0.0031."""
     model, loss, datasets = parts(example)
     assert train.run(example.settings(str(tmp_path), 4), model, None, datasets) == 0
-    assert losses(all_three)[0] - losses(tmp_path)[0] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.02)
+    assert read_losses(all_three)[0] - read_losses(tmp_path)[0] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.02)
 
 
 def test_the_data_are_used(example, all_three, tmp_path):
@@ -138,10 +130,10 @@ def test_the_data_are_used(example, all_three, tmp_path):
     settings = example.settings(str(tmp_path / "a"), 4)
     settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, num_workers=0))
     assert train.run(settings, model, loss, datasets | {"train": Recorded(10**9, 1)}) == 0
-    assert asked == list(range(64)) and losses(tmp_path / "a") == losses(all_three)
+    assert asked == list(range(64)) and read_losses(tmp_path / "a") == read_losses(all_three)
     other = {"train": Mock(256, 10**6, example.SEQ, 1)}
     assert train.run(example.settings(str(tmp_path / "b"), 4), model, loss, datasets | other) == 0
-    assert losses(tmp_path / "b") != losses(all_three)
+    assert read_losses(tmp_path / "b") != read_losses(all_three)
 
 
 def test_generate_refuses_another_network(all_three, capsys):
@@ -262,12 +254,15 @@ def test_a_whole_network(example, tmp_path):
             settings = example.settings(str(tmp_path / folder), 12, stop)
             assert train.run(settings, bigram(), loss, datasets) == 0
     a, b = tensors(tmp_path / "whole", 12), tensors(tmp_path / "parts", 12)
-    assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and len(losses(tmp_path / "whole")) == 12
+    assert (
+        read_losses(tmp_path / "whole") == read_losses(tmp_path / "parts")
+        and len(read_losses(tmp_path / "whole")) == 12
+    )
     assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
     names = {n for n in a if "/" not in n}
     assert names == {"wte.weight", "lm_head.weight", "lm_head.bias"}
     assert a["wte.weight"].shape == a["lm_head.weight"].shape == (257, 64)
-    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
+    assert read_losses(tmp_path / "whole")[-1] < read_losses(tmp_path / "whole")[0]
 
 
 def test_first_weights_are_drawn_by_name(example, tmp_path):
@@ -315,7 +310,7 @@ def test_the_standard_block_is_the_standard(example, all_three, tmp_path):
         c = dataclasses.replace(settings, checkpoint=dataclasses.replace(settings.checkpoint, save=str(folder)))
         c = dataclasses.replace(c, training=dataclasses.replace(c.training, eval_iters=0))
         assert train.run(c, **given) == 0
-        runs.append(losses(folder))
+        runs.append(read_losses(folder))
     assert runs[0] == runs[1]
 
 

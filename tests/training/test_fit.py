@@ -9,7 +9,6 @@ import tomllib
 import pytest
 import torch
 import torch.utils.checkpoint
-from test_flag_effects import run  # noqa: F401, a fixture
 
 from meshwright.settings.schema import Training
 from meshwright.training import memory as fit
@@ -41,7 +40,7 @@ def memory(monkeypatch):
 
 
 def each(counted):
-    """Of one sample."""
+    """Return the bytes of one sample."""
     last = dict(counted[-2:])
     return (last[3] - last[1]) / 2
 
@@ -54,7 +53,7 @@ def chosen(got):
 # By command, on a CPU
 
 
-def test_follows_the_memory(run, memory):  # noqa: F811
+def test_follows_the_memory(run, memory):
     """One, something between, all 12; a hair less than is needed takes the next smaller divisor."""
     counted = memory(0)
     assert chosen(run(*FEW, "auto")) == 1
@@ -71,7 +70,7 @@ def test_follows_the_memory(run, memory):  # noqa: F811
 
 
 @pytest.mark.parametrize(("ramp", "want"), [(("4", "4", "12"), 4), (("6", "3", "12"), 3), (("2", "5", "12"), 1)])
-def test_divides_every_size_of_a_ramp(run, memory, ramp, want):  # noqa: F811
+def test_divides_every_size_of_a_ramp(run, memory, ramp, want):
     memory(2**60)
     got = run(*FEW, "auto", "--train-iters", "none", "--train-samples", "48", "--rampup-batch-size", *ramp)
     sizes = got.column("batch")
@@ -83,7 +82,7 @@ def test_divides_every_size_of_a_ramp(run, memory, ramp, want):  # noqa: F811
     [[], ["--bf16"], ["--fp16", "--initial-loss-scale", "256"], ["--optimizer", "muon"]],
     ids=lambda f: "".join(f) or "fp32",
 )
-def test_attempts_leave_no_trace(run, memory, tmp_path, flags):  # noqa: F811
+def test_attempts_leave_no_trace(run, memory, tmp_path, flags):
     """The losses are those of the same size given by hand, bit for bit, and so is what is saved."""
     counted = memory(0)
     assert chosen(run(*FEW, "auto", *flags)) == 1
@@ -96,7 +95,7 @@ def test_attempts_leave_no_trace(run, memory, tmp_path, flags):  # noqa: F811
     assert files[0] == files[1] and files[0]
 
 
-def test_saved_and_kept_on_resume(run, memory, tmp_path):  # noqa: F811
+def test_saved_and_kept_on_resume(run, memory, tmp_path):
     """config.toml and the checkpoint hold the number; a resumed run keeps to it while it fits."""
     save, flags = tmp_path / "save", (*FEW, "auto", "--lr-decay-iters", "6")
     counted = memory(0)
@@ -122,7 +121,7 @@ def test_saved_and_kept_on_resume(run, memory, tmp_path):  # noqa: F811
     assert first.losses + resumed.losses == whole.losses
 
 
-def test_more_fits_with_less_kept(run, memory):  # noqa: F811
+def test_more_fits_with_less_kept(run, memory):
     """Recomputation, half the bytes and shorter samples each let a larger micro-batch into the same memory."""
     counted = memory(0)
     base = (*FEW, "auto", "--num-layers", "6")
@@ -141,7 +140,7 @@ def test_more_fits_with_less_kept(run, memory):  # noqa: F811
         assert 0.3 * one < each(counted) < one, flags
 
 
-def test_what_is_recomputed_is_held_too(run, memory):  # noqa: F811
+def test_what_is_recomputed_is_held_too(run, memory):
     """All layers in one portion: in the backward pass it is there as a whole, so no more fits than without."""
     counted = memory(0)
     base = (*FEW, "auto", "--num-layers", "6")
@@ -229,7 +228,7 @@ class Card:
         self.peak = max(self.peak, int(needed * GIB))
 
     def largest(self, batches, preferred=None):
-        return fit.largest(self.attempt, batches, torch.device("cuda"), preferred)
+        return fit.find_largest(self.attempt, batches, torch.device("cuda"), preferred)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +272,7 @@ def test_other_errors_are_not_taken_for_a_full_card(monkeypatch):
         raise RuntimeError("a defect")
 
     with pytest.raises(RuntimeError, match="a defect"):
-        fit.largest(attempt, [4], torch.device("cuda"), None)
+        fit.find_largest(attempt, [4], torch.device("cuda"), None)
     assert card.cleared == 2
 
 
@@ -286,10 +285,10 @@ def test_on_a_gpu():
         torch.zeros(n << 26, dtype=torch.uint8, device=device)
 
     before = torch.cuda.memory_allocated(device)
-    one, two = fit.fits(attempt, 1, device), fit.fits(attempt, 2, device)
+    one, two = fit.try_size(attempt, 1, device), fit.try_size(attempt, 2, device)
     assert two - one == 1 << 26
-    assert fit.fits(attempt, 1 << 20, device) is None and torch.cuda.memory_allocated(device) == before
-    size, _ = fit.largest(attempt, [1 << 20], device, None)
+    assert fit.try_size(attempt, 1 << 20, device) is None and torch.cuda.memory_allocated(device) == before
+    size, _ = fit.find_largest(attempt, [1 << 20], device, None)
     have = sum(torch.cuda.mem_get_info(device)[:1]) + torch.cuda.memory_reserved(device)
     assert size << 26 <= fit.SHARE * have * 1.01 < size << 28
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import multiprocessing
 import os
 import random
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers import printed_losses
 from meshwright.__main__ import main
 from meshwright.data.format.writer import Writer
 
@@ -107,20 +107,13 @@ def launch(folder: Path, kill_after: float | None = None, point: str | None = No
     return process.exitcode
 
 
-def losses(folder: Path) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main(["report", "--losses", str(folder / "run")]) == 0
-    return out.getvalue()
-
-
 def finish(folder: Path) -> None:
     status = launch(folder)
     assert status == 0, (folder / "log").read_text()[-2000:]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], float]:
     """Data, the losses of a run that nothing happened to, and the seconds it took."""
     root = tmp_path_factory.mktemp("kill")
     rng = np.random.RandomState(0)
@@ -134,14 +127,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, fl
     start = time.perf_counter()
     finish(root / "clean")
     took = time.perf_counter() - start
-    clean = losses(root / "clean")
-    assert len(clean.splitlines()) == STEPS and losses(root / "warm") == clean
+    clean = printed_losses(root / "clean" / "run")
+    assert len(clean) == STEPS and printed_losses(root / "warm" / "run") == clean
     return root, clean, took
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("wanted", [8, pytest.param(20, marks=pytest.mark.long)])
-def test_kills_at_random_moments(undisturbed: tuple[Path, str, float], wanted: int) -> None:
+def test_kills_at_random_moments(undisturbed: tuple[Path, list[str], float], wanted: int) -> None:
     """Each run is killed until a launch gets through; then the next run begins, until so many kills have hit."""
     root, clean, took = undisturbed
     rng, kills, launches, runs, differing = random.Random(wanted), 0, 0, 0, 0
@@ -155,14 +148,14 @@ def test_kills_at_random_moments(undisturbed: tuple[Path, str, float], wanted: i
             kills += status == -signal.SIGKILL
         assert status == 0, (folder / "log").read_text()[-2000:]
         runs += 1
-        differing += sum(a != b for a, b in zip(losses(folder).splitlines(), clean.splitlines(), strict=True))
+        differing += sum(a != b for a, b in zip(printed_losses(folder / "run"), clean, strict=True))
         assert not list(folder.glob("run/*.tmp"))
     print(f"kills={kills} launches={launches} runs={runs} differing={differing}/{STEPS * runs}")
     assert differing == 0
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_kill_at_each_point_of_the_save(undisturbed: tuple[Path, str, float], point: str) -> None:
+def test_kill_at_each_point_of_the_save(undisturbed: tuple[Path, list[str], float], point: str) -> None:
     root, clean, _ = undisturbed
     folder = root / point
     (folder / "run/tokenizer").mkdir(parents=True)
@@ -170,16 +163,16 @@ def test_kill_at_each_point_of_the_save(undisturbed: tuple[Path, str, float], po
         (folder / "run" / left).touch()
     assert launch(folder, point=point) == -signal.SIGKILL
     finish(folder)
-    assert losses(folder) == clean
+    assert printed_losses(folder / "run") == clean
     assert not list(folder.glob("run/**/*.tmp"))
 
 
 @pytest.mark.parametrize("control", ["data", "optimizer"])
-def test_control_without_restoring_differs(undisturbed: tuple[Path, str, float], control: str) -> None:
+def test_control_without_restoring_differs(undisturbed: tuple[Path, list[str], float], control: str) -> None:
     """If this passed with equal losses, the tests above would prove nothing."""
     root, clean, took = undisturbed
     folder = root / f"control-{control}"
     folder.mkdir()
     assert launch(folder, point="after_tracker") == -signal.SIGKILL
     assert launch(folder, control=control) == 0
-    assert losses(folder) != clean
+    assert printed_losses(folder / "run") != clean

@@ -1,15 +1,16 @@
-"""The training command: its log, its counters, its ends, and what is refused."""
+"""The training command: its log, counters and exit statuses, and what it refuses."""
 
 import errno
 import io
-import json
 import math
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -20,20 +21,17 @@ import meshwright.commands.train
 import meshwright.training.loop
 import meshwright.training.run
 import meshwright.training.step
-from helpers import TINY_FLAGS
+from helpers import TINY_FLAGS, read_rows
 from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError
-
-
-def rows(folder, event="step"):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in lines if r["event"] == event]
+from meshwright.settings.flags import parse
+from meshwright.settings.schema import TrainConfig
 
 
 def train(tmp_path, *more, save="run"):
     status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / save), *more])
-    return status, rows(tmp_path / save)
+    return status, read_rows(tmp_path / save)
 
 
 @pytest.mark.pictures
@@ -64,7 +62,7 @@ def test_loss_falls_and_everything_is_written(tmp_path, capsys):
         *("config.toml", "latest_checkpointed_iteration.txt", "metrics.jsonl", "report.html")
     }
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "30"
-    assert len(rows(run, "validation")) == 10 + 2 and rows(run, "end")[0]["reason"] == "all iterations done"
+    assert len(read_rows(run, "validation")) == 10 + 2 and read_rows(run, "end")[0]["reason"] == "all iterations done"
     out = capsys.readouterr().out
     assert len(re.findall(r"^ iteration +\d+/ +30 \|", out, re.M)) == 3
 
@@ -222,7 +220,7 @@ def test_second_run_on_the_folder_is_refused(tmp_path, capsys):
 def test_exit_interval_saves_and_leaves(tmp_path, capsys):
     status, steps = train(tmp_path, "--exit-interval", "4")
     assert status == 0 and len(steps) == 4 and (tmp_path / "run/iter_0000004").is_dir()
-    assert rows(tmp_path / "run", "end")[0]["reason"] == "--exit-interval 4"
+    assert read_rows(tmp_path / "run", "end")[0]["reason"] == "--exit-interval 4"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +240,7 @@ def test_exit_interval_saves_and_leaves(tmp_path, capsys):
         (["--seed", "-1"], "must not be below 0"),
     ],
 )
-def test_bad_settings_are_refused_in_words(tmp_path, capsys, flags, words):
+def test_bad_settings_are_refused(tmp_path, capsys, flags, words):
     if flags[0] == "--device" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run"), *flags])
@@ -276,7 +274,7 @@ def test_contradicting_architecture_is_refused(tmp_path, capsys):
     assert "--num-attention-heads 2, the checkpoint has 4" in capsys.readouterr().err
 
 
-def test_changed_settings_are_told(tmp_path, capsys):
+def test_changed_settings_are_printed(tmp_path, capsys):
     train(tmp_path)
     main(
         [
@@ -304,9 +302,9 @@ def test_printed_config_runs_again(tmp_path, capsys):
     assert main(["train", *TINY_FLAGS, "--print-config"]) == 0
     shown.write_text(capsys.readouterr().out)
     assert main(["train", "--config", str(shown), "--save", str(tmp_path / "again")]) == 0
-    assert [r["loss"] for r in rows(tmp_path / "again")] == [r["loss"] for r in rows(tmp_path / "run")]
+    assert [r["loss"] for r in read_rows(tmp_path / "again")] == [r["loss"] for r in read_rows(tmp_path / "run")]
     assert main(["train", "--config", str(tmp_path / "run/config.toml"), "--save", third, "--load", third]) == 0
-    assert [r["loss"] for r in rows(tmp_path / "third")] == [r["loss"] for r in rows(tmp_path / "run")]
+    assert [r["loss"] for r in read_rows(tmp_path / "third")] == [r["loss"] for r in read_rows(tmp_path / "run")]
 
 
 def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
@@ -315,30 +313,45 @@ def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
     assert [s["loss"] for s in a] == pytest.approx([s["loss"] for s in b], rel=1e-6)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_finishes_the_step_and_saves(tmp_path, number, want):
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright",
-        "train",
-        *TINY_FLAGS,
-        "--train-iters",
-        "100000",
-        "--save",
-        str(tmp_path / "run"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith(" iteration       20/"):
-                break
-        process.send_signal(number)
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == want and f"exiting program after receiving {number.name}." in out
-    assert "Traceback" not in err
-    last = rows(tmp_path / "run")[-1]["iteration"]
-    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == str(last)
+def test_signal_finishes_the_step_and_saves(tmp_path, capsys, monkeypatch, number, want):
+    real, calls = meshwright.training.loop.train_step, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            os.kill(os.getpid(), number)
+        return real(*args)
+
+    monkeypatch.setattr(meshwright.training.loop, "train_step", interrupted)
+    status, steps = train(tmp_path, "--train-iters", "100")
+    captured = capsys.readouterr()
+    assert status == want and f"exiting program after receiving {number.name}." in captured.out
+    assert captured.err == f"{number.name}: finishing this step and saving; send it again to stop at once\n"
+    assert len(steps) == 4 and (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+@pytest.mark.parametrize("handle_signals", [False, True])
+def test_run_in_a_thread_leaves_signals_alone(tmp_path, handle_signals):
+    """Python allows no handlers there, and a notebook or a service has its own."""
+    config = parse(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path / "run")], "test").config
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(meshwright.training.run.run, config, handle_signals=handle_signals).result() == 0
+    assert len(read_rows(tmp_path / "run")) == 6 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_python_callers_keep_their_signal_handlers(monkeypatch):
+    real, seen = meshwright.training.loop.train_step, []
+    handlers = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+
+    def noting(*args):
+        seen.append([signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)])
+        return real(*args)
+
+    monkeypatch.setattr(meshwright.training.loop, "train_step", noting)
+    assert meshwright.training.run.run(parse(TrainConfig, TINY_FLAGS, "test").config) == 0
+    assert seen == [handlers] * 6
 
 
 @pytest.mark.whole
@@ -361,7 +374,7 @@ def test_dry_run_writes_nothing_and_needs_no_torch(tmp_path):
 def test_validation_loss_is_the_models(tmp_path):
     """Perplexity is exp(loss), and validation at 0 steps of training is near ln(vocabulary)."""
     train(tmp_path, "--lr", "1e-9")
-    for r in rows(tmp_path / "run", "validation"):
+    for r in read_rows(tmp_path / "run", "validation"):
         assert r["ppl"] == pytest.approx(math.exp(r["loss"])) and r["loss"] == pytest.approx(math.log(64), abs=0.05)
 
 
@@ -392,14 +405,14 @@ def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
         tmp_path, "--load", str(tmp_path / "b"), "--save-overwrite", "--override-opt_param-scheduler", save="a"
     )
     assert status == 0 and (tmp_path / "a" / "replaced-1" / "iter_0000006").is_dir()
-    assert rows(tmp_path / "a", "start")[-1]["iteration"] == 3
+    assert read_rows(tmp_path / "a", "start")[-1]["iteration"] == 3
 
 
 def test_one_step_can_be_loaded_by_its_folder(tmp_path, capsys):
     train(tmp_path, "--save-interval", "2")
     status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "run/iter_0000002"), "--save", str(tmp_path / "b")])
     assert status == 0 and "at iteration 2\n" in capsys.readouterr().out
-    assert [r["loss"] for r in rows(tmp_path / "b")] == [r["loss"] for r in rows(tmp_path / "run")][2:]
+    assert [r["loss"] for r in read_rows(tmp_path / "b")] == [r["loss"] for r in read_rows(tmp_path / "run")][2:]
 
 
 def test_overwriting_waits_until_the_run_can_begin(tmp_path):
@@ -418,7 +431,7 @@ def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
     monkeypatch.setattr(meshwright.training.loop, "evaluate", signalled)
     status, steps = train(tmp_path, "--eval-interval", "100")
     assert status == 143 and len(steps) == 6 and (tmp_path / "run/iter_0000006").is_dir()
-    assert rows(tmp_path / "run", "validation") == []
+    assert read_rows(tmp_path / "run", "validation") == []
 
 
 def test_a_constant_scale_that_always_overflows_stops(tmp_path, capsys):
@@ -473,18 +486,29 @@ def test_dry_run_finds_what_the_run_would(tmp_path, capsys, flags):
         assert "must be above 0" in capsys.readouterr().err
 
 
-@pytest.mark.whole
-def test_a_training_outlives_the_reader_of_its_log(tmp_path):
-    command = [sys.executable, "-m", "meshwright", "train", *TINY_FLAGS, "--save", str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("using world size")
-        process.stdout.close()
-        assert process.wait(timeout=60) == 0, process.stderr.read()
-    assert (tmp_path / "run/iter_0000006").is_dir()
+def _train_into(pipe, argv):
+    """The body of a process whose standard output is a pipe."""
+    os.dup2(os.open(pipe, os.O_WRONLY), 1)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    meshwright.training.run.write_report = lambda folder: None
+    os._exit(main(["train", *argv]))
 
 
 @pytest.mark.whole
-def test_a_result_nobody_reads_is_no_failure_but_lost_work_is(tmp_path):
+def test_a_run_outlives_the_reader_of_its_log(tmp_path):
+    """Forked by the server of ranks.py, which has imported torch."""
+    os.mkfifo(tmp_path / "pipe")
+    argv = [*TINY_FLAGS, "--save", str(tmp_path / "run")]
+    process = multiprocessing.get_context("forkserver").Process(target=_train_into, args=(tmp_path / "pipe", argv))
+    process.start()
+    with open(tmp_path / "pipe") as log:
+        assert log.readline().startswith("using world size")
+    process.join(60)
+    assert process.exitcode == 0 and (tmp_path / "run/iter_0000006").is_dir()
+
+
+@pytest.mark.whole
+def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
     shell = f"{sys.executable} -m meshwright"
     done = subprocess.run(
         ["bash", "-c", f"{shell} --help | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
@@ -498,7 +522,7 @@ def test_a_result_nobody_reads_is_no_failure_but_lost_work_is(tmp_path):
     assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"
 
 
-def test_changed_data_is_told_on_resume(tmp_path, capsys):
+def test_changed_data_is_noted_on_resume(tmp_path, capsys):
     import numpy as np
 
     from meshwright.data.format.writer import Writer
@@ -581,8 +605,6 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.pipeline import stages
     from meshwright.parallel.shard import rule
-    from meshwright.settings import flags
-    from meshwright.settings.schema import TrainConfig
     from meshwright.training.sizes import parameters_of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
@@ -594,7 +616,7 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
         "--qk-layernorm",
         *more,
     ]
-    c = flags.parse(TrainConfig, [*TINY_FLAGS, *argv], "train", check=False).config
+    c = parse(TrainConfig, [*TINY_FLAGS, *argv], "train", check=False).config
     counted = []
     for rank in range(2):
         layout = Layout(2, 1, 1, 1, 1, rank)
@@ -607,7 +629,7 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     assert parameters_of_ranks(c, 128, 16) == counted and counted[0] != counted[1]
 
 
-def test_dry_run_in_words(tmp_path, capsys):
+def test_dry_run_prints_sizes(tmp_path, capsys):
     assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "2 micro-batches\n" in out and "optimizer: 0.5 MiB, activations" in out and "data: random ids" in out
@@ -670,7 +692,7 @@ CPU_SAYS = (
         (MemoryError(), "out of memory: a smaller "),
     ],
 )
-def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, error, told):
+def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, told):
     def fail(*args):
         raise error
 
@@ -685,8 +707,6 @@ def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, error, told
 
 
 def test_memory_that_a_cpu_does_not_have_is_recognised():
-    from meshwright.settings.schema import TrainConfig
-
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert "ried to allocate" in str(meshwright.training.run.out_of_memory(caught.value, TrainConfig()))
@@ -714,7 +734,7 @@ def test_letters_that_the_encoding_does_not_have(monkeypatch):
     assert out.buffer.getvalue() == b"gr\\xf6\\xdfe\n"
 
 
-def test_a_wrong_world_size_is_told_before_the_batches_are_divided_by_it(monkeypatch):
+def test_a_wrong_world_size_is_refused_before_the_batch_is_divided(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--world-size 3, but started as 2"):

@@ -32,14 +32,14 @@ def command_line(argv: list[str], world: World) -> int:
         return DONE
     words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
     if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
-        require_world_size(world, int(said[1]))  # before batches are divided by a wrong number
+        require_world_size(world, int(said[1]))  # before the batch size is divided by it
     try:
         about = "Pre-train a GPT. Without --save nothing is written."
         parsed = flags.parse(TrainConfig, words, "meshwright train", check=not dry, about=about)
     except UserError as error:
         if not prints:
             raise
-        try:  # what there is, before what is wrong with it
+        try:  # print the settings before the error
             parsed = flags.parse(TrainConfig, [*words, "--dry-run"], "meshwright train", check=False)
         except UserError:
             raise error from None

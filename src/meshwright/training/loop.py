@@ -106,7 +106,7 @@ class Trainer:
         data = self.team.run_lead_first(self.open_files) if datasets is None else datasets
         self.team.run_on_all(lambda: check_datasets(self.config, data, datasets is not None, at))
         self.data = data
-        self.state.read_in(list_epochs(self.data.get("train")))
+        self.state.set_epochs(list_epochs(self.data.get("train")))
 
     def open_files(self) -> Datasets:
         """Open the data of the flags, with the blends that the checkpoint holds and later ones."""
@@ -121,7 +121,7 @@ class Trainer:
         return data
 
     def open_folder(self, folder: Path | None, tokenizer: Tokenizer | None, command: list[str]) -> None:
-        """Write the settings and the vocabulary and open the log: nothing is written before this."""
+        """Write the settings and the vocabulary and open the log; the first writing."""
         c, p, seq = self.config, self.progress, self.config.data.seq_length
         assert seq
         self.state.check(tokenizer, self.will_train)
@@ -132,7 +132,7 @@ class Trainer:
         parameters = sum(self.team.gather(sum(x.numel() for _, _, x in own.values())))
         attempt = Attempt(p.iteration, p.consumed_train_samples, self.total_steps(), flops)
         self.metrics = Metrics(folder if self.team.is_lead else None, c, attempt, self.device, self.timers, self.team)
-        # A "start" replaces the rows of earlier attempts from this iteration on, an "evaluate" none.
+        # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
         event = "evaluate" if c.training.skip_train else "start"
         self.metrics.row(
             event,
@@ -154,7 +154,7 @@ class Trainer:
     # The loop
 
     def train(self, stop: StopConditions) -> str:
-        """Take all steps that are left, unless `stop` ends the run early; return the reason to end."""
+        """Take all steps that are left, unless `stop` ends the run; return the reason to end."""
         if self.config.training.skip_train:
             say("skipping training (--skip-train) ...")
             return ALL_DONE
@@ -344,7 +344,7 @@ class Trainer:
         return reason
 
     def gather_reasons(self, stop: StopConditions) -> str | None:
-        """Return the first reason of any rank; raise here what a save in the background failed with."""
+        """Return the first reason of any rank; raise the error of a save in the background."""
         everyone = self.team.gather([stop.reason(), stop.signal, self.state.saver.failed])
         if any(failed for _, _, failed in everyone):
             self.state.saver.wait()  # raises the failure on every rank
@@ -368,7 +368,7 @@ class Trainer:
         self.last += time.perf_counter() - pause
 
     def validate(self, name: str, prefix: str, ahead: int, stop: StopConditions) -> float:
-        """Return the mean loss of the "valid" or "test" sets, each printed; NaN if there is none."""
+        """Return the mean loss of the "valid" or "test" sets, printing each; NaN if none."""
         sets = [(key, data) for key, data in self.data.items() if data is not None and key.split("/")[0] == name]
         losses = [self.validate_set(key, data, prefix, ahead, stop) for key, data in sets]
         return sum(losses) / len(losses) if losses else math.nan
@@ -423,7 +423,7 @@ class Trainer:
         )
 
     def report_samples_used(self, aloud: bool = False) -> None:
-        """Log how many samples of each data set of a blend were used; with `aloud` print them too."""
+        """Log how many samples of each blended data set were used; `aloud` prints them too."""
         p = self.progress
         used = count_used(self.data.get("train"), p.consumed_train_samples) if self.team.is_lead else {}
         if used:

@@ -1,8 +1,9 @@
-"""`--micro-batch-size auto`: the largest micro-batch that fits beside the weights and the optimizer, before the first step.
+"""`--micro-batch-size auto`: find the largest micro-batch that fits beside weights and optimizer.
 
-Activations grow in proportion to the micro-batch. On an accelerator a forward and backward pass of one and of two samples
-give both numbers of that line; the largest divisor of the global batch below the memory is then tried for certain. On a CPU,
-where running out of memory ends the process, the bytes of the tensors alive at once are counted instead.
+Activations grow linearly with the micro-batch. On an accelerator, forward and backward passes of
+one and of two samples give that line; the largest divisor of the global batch below the limit is
+then tried. On a CPU, where running out of memory ends the process, the bytes of the live tensors are
+counted instead, by hand because torch keeps no peak for CPU memory.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.training.sizes import bytes_per_parameter
 from meshwright.training.step import Network, forward
 
-SHARE = 0.92  # of the memory that may be filled: the allocator's gaps and other libraries want some
+SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
 
 
 def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
-    """What cannot fit by any means is refused before memory is asked for: the state, and one micro-batch's logits."""
+    """Refuse a run whose state and logits of one micro-batch cannot fit, before allocating."""
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
@@ -41,16 +42,16 @@ def require_memory(config: TrainConfig, parameters: int, padded: int, device: to
     state, logits = parameters * (here + host if device.type == "cpu" else here), micro * seq * padded * width
     if state + logits > have:
         raise UserError(
-            f"this needs at least {(state + logits) / 2**30:,.1f} GiB: {state / 2**30:,.1f} for {parameters:,} parameters "
-            f"with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens; the device "
-            f"has {have / 2**30:,.1f} GiB: a smaller model, --micro-batch-size or --seq-length"
+            f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "
+            f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens), "
+            f"the device has {have / 2**30:,.1f} GiB; reduce the model, --micro-batch-size or --seq-length"
         )
 
 
 def fit_micro_batch(
     net: Network, config: TrainConfig, vocab: int, preferred: int | None, team: Team
 ) -> tuple[int, str]:
-    """`--micro-batch-size auto`, found by running the network on samples of random ids; and how, in words."""
+    """Run the network on random ids to find the micro-batch size; return it and a log message."""
     t, d, length = config.training, config.data, config.data.seq_length
     assert length
     sizes = [size // config.dp for size in (config.global_batch, *t.rampup_batch_size[:2])]
@@ -66,45 +67,49 @@ def fit_micro_batch(
             places if d.reset_position_ids else None,
             places.int() // 64 if d.reset_attention_mask else None,
         )
-        net.store.last = False  # nothing is sent: another rank may just have run out of memory
+        net.store.last = False  # send nothing: another rank may have run out of memory
         b = batch.to(net.device)
         loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
 
     net.train()
-    size, told = largest(attempt, sizes, net.device, preferred)
-    return min(team.gather(size)), told
+    size, message = find_largest(attempt, sizes, net.device, preferred)
+    return min(team.gather(size)), message
 
 
-def largest(
+def find_largest(
     attempt: Callable[[int], None], batches: list[int], device: torch.device, preferred: int | None
 ) -> tuple[int, str]:
-    """The micro-batch and how it was found. `attempt` runs forward and backward of so many samples; `batches` are the
-    global batch sizes of the run, which the micro-batch must divide; `preferred`: an earlier attempt's, to keep to."""
-    whole = math.gcd(*batches)
-    small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
-    divisors = sorted({*small, *(whole // n for n in small)})
+    """Return the largest micro-batch that fits and a log message.
+
+    `attempt` runs forward and backward of that many samples. `batches` are the run's batch sizes
+    per data-parallel rank, which the micro-batch must divide. `preferred` is the size of an earlier
+    attempt of the run, which is kept if it fits.
+    """
+    common = math.gcd(*batches)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    divisors = sorted({*small, *(common // n for n in small)})
     if device.type == "cpu":
         each, have = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2, devices.free_memory(device)
         fitting = [n for n in divisors if n * each <= SHARE * have]
         size = preferred if preferred in fitting else max(fitting, default=1)
         return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
     have = devices.free_memory(device)
-    if preferred in divisors and fits(attempt, preferred, device) is not None:
+    if preferred in divisors and try_size(attempt, preferred, device) is not None:
         return preferred, "as before"
-    one, two = fits(attempt, 1, device), fits(attempt, 2, device)
+    one, two = try_size(attempt, 1, device), try_size(attempt, 2, device)
     if one is None or two is None:
         return 1, "two samples do not fit"
-    told = (
+    message = (
         f"one sample takes {(two - one) / 2**30:,.2f} GiB beside {(2 * one - two) / 2**30:,.2f}, of {have / 2**30:,.1f}"
     )
     for n in reversed(divisors):
-        if one + (n - 1) * (two - one) <= SHARE * have and fits(attempt, n, device) is not None:
-            return n, told
-    return 1, told
+        if one + (n - 1) * (two - one) <= SHARE * have and try_size(attempt, n, device) is not None:
+            return n, message
+    return 1, message
 
 
-def fits(attempt: Callable[[int], None], size: int, device: torch.device) -> int | None:
-    """Peak bytes of an attempt, or None if it ran out of memory."""
+def try_size(attempt: Callable[[int], None], size: int, device: torch.device) -> int | None:
+    """Return the peak bytes of an attempt, or None if it ran out of memory."""
     devices.reset_memory(device)
     try:
         attempt(size)
@@ -120,7 +125,7 @@ def fits(attempt: Callable[[int], None], size: int, device: torch.device) -> int
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that the tensors made under it held at once, each storage counted while it lives."""
+    """The most bytes held at once by tensors made in the block, each storage counted once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +151,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak_bytes(attempt: Callable[[int], None], size: int) -> int:
-    """Of a forward and backward pass; the weights, which are looked at too, are the same for every size."""
+    """Return the peak bytes of an attempt; they include the weights, the same for every size."""
     counter = Peak()
     with counter:
         attempt(size)

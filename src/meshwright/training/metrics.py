@@ -1,4 +1,4 @@
-"""A run's numbers: Megatron's lines on stdout, metrics.jsonl as the source of truth, a progress bar."""
+"""A run's numbers: Megatron's lines on stdout, metrics.jsonl, a progress bar."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PEAKS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak, or None if it is unknown, as for every CPU; then no MFU is printed."""
+    """Return the device's peak; None if unknown, as for CPUs, and no MFU is printed."""
     name = devices.name(device)
     return next((peak for key, peak in sorted(PEAKS.items(), key=lambda x: -len(x[0])) if key in name), None)
 
@@ -96,7 +96,7 @@ class Metrics:
         self.seconds = 0.0
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
-        """Append one row in one write, so that a reader or a kill sees at most the last line cut short."""
+        """Append one row at once, so that after a kill at most the last line is cut short."""
         if self.file < 0:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -208,7 +208,7 @@ class Metrics:
     ) -> None:
         """Record one validation and print Megatron's framed line.
 
-        The perplexity is exp(loss), capped as in Megatron. `set_name` is that of one of several sets.
+        The perplexity is exp(loss), capped as in Megatron. One of several sets has a name.
         """
         ppl = math.exp(min(20, loss)) if math.isfinite(loss) else math.nan
         where = f"{prefix} on {set_name}" if set_name else prefix
@@ -326,8 +326,8 @@ class Timers:
 def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[Callable[[int], None]]:
     """Yield a function to call with each step's number before the step.
 
-    From --profile-step-start to --profile-step-end torch's profiler runs; then it writes a trace and
-    prints a table of the longest operations.
+    From --profile-step-start to --profile-step-end torch's profiler runs; then it writes a trace
+    and prints a table of the longest operations.
     """
 
     @contextlib.contextmanager

@@ -140,7 +140,7 @@ def refuse_to_cut(p: Parallel, has_model: bool) -> None:
 
 
 def refuse_what_is_not_saved(model: nn.Module) -> None:
-    """Refuse a custom model that holds more than trained parameters: no checkpoint would hold it."""
+    """Refuse a custom model that holds more than trained parameters, which are all we save."""
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         raise UserError(

@@ -1,6 +1,6 @@
-"""What is looked at before a run begins: settings against files, devices, memory and the checkpoint. Nothing is written.
+"""Check settings against files, devices and the checkpoint before a run; write nothing.
 
-`meshwright train --dry-run` ends here. Each check says in words what is wrong, with both numbers and the flag to change.
+`meshwright train --dry-run` ends here.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 
 
 def require_files(config: TrainConfig) -> None:
-    """The data must be there before anything long begins."""
+    """Require the token files before anything slow begins."""
     for prefix in prefixes(config.data):
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
         if missing:
             raise UserError(
-                f"data {prefix}: there is no {' and no '.join(missing)}; `meshwright preprocess` writes both, and "
-                "the prefix is their name without the ending",
+                f"data {prefix}: there is no {' and no '.join(missing)}; write both with `meshwright preprocess`, and "
+                "give their common name without the ending",
                 BAD_DATA,
             )
 
 
-def pick_backend(config: TrainConfig, device: torch.device, tells: bool = False) -> str:
-    """How ranks talk: gloo between the hosts, and on an accelerator what its maker gives beside it."""
+def pick_backend(config: TrainConfig, device: torch.device, prints: bool = False) -> str:
+    """Return the backend of torch.distributed: gloo on CPUs, the device's default elsewhere."""
     import torch.distributed as dist
 
     wanted = config.parallel.distributed_backend
     if device.type == "cpu":
-        if tells and wanted not in (None, "gloo"):  # the documents' commands say nccl
-            print(f"note: --distributed-backend {wanted} has no effect: on a CPU ranks talk by gloo", file=sys.stderr)
+        if prints and wanted not in (None, "gloo"):
+            print(f"note: --distributed-backend {wanted} has no effect: on a CPU the ranks use gloo", file=sys.stderr)
         return "gloo"
     return wanted or str(dist.get_default_backend_for_device(device))
 
 
 def require_equal_settings(team: Team, config: TrainConfig) -> None:
-    """Ranks that were started with other settings, versions or data are refused before anything is computed."""
+    """Refuse ranks with different settings, versions or data before anything is computed."""
     if team.size == 1:
         return
     import numpy
@@ -66,7 +66,7 @@ def require_equal_settings(team: Team, config: TrainConfig) -> None:
     files = zip(prefixes(config.data), saved.pop("data_fingerprint"), strict=True)
     ours = (
         saved
-        | {f"--data-path {prefix} (its files)": told for prefix, told in files}
+        | {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
         | {
             "meshwright": our_version(),
             "torch": torch.__version__,
@@ -78,7 +78,7 @@ def require_equal_settings(team: Team, config: TrainConfig) -> None:
 
 
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
-    """The tokenizer if the flags name one, the true and the padded size."""
+    """Return the tokenizer, if the flags name one, and the true and padded vocabulary sizes."""
     t, m = config.tokenizer, config.model
     bare = t.vocab_size is not None and not tokenizers.names_files(t)
     loaded, kept = kept_for(config, folder)
@@ -104,13 +104,13 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
 
 
 def kept_for(config: TrainConfig, folder: Path | None) -> tuple[Path | None, Path | None]:
-    """What --load names, and where a vocabulary lies beside it or in the run's own folder."""
+    """Return the folder of --load, and a folder with a saved vocabulary, if there is one."""
     loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
     return loaded, tokenizers.find_saved(folder, loaded)
 
 
 def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
-    """`vocabulary` on every rank. Files of one name may differ between nodes: the same ids would mean other text."""
+    """Call `vocabulary` on every rank and require equal results: files may differ between nodes."""
     made: list[tuple[Tokenizer | None, int, int]] = []
 
     def build() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team
 
 
 def dry_run(config: TrainConfig) -> int:
-    """Check everything without torch and without writing: settings, files, sizes."""
+    """Check settings, files and sizes without torch and without writing; print what would run."""
     problems = checks.problems(config, needs_data=False)
     if problems:
         raise UserError(flags.listed(problems), USAGE)
@@ -134,8 +134,7 @@ def dry_run(config: TrainConfig) -> int:
     if config.checkpoint.save:
         guard_existing(config)
     check_export(config)
-    m, d = config.model, config.data
-    assert d.seq_length
+    d = config.data
     require_files(config)
     files = [Indexed(prefix) for prefix in prefixes(d)]
     for indexed in files:
@@ -153,12 +152,25 @@ def dry_run(config: TrainConfig) -> int:
         _, vocab, _ = vocabulary(config, folder)
         for indexed in files:
             check_vocabulary(indexed, vocab)
+    print_sizes(config, vocab)
+    if config.checkpoint.load:
+        print("\n".join(check_loading(config)))
+    for p in later:
+        print(f"before it can start: {p}")
+    print("nothing was built and nothing written")
+    return DONE
+
+
+def print_sizes(config: TrainConfig, vocab: int) -> None:
+    """Print the parameters, the work and the memory of the run."""
+    m, seq = config.model, config.data.seq_length
+    assert seq
     tp = config.parallel.tensor_model_parallel_size
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
-    positions = m.max_position_embeddings or d.seq_length
+    positions = m.max_position_embeddings or seq
     n = counts.parameters(m, padded, positions)
-    tokens = config.global_batch * d.seq_length
-    flops = counts.flops_per_token(m, padded, d.seq_length, config.training.recompute) * tokens
+    tokens = config.global_batch * seq
+    flops = counts.flops_per_token(m, padded, seq, config.training.recompute) * tokens
     here, host = bytes_per_parameter(config)
     print(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
     number = config.micro_batches(config.global_batch)
@@ -166,27 +178,21 @@ def dry_run(config: TrainConfig) -> int:
     if config.training.micro_batch_size == "auto":
         micro = "the micro-batch is found at the start"
     print(f"one step: {tokens:,} tokens, {_large(flops, 'FLOP')}, {micro}")
-    in_all = (config.samples or config.steps * config.global_batch) * d.seq_length
-    print(f"the run: {config.steps:,} steps, {in_all:,} tokens")
-    whose = ""
+    total = (config.samples or config.steps * config.global_batch) * seq
+    print(f"the run: {config.steps:,} steps, {total:,} tokens")
+    place = ""
     if config.world > 1:
         each = parameters_of_ranks(config, padded, positions)
         n = max(each)
-        whose = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
+        place = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
         sizes = {"context": config.parallel.context_parallel_size, "tensor": tp, "pipeline": len(each)}
         print(
             f"{config.world} ranks = {config.dp} data{''.join(f' x {k} {name}' for name, k in sizes.items() if k > 1)}"
-            f"; layers of each stage: {' '.join(map(str, config.stages))}; {n:,} parameters{whose}"
+            f"; layers of each stage: {' '.join(map(str, config.stages))}; {n:,} parameters{place}"
             f"{', the largest' * (len(each) > 1)}"
         )
     beside = f" and {_bytes(n * host)} in host memory" if host else ""
-    print(f"memory of weights, gradients and optimizer: {_bytes(n * here)}{whose}{beside}, activations apart")
-    if config.checkpoint.load:
-        print("\n".join(check_loading(config)))
-    for p in later:
-        print(f"before it can start: {p}")
-    print("nothing was built and nothing written")
-    return DONE
+    print(f"memory of weights, gradients and optimizer: {_bytes(n * here)}{place}{beside}, activations apart")
 
 
 def _bytes(x: float) -> str:

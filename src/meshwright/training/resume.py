@@ -1,6 +1,7 @@
-"""What ties a run to a checkpoint: what it takes over, what it compares and refuses, what it saves.
+"""Resume from a checkpoint: take over its state, compare its settings, refuse contradictions.
 
-`State` is all that a checkpoint keeps and a run goes on from. The functions below it are asked before anything is built.
+`State` is everything that a checkpoint keeps and a run continues from. The functions below it run
+before anything is built.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """The counters of a run; with the weights and moments they are its whole state, for randomness needs none."""
+    """The counters of a run: with weights and moments its whole state, as randomness has none."""
 
-    iteration: int = 0  # every attempt, skipped ones too
+    iteration: int = 0  # every attempt counts, skipped ones too
     consumed_train_samples: int = 0  # likewise
-    schedule_samples: int = 0  # of successful steps: what the schedule sees
+    schedule_samples: int = 0  # of successful steps only: what the schedule follows
     nonfinite_in_a_row: int = 0
-    best_iteration: int | None = None  # of the least validation loss
+    best_iteration: int | None = None  # the one with the lowest validation loss
     best_loss: float | None = None
 
 
 class State:
-    """Counters, schedule, loss scale and the network's numbers, with their way from and to a checkpoint."""
+    """Counters, schedule, loss scale and the network's tensors, as checkpoints hold them."""
 
     def __init__(
         self, config: TrainConfig, net: Network, scaler: LossScale, vocab: int, padded: int, positions: int, team: Team
@@ -61,25 +62,25 @@ class State:
         self.schedule = build_schedule(config)
         self.progress = Progress()
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
-        self.blends: History | None = None  # of the training set, from which sample on
-        self.epochs: list[list[Any]] | None = None  # of the training set: what its order follows from
+        self.blends: History | None = None  # of the training set
+        self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
         self.loaded: int | None = None  # the step this run continues from
-        self.micro_batch_before: int | None = None  # of the run it continues
+        self.micro_batch_before: int | None = None  # the micro-batch size of the run it continues
 
     def load(self) -> bool:
-        """Go on from --load; False if there is no checkpoint and none is needed."""
+        """Load the checkpoint of --load; return False if there is none and none is needed."""
         c = self.config.checkpoint
         assert c.load
-        how = open_options(self.config)
+        options = open_options(self.config)
 
         def want(source: Source) -> Named:
-            return self.net.store.named_state(how.optimizer and bool(source.state))
+            return self.net.store.named_state(options.optimizer and bool(source.state))
 
         try:
-            loaded = loading.load(c.load, want, options=how, accept=self.accept, team=self.team)
+            loaded = loading.load(c.load, want, options=options, accept=self.accept, team=self.team)
         except Damaged as damage:
-            anew = "to start anew, give another folder or --save-overwrite"
-            raise Damaged(f"{damage}; {anew}", everywhere=damage.everywhere) from damage
+            hint = "to start anew, give another folder or --save-overwrite"
+            raise Damaged(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
         needs = {
             "--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint,
             "--finetune": c.finetune,
@@ -103,27 +104,27 @@ class State:
         c, state, saved = self.config.checkpoint, source.state, source.config
         if state.get("network", GPT_NETWORK) != self.net.name:
             raise UserError(
-                f"the checkpoint holds a {state.get('network', GPT_NETWORK)}, this run builds a {self.net.name}: the same "
-                "weights would mean another network",
+                f"the checkpoint holds a {state.get('network', GPT_NETWORK)}, this run builds a {self.net.name}, "
+                "in which the same weights mean something else; give the program that trained it, or another --load",
                 BAD_DATA,
             )
         for line in differences(self.config, saved):
             say(line)
-        cut = self.of_our_vocabulary(source)
+        cut = self.cut_vocabulary(source)
         if c.finetune or not state:
             why = "--finetune" if c.finetune else f"{source.kind}, weights only"
-            say(f" > {why}: the weights alone are taken over; step, samples and schedule begin at 0")
+            say(f" > {why}: only the weights are loaded; step, samples and schedule begin at 0")
             return cut
         if "schedule" not in state:
-            say(" > note: the checkpoint says nothing of its schedule; the flags' is followed from its samples on")
-        elif self.config.training.skip_train:  # nothing is compared that nothing will follow
+            say(" > note: the checkpoint has no schedule; the schedule of the flags continues from its samples")
+        elif self.config.training.skip_train:  # no step will follow the schedule, so do not compare it
             self.schedule = Schedule(**state["schedule"])
         else:
             self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
             for line in lines:
                 say(line)
         if c.no_load_optim:
-            say(" > --no-load-optim: the step and the schedule go on, the optimizer's moments begin at 0")
+            say(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
         self.skips, self.epochs = state.get("skips", []), state.get("epochs")
@@ -133,41 +134,47 @@ class State:
         self.micro_batch_before = before if isinstance(before, int) else None
         return cut
 
-    def of_our_vocabulary(self, source: Source) -> Source:
-        """Another program's tables without their padding. Only Hugging Face's known size may be a padded one."""
+    def cut_vocabulary(self, source: Source) -> Source:
+        """Return another program's checkpoint without the padding of its tables.
+
+        A vocabulary size that Hugging Face files give may itself include padding.
+        """
         size = self.sizes["true_vocab_size"]
-        if source.kind == NATIVE:  # told with all other shapes
+        if source.kind == NATIVE:  # compared with all other shapes
             return source
         if source.vocab not in (None, size):
-            told = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
+            message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
             if source.kind != HUGGING_FACE or size > (source.vocab or 0):
-                raise UserError(told, BAD_DATA)
-            say(f" > note: {told}: the rows beyond are taken for padding")
+                raise UserError(message, BAD_DATA)
+            say(f" > note: {message}: the rows beyond are taken for padding")
         return source.of_vocabulary(size)
 
     def forget_best(self) -> None:
-        """A best step that is not in --save, being another folder's or not asked for then, must not keep later ones out."""
+        """Forget a best step that --save does not hold, so that a later one can take its place."""
         c, best = self.config.checkpoint, self.progress.best_iteration
         if c.keep_best and c.save and best is not None:
             save = c.save
             if c.save_overwrite or not self.team.run_on_lead(lambda: best in steps.steps(save)):
                 self.progress.best_iteration = self.progress.best_loss = None
 
-    def read_in(self, epochs: list[list[Any]]) -> None:
-        """The training set's epochs. All are shuffled together, as in Megatron: more of them are another order."""
+    def set_epochs(self, epochs: list[list[Any]]) -> None:
+        """Record the epochs of the training set, and note if the checkpoint had others.
+
+        All epochs are shuffled together, as in Megatron, so more epochs mean another order.
+        """
         if self.epochs and epochs and epochs != self.epochs:
             now, before = (
                 " and ".join(f"{n} epoch{'s' * (n != 1)}{', the last one shuffled apart' * apart}" for n, apart in each)
                 for each in (epochs, self.epochs)
             )
             say(
-                f" > note: the training set is now {now}, at the checkpoint it was {before}: all epochs are shuffled together "
-                "(as in Megatron), so its order is another one, and samples that were seen may come again"
+                f" > note: the training set is now {now}, at the checkpoint it was {before}: all epochs are shuffled "
+                "together (as in Megatron), so the order has changed, and samples may be seen again"
             )
         self.epochs = epochs
 
     def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
-        """Before anything is written: is the vocabulary the checkpoint's, and can one more be saved?"""
+        """Require the checkpoint's vocabulary, and disk space for one more checkpoint."""
         c = self.config.checkpoint
         kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
         if kept and tokenizer:
@@ -175,16 +182,15 @@ class State:
         if c.save and will_train:
             if c.ckpt_format == "torch" and self.net.name != GPT_NETWORK:
                 raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
-            copies = (
-                3 if c.ckpt_format == "torch" else 2
-            )  # the step before, the one that is written, and what that is made of
+            # The previous step and the new one; Megatron's format needs a temporary one too.
+            copies = 3 if c.ckpt_format == "torch" else 2
             publish.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
 
     def tensors(self) -> Any:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
 
     def save(self) -> float | None:
-        """Save this state, unless it is in --save; the seconds that the run waited for it."""
+        """Save this state, unless --save holds it; return the seconds that the run waited."""
         p = self.progress
         state = (
             dataclasses.asdict(p)
@@ -212,38 +218,39 @@ def open_options(config: TrainConfig) -> OpenOptions:
 
 
 def require_moments(config: TrainConfig, source: Source) -> None:
-    """What loading would say of optimizer state that is not there, or of another kind."""
+    """Refuse a checkpoint without the moments of --optimizer, as loading would."""
     wanted = {"adam": "exp_avg", "adamw": "exp_avg"}.get(config.optimizer.optimizer, "momentum")
     if not config.checkpoint.no_load_optim and not any(name.endswith(f"/{wanted}") for name in source.tensors):
         raise UserError(
-            f"{source.folder} has no state of --optimizer {config.optimizer.optimizer}: saved with --no-save-optim, or by "
-            "another --optimizer? add --no-load-optim or --finetune",
+            f"{source.folder} has no state of --optimizer {config.optimizer.optimizer}: it was saved with "
+            "--no-save-optim or another --optimizer; add --no-load-optim or --finetune",
             BAD_DATA,
         )
 
 
 def is_kept(c: Checkpoint, step: int) -> bool:
-    """Whether --save holds the step that was loaded, under the name that it would be saved with."""
+    """Return whether --save holds the loaded step, under the name it would be saved with."""
     folder = steps.step_folder(c.save or "", step)
     return is_continued(c) and ((folder / MANIFEST).exists() or steps.is_foreign(folder))
 
 
 def guard_existing(config: TrainConfig) -> None:
-    """A folder that holds checkpoints of another run is refused before anything is built, unless they may be moved."""
+    """Refuse a --save with checkpoints of another run, unless --save-overwrite moves them."""
     c = config.checkpoint
     assert c.save
-    existing, same = steps.list_checkpoints(c.save), is_continued(c)
+    existing, continues = steps.list_checkpoints(c.save), is_continued(c)
     if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
         say(
-            f" > note: the Hugging Face model in {c.save} stays as it is; from the first save on that folder means the run"
+            f" > note: the Hugging Face model in {c.save} is kept; from the first save on, commands given this folder "
+            "use the run's checkpoints"
         )
-    if same and not c.finetune:
+    if continues and not c.finetune:
         if c.save_overwrite:
-            raise UserError("--save-overwrite starts anew and --load continues the same folder: give one of them")
+            raise UserError("--save-overwrite starts anew and --load continues the same folder; give only one of them")
         return
     if not existing or c.save_overwrite:
         return
-    if same:
+    if continues:
         raise UserError(
             f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder",
             LOCKED,
@@ -257,66 +264,25 @@ def guard_existing(config: TrainConfig) -> None:
     )
 
 
-# Settings that a continued run may change without a word: they change nothing that is computed, or are told elsewhere.
+# Settings that may change on resume without a note: they do not change what is computed, or are
+# reported elsewhere.
 _FREE = {
     *ARCHITECTURE,
     *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
-    *(
-        "lr",
-        "min_lr",
-        "lr_decay_style",
-        "lr_decay_iters",
-        "lr_decay_samples",
-        "lr_decay_tokens",
-        "lr_warmup_fraction",
-        "lr_warmup_iters",
-        "lr_warmup_samples",
-        "lr_warmup_tokens",
-        "lr_warmup_init",
-        "lr_wsd_decay_style",
-        "lr_wsd_decay_iters",
-        "lr_wsd_decay_samples",
-        "weight_decay",
-        "start_weight_decay",
-        "end_weight_decay",
-        "weight_decay_incr_style",
-        "override_opt_param_scheduler",
-        "use_checkpoint_opt_param_scheduler",
-        "data_cache_path",
-        "data_impl",
-        "mmap_warmup",
-        "num_workers",
-        "micro_batch_size",
-        "exit_interval",
-        "exit_duration_in_mins",
-        "exit_signal_handler",
-        "kill_switch_path",
-        "skip_train",
-        "on_nonfinite",
-        "compile",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "checkpoint_activations",
-        "recompute_activations",
-        "deterministic_mode",
-        "make_vocab_size_divisible_by",
-        "pad_vocab_size_to",
-        "init_method_std",
-        "init_method_xavier_uniform",
-        "initial_loss_scale",
-        "data_fingerprint",
-        "data_sets",
-        "blend_change_at",
-    ),
+    *(name for name in flags.fields(TrainConfig) if name.startswith(("lr", "exit_", "recompute_", "init_method_"))),
+    *("min_lr", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "initial_loss_scale"),
+    *("data_cache_path", "data_impl", "mmap_warmup", "num_workers", "data_fingerprint", "data_sets"),
+    *("blend_change_at", "make_vocab_size_divisible_by", "pad_vocab_size_to", "micro_batch_size"),
+    *("kill_switch_path", "skip_train", "on_nonfinite", "compile", "checkpoint_activations", "deterministic_mode"),
 }
 
-# A run of its own may begin from the same weights with another rotation or epsilon, as one of longer contexts does.
+# Settings that --finetune may change: a longer context, for example, needs another rotation.
 _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
 
 
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
-    """A line for each setting that is not what the checkpoint was trained with; another architecture is refused."""
+    """Describe each setting that differs from the checkpoint's; refuse another architecture."""
     # What another program does not record is as the flags say.
     model = model_settings(saved, "the checkpoint", config.model)
     tunable = _TUNABLE if config.checkpoint.finetune else set()
@@ -330,45 +296,42 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         for name in ours
         if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
     ]
-    same_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
-    if not same_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
-        out.append(" > note: what the files that name the data say has changed since the checkpoint")
+    equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
+    if not equal_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
+        out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
     if (
-        same_sets
+        equal_sets
         and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
         and saved.get("data_fingerprint") != ours["data_fingerprint"]
     ):
         out.append(
-            " > note: the files of --data-path have changed since the checkpoint; what follows reads the new ones"
+            " > note: the files of --data-path have changed since the checkpoint; the run continues with the new ones"
         )
     return out
 
 
 def _shown(value: Any) -> Any:
-    told = "not set" if value in (None, []) else value
-    return f"{str(told)[:500]} ..." if len(str(told)) > 500 else told
+    shown = "not set" if value in (None, []) else value
+    return f"{str(shown)[:500]} ..." if len(str(shown)) > 500 else shown
 
 
 def saved_settings(config: TrainConfig) -> dict[str, Any]:
-    """What a checkpoint remembers of its making."""
+    """Return the settings to save with a checkpoint, and what identifies the data."""
+    sets = [] if config.data.mock_data else path_sets(config.data)  # may be listed in files
     return flags.to_dict(config) | {
         "world_size": None,
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
-        "data_sets": []
-        if config.data.mock_data
-        else [
-            [one.key, [[s.prefix, s.weight, s.begin, s.end] for s in one.sources]] for one in path_sets(config.data)
-        ],  # which may stand in files of their own
+        "data_sets": [[one.key, [[s.prefix, s.weight, s.begin, s.end] for s in one.sources]] for one in sets],
     }
 
 
 def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """What the checkpoint under --load says of the network, where no flag is given."""
+    """Take the architecture from the checkpoint of --load where no flag is given."""
     c = config.checkpoint
     if not c.load:
         return config
-    only_looks = open_options(config)._replace(verify="none")
-    source = loading.open_any(c.load, only_looks, report=lambda line: None)  # it is said when it is loaded
+    options = open_options(config)._replace(verify="none")
+    source = loading.open_any(c.load, options, report=lambda line: None)  # reported when it is loaded
     if source is None:
         lacking = [
             spelling(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(config.model, n)
@@ -379,14 +342,13 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
             "--exit-on-missing-checkpoint needs one": c.exit_on_missing_checkpoint,
             f"without one {', '.join(lacking)} must be given": bool(lacking),
         }
-        if why := next((words for words, true in needs.items() if true), None):
-            there = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
-            raise UserError(f"--load {c.load}: {there}, and {why}", BAD_DATA)
+        if need := next((need for need, applies in needs.items() if applies), None):
+            missing = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
+            raise UserError(f"--load {c.load}: {missing}, and {need}", BAD_DATA)
         return config
     saved = recorded_settings(source)
-    if (
-        "seq_length" not in saved and model_settings(saved, source.folder).position == "learned"
-    ):  # as GPT-2 is trained on
+    # GPT-2 is trained on sequences as long as its table of positions.
+    if "seq_length" not in saved and model_settings(saved, source.folder).position == "learned":
         saved["seq_length"] = saved.get("max_position_embeddings")
     wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
     known = flags.from_saved(TrainConfig, wanted, str(source.folder))
@@ -398,23 +360,21 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
 
 
 def check_loading(config: TrainConfig) -> list[str]:
-    """What a run would say of its checkpoint before it reads a tensor."""
+    """Return the lines that a run would print about its checkpoint before it reads a tensor."""
     assert config.checkpoint.load
     source = loading.open_any(config.checkpoint.load, open_options(config))
     if source is None:
-        return [f"no checkpoint in {config.checkpoint.load}: it starts anew"]
+        return [f"no checkpoint in {config.checkpoint.load}: the run would start anew"]
     state = source.state
-    does = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
-    told = [*source.notes, f"it would {does} step {source.step} in {source.root}", *differences(config, source.config)]
+    verb = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
+    lines = [*source.notes, f"it would {verb} step {source.step} in {source.root}", *differences(config, source.config)]
     if state and not config.checkpoint.finetune:
         require_moments(config, source)
         if "schedule" in state:
             resume_schedule(build_schedule(config), state["schedule"], config)
-        past, sets = (
-            History.from_state(state.get("blends")),
-            {} if config.data.mock_data else {w.key: w for w in needed_sets(config)},
-        )
+        past = History.from_state(state.get("blends"))
+        sets = {} if config.data.mock_data else {w.key: w for w in needed_sets(config)}
         if past is not None and "train" in sets:
             mine, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]
-            told += continue_history(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
-    return told
+            lines += continue_history(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
+    return lines

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from meshwright.training.step import Loss
 
 
-# Seconds for the reporting rank to print its error: a launcher stops all ranks when the first one ends.
+# Seconds for the reporting rank to print: a launcher stops all ranks when the first one ends.
 REPORT_SECONDS = 3.0
 
 
@@ -103,7 +103,7 @@ def run(
 
 
 def error_to_report(error: Exception, config: TrainConfig, here: World) -> Exception:
-    """Return the error in the words that this rank should print; empty words if another rank prints it."""
+    """Return the error that this rank should print; its text is empty if another rank does."""
     reported = (rendezvous.explain_lost_rank(error) if here.size > 1 else None) or out_of_memory(error, config) or error
     if not isinstance(reported, UserError) or here.size == 1:
         return reported
@@ -128,7 +128,7 @@ def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
 
 
 def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
-    """Apply the file of --deepspeed_config; settings that differ from their defaults win over it."""
+    """Apply the file of --deepspeed_config, except to settings that are not defaults."""
     defaults = flags.to_dict(TrainConfig())
     given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
     config, notes = deepspeed_json.apply(config, given)
@@ -138,7 +138,7 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
 
 
 def without_files(d: Data) -> Data:
-    """Return the data settings without the files, which a run with its own data sets does not read."""
+    """Return the data settings without files, for a run with data sets of its caller."""
     return dataclasses.replace(data_paths.without(d), multiple_validation_sets=False, validation_set_names=[])
 
 
@@ -229,7 +229,7 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
 
 
 def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
-    """Print the first lines of the log; return the tokenizer, if any, the true and the padded vocabulary size."""
+    """Print the head of the log; return the tokenizer, true and padded vocabulary size."""
     from meshwright.optim.loss_scale import dtype_of
 
     t = config.training

@@ -1,4 +1,4 @@
-"""How a run's numbers get into --save: in which format, at once or while it goes on, and which older steps then go."""
+"""Write checkpoints: choose the format, save in the background, and remove older steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def is_continued(c: Checkpoint) -> bool:
-    """Whether --load names the folder that --save does, however it is spelt."""
+    """Return whether --load and --save are the same folder, however they are spelt."""
     return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
 
 
 def check_export(config: TrainConfig) -> None:
-    """Before anything is built: can what --save-hf asks for be written at the end?"""
+    """Refuse a --save-hf that could not be written at the end of the run."""
     c = config.checkpoint
     if c.save_hf:
         from meshwright.checkpoint.formats import huggingface_writer
@@ -39,7 +39,7 @@ def check_export(config: TrainConfig) -> None:
 
 
 class Saver:
-    """`kept`: the step in --save that is equal to what the run has now."""
+    """Saves the steps of a run; `kept` is the step in --save that equals the run's state now."""
 
     def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
         c = config.checkpoint
@@ -54,7 +54,7 @@ class Saver:
     def save(
         self, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], best: int | None
     ) -> float | None:
-        """Write a step, unless it is there; the seconds that the run waited for it."""
+        """Write a step and return the seconds that the run waited; None if --save held it."""
         began, folder = time.perf_counter(), self.config.checkpoint.save
         assert folder
         self.wait()
@@ -94,12 +94,14 @@ class Saver:
     def write_for_megatron(
         self, root: Path, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], team: Team
     ) -> None:
-        """In our own format first, into a folder that then goes: from there each file's rank reads what it holds, whatever
-        ZeRO and the pipeline made of it."""
+        """Write a temporary native step, from which each Megatron rank reads its part.
+
+        So the files do not depend on how ZeRO and the pipeline divide the state.
+        """
         from meshwright.checkpoint.formats import megatron_writer
 
         parts, at = root / publish.PARTS, self.layout.at
-        team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # of a run that was killed
+        team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # left by a killed run
         try:
             native.save(parts, step, named, state, settings, team=team, run=root)
             mine: dict[str, publish.Produce] = {}
@@ -120,7 +122,7 @@ class Saver:
                 shutil.rmtree(parts, ignore_errors=True)
 
     def tidy(self, step: int, best: int | None) -> None:
-        """Of a step that was there too: a kill may have come between."""
+        """Update the tracker of the best step and remove old steps."""
         c = self.config.checkpoint
         assert c.save
         if best is not None and best in steps.steps(c.save):
@@ -139,12 +141,12 @@ class Saver:
         return self.background is not None and self.background.failed
 
     def wait(self) -> None:
-        """Until nothing is in flight; a failure is raised."""
+        """Wait until no save is in flight, and raise its failure."""
         if self.background is not None:
             self.background.wait()
 
     def export(self, tokenizer: Tokenizer | None) -> None:
-        """--save-hf, from what was saved last."""
+        """Write --save-hf from the last saved step."""
         c = self.config.checkpoint
         if c.save_hf and self.kept is None:
             say(" > --save-hf: nothing was trained or saved, so nothing is written")

@@ -1,4 +1,4 @@
-"""Parameters of each pipeline rank and bytes per parameter, by formula and without torch: for --dry-run and memory checks."""
+"""Parameters per pipeline rank and bytes per parameter, by formula, for memory checks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from meshwright.settings.schema import TrainConfig
 
 
 def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
-    """On the device, and in host memory with --cpu-optimizer: weight, gradient, master where it is not the weight, moments."""
+    """Return the bytes of weight, gradient, master copy and moments: device, host.
+
+    The host has none without --cpu-optimizer.
+    """
     low, full = config.precision.dtype in ("float16", "bfloat16"), 8 if config.precision.dtype == "float64" else 4
-    update: float = full * (2 if config.optimizer.optimizer in ("adam", "adamw") else 1)  # Muon's embeddings: at least
+    update: float = full * (
+        2 if config.optimizer.optimizer in ("adam", "adamw") else 1
+    )  # at least: Muon's embeddings have two
     p, weight = config.parallel, float(2 if low else full)
     parts = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero else 1
     gradient = full if p.zero < 2 else full / parts
     weight = weight / parts if p.zero == 3 else weight
-    kept = (update + full * (low or parts > 1 or p.offloads)) / parts  # moments and master
+    kept = (update + full * (low or parts > 1 or p.offloads)) / parts  # moments and master copy
     share = full / parts if 0 < p.zero < 2 and parts > 1 else 0  # of the summed gradients
     if p.offloads:
-        leaving = (2 if low else full) / parts if p.zero < 3 else 0  # new weights, on their way to the device
+        leaving = (2 if low else full) / parts if p.zero < 3 else 0  # new weights being copied to the device
         return weight + gradient + share, kept + full / parts + leaving
     return weight + gradient + share + kept, 0
 
 
 def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:
-    """Parameters of each pipeline rank: its layers, and where it has an end of the model, what lies there."""
+    """Return the number of parameters per pipeline rank, including embedding or head."""
     m, p = config.model, config.parallel
     assert m.num_layers and m.hidden_size
     norm = m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
     layer = (counts.parameters(m, 0, 0) - norm * (1 + m.embed_layernorm)) // m.num_layers
-    biased = {"attn.qkv": m.qkv_bias, "mlp.fc": m.add_bias_linear}  # the other biases are whole on each tensor rank
+    biased = {"attn.qkv": m.qkv_bias, "mlp.fc": m.add_bias_linear}  # tensor ranks share no other bias
     cut = sum(outputs * (inputs + biased.get(n, False)) for n, (outputs, inputs) in counts.layer_matrices(m).items())
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     layer -= cut - cut // tp

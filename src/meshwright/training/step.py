@@ -56,7 +56,7 @@ class Network:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank adds its losses to the batch's: the last stage does, once per tensor group."""
+        """Whether this rank's losses count: the last stage's do, once per tensor group."""
         return any(getattr(part, "last", True) for part in self.parts) and not self.layout.at("tp")
 
     def where(self, b: Batch, seed: int | None) -> Where:
@@ -106,7 +106,7 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
     sums[1] = float(settings.wants_stop)
 
     def compute_loss(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
-        """Return a micro-batch's share of the loss, or what the next pipeline stage continues with."""
+        """Return a micro-batch's share of the loss, or the next stage's input."""
         b = batch.to(net.device)
         with timed("forward-compute", 2):
             out = forward(net, part, b, settings.seed, stream)

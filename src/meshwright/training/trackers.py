@@ -1,6 +1,6 @@
-"""Curves while it runs: TensorBoard files and Weights & Biases, under Megatron's names, behind one small interface.
+"""Curves during the run in TensorBoard and Weights & Biases, under Megatron's names.
 
-They are copies for the eye. metrics.jsonl is the source of truth, so a tracker that fails says so once and is silent.
+metrics.jsonl is the source of truth, so a tracker that fails prints a line and is switched off.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from meshwright.settings.schema import Logging
 
 
 class Tracker:
-    """A backend that cannot end a training: its first failure is told and switches it off."""
+    """A backend that cannot end a run: its first failure is printed and switches it off."""
 
     def __init__(self, name: str, backend: TensorBoard | Wandb) -> None:
         self.name = name
         self.backend: TensorBoard | Wandb | None = backend
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        """Points at an iteration, after so many consumed samples."""
+        """Add points at an iteration and a number of consumed samples."""
         if values:
             self._try("scalars", values, iteration, samples)
 
@@ -40,15 +40,17 @@ class Tracker:
             return
         try:
             getattr(self.backend, action)(*values)
-        except Exception as e:  # network, disk, or whatever a foreign package raises
+        except Exception as e:  # the network, the disk, or anything that the package raises
             self.backend = None
-            print(f"{self.name} failed and is off, the run goes on: {type(e).__name__}: {e}", file=sys.stderr)
+            print(
+                f"{self.name} failed and is switched off, the run continues: {type(e).__name__}: {e}", file=sys.stderr
+            )
 
 
 def open_trackers(
     logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int = 1, samples: int = 0
 ) -> list[Tracker]:
-    """All that the flags ask for. The attempt's first step is `first`, after `samples` consumed ones."""
+    """Open the trackers of the flags, to begin with step `first` after `samples` samples."""
     out = []
     place = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
     if logging.tensorboard and place:
@@ -68,10 +70,10 @@ def open_trackers(
 
 
 class TensorBoard:
-    """Points over iterations in `folder`, the same over samples in its `samples`.
+    """Points over iterations in `folder`, and over samples in `folder/samples`.
 
-    A resumed attempt hides what earlier ones wrote from its first step on. TensorBoard hides by step whatever the tag,
-    so points at iteration 1000 and at sample 1000 cannot share a folder.
+    A resumed attempt hides the points of earlier ones from its first step on. TensorBoard hides by
+    step number for all tags, so points at iteration 1000 and at sample 1000 cannot share a folder.
     """
 
     def __init__(self, folder: Path, queue: int, first: int, samples: int) -> None:
@@ -96,7 +98,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run there for each run folder, whose file `wandb-id` holds its id; a run begun anew is a new one there."""
+    """One wandb run per run folder, whose file `wandb-id` holds its id."""
 
     def __init__(self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int) -> None:
         try:
@@ -132,7 +134,7 @@ class Wandb:
         self.run.finish()
 
 
-# Megatron's name: the column of a step's row, and the flag that asks for it.
+# Megatron's name: the column of a step's row, and the flag that turns it on.
 TAGS = {
     "lm loss": ("loss", None),
     "grad-norm": ("grad_norm", None),
@@ -149,20 +151,20 @@ TAGS = {
 
 
 def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
-    """A step's row under Megatron's names; nothing at steps between --tensorboard-log-interval."""
+    """Return a step's values under Megatron's names, every --tensorboard-log-interval."""
     if row.get("iteration", 0) % logging.tensorboard_log_interval:
         return {}
-    idle = {"loss", "grad_norm"} if row.get("skipped") else set()  # an overflow's say nothing
-    asked = {tag: key for tag, (key, flag) in TAGS.items() if key not in idle and (not flag or getattr(logging, flag))}
-    out = {tag: float(row[key]) for tag, key in asked.items() if row.get(key) is not None}
-    if logging.log_timers_to_tensorboard:  # in seconds, as Megatron's
+    idle = {"loss", "grad_norm"} if row.get("skipped") else set()  # an overflow has no meaningful ones
+    chosen = {tag: key for tag, (key, flag) in TAGS.items() if key not in idle and (not flag or getattr(logging, flag))}
+    out = {tag: float(row[key]) for tag, key in chosen.items() if row.get(key) is not None}
+    if logging.log_timers_to_tensorboard:  # in seconds, as in Megatron
         times = {"iteration": row.get("ms"), **(row.get("timers") or {})}
         out |= {f"{name}-time": ms / 1e3 for name, ms in times.items() if ms is not None}
     return out
 
 
 def validation_tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
-    """The same for a validation's row (name, loss, ppl); of one of several sets under bigscience's name."""
+    """Return a validation's values; one of several sets gets the name that bigscience uses."""
     tag = f"lm loss {row['name']}"
     tag = f"lm-loss-validation/{row['set']}/{tag}" if row.get("set") else tag
     out = {tag: float(row["loss"])}
