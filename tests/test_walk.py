@@ -1,8 +1,8 @@
-"""Can one batch be followed from disk to the update of the weights? Walk it, and count what a reader has to open.
+"""Follow one batch from disk to the update of the weights, and count what a reader has to open.
 
-A real training runs under a profiling hook that notes every function of ours that its second step
-calls, from the body of the loop to the read of the memory-mapped file and the update. Three kinds of
-functions are not part of the walk, and neither is anything that they call:
+A real run is traced: every function of ours that its second step calls, from the body of the loop
+to the read of the memory-mapped file and the update. Three kinds of functions are not part of the
+walk, and neither is anything that they call:
 
 * the model itself, `part(tokens, where)`, which is one call: to know GPT, read model/gpt.py;
 * what the loop does beside the batch, whose names say it: ASIDE;
@@ -52,7 +52,7 @@ def is_on_the_walk(frame: FrameType | None) -> bool:
 
 
 def walk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
-    """Return file -> function -> lines, for every function that the second step of a training calls."""
+    """Return file -> function -> lines for every function that the second step calls."""
     with Writer(folder / "data", np.uint16) as writer:
         for n in range(40):
             writer.add(np.arange(n, n + 30) % 61)
@@ -65,7 +65,7 @@ def walk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, i
             seen.add(frame.f_code)
 
     def reason_to_stop(self: Trainer, stop: object) -> None:
-        """Called first in each round of the loop: note the second round."""
+        """Trace the second round of the loop, which begins with this call."""
         sys.setprofile(note if next(begins) == 1 else None)
 
     monkeypatch.setattr(Trainer, "reason_to_stop", reason_to_stop)

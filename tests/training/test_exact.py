@@ -1,7 +1,8 @@
-"""Training as a user starts it: every precision computes one curve, and a run that stops and goes on is the same run.
+"""Every precision computes the same curve, and a run that stops and resumes is the same run.
 
-The run has in it what could move a sample or a random number: a growing batch, a blend one part of which is read twice,
-ranges of skipped iterations, dropout, and ends of documents that mask, restart positions and part the attention.
+The run has everything that could move a sample or a random number: a growing batch, a blend with
+one part read twice, skipped iterations, dropout, and ends of documents that mask losses, restart
+positions and divide the attention.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ NO_VALIDATION = ["--eval-iters=0", "--split=100,0,0"]
 MODEL = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", f"--seq-length={SEQ}"]
 QUIET = ["--device=cpu", "--num-workers=0", "--log-interval=1000", "--no-tensorboard"]
 NULL = ["--tokenizer-type=NullTokenizer", f"--vocab-size={WORDS}"]
-# The batch is 2 for 7 steps, then 4, then 6, and 8 from step 14 on, after 42 samples; step 36 is after 42 + 23 x 8.
+# The batch is 2 for 7 steps, then 4, then 6, and 8 from step 14 on, after 42 samples; step 36
+# ends after 42 + 23 x 8.
 LENGTH = ["--micro-batch-size=2", "--global-batch-size=8"]
 LENGTH += ["--train-samples=226", "--lr=1e-2", "--lr-warmup-samples=10", "--lr-decay-samples=226"]
 MARKS = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
 RAMP = ["--rampup-batch-size", "2", "2", "40"]
 RUN = [*RAMP, *MARKS, *SKIPS]
 FORMATS = {"float64": ["--params-dtype=float64"], "float32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
-# fp16 begins with a scale that overflows, twice and more in a row, and tries the next one after 4 clean steps.
+# fp16 begins with a scale that overflows several times in a row, and doubles after 4 clean steps.
 OVERFLOWING = ["--initial-loss-scale=4194304", "--loss-scale-window=4", "--hysteresis=2"]
 
 
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory):
-    """Two data sets: after a random first id, each document has ids of its kind alone, so that little can be learned soon."""
+    """Two data sets of documents with a random first id, then ids of one kind."""
     folder, rng = tmp_path_factory.mktemp("exact"), np.random.RandomState(0)
     for n, (name, documents) in enumerate(SIZES.items()):
         with Writer(folder / name, np.uint16) as writer:
@@ -97,15 +99,14 @@ def exact(blend, tmp_path_factory):
     return curve(tmp_path_factory.mktemp("exact") / "float64", *blend, *RUN, *FORMATS["float64"])
 
 
-# Largest relative distance of a loss from the float64 run, in units of the format's rounding:
-# half the distance of 1 and
-# the next number. About 30 roundings lie between a token and its loss (4 matrix products, 2 norms, 2 sums, softmax and
-# GELU with what is between them, in each of 2 layers); independent ones make sqrt(30) = 5.5
-# units. The smallest step has
-# some 28 unmasked tokens, whose mean has a fifth of that, 1.1. The weights were moved by gradients with such errors: as
-# much again. The sum of up to 128 losses is rounded in float32 and counts only there, 1 to 2. So
-# 4 in all. Found: 2.0 in
-# float32, 0.2 in bf16, 0.3 in fp16. A run without the loss mask lies 93 roundings of bf16 away, 5 million of float32.
+# The largest relative distance of a loss from the float64 run, in units of the format's rounding,
+# half the distance from 1 to the next number. About 30 roundings lie between a token and its loss
+# (4 matrix products, 2 norms, 2 sums, softmax and GELU with the operations between them, in each
+# of 2 layers); independent ones make sqrt(30) = 5.5 units. The smallest step has some 28 unmasked
+# tokens, whose mean has a fifth of that, 1.1. The weights were moved by gradients with such
+# errors: as much again. The sum of up to 128 losses is rounded in float32 and matters only there,
+# 1 to 2. So 4 in total. Found: 2.0 in float32, 0.2 in bf16, 0.3 in fp16. Without the loss mask it
+# is 93 in bf16, 5 million in float32.
 ROUNDINGS = 4
 ROUNDING = {"float32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
@@ -142,7 +143,7 @@ def test_a_curve_of_something_else_is_outside_the_bound(blend, exact, tmp_path, 
     assert far > 1.5 * ROUNDINGS
 
 
-# Stopping and going on
+# Stopping and resuming
 
 STOPS = {
     2: "inside the ramp, at its first batch",
@@ -178,7 +179,7 @@ def require_equal(whole, parts):
 
 @pytest.fixture(scope="module")
 def whole(blend, tmp_path_factory):
-    """A run that nothing stops, of each kind, made once."""
+    """An uninterrupted run of each kind, made once."""
     made, root = {}, tmp_path_factory.mktemp("whole")
 
     def get(*more):
@@ -190,8 +191,8 @@ def whole(blend, tmp_path_factory):
     return get
 
 
-def test_the_run_has_what_is_to_be_survived(blend, whole, tmp_path):
-    """Each of the STOPS is where its words say."""
+def test_the_run_has_the_events_to_survive(blend, whole, tmp_path):
+    """Each of the STOPS is where its description says."""
     steps = {r["iteration"]: r for r in read_rows(whole(*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION))}
     assert set(range(1, STEPS + 1)) - steps.keys() == {16, 17, 18, 29, 30, 31}
     assert [steps[i]["batch"] for i in (1, 2, 8, 12, 14, 15)] == [2, 2, 4, 6, 8, 8]
@@ -218,7 +219,7 @@ def test_stopped_again_and_again_it_is_the_same_run(blend, whole, tmp_path, kind
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, kind):
-    """Only the end of a run can lie there: 178 samples are gone at iteration 30 of 29-31. Then it is made longer."""
+    """178 samples end the run at iteration 30, within 29-31; then it is made longer."""
     more = [*FORMATS[kind], *OVERFLOWING, *NO_VALIDATION]
     train(tmp_path, *blend, *RUN, *more, "--train-samples=178")
     assert step_folder(tmp_path, 30).is_dir() and read_rows(tmp_path)[-1]["iteration"] == 28
@@ -304,8 +305,8 @@ def forget_moments(monkeypatch):
 @pytest.mark.parametrize(
     "forget", [forget_scale, forget_clean_steps, forget_adams_time, forget_schedule, forget_moments]
 )
-def test_what_is_forgotten_shows(blend, whole, tmp_path, monkeypatch, forget):
-    """The control: were these runs equal too, the tests above would prove nothing."""
+def test_forgotten_state_shows(blend, whole, tmp_path, monkeypatch, forget):
+    """The control: if these runs were equal too, the tests above would prove nothing."""
     more = [*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION]
     taken = [r["iteration"] for r in read_rows(whole(*more)) if not r["skipped"]]
     stop = taken[1]  # the scale has come down, and half of its clean steps are done
@@ -318,7 +319,7 @@ def test_what_is_forgotten_shows(blend, whole, tmp_path, monkeypatch, forget):
 
 # Options of the network
 
-# Of each: the flags, and one flag that a later run must not have.
+# For each network the flags, and one flag that contradicts it.
 OPTIONS = [
     ("--position-embedding-type=rope --swiglu --normalization=RMSNorm --num-query-groups=2", "--rotary-base=5000"),
     ("--use-rotary-position-embeddings --rotary-percent=0.5 --disable-bias-linear --bf16", "--rotary-percent=1"),
@@ -347,7 +348,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("options", "contradiction"), OPTIONS, ids=[options for options, _ in OPTIONS])
 def test_options(blend, tmp_path, capsys, options, contradiction):
-    """Resumed, it is the same run; its text does not depend on the cache; another network is refused by the flag's name."""
+    """A resumed run is equal, its text does not depend on the cache; other flags are refused."""
     more = [*blend, "--train-samples=24", "--lr-decay-samples=24", "--global-batch-size=4", *NO_VALIDATION]
     more += [*options.split(), "--initial-loss-scale=1024"]
     a, b = tmp_path / "a", tmp_path / "b"

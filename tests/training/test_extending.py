@@ -1,4 +1,4 @@
-"""docs/extending.md: its example is the file, learns, continues exactly, and each of its three parts is used."""
+"""docs/extending.md: its example is the file, learns and resumes; each of its parts is used."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_page_has_the_file():
 
 
 def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys):
-    """Run as a program, it stops in the middle; a run that does not stop has the same losses and weights."""
+    """The program stops halfway and resumes; an uninterrupted run has the same weights."""
     steps = 60
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(tmp_path / "sums"), str(steps)])
     with pytest.raises(SystemExit) as end:
@@ -80,7 +80,7 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
     assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
 
 
-def test_the_example_tells_what_its_user_can_mend(example, tmp_path, capsys):
+def test_the_example_reports_user_errors(example, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert example.main(str(tmp_path / "file"), 4) == 2
     err = capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_the_data_are_used(example, all_three, tmp_path):
 
 
 def test_generate_refuses_another_network(all_three, capsys):
-    """No text is better than text of a network that was not trained, even where names and shapes agree."""
+    """Names and shapes agree, but the text would be that of an untrained network."""
     assert main(["generate", str(all_three), "--device=cpu", "--prompt=1+1="]) == 65
     assert "holds a GPT of Parallel, which only the program that made it builds" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ class Twice(GPT):
 
 
 @pytest.mark.parametrize(("model", "words"), [(Odd, "has buffers: scale"), (Twice, "parameters with two names")])
-def test_what_would_be_lost_is_refused(example, model, words):
+def test_state_that_no_checkpoint_holds_is_refused(example, model, words):
     with pytest.raises(UserError, match=words):
         train.run(example.settings(None, 2), model, None, parts(example)[2])
 
@@ -247,7 +247,7 @@ def bigram():
 
 
 def test_a_whole_network(example, tmp_path):
-    """The page's own lines; it stops and continues exactly, and is drawn, decayed and saved by the names."""
+    """The network of the page resumes exactly, and is initialised and saved by its names."""
     _, loss, datasets = parts(example)
     for folder, stops in (("whole", [None]), ("parts", [5, None])):
         for stop in stops:
@@ -266,7 +266,7 @@ def test_a_whole_network(example, tmp_path):
 
 
 def test_first_weights_are_drawn_by_name(example, tmp_path):
-    """Biases 0, vectors 1, the rest normal, `proj` by sqrt(2 x 2 layers) smaller; or as the network's own method says."""
+    """Biases 0, vectors 1, `proj` smaller by sqrt(2 x 2 layers); or by the network's method."""
     _, loss, datasets = parts(example)
     made = []
 
@@ -327,7 +327,7 @@ class Dropping(GPT):
 
 
 @pytest.mark.parametrize(("model", "words"), [(Frozen, "without requires_grad: wte"), (Dropping, "has drop, whose")])
-def test_what_would_not_be_followed_is_refused(example, model, words):
+def test_untrained_parameters_and_other_dropout_are_refused(example, model, words):
     with pytest.raises(UserError, match=words):
         train.run(example.settings(None, 2), model, None, parts(example)[2])
 
@@ -353,8 +353,8 @@ def test_muon_without_layers(example):
         train.run(settings, bigram(), None, parts(example)[2])
 
 
-def test_data_of_ones_own_needs_no_files(tmp_path: Path) -> None:
-    """Paths that are there by habit are neither looked for nor remembered."""
+def test_custom_data_needs_no_files(tmp_path: Path) -> None:
+    """Data paths among the settings are neither opened nor saved."""
     from helpers import TINY_FLAGS
     from meshwright.settings import flags
     from meshwright.settings.schema import TrainConfig

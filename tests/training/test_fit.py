@@ -1,4 +1,4 @@
-"""`--micro-batch-size auto`: what fits, counted on a CPU and tried on a GPU; and what ends a run early."""
+"""`--micro-batch-size auto`, counted on a CPU and tried on a GPU; and the reasons to stop early."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 from meshwright.settings.schema import Training
 from meshwright.training import memory as fit
-from meshwright.training import stop as ending
+from meshwright.training import stop
 from meshwright.training.stop import StopConditions
 
 pytestmark = pytest.mark.whole  # seconds, not moments
@@ -24,7 +24,7 @@ FEW = ("--train-iters", "2", "--eval-iters", "0", "--global-batch-size", "12", "
 
 @pytest.fixture
 def memory(monkeypatch):
-    """memory(n): n bytes are free; counted[-2:] are what one and three samples take, in the order of the attempts."""
+    """memory(n) leaves n bytes free; counted[-2:] are the bytes of one and three samples."""
     counted, real = [], fit.peak_bytes
 
     def peak_bytes(attempt, size):
@@ -50,11 +50,11 @@ def chosen(got):
     return int(re.search(r" > --micro-batch-size auto: (\d+) \(", got.out)[1])
 
 
-# By command, on a CPU
+# On a CPU, by the command
 
 
 def test_follows_the_memory(run, memory):
-    """One, something between, all 12; a hair less than is needed takes the next smaller divisor."""
+    """Slightly less memory than a size needs gives the next smaller divisor."""
     counted = memory(0)
     assert chosen(run(*FEW, "auto")) == 1
     one = each(counted)
@@ -83,7 +83,7 @@ def test_divides_every_size_of_a_ramp(run, memory, ramp, want):
     ids=lambda f: "".join(f) or "fp32",
 )
 def test_attempts_leave_no_trace(run, memory, tmp_path, flags):
-    """The losses are those of the same size given by hand, bit for bit, and so is what is saved."""
+    """Losses and checkpoint equal those of the same size given by hand, bit for bit."""
     counted = memory(0)
     assert chosen(run(*FEW, "auto", *flags)) == 1
     memory(4.5 * each(counted) / fit.SHARE)
@@ -96,7 +96,7 @@ def test_attempts_leave_no_trace(run, memory, tmp_path, flags):
 
 
 def test_saved_and_kept_on_resume(run, memory, tmp_path):
-    """config.toml and the checkpoint hold the number; a resumed run keeps to it while it fits."""
+    """config.toml and the checkpoint hold the number; a resumed run keeps it while it fits."""
     save, flags = tmp_path / "save", (*FEW, "auto", "--lr-decay-iters", "6")
     counted = memory(0)
     run(*flags)
@@ -122,7 +122,7 @@ def test_saved_and_kept_on_resume(run, memory, tmp_path):
 
 
 def test_more_fits_with_less_kept(run, memory):
-    """Recomputation, half the bytes and shorter samples each let a larger micro-batch into the same memory."""
+    """Recomputation, bf16 and shorter samples each fit a larger micro-batch."""
     counted = memory(0)
     base = (*FEW, "auto", "--num-layers", "6")
     run(*base)
@@ -140,8 +140,8 @@ def test_more_fits_with_less_kept(run, memory):
         assert 0.3 * one < each(counted) < one, flags
 
 
-def test_what_is_recomputed_is_held_too(run, memory):
-    """All layers in one portion: in the backward pass it is there as a whole, so no more fits than without."""
+def test_recomputed_activations_are_held_too(run, memory):
+    """All layers in one portion are held together in the backward pass, so nothing is saved."""
     counted = memory(0)
     base = (*FEW, "auto", "--num-layers", "6")
     run(*base)
@@ -154,7 +154,7 @@ def test_what_is_recomputed_is_held_too(run, memory):
 
 
 def test_peak_bytes_of_a_known_graph():
-    """x [n, 7] @ w is [n, 9], its tanh another; x, tanh and tanh's gradient are as much again. The rest is constant."""
+    """At the peak x [n, 7], tanh(x @ w) [n, 9] and its gradient are alive; the rest is constant."""
     w = torch.randn(7, 9, requires_grad=True)
 
     def attempt(n):
@@ -184,7 +184,7 @@ def test_peak_bytes_counts_what_lives_and_each_storage_once():
 
 
 def test_peak_bytes_knows_a_peak_of_the_backward_pass():
-    """Of torch's own checkpoint: recomputed in the backward pass, so not less than what is kept without."""
+    """torch's checkpoint recomputes in the backward pass, so its peak is no lower here."""
 
     def layers(x):
         for _ in range(4):
@@ -204,7 +204,7 @@ def test_peak_bytes_knows_a_peak_of_the_backward_pass():
 
 
 class Card:
-    """A card of so much memory, in GiB: `attempt` needs 10 and `slope` for each sample, or more than there is."""
+    """A card with `have` GiB: `attempt` needs 10 and `slope` for each sample."""
 
     def __init__(self, monkeypatch, have, slope=1.0, worse=(), held=4):
         self.have, self.slope, self.worse, self.tried = have, slope, worse, []
@@ -236,7 +236,7 @@ class Card:
     [(1000, 24), (34 / 0.92 + 0.01, 24), (34 / 0.92 - 0.01, 12), (18 / 0.92 - 0.01, 6), (13.1, 2), (12.5, 1)],
 )
 def test_the_largest_divisor_below_the_line(monkeypatch, have, want):
-    """Two attempts give the line, 10 + n; the third is the one that is taken. 92 % may be filled."""
+    """Two attempts give the line, 10 + n; the third is the choice. 92 % may be filled."""
     card = Card(monkeypatch, have)
     size, told = card.largest([24])
     assert size == want and card.tried == [1, 2, *([want] if 10 + want <= 0.92 * have else [])]
@@ -245,7 +245,7 @@ def test_the_largest_divisor_below_the_line(monkeypatch, have, want):
 
 
 def test_an_attempt_that_runs_out_of_memory(monkeypatch):
-    """The next smaller divisor is tried; with two samples too many one is taken unasked."""
+    """The next smaller divisor is tried; if two samples do not fit, one is taken untried."""
     card = Card(monkeypatch, 1000, worse=(24, 12, 8))
     assert card.largest([24])[0] == 6 and card.tried == [1, 2, 24, 12, 8, 6]
     card = Card(monkeypatch, 11.5)
@@ -278,7 +278,7 @@ def test_other_errors_are_not_taken_for_a_full_card(monkeypatch):
 
 @gpu
 def test_on_a_gpu():
-    """Attempts of 64 MiB a sample beside a share of the card; one that cannot be had is None, and its memory is back."""
+    """Attempts of 64 MiB a sample; one that does not fit gives None and returns its memory."""
     device = torch.device("cuda")
 
     def attempt(n):
@@ -293,14 +293,14 @@ def test_on_a_gpu():
     assert size << 26 <= fit.SHARE * have * 1.01 < size << 28
 
 
-# What ends a run before its last step
+# Reasons to stop before the last step
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """clock[0] is the time, in seconds."""
     now = [1000.0]
-    monkeypatch.setattr(ending.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(stop.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -326,7 +326,7 @@ def test_kill_switch_file(clock, tmp_path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
-    """Noted and told; it comes before every other reason; the second ends at once; the old handlers come back."""
+    """A signal is noted and wins over other reasons; a second one exits; handlers are restored."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     end = StopConditions(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0)
     with end.handle_signals():
@@ -344,7 +344,7 @@ def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
 
 
 def test_signals_are_left_alone():
-    """--no-exit-signal-handler; and handlers come back after an exception too."""
+    """With --no-exit-signal-handler; and handlers are restored after an exception."""
     seen = []
     old = signal.signal(signal.SIGTERM, lambda *a: seen.append(a[0]))
     try:
@@ -361,8 +361,8 @@ def test_signals_are_left_alone():
         signal.signal(signal.SIGTERM, old)
 
 
-def test_which_reason_is_told(clock, tmp_path):
-    """The kill switch before the clock, whichever came first."""
+def test_order_of_reasons(clock, tmp_path):
+    """The kill switch comes before the clock, whichever was first."""
     for there, late in itertools.product((False, True), repeat=2):
         clock[0] = 1061.0 if late else 1001.0
         path = tmp_path if there else tmp_path / "none"

@@ -1,7 +1,8 @@
-"""Nothing is lost: a run killed at any moment and started again gives the same losses, bit for bit, with dropout on.
+"""A run killed at any moment and started again gives the same losses, bit for bit, with dropout.
 
-Each launch is a process of its own, forked from a server that has imported torch, so that a kill is a real SIGKILL and a
-launch costs a fraction of a second. The controls leave one thing out when resuming and must differ.
+Each launch is a separate process, forked from a server that has imported torch, so that a kill is a
+real SIGKILL and a launch takes a fraction of a second. The controls leave one thing out when
+resuming, and must differ.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ POINTS = [
 
 
 def _train(folder: Path, point: str | None, control: str | None) -> None:
-    """One launch: the user's command, the same every time."""
+    """One launch: the same command every time."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
@@ -114,7 +115,7 @@ def finish(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], float]:
-    """Data, the losses of a run that nothing happened to, and the seconds it took."""
+    """The data, and the losses and seconds of an undisturbed run."""
     root = tmp_path_factory.mktemp("kill")
     rng = np.random.RandomState(0)
     with Writer(root / "data", np.uint16) as writer:
@@ -135,7 +136,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[st
 @pytest.mark.whole
 @pytest.mark.parametrize("wanted", [8, pytest.param(20, marks=pytest.mark.long)])
 def test_kills_at_random_moments(undisturbed: tuple[Path, list[str], float], wanted: int) -> None:
-    """Each run is killed until a launch gets through; then the next run begins, until so many kills have hit."""
+    """Kill each run until a launch finishes, then begin the next, until `wanted` kills have hit."""
     root, clean, took = undisturbed
     rng, kills, launches, runs, differing = random.Random(wanted), 0, 0, 0, 0
     while kills < wanted:

@@ -1,4 +1,4 @@
-"""Around the steps of a run: early ends, skipped ranges, kept checkpoints, resuming, and its log."""
+"""Around the steps of a run: early ends, skipped ranges, checkpoints, resuming and the log."""
 
 import gzip
 import io
@@ -83,7 +83,7 @@ def test_a_signal_before_the_first_step_trains_nothing(run, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("flag", ["--skip-train", "--eval-only"])
-def test_only_validated(run, tmp_path, flag):
+def test_evaluation_only(run, tmp_path, flag):
     save = tmp_path / "save"
     whole = run("--save", save)
     before = {p: p.read_bytes() for p in save.rglob("*") if p.is_file()}
@@ -99,7 +99,7 @@ def test_only_validated(run, tmp_path, flag):
 
 
 def test_skipped_iterations_use_up_their_samples(run, tmp_path):
-    """Iterations 3 and 4 are not trained on; 5 sees the samples that it sees anyway, with the schedule two steps behind."""
+    """Iterations 3 and 4 are skipped; 5 sees its own samples; the schedule is two steps behind."""
     flags = ("--lr", "1e-2", "--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0")
     got = run(*flags, "--skip-train-iteration-range", "3-4", "--save", tmp_path / "s")
     assert got.column("iteration") == [1, 2, 5, 6] and got.column("consumed_samples") == [4, 8, 20, 24]
@@ -134,7 +134,7 @@ def test_skipping_the_rest_of_the_run(run):
 
 @pytest.mark.parametrize("flags", [("--train-samples", "22"), ("--train-tokens", str(22 * 16 + 5))])
 def test_length_in_samples(run, flags):
-    """22 samples hold five batches of 4; the schedule knows the samples."""
+    """22 samples hold five batches of 4; the schedule counts samples."""
     got = run("--train-iters", "none", *flags)
     assert got.status == 0 and got.column("consumed_samples") == [4, 8, 12, 16, 20]
     assert got.column("lr") == pytest.approx([1e-2 * (1 - n / 22) for n in range(0, 20, 4)])
@@ -185,7 +185,7 @@ def test_keep_last_and_every(run, tmp_path, flags, left):
 
 
 def test_keep_best(run, tmp_path, monkeypatch):
-    """The validations' losses are made up: the best is that of step 2, which is no step of --save-interval."""
+    """The losses of the validations are made up; the best is at step 2, between two saves."""
     made_up = iter([5.0, 3.0, 4.0, float("nan"), 3.5, 4.5, 4.0, 4.0])
     monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
     save = tmp_path / "save"
@@ -222,7 +222,7 @@ def test_finetune_takes_the_weights_alone(run, tmp_path):
 
 
 def test_no_load_optim(run, tmp_path):
-    """Step and schedule go on, moments and Adam's t begin at zero."""
+    """Step and schedule continue, moments and Adam's t begin at zero."""
     save, flags = tmp_path / "a", ("--train-iters", 8, "--override-opt_param-scheduler")
     run("--save", save)
     got = run("--load", save, "--no-load-optim", "--save", tmp_path / "b", *flags)
@@ -242,7 +242,7 @@ def test_no_save_optim(run, tmp_path):
     assert run("--load", save, "--no-load-optim", "--override-opt_param-scheduler").column("iteration") == [4, 5, 6]
 
 
-def test_another_optimizer_is_refused_in_words(run, tmp_path):
+def test_another_optimizer_is_refused(run, tmp_path):
     run("--save", tmp_path / "a", "--train-iters", 3)
     refused = run("--load", tmp_path / "a", "--optimizer", "sgd", "--override-opt_param-scheduler")
     assert refused.status == 65 and "another --optimizer" in refused.err
@@ -351,7 +351,7 @@ def test_tensorboard(run, tmp_path):
 
 
 def test_profile(run, tmp_path):
-    """From step 2 to 3, and until the run ends; small, because torch takes seconds to sum up a trace."""
+    """From step 2 to 3, and until the run ends; small, because torch takes seconds for a table."""
     small = ("--profile", "--num-layers", 1, "--eval-iters", 0, "--train-iters", 3)
     got = run(*small, "--profile-step-start", 2, "--profile-step-end", 3)
     assert got.status == 0 and "Self CPU" in got.out
@@ -364,7 +364,7 @@ def test_profile(run, tmp_path):
 
 
 def bend(folder):
-    """A chunk of the weights; manifest and sizes hold."""
+    """Damage a chunk of the weights, so that the manifest and the sizes still hold."""
     path = folder / "rank_00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -372,7 +372,7 @@ def bend(folder):
 
 
 def test_keep_last_after_falling_back(run, tmp_path):
-    """The newest step is damaged where only reading looks: what the run goes on with must stay."""
+    """The newest step is damaged where only a full read notices; the one resumed from is kept."""
     save = tmp_path / "save"
     run("--save", save, "--save-interval", 2)
     bend(save / "iter_0000006")
@@ -386,8 +386,8 @@ def config_of(folder):
     return tomllib.loads((folder / "config.toml").read_text())
 
 
-def test_the_kept_settings_go_on_with_the_run(tmp_path, capsys):
-    """Whatever was meant for one start alone is not in them."""
+def test_the_saved_settings_continue_the_run(tmp_path, capsys):
+    """config.toml does not hold the flags that were for one start only."""
     a, b = tmp_path / "a", tmp_path / "b"
     train = ["train", *TINY_FLAGS, "--save-interval", "2"]
     assert main([*train, "--save", str(a)]) == 0
@@ -418,8 +418,8 @@ def test_a_finetune_killed_before_its_first_save_does_not_start_from_random_weig
     assert main(["train", "--config", str(b / "config.toml")]) == 65
 
 
-def test_overwriting_what_one_step_is_taken_from(run, tmp_path):
-    """Nothing is trained: the step that was loaded is moved aside, and written anew."""
+def test_overwriting_the_folder_of_the_loaded_step(run, tmp_path):
+    """Nothing is trained; the loaded step is moved aside and written anew."""
     save = tmp_path / "save"
     run("--save", save)
     got = run("--load", save / "iter_0000006", "--save", save, "--save-overwrite")
@@ -429,7 +429,7 @@ def test_overwriting_what_one_step_is_taken_from(run, tmp_path):
 
 
 def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
-    """The same command again writes it."""
+    """The same command again writes the tracker."""
     save = tmp_path / "save"
     run("--save", save, "--load", save)
     (save / steps.TRACKER).write_text("3")
@@ -438,7 +438,7 @@ def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
     assert "  successfully saved checkpoint at iteration       6 to" in got.out
 
 
-def test_looking_at_an_older_step_undoes_nothing(run, tmp_path, capsys):
+def test_evaluating_an_older_step_undoes_nothing(run, tmp_path, capsys):
     c = tmp_path / "c"
     main(["train", *TINY_FLAGS, "--save", str(c), "--save-interval", "2"])
     got = run("--skip-train", "--load", c / "iter_0000002", "--run-dir", c)
@@ -451,7 +451,7 @@ def test_looking_at_an_older_step_undoes_nothing(run, tmp_path, capsys):
 
 
 def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
-    """The best of before was not kept, or is in another folder: it must not keep the later ones out."""
+    """An earlier best step that --save does not hold must not keep later ones out."""
     losses = iter([3.0, 4.0, 5.0, 5.0])
     monkeypatch.setattr(loop, "evaluate", lambda *a: next(losses))
     a, b = tmp_path / "a", tmp_path / "b"
@@ -467,7 +467,7 @@ def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
 
 
 def test_skipped_ranges_leave_no_threads(run, after):
-    """Each range begins the reading anew; the thread before it must be gone."""
+    """Each range starts a new reader; the thread of the one before must have ended."""
     alive = []
     after(3, lambda: alive.extend(t.name for t in threading.enumerate() if t.name.startswith("read-ahead")))
     ranges = [f"{n}-{n}" for n in (2, 4)]
@@ -476,7 +476,7 @@ def test_skipped_ranges_leave_no_threads(run, after):
 
 
 def test_the_last_line_of_another_batch_size(run, tmp_path):
-    """Half of the samples were read in batches of 2: the steps in all are 6 and 3, not 6."""
+    """Half of the samples were read in batches of 2, so the total is 6 + 3 steps, not 6."""
     save, samples = tmp_path / "save", ("--train-iters", "none", "--train-samples", 24, "--log-interval", 100)
     first = run(*samples, "--global-batch-size", 2, "--save", save, "--exit-interval", 6)
     assert first.column("consumed_samples")[-1] == 12
@@ -515,7 +515,7 @@ def token_files(tmp_path):
 
 
 def test_more_epochs_are_another_order(run, tmp_path):
-    """480 tokens are 29 samples an epoch: 24 are needed at first, then 28, then 32."""
+    """480 tokens are 29 samples per epoch; 24 are needed at first, then 28, then 32."""
     save, data = tmp_path / "save", token_files(tmp_path)
     more = (*data, "--save", save, "--load", save, "--lr-decay-iters", 6)
     run(*more)
@@ -550,7 +550,7 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, monkeypatch, every):
-    """The last step is saved in the loop and again at the end: the validation in between must not make them differ."""
+    """The validation between the last save of the loop and the one at the end changes nothing."""
     made_up = iter([5.0, 4.0, 3.0, 3.0, 3.0])
     monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
     save = tmp_path / "save"
@@ -588,13 +588,13 @@ def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, stat
         (("--fp16", "--min-loss-scale", "1e9", "--initial-loss-scale", "1"), "is above --initial-loss-scale 1"),
     ],
 )
-def test_refused_in_words(run, flags, words):
+def test_bad_settings_are_refused(run, flags, words):
     got = run(*flags)
     assert got.status == 2 and words in got.err and "Traceback" not in got.err
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim", "--skip-train"])
-def test_a_checkpoint_that_is_needed(run, tmp_path, flag):
+def test_a_missing_checkpoint_is_refused_where_one_is_needed(run, tmp_path, flag):
     refused = run("--load", tmp_path / "typo", flag)
     assert refused.status == 65 and f"and {flag} needs one" in refused.err and "no " in refused.err
 
@@ -620,7 +620,7 @@ def test_all_tokens_masked(run, monkeypatch):
 
 
 def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
-    """A run into another folder needs no flag for it: the loaded run's tokenizer/ is there."""
+    """A run into another folder uses the loaded run's tokenizer/ without a flag."""
     train_bpe(["the quick brown fox"] * 9, 270, tmp_path / "v")
     with Writer(tmp_path / "data", np.uint16) as writer:
         for n in range(40):

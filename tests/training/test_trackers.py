@@ -1,4 +1,4 @@
-"""TensorBoard is read back from its files; Weights & Biases is played by a module of the same interface."""
+"""TensorBoard, read back from its files, and a stand-in for Weights & Biases."""
 
 import sys
 import time
@@ -40,7 +40,7 @@ def logging(**values):
 
 
 def read(folder):
-    """Tag -> [(step, value)] as TensorBoard shows it."""
+    """Return tag -> [(step, value)] as TensorBoard shows them, and the reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder))
@@ -76,7 +76,7 @@ def test_flags_choose():
     assert {flag for _, flag in TAGS.values() if flag} <= flags.fields(config.TrainConfig).keys()
 
 
-def test_what_is_missing_is_left_out_and_a_skipped_step_has_no_loss():
+def test_missing_values_are_left_out_and_a_skipped_step_has_no_loss():
     assert tags(logging(**EVERYTHING), {"loss": 1.0, "memory": None}) == {"lm loss": 1.0}
     skipped = tags(logging(), {**ROW, "skipped": True, "loss": float("inf"), "grad_norm": float("nan")})
     assert "lm loss" not in skipped and "grad-norm" not in skipped and skipped["loss-scale"] == 8.0
@@ -99,8 +99,8 @@ def test_tensorboard_files(tmp_path):
     assert read(tmp_path / "tensorboard" / "samples")[0] == {"lm loss vs samples": [(4, 2.5), (12, 1.5)]}
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
-    """Killed after step 5, gone on from step 3: no point twice, and the curve over samples is whole too."""
+def test_a_resumed_run_continues_at_its_checkpoint(tmp_path, monkeypatch):
+    """Killed after step 5 and resumed from step 3: no point appears twice on either curve."""
     real = time.time
     for first, last, loss in ((1, 5, 2.0), (4, 6, 1.0)):
         # Later by seconds, as attempts are: TensorBoard orders its files by name, and
@@ -116,7 +116,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
     assert over_samples == [(4 * i, loss) for i, loss in expected]
 
 
-def test_where_and_whether(tmp_path, monkeypatch):
+def test_folders_and_missing_packages(tmp_path, monkeypatch):
     assert open_trackers(logging(tensorboard=False), tmp_path, {}, "run") == []
     assert open_trackers(logging(), None, {}, "run") == [] and not list(tmp_path.iterdir())
     open_trackers(logging(tensorboard_dir=str(tmp_path / "here")), None, {}, "run")[0].close()
@@ -152,7 +152,7 @@ def test_a_tracker_that_fails_says_so_once_and_is_off(tmp_path, capsys, monkeypa
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A module with wandb's init, and what was done with it."""
+    """A module with wandb's init that records the calls."""
     module = types.ModuleType("wandb")
     module.inits, module.logged, module.finished = [], [], 0
 
@@ -200,7 +200,7 @@ def test_wandb_beside_tensorboard_with_defaults_and_without_a_folder(tmp_path, w
     assert wandb.inits[1]["dir"] is None
 
 
-def test_wandb_that_is_missing_or_refuses_is_told_before_the_first_step(tmp_path, wandb, monkeypatch):
+def test_a_missing_or_refusing_wandb_is_reported_before_the_first_step(tmp_path, wandb, monkeypatch):
     asked = logging(tensorboard=False, wandb_project="gpt")
 
     def init(**_):
@@ -217,7 +217,7 @@ def test_wandb_that_is_missing_or_refuses_is_told_before_the_first_step(tmp_path
 
 
 def test_timers_wait_for_their_own_work_alone(monkeypatch):
-    """A receive that is under way must not be waited for: what it needs may not have been sent yet."""
+    """Do not wait for a receive in flight: its data may not have been sent yet."""
     waited = []
 
     class Stream:

@@ -104,7 +104,8 @@ def test_log_lines_in_megatrons_order(tmp_path, capsys):
         r"    train/valid/test-data-iterators-setup \.{10}: ",
         r"training \.\.\.$",
         r"\[before the start of training step\] datetime:",
-        r" iteration        1/       6 \| consumed samples:            4 \| elapsed time per iteration \(ms\): \d+\.\d \| "
+        r" iteration        1/       6 \| consumed samples:            4 \| "
+        r"elapsed time per iteration \(ms\): \d+\.\d \| "
         r"learning rate: 8\.333E-03 \| global batch size:     4 \| lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| "
         r"grad norm: \d+\.\d{3} \| number of skipped iterations:   0 \| number of nan iterations:   0 \|",
         r"-{50,}$",
@@ -372,7 +373,7 @@ def test_dry_run_writes_nothing_and_needs_no_torch(tmp_path):
 
 
 def test_validation_loss_is_the_models(tmp_path):
-    """Perplexity is exp(loss), and validation at 0 steps of training is near ln(vocabulary)."""
+    """Perplexity is exp(loss), and an untrained loss is near ln(vocabulary)."""
     train(tmp_path, "--lr", "1e-9")
     for r in read_rows(tmp_path / "run", "validation"):
         assert r["ppl"] == pytest.approx(math.exp(r["loss"])) and r["loss"] == pytest.approx(math.log(64), abs=0.05)
@@ -395,7 +396,7 @@ def test_deterministic_mode_is_set(tmp_path):
 
 
 def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
-    """--load of another folder, or of a misspelt one, does not open the door to --save."""
+    """Giving --load another folder, or a misspelt one, does not allow the --save."""
     train(tmp_path, save="a")
     train(tmp_path, "--train-iters", "3", save="b")
     for load in ("b", "misspelt"):
@@ -496,7 +497,7 @@ def _train_into(pipe, argv):
 
 @pytest.mark.whole
 def test_a_run_outlives_the_reader_of_its_log(tmp_path):
-    """Forked by the server of ranks.py, which has imported torch."""
+    """Forked by a server that has imported torch, so that the start takes no seconds."""
     os.mkfifo(tmp_path / "pipe")
     argv = [*TINY_FLAGS, "--save", str(tmp_path / "run")]
     process = multiprocessing.get_context("forkserver").Process(target=_train_into, args=(tmp_path / "pipe", argv))
@@ -570,8 +571,8 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
     assert steps.latest(tmp_path / "run")[0] == 3
 
 
-def test_overwriting_what_is_continued_is_refused(tmp_path, capsys):
-    """However the folder is spelt: the checkpoint it continues from stays where it is."""
+def test_overwriting_the_continued_folder_is_refused(tmp_path, capsys):
+    """The checkpoint that it continues from is not moved, however the folder is spelt."""
     train(tmp_path)
     status, _ = train(tmp_path, "--load", f"{tmp_path}/./run", "--save-overwrite")
     assert status == 2 and "the same folder" in capsys.readouterr().err
@@ -600,7 +601,7 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]])
 def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
-    """The ends of the model have more than the average; tensor ranks share what the table cuts."""
+    """The ends of the model have more parameters; tensor ranks share those that the table cuts."""
     from meshwright.model.gpt import GPT, Options
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.pipeline import stages

@@ -2,8 +2,8 @@
 
 Activations grow linearly with the micro-batch. On an accelerator, forward and backward passes of
 one and of two samples give that line; the largest divisor of the global batch below the limit is
-then tried. On a CPU, where running out of memory ends the process, the bytes of the live tensors are
-counted instead, by hand because torch keeps no peak for CPU memory.
+then tried. On a CPU, where running out of memory ends the process, the bytes of the live tensors
+are counted instead, by hand because torch keeps no peak for CPU memory.
 """
 
 from __future__ import annotations
