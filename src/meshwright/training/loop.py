@@ -170,7 +170,7 @@ class Trainer:
                     return reason
                 if self.skip_iterations():
                     continue
-                profile(self.progress.iteration + 1)
+                profile(self.state.progress.iteration + 1)
                 self.step(stop)
                 self.validate_and_save(stop)
         say_time("after training is done")
@@ -190,7 +190,8 @@ class Trainer:
         if self.train_batches is None:
             data = self.data["train"]
             assert data is not None
-            self.train_batches = self.batches(data, self.progress.consumed_train_samples, self.config.batch)
+            consumed = self.state.progress.consumed_train_samples
+            self.train_batches = self.batches(data, consumed, self.config.batch)
         return next(self.train_batches)
 
     def step_settings(self, stop: StopConditions) -> StepSettings:

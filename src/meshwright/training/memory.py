@@ -71,7 +71,8 @@ def fit_micro_batch(
         b = batch.to(net.device)
         loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
 
-    net.train()
+    for part in net.parts:
+        part.train()
     size, message = find_largest(attempt, sizes, net.device, preferred)
     return min(team.gather(size)), message
 

@@ -50,10 +50,6 @@ class Network:
     name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
     why: str = ""  # how the network is run, for the log
 
-    def train(self, training: bool = True) -> None:
-        for part in self.parts:
-            part.train(training)
-
     @property
     def has_loss(self) -> bool:
         """Whether this rank's losses count: the last stage's do, once per tensor group."""
@@ -98,7 +94,8 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
     that want the run to stop. Every unmasked token of the batch weighs the same; with loss_mean
     "microbatch" every micro-batch does.
     """
-    net.train()
+    for part in net.parts:
+        part.train()
     store = net.store
     store.clear_gradients()
     unmasked = count_unmasked(net, batches)
@@ -182,7 +179,8 @@ def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable
 
     Checks `should_stop` before each batch; the mean is then that of the batches so far.
     """
-    net.train(False)
+    for part in net.parts:
+        part.train(False)
     sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
 
     def compute_loss(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
