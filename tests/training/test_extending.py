@@ -180,7 +180,7 @@ def test_data_without_the_three_methods_are_refused_by_name(example):
 
 
 def test_samples_of_another_length_are_refused(example):
-    with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\): give 49 int64"):
+    with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\); give 49 int64"):
         train.run(example.settings(None, 2), datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)})
 
 

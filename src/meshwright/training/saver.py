@@ -68,7 +68,7 @@ class Saver:
 
             self.team.run_on_lead(again)
             return None
-        # The state has lists that the run goes on to append to.
+        # The state has lists that the run will append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
         if self.background is not None and self.background.fits(named):
             self.background.begin(named, write)
