@@ -315,7 +315,7 @@ def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_finishes_the_step_and_saves(tmp_path, capsys, monkeypatch, number, want):
+def test_signal_finishes_the_step_and_saves(tmp_path, capfd, monkeypatch, number, want):
     real, calls = meshwright.training.loop.train_step, []
 
     def interrupted(*args):
@@ -326,7 +326,7 @@ def test_signal_finishes_the_step_and_saves(tmp_path, capsys, monkeypatch, numbe
 
     monkeypatch.setattr(meshwright.training.loop, "train_step", interrupted)
     status, steps = train(tmp_path, "--train-iters", "100")
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert status == want and f"exiting program after receiving {number.name}." in captured.out
     assert captured.err == f"{number.name}: finishing this step and saving; send it again to stop at once\n"
     assert len(steps) == 4 and (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
