@@ -1,10 +1,11 @@
-"""Checkpoints that megatron-core itself writes, on CPU: a small GPTModel, its optimizer after two steps, dist_checkpointing.
+"""Write checkpoints with megatron-core itself, on CPU: a small GPTModel after two steps.
 
-It was made for GPUs: what it asks of CUDA is answered here for the CPU. Beside the checkpoint each rank leaves what it truly
-held, `truth_0.pt`: for each of its parameters the share's place, and the weights, masters and moments as they were in memory.
-Tried with megatron-core 0.12.3 and 0.16.1 on torch 2.13, by
+megatron-core was made for GPUs; its calls of CUDA are answered here for the CPU. Beside the
+checkpoint each rank saves what it held as `truth_0.pt`: for each parameter the share's place, and
+the weights, masters and moments in memory. Tried with megatron-core 0.12.3 (needed for
+"fully_sharded_model_space") and 0.16.1 on torch 2.13:
 
-    pip install --no-deps --target PEERS megatron-core==0.16.1     (0.12.3 for "fully_sharded_model_space")
+    pip install --no-deps --target PEERS megatron-core==0.16.1
     pip install --no-deps --target PEERS einops ninja packaging
 
 and PEERS on PYTHONPATH.
@@ -29,7 +30,7 @@ SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made here."""
+    """Make tensors on the CPU that are requested on a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -58,7 +59,10 @@ def without_gpu() -> None:
 
 
 def body(folder: str, tp: int, pp: int, options: dict[str, Any]) -> None:
-    """On each rank. Options: cfg (of TransformerConfig), tied, rope, bf16, optimizer: None, "whole", or a kind of sharding."""
+    """Run on each rank.
+
+    Options: cfg (of TransformerConfig), tied, rope, bf16, optimizer (None, "whole" or a sharding).
+    """
     warnings.simplefilter("ignore")
     without_gpu()
     from megatron.core import dist_checkpointing, parallel_state
@@ -172,7 +176,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained(model: Any, config: Any, options: dict[str, Any]) -> Any:
-    """The optimizer after two steps on gradients of noise."""
+    """Return the optimizer after two steps on gradients of noise."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 
@@ -204,7 +208,7 @@ def trained(model: Any, config: Any, options: dict[str, Any]) -> Any:
 
 
 def shares(model: Any, optimizer: Any, sharding: str | None) -> Any:
-    """(name with the layer's global number, dimension that is cut, tensor rank, shape, first element, values by kind)."""
+    """Yield (name with global layer, cut dimension, tensor rank, shape, begin, values)."""
     from megatron.core import parallel_state
 
     first = model.decoder.layers[0].layer_number - 1

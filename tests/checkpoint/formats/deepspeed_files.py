@@ -1,13 +1,14 @@
-"""Checkpoints as DeepSpeed leaves them of a Megatron model: by DeepSpeed itself on CPU, or by hand in its older forms.
+"""Write DeepSpeed checkpoints of a Megatron model: with DeepSpeed on CPU, or older forms by hand.
 
-The model is a tree of parameters with Megatron's names; its loss pulls each of them. What DeepSpeed truly held is asked of
-DeepSpeed, and saved beside as `truth_0.pt`: of each parameter the master and both moments, whole on every data rank.
-Tried with DeepSpeed 0.19.8 on torch 2.13, by
+The model is a tree of parameters with Megatron's names; its loss depends on each of them. DeepSpeed
+reports what it held, which is saved as `truth_0.pt`: for each parameter the master and both
+moments, complete on every data rank. Tried with DeepSpeed 0.19.8 on torch 2.13:
 
     DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps --target PEERS deepspeed
     pip install --no-deps --target PEERS einops hjson msgpack ninja psutil py-cpuinfo
 
-and PEERS on PYTHONPATH. (It also needs packaging, pydantic, tqdm.) The second half of this file shares nothing with DeepSpeed.
+and PEERS on PYTHONPATH. (It also needs packaging, pydantic, tqdm.) The second half of this file
+shares nothing with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def share(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
 
 
 class Leaf(nn.Module):
-    """Parameters, and a loss that pulls them; a module of its own, since ZeRO-3 gathers by module."""
+    """Parameters and a loss of them; a separate module, since ZeRO-3 gathers by module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + sum(((p.float() * 3).sin().sum() for p in self.parameters(recurse=False)), torch.zeros(()))
@@ -109,7 +110,7 @@ class Tree(nn.Module):
 
 
 def noise(name: str, shape: tuple[int, ...], tp: int) -> torch.Tensor:
-    """Numbers of the name; of what is cut, also of the rank."""
+    """Return numbers that depend on the name, and on the rank if the tensor is cut."""
     rank = dist.get_rank() % tp if cut_of(name) is not None else 0
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)) * 8 + rank))
 
@@ -150,7 +151,7 @@ class Mpu:
 
 
 class Scheduler:
-    """What Megatron's would be for DeepSpeed."""
+    """Stands for Megatron's scheduler."""
 
     def step(self, *_: Any) -> None: ...
 
@@ -159,7 +160,10 @@ class Scheduler:
 
 
 def body(folder: str, stage: int, options: dict[str, Any]) -> None:
-    """On each rank, three steps. Options: tp, pp (a pipeline), bf16, fp16, float32 accumulation."""
+    """Run three steps on each rank.
+
+    Options: tp, pp (a pipeline), bf16, fp16, float32 accumulation.
+    """
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -184,7 +188,7 @@ def body(folder: str, stage: int, options: dict[str, Any]) -> None:
     if options.get("float32 accumulation"):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
-        model = pipeline(tp, pp) if pp else whole(tp)
+        model = pipeline(tp, pp) if pp else full_model(tp)
     sizes = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}
     groups = [
         {"params": [p for p in sizes if sizes[p] > 1], "weight_decay": 0.1},
@@ -208,11 +212,13 @@ def body(folder: str, stage: int, options: dict[str, Any]) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
     truth = {name: held(p, optimizer, stage, options) for name, p in engine.module.named_parameters()}
     torch.save(truth, Path(folder) / f"truth_{rank}.pt")
-    engine.save_checkpoint(folder, client_state={"iteration": 3, "args": ARGS, "checkpoint_version": 3.0, **told(tp)})
+    engine.save_checkpoint(
+        folder, client_state={"iteration": 3, "args": ARGS, "checkpoint_version": 3.0, **settings(tp)}
+    )
 
 
-def told(tp: int) -> dict[str, Any]:
-    """What Megatron-DeepSpeed says for the joining of a universal checkpoint."""
+def settings(tp: int) -> dict[str, Any]:
+    """Return what Megatron-DeepSpeed states for joining a universal checkpoint."""
     cut = [r".*(dense|dense_4h_to_h)\.weight"]
     whole_ones = [
         r".*norm\.(weight|bias)",
@@ -249,7 +255,7 @@ def held(p: Any, optimizer: Any, stage: int, options: dict[str, Any]) -> dict[st
     return {"": master.detach().clone()} | {kind: state[kind].clone() for kind in ("exp_avg", "exp_avg_sq")}
 
 
-def whole(tp: int) -> nn.Module:
+def full_model(tp: int) -> nn.Module:
     shapes = {f"language_model.embedding.{name}": shape for name, shape in EMBEDDING.items()}
     for i in range(L):
         shapes |= {f"language_model.encoder.layers.{i}.{name}": shape for name, shape in LAYER.items()}
@@ -258,7 +264,7 @@ def whole(tp: int) -> nn.Module:
 
 
 def pipeline(tp: int, pp: int) -> Any:
-    """The list of modules of BigScience: a cast, the embedding, a turn, layers, a turn, the norm, the embedding again."""
+    """Return BigScience's pipeline: cast, embedding, transpose, layers, transpose, norm, head."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -282,7 +288,7 @@ def pipeline(tp: int, pp: int) -> Any:
 
 
 def universal(folder: str) -> None:
-    """DeepSpeed's own joining, on one rank."""
+    """Join with DeepSpeed's own program, on one rank."""
     warnings.simplefilter("ignore")
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.checkpoint import ds_to_universal
@@ -301,7 +307,7 @@ def universal(folder: str) -> None:
 
 
 def zero_to_fp32(folder: str) -> None:
-    """DeepSpeed's own reading of the masters, on one rank."""
+    """Read the masters with DeepSpeed's own program, on one rank."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -313,7 +319,7 @@ def zero_to_fp32(folder: str) -> None:
 
 
 class Address:
-    """What DeepSpeed notes of a stretch."""
+    """DeepSpeed's record of a stretch."""
 
     def __init__(self, numel: int, start: int) -> None:
         self.numel, self.start = numel, start
@@ -327,7 +333,7 @@ class Scaler:
 
 @contextlib.contextmanager
 def as_deepspeeds() -> Iterator[None]:
-    """Their classes' names, for the pickles."""
+    """Give our classes DeepSpeed's names, for the pickles."""
     here = {
         "deepspeed.utils.tensor_fragment": ("fragment_address", Address),
         "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", Scaler),
@@ -350,7 +356,7 @@ def as_deepspeeds() -> Iterator[None]:
 def model(
     gated: bool = False, untied: bool = False, embedding_norm: bool = False
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """By kind, by name in a model without a pipeline."""
+    """Return values by kind, and by name in a model without a pipeline."""
     shapes = {f"embedding.{name}": shape for name, shape in EMBEDDING.items()}
     if embedding_norm:
         shapes |= {"embedding.word_embeddings.norm.weight": (H,), "embedding.word_embeddings.norm.bias": (H,)}
@@ -381,7 +387,7 @@ def of_rank(name: str, tensor: torch.Tensor, tp: int, rank: int, gated: bool) ->
 
 
 def in_pipeline(name: str) -> tuple[int, str, str]:
-    """Number in the list of modules, name in its file, name in the module."""
+    """Return the module's number, the name in its file, and the name in the module."""
     if name.startswith("encoder.layers."):
         number, rest = name.removeprefix("encoder.layers.").split(".", 1)
         return int(number) + 3, rest, f"{int(number) + 3}.{rest}"
@@ -405,7 +411,7 @@ def write(
     gated: bool = False,
     only_weights: bool = False,
 ) -> Path:
-    """`pp` 0: no pipeline. Without `mapping`, as before DeepSpeed 0.7."""
+    """Write a checkpoint; `pp` 0 means no pipeline, no `mapping` the form before DeepSpeed 0.7."""
     folder = root / "global_step30"
     folder.mkdir()
     for mp in range(tp * max(pp, 1)):
@@ -450,7 +456,7 @@ def write(
 
 
 def on_stage(name: str, stage: int, stages: int) -> bool:
-    """The last stage has the embedding too."""
+    """Return whether a stage holds the parameter; the last has the embedding too."""
     if name.startswith("embedding."):
         return stage in (0, stages - 1)
     if not name.startswith("encoder.layers."):
@@ -475,7 +481,7 @@ def shared(
     ranks: int,
     mapping: bool,
 ) -> dict[str, Any]:
-    """Data rank `rank` of ZeRO-1 and -2: an equal part of each group's row of numbers, which is filled up at its end."""
+    """Return one data rank's state of ZeRO-1 and -2: an equal part of each group's padded row."""
     masters, states, mappings = [], [], []
     for group in groups:
         rows = {kind: torch.cat([tensors[n].reshape(-1) for n in group]) for kind, tensors in mine.items()}
@@ -494,14 +500,14 @@ def shared(
                 mappings[-1][called[n]] = Address(min(end, high) - max(begin, low), max(begin, low) - low)
             begin = end
     base = {"state": dict(enumerate(states)), "param_groups": [{"params": [i], "lr": 0.1} for i in range(len(groups))]}
-    told = {"single_partition_of_fp32_groups": masters, "partition_count": [ranks] * len(groups)}
+    saved = {"single_partition_of_fp32_groups": masters, "partition_count": [ranks] * len(groups)}
     if mapping:
-        return told | {"base_optimizer_state": base, "param_slice_mappings": mappings}
-    return told | {"base_optimizer_state": states, "base_optimizer_state_step": 30}
+        return saved | {"base_optimizer_state": base, "param_slice_mappings": mappings}
+    return saved | {"base_optimizer_state": states, "base_optimizer_state_step": 30}
 
 
 def third(mine: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int) -> dict[str, Any]:
-    """Of ZeRO-3: an equal part of each parameter, in groups of five parameters."""
+    """Return state of ZeRO-3: an equal part of each parameter, in groups of five parameters."""
     order = sorted(mine[""], key=lambda n: mine[""][n].ndim, reverse=True)
 
     def row(kind: str, names: list[str]) -> torch.Tensor:
@@ -524,7 +530,7 @@ def third(mine: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int) -> di
 
 
 def joined_by_hand(root: Path, values: dict[str, dict[str, torch.Tensor]]) -> Path:
-    """A universal checkpoint; the newer form of a file, a dictionary, for matrices."""
+    """Write a universal checkpoint; matrices have the newer form of a file, a dictionary."""
     folder = root / "global_step30_universal"
     for kind, tensors in values.items():
         for n, t in tensors.items():
@@ -532,6 +538,6 @@ def joined_by_hand(root: Path, values: dict[str, dict[str, torch.Tensor]]) -> Pa
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"param": t, "cat_dim": 0} if t.ndim == 2 else t, path)
             torch.save(torch.tensor(30.0), path.with_name("step.pt"))
-    told = {"args": ARGS, "iteration": 30, "lr_scheduler": SCHEDULER, "checkpoint_version": 3.0}
-    torch.save(told, folder / "mp_rank_00_model_states.pt")
+    saved = {"args": ARGS, "iteration": 30, "lr_scheduler": SCHEDULER, "checkpoint_version": 3.0}
+    torch.save(saved, folder / "mp_rank_00_model_states.pt")
     return folder

@@ -1,7 +1,8 @@
-"""Files that try to run code, or to eat memory or time, when a checkpoint is opened; made by hand, without checkpoint/.
+"""Files that try to run code, or to waste memory or time, when a checkpoint is opened.
 
-Each has a name, what must open it, a part of the reason it must be refused with, and a function that writes it into a
-folder. `runs`: what it holds would run if the file were trusted, which the test shows, so that no payload is a dud.
+They are made by hand, without checkpoint/. Each has a name, its opener, a part of the reason for
+its refusal, and a function that writes it. `runs`: its code would run if the file were trusted,
+which a test shows, so that no payload is a dud.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def torch_file(path: Path, body: bytes, more: dict[str, bytes] | None = None) ->
 
 
 def old_file(path: Path, body: bytes, keys: list[str], storages: bytes) -> None:
-    """As torch.save before 1.6."""
+    """Write a file as torch.save did before 1.6."""
     system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     head = b"".join(pickle.dumps(x, 2) for x in (0x1950A86A20F9469CFC6C, 1001, system))
     path.write_bytes(head + body + pickle.dumps(keys, 2) + storages)
@@ -116,13 +117,13 @@ Body = Callable[[Path], bytes]
 
 
 def in_zip(name: str, says: str, body: Body, runs: bool = False, **more: bytes) -> None:
-    """The pickle of a torch.save file."""
+    """Declare a case: the pickle in a torch.save file."""
     extra = {f"a/{key}": value for key, value in more.items()}
     CASES.append(Case(name, "pickle", says, lambda path, marker: torch_file(path, program(body(marker)), extra), runs))
 
 
 def in_file(name: str, says: str, content: Body, runs: bool = False) -> None:
-    """The file as it is."""
+    """Declare a case: a file as it is."""
     CASES.append(Case(name, "pickle", says, lambda path, marker: void(path.write_bytes(content(marker))), runs))
 
 
@@ -137,7 +138,7 @@ def in_folder(name: str, opener: str, says: str, write: Callable[[Path, Path], A
 def void(_: Any) -> None: ...
 
 
-# Code that is called: every way that pickles know
+# Code that is called, in every way that pickles have
 
 in_zip("reduce os.system", UNTRUSTED, lambda m: call("os.system", touch(m)), True)
 in_zip("reduce posix.system", UNTRUSTED, lambda m: call("posix.system", touch(m)), True)
@@ -181,7 +182,7 @@ in_zip(
 )
 in_zip("NEWOBJ_EX with keywords", "keywords", lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92")
 in_zip("INST", "instruction", lambda m: b"(" + touch(m) + b"ios\nsystem\n", True)
-in_zip("OBJ", "instruction", lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
+in_zip("OBJ", UNTRUSTED, lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
 in_zip("STACK_GLOBAL", UNTRUSTED, lambda m: text("os") + text("system") + b"\x93" + many(touch(m)) + b"R", True)
 in_zip(
     "STACK_GLOBAL with dots",
@@ -313,13 +314,13 @@ CASES[UNMEASURED:] = [case._replace(measured=True) for case in CASES[UNMEASURED:
 
 
 def long_names(size: int, count: int) -> bytes:
-    """Each of a short module and one long name, remembered."""
+    """Name globals of a short module and one long, memoized name."""
     rest = b"".join(text(f"megatron.a{i}") + b"h\0\x930" for i in range(count))
     return text("x" * size) + b"q\0" + rest
 
 
 def laughs(first: bytes, then: bytes, count: int) -> bytes:
-    """Values that each hold the one before it ten times; the last is on the stack."""
+    """Make values that each hold the previous one ten times; the last is on the stack."""
     return first + b"0".join([b""] + [then] * count)
 
 
@@ -373,7 +374,7 @@ def nested(marker: Path) -> bytes:
 
 
 def bent(change: Callable[[bytearray], bytearray | None]) -> Callable[[Path, Path], None]:
-    """An honest archive with some of its bytes changed."""
+    """Return a writer of an honest archive with some bytes changed."""
 
     def write(path: Path, marker: Path) -> None:
         torch_file(path, program(b"}"))
@@ -410,7 +411,7 @@ def header_elsewhere(raw: bytearray) -> None:
 
 
 def with_64_bits(raw: bytearray) -> bytearray:
-    """A directory of 2**40 entries."""
+    """Claim a directory of 2**40 entries."""
     at = raw.rindex(b"PK\5\6")
     end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1 << 40, 1 << 40, 100, at - 100)
     return raw[:at] + end + struct.pack("<4sLQL", b"PK\6\7", 0, at, 1) + raw[at:]
@@ -434,7 +435,7 @@ for title, says, change in (
 
 
 def twice(path: Path, marker: Path) -> None:
-    """Two pickles of one name: some readers check the first and run the second."""
+    """Write two pickles of one name; some readers check the first and run the second."""
     with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(path, "w") as out:
         out.writestr("a/data.pkl", program(b"}"))
         out.writestr("a/data.pkl", program(call("os.system", touch(marker))))
@@ -516,7 +517,7 @@ def tar(marker: Path) -> bytes:
 
 
 class Payload:
-    """What an honest writer is made to write."""
+    """An object that an honest writer is made to write."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -536,15 +537,15 @@ def distributed(folder: Path, body: dict[str, Any]) -> None:
 
 
 def with_metadata(folder: Path, **changes: Any) -> None:
-    """An honest folder, where its first tensor lies changed."""
+    """Write an honest folder, then change where its first tensor lies."""
     import torch
 
     distributed(folder, {KEY: torch.ones(4)})
     with open(folder / ".metadata", "rb") as file:
-        told = pickle.load(file)  # noqa: S301  written a line above
-    for info in told.storage_data.values():
+        metadata = pickle.load(file)  # noqa: S301  written a line above
+    for info in metadata.storage_data.values():
         vars(info).update(changes)
-    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def hostile_item(folder: Path, marker: Path) -> None:
@@ -704,7 +705,7 @@ in_folder(
 
 
 def native(folder: Path, files: dict[str, bytes], more: dict[str, Any] | None = None) -> None:
-    """A step with a right manifest, whatever it says."""
+    """Write a step with a correct manifest, whatever its files say."""
     for name, raw in files.items():
         (folder / name).write_bytes(raw)
     table: dict[str, Any] = {n: {"size": len(r), "sha256": hashlib.sha256(r).hexdigest()} for n, r in files.items()}

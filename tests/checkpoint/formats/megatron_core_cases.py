@@ -2,7 +2,7 @@
 
     python tests/megatron_core_cases.py > tests/megatron_core.json
 
-writes its answers anew, as hashes; it needs megatron-core (`pip install --no-deps megatron-core` is enough).
+writes its answers again, as hashes. It needs megatron-core (`pip install --no-deps megatron-core`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Megatron-LM's folders of 2019 to 2023, made from a plain GPT; shares no code with `meshwright.checkpoint`.
+"""Write Megatron-LM folders of 2019 to 2023 from a plain GPT, without `meshwright.checkpoint`.
 
-A plain model is a dict of float32 tensors: `tokens`, `positions`, `norm.w`, `norm.b`, and of each layer `0.q.w` (all heads,
-one after the other), `0.k.w`, `0.v.w`, `0.o.w`, `0.up.w`, `0.gate.w` (if gated), `0.down.w`, `0.norm1.w`, `0.norm2.w`, each
-with its `.b`. `forward` computes it without any module of ours, `write` cuts it as one of Megatron's versions did.
+A plain model is a dict of float32 tensors: `tokens`, `positions`, `norm.w`, `norm.b`, and for each
+layer `0.q.w` (heads in order), `0.k.w`, `0.v.w`, `0.o.w`, `0.up.w`, `0.gate.w` (if gated),
+`0.down.w`, `0.norm1.w`, `0.norm2.w`, each with its `.b`. `forward` computes it without our modules;
+`write` cuts it as one of Megatron's versions did.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Plain = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """What is written, and how."""
+    """What to write, and in which form."""
 
     layers: int = 2
     hidden: int = 32
@@ -66,7 +67,7 @@ class Form:
 
 
 def plain(f: Form, seed: int = 0) -> Plain:
-    """Random numbers of which none is special: norms and biases too."""
+    """Return a plain model of random numbers, norms and biases included."""
     g = torch.Generator().manual_seed(seed)
     h, n = f.hidden, f.head_dim
     shapes: dict[str, tuple[int, ...]] = {"tokens": (f.vocab, h), "positions": (f.positions, h), "norm": (h,)}
@@ -99,7 +100,7 @@ def rounded(p: Plain, dtype: torch.dtype) -> Plain:
 
 
 def forward(f: Form, p: Plain, tokens: Tensor) -> Tensor:
-    """Logits [B, T, vocab]."""
+    """Return logits [B, T, vocab]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         if f.rms:
@@ -134,7 +135,7 @@ def forward(f: Form, p: Plain, tokens: Tensor) -> Tensor:
 
 
 def ours(f: Form, p: Plain) -> Plain:
-    """The same tensors under Meshwright's names, in its shapes (DESIGN, "Checkpoints")."""
+    """Return the tensors under Meshwright's names, in its shapes."""
     names = {"tokens": "wte.weight", "positions": "wpe.weight", "head": "lm_head.weight"}
     parts = {"norm1": "ln_1", "o": "attn.proj", "norm2": "ln_2", "up": "mlp.fc", "down": "mlp.proj"}
     out = {names[name]: tensor for name, tensor in p.items() if name in names}
@@ -154,7 +155,7 @@ def ours(f: Form, p: Plain) -> Plain:
 
 
 def qkv(f: Form, q: Tensor, k: Tensor, v: Tensor, version: float) -> Tensor:
-    """One matrix, or bias, of the heads given, its rows in the order of that version."""
+    """Return one matrix or bias of these heads, its rows in that version's order."""
     n, rest = f.head_dim, q.shape[1:]
     q, k, v = (x.reshape(-1, n, *rest) for x in (q, k, v))
     if version == 0:
@@ -169,7 +170,7 @@ def qkv(f: Form, q: Tensor, k: Tensor, v: Tensor, version: float) -> Tensor:
 
 
 def held(f: Form, p: Plain, tp: int, pp: int, chunk: int) -> list[tuple[str, Tensor]]:
-    """What a rank's virtual stage holds, in the order of its modules, under the names of the file."""
+    """Return a virtual stage's tensors in module order, under the file's names."""
     first, last = pp == 0 and chunk == 0, pp == f.pp - 1 and chunk == f.chunks - 1
     out: list[tuple[str, Tensor]] = []
 
@@ -231,7 +232,7 @@ def held(f: Form, p: Plain, tp: int, pp: int, chunk: int) -> list[tuple[str, Ten
 
 
 def core(name: str) -> str:
-    """Megatron-Core's names, with norms that Transformer Engine joins to the product behind them."""
+    """Return Megatron-Core's name, with Transformer Engine's fused norms."""
     spellings = {
         "language_model.": "",
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -269,7 +270,7 @@ def nested(f: Form, tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def write(folder: Path, f: Form, p: Plain, m: Plain | None = None, v: Plain | None = None) -> Path:
-    """All ranks' files; `m` and `v` are Adam's moments in the form of the model."""
+    """Write all ranks' files; `m` and `v` are Adam's moments in the model's form."""
     for tp in range(f.tp):
         for pp in range(f.pp):
             name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if f.pp > 1 else "")
@@ -345,7 +346,7 @@ def arguments(f: Form) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def megatron_classes() -> Iterator[None]:
-    """Classes that honest files hold pickled, under their names of then."""
+    """Provide classes that honest files hold pickled, under their original names."""
     scaler = types.ModuleType("megatron.fp16.loss_scaler")
     enums = types.ModuleType("megatron.enums")
     scaler.DynamicLossScaler = type("DynamicLossScaler", (), {"__module__": scaler.__name__})  # type: ignore[attr-defined]
@@ -367,7 +368,7 @@ def megatron_classes() -> Iterator[None]:
 
 
 def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]]) -> dict[str, Any]:
-    """What the file says of the optimizer; states that lie beside it are written here."""
+    """Return the optimizer's entry; write the states that lie beside the file."""
     everything = [list(zip(*chunk, strict=True)) for chunk in chunks]  # [((name, weight), (name, m), (name, v)), ...]
     params = [(w[1], m[1], v[1]) for chunk in everything for w, m, v in chunk]
     groups = [[x for x in params if x[0].ndim > 1], [x for x in params if x[0].ndim == 1]]
@@ -455,7 +456,7 @@ def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]
 
 
 def buckets(f: Form, tensors: list[Tensor], size: int) -> list[Tensor]:
-    """Rows of whole tensors, each ended once it has `size` numbers and two tensors, filled up to a multiple of the ranks."""
+    """Return padded rows of tensors, each ended once it has `size` numbers and two tensors."""
     out: list[list[Tensor]] = [[]]
     for tensor in tensors:
         if len(out[-1]) > 1 and sum(map(len, out[-1])) >= size:
@@ -466,7 +467,7 @@ def buckets(f: Form, tensors: list[Tensor], size: int) -> list[Tensor]:
 
 
 def shard(f: Form, chunks: list[list[Any]], rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Early 2023: a data rank's state. A buffer holds the last parameter first and is cut into equal parts."""
+    """Return a data rank's state of early 2023: an equal part of a buffer, last parameter first."""
     mine: list[list[tuple[Tensor, Tensor, Tensor]]] = [[], []]
     for chunk in chunks:
         owners = {}

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints: every stage of ZeRO reads as the masters and moments that DeepSpeed held."""
+"""DeepSpeed checkpoints: every ZeRO stage reads as the masters and moments that DeepSpeed held."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from argparse import Namespace
 import deepspeed_files as files
 import pytest
 import torch
-from test_torch_dist import read
+from foreign import assert_reads, read_tensors
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.formats import deepspeed
@@ -16,7 +16,6 @@ from meshwright.checkpoint.steps import DEEPSPEED, Place
 from meshwright.errors import UserError
 from ranks import run_ranks
 
-# Our own command has a module of that name; the peer is a package.
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 BF16, FP16 = {"bf16": True}, {"fp16": True}
 CASES = {
@@ -46,7 +45,7 @@ def test_what_deepspeed_writes(case, tmp_path):
     run_ranks(files.body, world, str(tmp_path), stage, options)
     truths = [torch.load(tmp_path / f"truth_{rank}.pt") for rank in range(world)]
     source = deepspeed.open(tmp_path / "global_step3")
-    same(source, joined(truths, options))
+    assert_reads(source, join_ranks(truths, options))
     assert source.config["num_attention_heads"] == 2 and source.config["num_layers"] == files.L
     state = source.state
     assert state["iteration"] == 3 and state["consumed_train_samples"] == 24
@@ -56,8 +55,8 @@ def test_what_deepspeed_writes(case, tmp_path):
         assert state["loss_scale"]["dynamic"] and state["loss_scale"]["scale"] == 16.0
     if case in ("ZeRO-1", "ZeRO-2", "ZeRO-3"):
         run_ranks(files.zero_to_fp32, 1, str(tmp_path))
-        masters = {ours(name): t for name, t in torch.load(tmp_path / "fp32.pt").items()}
-        same(source, masters | {name: t for name, t in read(source).items() if "/" in name})
+        masters = {our_name(name): t for name, t in torch.load(tmp_path / "fp32.pt").items()}
+        assert_reads(source, masters | {name: t for name, t in read_tensors(source).items() if "/" in name})
 
 
 @pytest.mark.whole
@@ -68,19 +67,12 @@ def test_universal_by_deepspeed(case, tmp_path):
     run_ranks(files.body, world, str(tmp_path), stage, options)
     run_ranks(files.universal, 1, str(tmp_path / "global_step3"))
     source = deepspeed.open(tmp_path / "global_step3_universal")
-    same(source, joined([torch.load(tmp_path / f"truth_{rank}.pt") for rank in range(world)], options))
+    assert_reads(source, join_ranks([torch.load(tmp_path / f"truth_{rank}.pt") for rank in range(world)], options))
     assert source.state["optimizer_steps"] == 3 and source.state["schedule"]["decay"] == 800
 
 
-def same(source, wanted):
-    got = read(source)
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(got[name], tensor), name
-
-
-def joined(truths, options):
-    """Ranks of data copies agree; tensor ranks are put together, stages are named by their layers' numbers."""
+def join_ranks(truths, options):
+    """Join the tensor ranks and name the stages by their layers; data ranks must agree."""
     tp, pp = options.get("tp", 1), options.get("pp", 1)
     out = {}
     for stage in range(pp):
@@ -89,14 +81,14 @@ def joined(truths, options):
             for kind in kinds:
                 parts = [truths[first + rank][name][kind] for rank in range(tp)]
                 cut = files.cut_of(name)
-                mine = ours(name) + (f"/{kind}" if kind else "")
+                mine = our_name(name) + (f"/{kind}" if kind else "")
                 tensor = parts[0] if cut is None else torch.cat(parts, cut)
                 assert mine not in out or torch.equal(out[mine], tensor)
                 out.setdefault(mine, tensor)
     return out
 
 
-def ours(name):
+def our_name(name):
     name = (
         name.removeprefix("language_model.").replace("encoder.layers.", "h.").replace("tied_modules.embed", "embedding")
     )
@@ -132,12 +124,12 @@ FORMS = {
 }
 
 
-def wanted_of(values, rows=files.V - 3):
-    """Under our names: the true vocabulary, a gate's halves apart."""
+def expected_tensors(values, rows=files.V - 3):
+    """Return values under our names, with the true vocabulary and a gate's halves separate."""
     out = {}
     for kind, tensors in values.items():
         for name, t in tensors.items():
-            mine = ours(name).replace("wte.norm", "ln_emb").replace("output_layer", "lm_head")
+            mine = our_name(name).replace("wte.norm", "ln_emb").replace("output_layer", "lm_head")
             mine = mine.replace("embedding.word_embeddings.norm", "ln_emb")
             if mine in ("wte.weight", "lm_head.weight"):
                 t = t[:rows]
@@ -151,7 +143,7 @@ def wanted_of(values, rows=files.V - 3):
 def test_forms_of_zero(form, tmp_path):
     values = files.model(gated=FORMS[form].get("gated", False))
     source = deepspeed.open(files.write(tmp_path, values, **FORMS[form]))
-    same(source, wanted_of(values))
+    assert_reads(source, expected_tensors(values))
     assert source.vocab == files.V - 3
     state = source.state
     assert state["iteration"] == 30 and state["optimizer_steps"] == 30 and state["schedule"]["warmup"] == 16
@@ -159,7 +151,7 @@ def test_forms_of_zero(form, tmp_path):
     assert state["loss_scale"] == scale
     if "stage" not in FORMS[form]:
         source = deepspeed.open(source.folder, optimizer=False)
-        same(source, {name: t.bfloat16() for name, t in wanted_of({"": values[""]}).items()})
+        assert_reads(source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()})
         assert source.state["iteration"] == 30
 
 
@@ -167,16 +159,16 @@ def test_forms_of_zero(form, tmp_path):
 def test_parts_that_some_models_have(options, tmp_path):
     values = files.model(**options)
     source = deepspeed.open(files.write(tmp_path, values, pp=2))
-    same(source, wanted_of(values))
+    assert_reads(source, expected_tensors(values))
     assert source.config["untie_embeddings_and_output_weights"] == ("untied" in options)
     assert source.config["embed_layernorm"] == ("embedding_norm" in options)
 
 
 @pytest.mark.parametrize("pp", [0, 2])
-def test_weights_alone(pp, tmp_path):
+def test_weights_only(pp, tmp_path):
     values = files.model()
     source = deepspeed.open(files.write(tmp_path, values, tp=2, pp=pp, only_weights=True))
-    same(source, {name: t.bfloat16() for name, t in wanted_of({"": values[""]}).items()})
+    assert_reads(source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()})
     assert not source.state
 
 
@@ -185,11 +177,11 @@ def test_an_embedding_that_the_last_stage_saved_too(tmp_path):
     folder = files.write(tmp_path, values, pp=2)
     name = "layer_{:02d}-model_00-model_states.pt"
     (folder / name.format(files.L + 5)).write_bytes((folder / name.format(1)).read_bytes())
-    same(deepspeed.open(folder), wanted_of(values))
+    assert_reads(deepspeed.open(folder), expected_tensors(values))
 
 
 def test_fp16_of_fused_adam_without_zero(tmp_path):
-    """A row of masters for each group."""
+    """One flat tensor of masters per group."""
     values = files.model()
     folder = files.write(tmp_path, values, only_weights=True)
     groups = [[n for n, t in values[""].items() if (t.ndim == 1) == norms] for norms in (False, True)]
@@ -206,11 +198,11 @@ def test_fp16_of_fused_adam_without_zero(tmp_path):
     }
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=optimizer))
     source = deepspeed.open(folder)
-    same(source, wanted_of(values))
+    assert_reads(source, expected_tensors(values))
     assert source.state["optimizer_steps"] == 30 and source.state["loss_scale"]["scale"] == 64.0
 
 
-def test_a_pipeline_without_zero_says_that_its_numbers_are_not_read(tmp_path):
+def test_a_pipeline_without_zero_loads_weights_only(tmp_path):
     folder = files.write(tmp_path, files.model(), pp=2, only_weights=True)
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer={"state": {}}))
     source = deepspeed.open(folder)
@@ -220,38 +212,38 @@ def test_a_pipeline_without_zero_says_that_its_numbers_are_not_read(tmp_path):
 def test_universal(tmp_path):
     values = files.model(untied=True)
     source = deepspeed.open(files.joined_by_hand(tmp_path, values))
-    same(source, wanted_of(values, files.V))
+    assert_reads(source, expected_tensors(values, files.V))
     assert source.state["optimizer_steps"] == 30
     for path in (tmp_path / "global_step30_universal").rglob("exp_avg.pt"):
         path.unlink()
     source = deepspeed.open(tmp_path / "global_step30_universal")
-    same(source, wanted_of({"": values[""]}, files.V))
+    assert_reads(source, expected_tensors({"": values[""]}, files.V))
     assert not source.state
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 def test_universal_of_gates_over_tensor_ranks(kind, tmp_path):
-    """Joined for each half, as the file then says; else they lie mixed, and are refused."""
+    """Halves joined separately are read; halves mixed by tensor rank are refused."""
     values = files.model(gated=True)
     folder = files.joined_by_hand(tmp_path, values)
-    same(deepspeed.open(folder), wanted_of(values, files.V))  # of one tensor rank
+    assert_reads(deepspeed.open(folder), expected_tensors(values, files.V))  # one tensor rank
     args = Namespace(**vars(files.ARGS), tensor_model_parallel_size=2)
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(args=args))
     for path in folder.glob("zero/*dense_h_to_4h*/*.pt"):
         if path.stem != "step" and not (path.stem == "exp_avg" and path.parent.name == f"3.mlp.dense_h_to_4h.{kind}"):
-            told = torch.load(path)
-            told = told if isinstance(told, dict) else {"param": told}
-            torch.save(told | {"param_n_sub_params": 2}, path)
+            saved = torch.load(path)
+            saved = saved if isinstance(saved, dict) else {"param": saved}
+            torch.save(saved | {"param_n_sub_params": 2}, path)
     with pytest.raises(UserError, match="parameter_with_2_sub_params_cat_dim_0") as refused:
         deepspeed.open(folder)
     path = folder / f"zero/3.mlp.dense_h_to_4h.{kind}/exp_avg.pt"
     assert str(path) in str(refused.value)
-    torch.save({"param": deepspeed.of_file(path, False).clone(), "param_n_sub_params": 2}, path)
-    same(deepspeed.open(folder), wanted_of(values, files.V))
+    torch.save({"param": deepspeed.read_tensor(path, False).clone(), "param_n_sub_params": 2}, path)
+    assert_reads(deepspeed.open(folder), expected_tensors(values, files.V))
 
 
 def change(path, act):
-    """Of a saved tree."""
+    """Edit a saved tree."""
     with files.as_deepspeeds():
         tree = torch.load(path, weights_only=False)
         act(tree)
@@ -281,7 +273,7 @@ DAMAGES = {
         "which the weights",
     ),
     "a rank's file": (without("mp_rank_01_model_states.pt"), "pipeline rank 1"),
-    "a stage's file": (without("mp_rank_03_model_states.pt"), "no stages of 2"),
+    "a stage's file": (without("mp_rank_03_model_states.pt"), "not a multiple of 2"),
     "a parameter": (changed(FILE, lambda t: t.pop("mlp.dense_h_to_4h.weight")), "mlp.fc.weight"),
     "rows": (changed(FILE, lambda t: t.update({"mlp.dense_4h_to_h.bias": torch.ones(5)})), "mlp.proj.bias"),
     "what no GPT has": (changed(FILE, lambda t: t.update({"mlp.gate.wg": torch.ones(5)})), "mlp.gate"),
@@ -293,7 +285,7 @@ DAMAGES = {
         changed(SHARE, lambda t: state(t)["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3))),
         "not laid out",
     ),
-    "no state": (changed(SHARE, lambda t: t.pop("optimizer_state_dict")), "no state of an optimizer"),
+    "no state": (changed(SHARE, lambda t: t.pop("optimizer_state_dict")), "no optimizer state"),
     "a copy that differs": (changed(FILE, lambda t: t["input_layernorm.bias"].add_(1)), "not of one checkpoint"),
 }
 
@@ -314,5 +306,5 @@ def test_no_heads_and_no_files(tmp_path):
         deepspeed.open(folder)
     assert deepspeed.open(folder, heads=4).config["num_attention_heads"] == 4
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no file of"):
+    with pytest.raises(UserError, match="no file for"):
         deepspeed.open(tmp_path / "empty")

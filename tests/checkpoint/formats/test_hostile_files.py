@@ -33,7 +33,7 @@ OPENERS: dict[str, Callable[[Path, bool], Any]] = {
 
 
 class Outcome(NamedTuple):
-    """How opening a file ended: error, seconds of a processor, bytes of memory at most."""
+    """How opening a file ended: error, CPU seconds, peak bytes of memory."""
 
     case: hostile.Case
     path: Path
@@ -51,7 +51,7 @@ def anonymous(process: int) -> int:
 
 
 def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -> Iterator[Outcome]:
-    """Open the files one after the other in one forked process; its memory is the most of them all."""
+    """Open the files in turn in one forked process; its peak memory counts for each of them."""
     folder.mkdir()
     paths = [(folder / str(number) / "file", folder / str(number) / "marker") for number in range(len(cases))]
     for case, (path, marker) in zip(cases, paths, strict=True):
@@ -74,9 +74,9 @@ def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -
             os.kill(child, 9)
         time.sleep(0.003)
     with open(reads) as pipe:
-        told = [json.loads(line) for line in pipe]
-    told += [("killed", f"by signal {status}", 0.0)] * (len(cases) - len(told))
-    for case, (path, marker), outcome in zip(cases, paths, told, strict=True):
+        outcomes = [json.loads(line) for line in pipe]
+    outcomes += [("killed", f"by signal {status}", 0.0)] * (len(cases) - len(outcomes))
+    for case, (path, marker), outcome in zip(cases, paths, outcomes, strict=True):
         yield Outcome(case, path, marker, *outcome, most)
 
 
@@ -113,7 +113,7 @@ def test_hostile_files(tmp_path: Path, record_property: Callable[[str, object], 
 
 
 def test_their_payloads_work(tmp_path: Path) -> None:
-    """The same files do run where the user trusts them, so no file above is a dud."""
+    """The same files do run where the user trusts them, so none of them is a dud."""
     outcomes = open_all([case for case in hostile.CASES if case.runs], tmp_path / "trusted", trust=True)
     duds = [f"{case.name}: {kind} {text}" for case, _, marker, kind, text, *_ in outcomes if not marker.exists()]
     assert not duds, "\n".join(duds)

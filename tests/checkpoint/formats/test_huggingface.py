@@ -1,4 +1,4 @@
-"""Hugging Face folders both ways: logits equal to transformers' own, weights bit-equal, and what is refused."""
+"""Hugging Face folders in both directions: equal logits, bit-equal weights, and refusals."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,7 @@ THEIRS = {
 
 
 def theirs(name, **changes):
-    """One of their networks, every number of it random."""
+    """Return one of their networks, filled with random numbers."""
     kind, config = THEIRS[name]
     architecture = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     model = architecture(getattr(transformers, f"{kind}Config")(**config | changes, attn_implementation="eager")).eval()
@@ -74,7 +74,7 @@ def theirs(name, **changes):
 
 
 def ours(source):
-    """Our network of a source's settings, filled from it."""
+    """Return our network with a source's settings and weights."""
     m = dataclasses.replace(Model(), hidden_dropout=0.0, attention_dropout=0.0, **source.config)
     model = GPT(m, source.vocab, source.vocab, LENGTH).eval()
     named = dict(model.named_parameters())
@@ -107,7 +107,7 @@ def assert_equal(a, b):
 
 
 def as_native(root, source):
-    """The same in our own format."""
+    """Save the source in our own format and open it."""
     named = {name: native.full_entry(t) for name, t in values(source).items()}
     state = {"true_vocab_size": source.vocab, "positions": source.config["max_position_embeddings"]}
     native.save(root, 7, named, state, source.config)
@@ -116,7 +116,7 @@ def as_native(root, source):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_both_ways(name, tmp_path):
-    """transformers -> ours -> native -> theirs, logits equal at both ends and every number the same."""
+    """Going transformers -> ours -> native -> theirs keeps logits and every number."""
     model = theirs(name)
     model.save_pretrained(tmp_path / "a")
     source = huggingface.open(tmp_path / "a")
@@ -138,7 +138,7 @@ def test_both_ways(name, tmp_path):
 
 
 def test_files_of_every_kind(tmp_path):
-    """One safetensors file, several, a pickle, several; without the prefix; in half precision."""
+    """Safetensors and pickles, single or in parts, without the prefix, in half precision."""
     model = theirs("gpt2")
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
@@ -182,8 +182,8 @@ def test_nothing_is_read_when_it_is_opened(tmp_path):
     assert mapped and all(any(low <= start < high for low, high in mapped) for start in starts)
 
 
-def test_folders_of_the_same_shapes_are_told_apart(tmp_path):
-    """What ranks compare, lest one loads other numbers than another."""
+def test_folders_of_equal_shapes_have_different_identities(tmp_path):
+    """Ranks compare identities, so that all load the same numbers."""
     theirs("gpt2").save_pretrained(tmp_path / "a")
     known = huggingface.open(tmp_path / "a").identity
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -221,7 +221,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_what_cannot_be_computed_is_refused_by_its_name(tmp_path):
+def test_unsupported_options_are_refused_by_name(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "gpt2")
     theirs("llama-grouped").save_pretrained(tmp_path / "llama")
     long = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
@@ -258,9 +258,13 @@ def test_what_cannot_be_computed_is_refused_by_its_name(tmp_path):
     ]:
         shutil.copytree(tmp_path / folder, tmp_path / "x")
         change_config(tmp_path / "x", **changes)
-        with pytest.raises(UserError, match=said) as told:
+        with pytest.raises(UserError, match=said) as refusal:
             huggingface.open(tmp_path / "x")
-        assert told.value.status == BAD_DATA and "config.json" in str(told.value) or str(tmp_path) in str(told.value)
+        assert (
+            refusal.value.status == BAD_DATA
+            and "config.json" in str(refusal.value)
+            or str(tmp_path) in str(refusal.value)
+        )
         shutil.rmtree(tmp_path / "x")
     change_config(tmp_path / "llama", model_type="mistral", sliding_window=LENGTH, rope_parameters=None, rope_theta=5.0)
     assert huggingface.open(tmp_path / "llama").config["rotary_base"] == 5.0
@@ -268,9 +272,9 @@ def test_what_cannot_be_computed_is_refused_by_its_name(tmp_path):
 
 def test_damaged_folders_and_names_that_lead_out(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "good")
-    whole = (tmp_path / "good" / "model.safetensors").read_bytes()
+    intact = (tmp_path / "good" / "model.safetensors").read_bytes()
     outside = tmp_path / "outside.safetensors"
-    outside.write_bytes(whole)
+    outside.write_bytes(intact)
     tensors, index = "model.safetensors", "model.safetensors.index.json"
 
     def break_it(folder, how):
@@ -289,9 +293,9 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     name = "transformer.wte.weight"
     for how, said in [
         (b"", "not a safetensors file"),
-        (whole[:100], "not a whole safetensors"),
-        (whole[:-1], "not a whole safetensors"),
-        (b"\xff" * 6 + b"\0\0{" + whole[9:], "bytes, more than"),
+        (intact[:100], "not a complete safetensors"),
+        (intact[:-1], "not a complete safetensors"),
+        (b"\xff" * 6 + b"\0\0{" + intact[9:], "bytes; at most"),
         ({}, "weight_map"),
         ({"weight_map": {name: 3}}, "weight_map"),
         ({"weight_map": {name: "../outside.safetensors"}}, "not a plain name"),
@@ -305,9 +309,9 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
         break_it(tmp_path / "x", how)
-        with pytest.raises(UserError, match=said) as told:
+        with pytest.raises(UserError, match=said) as refusal:
             huggingface.open(tmp_path / "x")
-        assert told.value.status == BAD_DATA
+        assert refusal.value.status == BAD_DATA
         shutil.rmtree(tmp_path / "x")
     cache = tmp_path / "models--a--b"  # as the library's cache has it: links to ../../blobs
     (cache / "blobs").mkdir(parents=True)
@@ -318,7 +322,7 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     assert_equal(values(huggingface.open(cache / "snapshots" / "1")), values(huggingface.open(tmp_path / "good")))
 
 
-def test_what_theirs_cannot_express_is_listed(tmp_path):
+def test_settings_they_cannot_express_are_listed(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "gpt2")
     theirs("llama-grouped").save_pretrained(tmp_path / "llama")
     for folder, changes, listed in [
@@ -337,10 +341,10 @@ def test_what_theirs_cannot_express_is_listed(tmp_path):
     ]:
         source = huggingface.open(tmp_path / folder)
         source.config |= changes
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as refusal:
             write(source, tmp_path / "out")
-        assert told.value.status == BAD_DATA and all(words in str(told.value) for words in listed), told.value
-        assert len(str(told.value).splitlines()) == 1 + len(listed)
+        assert refusal.value.status == BAD_DATA and all(words in str(refusal.value) for words in listed), refusal.value
+        assert len(str(refusal.value).splitlines()) == 1 + len(listed)
     source = huggingface.open(tmp_path / "gpt2")
     source.state["network"] = "Mine"
     with pytest.raises(UserError, match="a Mine"):
@@ -348,12 +352,12 @@ def test_what_theirs_cannot_express_is_listed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch):
+def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
     theirs("gpt2").save_pretrained(tmp_path / "a")
     source = huggingface.open(tmp_path / "a")
-    with pytest.raises(UserError, match="not empty") as told:
+    with pytest.raises(UserError, match="not empty") as refusal:
         write(source, tmp_path / "a")
-    assert told.value.status == LOCKED
+    assert refusal.value.status == LOCKED
     (tmp_path / "b").mkdir()
     (tmp_path / "b.tmp").mkdir()
     (tmp_path / "b.tmp" / "mine").write_text("nothing of ours")
@@ -401,7 +405,7 @@ def test_tokenizer_of_two_files(vocabulary, tmp_path):
 
 
 def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
-    """generate and train need no flags for it, and one that is named goes before it."""
+    """generate and train find it without flags; a tokenizer given by flag wins."""
     tokenizer = tokenizers.GPT2BPE(vocabulary / "vocab.json", vocabulary / "merges.txt")
     write_with(tokenizer, tmp_path / "out")
     load = ["--load", str(tmp_path / "out")]
@@ -427,16 +431,16 @@ def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
         "cpu",
     ]
     assert cli.main(["train", *load, *more, "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert f"(vocabulary {tokenizer.size} padded to 384)" in told and f"one step: {LENGTH} tokens" in told
-    assert "before it can start" not in told
+    printed = capsys.readouterr().out
+    assert f"(vocabulary {tokenizer.size} padded to 384)" in printed and f"one step: {LENGTH} tokens" in told
+    assert "before it can start" not in printed
     assert cli.main(["train", *load, "--save", str(tmp_path / "run"), *more]) == 0
     assert tokenizers.build(Tokenizer(), tmp_path / "run" / "tokenizer").encode(TEXT) == tokenizer.encode(TEXT)
     file = tmp_path / "out" / "tokenizer.json"
-    told = json.loads(file.read_text())
+    settings = json.loads(file.read_text())
     assert type(tokenizers.build(Tokenizer(), tmp_path / "out")) is tokenizers.GPT2BPE
     for other in ({"pre_tokenizer": None}, {"normalizer": {"type": "NFC"}}):  # as Qwen's, which has the two files too
-        file.write_text(json.dumps(told | other))
+        file.write_text(json.dumps(settings | other))
         assert type(tokenizers.build(Tokenizer(), tmp_path / "out")) is tokenizers.HuggingFace
     file.unlink()
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"vocab.json", "merges.txt"}

@@ -1,9 +1,9 @@
-"""Orders of samples and blends, token files and splits: element for element and byte for byte those of megatron-core.
+"""Orders of samples and blends, token files and splits equal megatron-core's, element by element.
 
-Its answers to some cases are frozen in megatron_core.json; where megatron-core itself can be imported, many more are compared.
+Its answers to some cases are stored in megatron_core.json; if megatron-core can be imported, many
+more are compared.
 """
 
-import importlib.util
 import json
 import sys
 import warnings
@@ -11,6 +11,7 @@ import warnings
 import megatron_core_cases as cases
 import numpy as np
 import pytest
+from foreign import HAS_CORE
 
 from meshwright.data import samples
 from meshwright.data.format.indexed import Indexed
@@ -18,16 +19,12 @@ from meshwright.data.format.writer import Writer
 from meshwright.data.loader import Samples
 from meshwright.data.samples import split_bounds
 
-try:
-    HAS_MEGATRON = importlib.util.find_spec("megatron.core") is not None
-except ModuleNotFoundError:
-    HAS_MEGATRON = False
-beside = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core cannot be imported (the extra `peers`)")
+beside = pytest.mark.skipif(not HAS_CORE, reason="megatron-core cannot be imported (the extra `peers`)")
 
 
 @pytest.fixture(params=["numpy", "fast"])
 def path(request, monkeypatch):
-    """Of both ways to build."""
+    """Both ways to build an index."""
     if request.param == "fast":
         pytest.importorskip("numba", reason="numba is not there (the extra `fast`)")
     monkeypatch.setattr(samples, "LARGE", 0 if request.param == "fast" else sys.maxsize)

@@ -1,5 +1,4 @@
-"""--ckpt-format torch and --save-hf: a run in Megatron's own tree goes on exactly, in any layout, and ends as a folder of
-Hugging Face's."""
+"""--ckpt-format torch and --save-hf: a run resumes exactly from Megatron's tree, in any layout."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ OTHERS = [pytest.param(more, marks=pytest.mark.long) for more in (["--fp16"], ["
 
 @pytest.mark.parametrize("more", [["--bf16"], ["--async-save"], *OTHERS], ids=str)
 def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
-    """Stopped and continued from it, the losses are bit for bit those of a run that was not, with dropout on."""
+    """A run stopped and resumed has the losses of an uninterrupted one, with dropout."""
     flags = [*TINY_FLAGS, "--ckpt-format", "torch", *more]
     assert main(["train", *flags, "--run-dir", str(tmp_path / "whole")]) == 0
     parts = [*flags, "--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts")]
@@ -72,7 +71,7 @@ def save(trainer):  # type: ignore[no-untyped-def]
     return rows_of(trainer)
 
 
-def test_a_damaged_one_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_step_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), "--save-interval", "3"]
     assert main(["train", *run]) == 0
     path = tmp_path / "iter_0000006/mp_rank_00/model_optim_rng.pt"
@@ -93,13 +92,13 @@ def test_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "40 ids" in capsys.readouterr().err and not steps.list_checkpoints(tmp_path / "b")
 
 
-def test_what_the_tree_cannot_hold_is_told_at_the_start(tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path) -> None:
     for more in (["--optimizer", "sgd"], ["--qk-layernorm"], ["--optimizer", "muon"]):
         assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *more]) == 2
 
 
 def test_a_finished_run_in_megatrons_own_folder(tmp_path: Path) -> None:
-    """What Megatron saved lies under the name that we would save with: it stays, and the run can go on behind it."""
+    """Megatron's own last step keeps its folder, and the run can continue after it."""
     run = [*TINY_FLAGS, "--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", "6"]
     assert main(["train", *run, "--ckpt-format", "torch"]) == 0
     (tmp_path / "iter_0000006/manifest.json").unlink()
@@ -110,8 +109,8 @@ def test_a_finished_run_in_megatrons_own_folder(tmp_path: Path) -> None:
     assert (tmp_path / "iter_0000006/mp_rank_00/model_optim_rng.pt").read_bytes() == tree
 
 
-def test_a_run_goes_on_in_a_folder_of_hugging_face(tmp_path: Path) -> None:
-    """Its first start takes the folder's weights, every later one its own newest step."""
+def test_a_run_in_a_hugging_face_folder(tmp_path: Path) -> None:
+    """The first start loads the folder's weights, every later one the run's newest step."""
     assert main(["train", *TINY_FLAGS, "--save", str(tmp_path / "a"), "--save-hf", str(tmp_path / "hf")]) == 0
     run = [*TINY_FLAGS, "--save", str(tmp_path / "hf"), "--load", str(tmp_path / "hf"), "--lr-decay-iters", "6"]
     assert main(["train", *run, "--exit-interval", "3"]) == 0
@@ -143,7 +142,7 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "gpt2"
     early = [*TINY_FLAGS, "--save", str(tmp_path / "e"), "--save-hf", str(tmp_path / "f"), "--exit-interval", "3"]
     assert main(["train", *early]) == 0 and "meshwright convert" in capsys.readouterr().out
-    assert main(["train", *run, "--save-overwrite"]) == 73  # it is there: told before the first step
+    assert main(["train", *run, "--save-overwrite"]) == 73  # it exists: refused before the first step
     assert "hf" in capsys.readouterr().err
     # A run that goes on takes its own export's place, but not if somebody has changed that.
     load, longer = ["--load", str(tmp_path / "run")], ["--train-iters", "7", "--override-opt_param-scheduler"]
@@ -160,8 +159,12 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "",
     ]
     assert main(["inspect", str(tmp_path / "run/iter_0000006"), str(tmp_path / "hf")]) == 0
-    told = capsys.readouterr().out
-    assert "wte.weight: " in told and "numbers differ, by at most" in told and f"of {weights} weights are equal" in told
+    printed = capsys.readouterr().out
+    assert (
+        "wte.weight: " in printed
+        and "numbers differ, by at most" in printed
+        and f"of {weights} weights are equal" in told
+    )
     (tmp_path / "hf/README.md").write_text("mine")
     assert main(["train", *run, *load, *longer]) == 73 and "has been changed" in capsys.readouterr().err
     assert main(["train", *TINY_FLAGS, "--save-hf", str(tmp_path / "b")]) == 2

@@ -1,4 +1,4 @@
-"""LiBai's and OneFlow-GPT's folders: written here as they write them, by code that shares nothing with the reader."""
+"""LiBai's and OneFlow-GPT's folders, written here by code that shares nothing with the reader."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ MATRICES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, FFN)
 
 @pytest.fixture(scope="module")
 def weights():
-    """A GPT as its formulas have it: x @ w + b, and the columns of qkv [head, 3, width of a head]."""
+    """Return a GPT's weights for x @ w + b; the columns of qkv are [head, 3, head_dim]."""
     random = np.random.default_rng(0)
 
     def draw(*shape):
@@ -78,7 +78,7 @@ def write_variable(folder, array, stride=False):
 
 
 def write_oneflow_gpt(folder, weights):
-    """A folder for each variable, with Adam's moments and the counter."""
+    """Write a folder per variable, with Adam's moments and the counter."""
 
     def put(name, array):
         write_variable(folder / f"model-{name}", array)
@@ -102,7 +102,7 @@ def write_oneflow_gpt(folder, weights):
 
 
 def libai_state(weights, turned):
-    """LiBai's state dict: [in, out] in the spring of 2022, [out, in] later."""
+    """Return LiBai's state dict: [in, out] in the spring of 2022, [out, in] later."""
     out = {
         "GPT_model.embeddings.token_embeddings.weight": weights["wte"],
         "GPT_model.embeddings.position_embeddings.weight": weights["wpe"],
@@ -127,7 +127,7 @@ def libai_state(weights, turned):
 
 @pytest.fixture
 def flow_tensor(monkeypatch):
-    """A class that pickles as oneflow.Tensor does: made without arguments, then given its state."""
+    """A class that pickles like oneflow.Tensor: made without arguments, then given its state."""
 
     class Tensor:
         pass
@@ -146,7 +146,7 @@ def flow_tensor(monkeypatch):
 
 
 def write_libai(root, state, flow_tensor, form, yaml=True):
-    """`<output_dir>/model_0000499/model` in one of the forms of flow.save, with the files around it."""
+    """Write `model_0000499/model` in one of the forms of flow.save, with the files around it."""
     folder = root / "model_0000499"
     folder.mkdir(parents=True)
     if form == "folders":
@@ -213,7 +213,7 @@ def test_libai(form, turned, weights, flow_tensor, tmp_path):
     assert found is not None and found.kind == "LiBai"
 
 
-def test_heads_come_from_the_flags_where_no_file_says_them(weights, flow_tensor, tmp_path):
+def test_heads_come_from_the_flags_if_no_file_states_them(weights, flow_tensor, tmp_path):
     folder = write_libai(tmp_path, libai_state(weights, True), flow_tensor, "folders", yaml=False)
     assert "num_attention_heads" not in oneflow.open(folder).config
     assert oneflow.open(folder, heads=HEADS).config["num_attention_heads"] == HEADS
@@ -228,7 +228,7 @@ def test_heads_come_from_the_flags_where_no_file_says_them(weights, flow_tensor,
         assert "cannot be read" in source.notes[0] and "num_attention_heads" not in source.config
 
 
-def test_damage_is_told(weights, flow_tensor, tmp_path):
+def test_damage_is_refused(weights, flow_tensor, tmp_path):
     write_oneflow_gpt(tmp_path / "good", weights)
     qkv = "model-h0-attn-c_attn-weight"
 
@@ -259,7 +259,7 @@ def test_damage_is_told(weights, flow_tensor, tmp_path):
         (lambda f: (f / qkv / "meta").write_text("x" * 100_000), "bytes, more than"),
         (lambda f: write_variable(f / "model-h0-gate-weight", weights["wpe"]), "no place in a GPT"),
         (lambda f: (f / "model-h1-mlp-c_fc-bias").rename(f / "model-h7-mlp-c_fc-bias"), "h.1.mlp.fc.bias: missing"),
-        (libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}), "ln_f.bias: .3., it should be .24."),
+        (libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}), "ln_f.bias: .3., expected .24."),
         (
             libai(state | {f"{inner}layers.{10**12}.input_layernorm.bias": state[f"{inner}layernorm_f.bias"]}),
             "no place",
@@ -275,8 +275,8 @@ def test_damage_is_told(weights, flow_tensor, tmp_path):
     ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
         how(tmp_path / "x")
-        with pytest.raises(UserError, match=said) as told:
+        with pytest.raises(UserError, match=said) as refusal:
             oneflow.open(tmp_path / "x")
-        assert told.value.status == BAD_DATA
+        assert refusal.value.status == BAD_DATA
         for name in ("x", "libai"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Other programs' pickles: torch's two forms and plain ones read back equal, without copies; what we write for torch."""
+"""Foreign pickles, torch's two forms and plain ones, read back equal without copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.errors import BAD_DATA, UserError
 
 
 def tree() -> dict[str, Any]:
-    """Whatever stands in the files of Megatron, DeepSpeed and torch."""
+    """Return a tree of everything that files of Megatron, DeepSpeed and torch contain."""
     random.seed(1)
     np.random.seed(1)
     w = torch.randn(4, 3)
@@ -60,17 +60,19 @@ def tree() -> dict[str, Any]:
     }
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal as far as what was read can be: dicts are plain, arrays are tensors."""
+def equals(a: Any, b: Any) -> bool:
+    """Whether what was read equals what was saved; dicts are plain and arrays tensors."""
     if isinstance(b, np.ndarray):
         b = torch.from_numpy(np.ascontiguousarray(b))
     if isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b.detach())
     if isinstance(b, dict):
-        return type(a) is dict and list(a) == list(b) and all(same(a[key], b[key]) for key in b)
+        return type(a) is dict and list(a) == list(b) and all(equals(a[key], b[key]) for key in b)
     if isinstance(b, (list, tuple)):
         return (
-            len(a) == len(b) and isinstance(a, type(b) if type(b) is not torch.Size else tuple) and all(map(same, a, b))
+            len(a) == len(b)
+            and isinstance(a, type(b) if type(b) is not torch.Size else tuple)
+            and all(map(equals, a, b))
         )
     return type(a) is type(b) and a == b if not isinstance(b, np.floating) else a == b.item()
 
@@ -82,7 +84,7 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
 
     read = pickles.load(path)
 
-    assert same(read, saved)
+    assert equals(read, saved)
     assert read["tied"].data_ptr() == read["w"].data_ptr() == read["transposed"].data_ptr()
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = [[int(x, 16) for x in line.split()[0].split("-")] for line in lines if line.endswith(str(path))]
@@ -103,7 +105,7 @@ def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
     (tmp_path / "plain").write_bytes(pickle.dumps(saved, protocol))
     read = pickles.load(tmp_path / "plain")
     assert read["long"] == saved["long"] and isinstance(read["long"], memoryview if protocol > 2 else bytes)
-    assert same(read | {"long": saved["long"]}, saved)
+    assert equals(read | {"long": saved["long"]}, saved)
 
 
 def test_numpy_arrays_that_are_large_stay_in_the_file(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_numpy_arrays_that_are_large_stay_in_the_file(tmp_path: Path) -> None:
         array = np.arange(200_000, dtype=np.float32).reshape(400, 500)
         (tmp_path / f"{protocol}").write_bytes(pickle.dumps({"w": array, "f": np.asfortranarray(array)}, protocol))
         read = pickles.load(tmp_path / f"{protocol}")
-        assert same(read, {"w": array, "f": array})
+        assert equals(read, {"w": array, "f": array})
         assert str(tmp_path / f"{protocol}") in next(
             line
             for line in Path("/proc/self/maps").read_text().splitlines()
@@ -133,7 +135,7 @@ class Settings(dict[str, int]):
 
 
 def test_classes_of_known_packages_are_inert(tmp_path: Path) -> None:
-    """Taken down with what they hold, and never imported: none of these modules is here."""
+    """Their objects are recorded with their contents, and their modules never imported."""
     for kind in (Mode, Scaler, Settings):
         kind.__module__ = "megatron.core.nowhere"
     try:
@@ -166,7 +168,7 @@ def save_name(pickler: Any, value: Any, name: str | None = None) -> None:
 
 
 def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    """Its metadata, and each item as a part of a file."""
+    """The metadata is read, and each item as a part of a file."""
     state = {"w": torch.randn(3, 4), "half": torch.ones(5).bfloat16(), "step": 7}
     with warnings.catch_warnings(action="ignore"):  # that it is a single process
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
@@ -179,11 +181,11 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
         index.fqn: pickles.load(tmp_path / place.relative_path, place.offset, place.length)
         for index, place in read.storage_data.items()
     }
-    assert same(items, {name: state[name] for name in items}) and set(items) == set(state)
+    assert equals(items, {name: state[name] for name in items}) and set(items) == set(state)
 
 
-def test_every_damage_is_told_in_words(tmp_path: Path) -> None:
-    """Cut off anywhere, any byte changed: what was written, or an error that names the file."""
+def test_every_damage_is_refused(tmp_path: Path) -> None:
+    """Files cut anywhere or with any byte changed are read, or refused by name."""
     good = {True: tmp_path / "new", False: tmp_path / "old"}
     for zipped, path in good.items():
         torch.save(
@@ -208,7 +210,7 @@ def test_every_damage_is_told_in_words(tmp_path: Path) -> None:
     assert 200 <= refused < 400
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("no pickle at all")
     (tmp_path / "tar").write_bytes(bytes(257) + b"ustar" + bytes(300))
@@ -260,13 +262,13 @@ def test_limits_of_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_names_of_entries_have_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smiley makes each letter of a name take four bytes: 98 MB of directory would become 390."""
+    """A smiley makes each letter of a name take four bytes: a 98 MB directory would take 390."""
     long = archive_of({f"archive/{number:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for number in range(1500)})
     tracemalloc.start()
     with pytest.raises(ValueError, match="at most 200,000 in 67,108,864 are read"):
         archive.records(memoryview(long))
     monkeypatch.setattr(archive, "DIRECTORY", 1 << 30)
-    with pytest.raises(ValueError, match=r"a name of 65,0\d\d bytes, at most 512"):
+    with pytest.raises(ValueError, match=r"a name of 65,0\d\d bytes; at most 512"):
         archive.records(memoryview(long))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -299,15 +301,15 @@ def test_torch_load_reads_what_we_write(tmp_path: Path) -> None:
     expected = body | {"later": torch.ones(2, 3).half()}
 
     with torch.serialization.safe_globals([argparse.Namespace]):
-        assert same(torch.load(path, weights_only=True), expected)
+        assert equals(torch.load(path, weights_only=True), expected)
     read = torch.load(path, weights_only=False, mmap=True)
-    assert same(read, expected) and same(pickles.load(path), expected)
+    assert equals(read, expected) and equals(pickles.load(path), expected)
     assert read["tied"].data_ptr() == read["w"].data_ptr()
     assert all(record.begin % 64 == 0 for record in archive.records(memoryview(path.read_bytes())).values())
 
 
 def test_one_tensor_at_a_time(tmp_path: Path) -> None:
-    """Each is made when its turn comes, and gone before the next but one is made."""
+    """Each tensor is made in its turn, and dropped before the next but one."""
     alive: list[weakref.ref[Any]] = []
 
     def make() -> torch.Tensor:
@@ -321,7 +323,7 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert [tensor[7].item() for tensor in torch.load(path)] == [0, 1, 2, 3, 4]
 
 
-def test_what_we_would_not_read_is_not_written(tmp_path: Path) -> None:
+def test_values_that_our_reader_refuses_are_not_written(tmp_path: Path) -> None:
     for value in (Scaler(), Mode.CAUSAL, len, np.float64(1), torch.device("cpu")):
         with pytest.raises(TypeError, match="is not written into a checkpoint"):
             written(tmp_path / "x", {"x": value})
@@ -330,7 +332,7 @@ def test_what_we_would_not_read_is_not_written(tmp_path: Path) -> None:
 
 
 def test_archives_of_more_than_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of 5 GiB of zeros, which are a hole in the file on both sides and are not summed up."""
+    """A table of 5 GiB of zeros is a hole in both files, and its checksum is skipped."""
     size, crc32 = 5 << 30, zlib.crc32
     with open(tmp_path / "zeros", "wb") as zeros:
         zeros.truncate(size)

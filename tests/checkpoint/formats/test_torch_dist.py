@@ -1,11 +1,11 @@
-"""Megatron-Core's checkpoints: what megatron-core itself writes reads as the tensors that it held, and computes its logits.
+"""Megatron-Core checkpoints read as the tensors that megatron-core held, and give its logits.
 
-Where megatron-core cannot be imported, torch.distributed.checkpoint writes the same names and boxes (`Boxes` below).
+Without megatron-core, torch.distributed.checkpoint writes the same names and boxes (`Boxes` below).
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import shutil
 import warnings
 from argparse import Namespace
@@ -15,6 +15,7 @@ import core_files
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from foreign import HAS_CORE, assert_reads, read_tensors
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -27,23 +28,8 @@ from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model
 from ranks import run_ranks
 
-try:
-    HAS_CORE = importlib.util.find_spec("megatron.core") is not None
-except ModuleNotFoundError:
-    HAS_CORE = False
-VERSION = ""
-if HAS_CORE:
-    import importlib.metadata
-
-    VERSION = importlib.metadata.version("megatron-core")
+VERSION = importlib.metadata.version("megatron-core") if HAS_CORE else ""
 STRETCHES = "fully_sharded_model_space"  # which releases since 0.14 read and do not write
-
-
-def read(source):
-    """Every tensor of it, whole."""
-    out = {name: torch.empty(known.shape, dtype=getattr(torch, known.dtype)) for name, known in source.tensors.items()}
-    source.fill({n: (t.shape, [((0,) * t.ndim, tuple(t.shape))], t) for n, t in out.items()})
-    return out
 
 
 # Files of megatron-core
@@ -83,11 +69,8 @@ def test_what_megatron_core_writes(case, tmp_path):
     run_ranks(core_files.body, tp * pp * dp, str(tmp_path), tp, pp, options)
     source = torch_dist.open(tmp_path / "iter_0000010")
     truths = [torch.load(path) for path in sorted(tmp_path.glob("truth_*.pt"))]
-    got = read(source)
-    wanted = joined(truths, bool(options.get("cfg")))
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(got[name], tensor), name
+    got = read_tensors(source)
+    assert_reads(source, join_ranks(truths, bool(options.get("cfg"))))
     assert source.config["num_attention_heads"] == 4 and source.config["num_layers"] == 4
     if options.get("optimizer"):
         assert len(got) == 3 * len([n for n in got if "/" not in n])
@@ -101,8 +84,8 @@ def test_what_megatron_core_writes(case, tmp_path):
         torch.testing.assert_close(logits, truths[0]["logits"].float(), atol=1e-5, rtol=0)
 
 
-def joined(truths, gated):
-    """The ranks' shares put together by megatron-core's own marks of what is cut where."""
+def join_ranks(truths, gated):
+    """Join the ranks' shares by megatron-core's own record of where each tensor is cut."""
     parts, shapes, cuts = {}, {}, {}
     for truth in truths:
         for name, cut, rank, shape, begin, values in truth["parameters"]:
@@ -114,10 +97,10 @@ def joined(truths, gated):
     for (name, kind), by_rank in parts.items():
         each = [by_rank[rank].view(shapes[name]) for rank in sorted(by_rank)]
         if name.endswith("linear_fc1.weight") and gated:
-            whole = torch.stack([torch.cat([t.chunk(2)[i] for t in each]) for i in (0, 1)])
+            full = torch.stack([torch.cat([t.chunk(2)[i] for t in each]) for i in (0, 1)])
         else:
-            whole = each[0] if cuts[name] is None else torch.cat(each, cuts[name])
-        out[ours(name) + (f"/{kind}" if kind else "")] = whole
+            full = each[0] if cuts[name] is None else torch.cat(each, cuts[name])
+        out[ours(name) + (f"/{kind}" if kind else "")] = full
     return out
 
 
@@ -143,7 +126,7 @@ def ours(name):
 
 
 class Boxes:
-    """A tensor that is written in several boxes, as one that is cut over ranks would be."""
+    """A tensor that is written in several boxes, as if it were cut over ranks."""
 
     def __init__(self, shape, boxes):
         self.shape, self.boxes = torch.Size(shape), {tuple(at): t for at, t in boxes}
@@ -151,8 +134,8 @@ class Boxes:
     def __create_write_items__(self, fqn, _):
         for at, t in self.boxes.items():
             chunk = ChunkStorageMetadata(torch.Size(at), t.shape)
-            told = TensorWriteData(chunk, TensorProperties.create_from_tensor(t), self.shape)
-            yield WriteItem(MetadataIndex(fqn, torch.Size(at)), WriteItemType.SHARD, tensor_data=told)
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(t), self.shape)
+            yield WriteItem(MetadataIndex(fqn, torch.Size(at)), WriteItemType.SHARD, tensor_data=data)
 
 
 class Planner(dcp.DefaultSavePlanner):
@@ -170,7 +153,7 @@ H, F, L, V, P = 8, 12, 2, 16, 4
 
 
 def small(gated=False):
-    """Names of megatron-core -> weights of all layers."""
+    """Return the weights of all layers under megatron-core's names."""
     rows = 2 * F if gated else F
     layer = {
         "self_attention.linear_qkv.layer_norm_weight": (H,),
@@ -214,25 +197,20 @@ def write(folder, tree, common=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that this is one process
         dcp.save(tree, checkpoint_id=folder, planner=Planner(flatten_state_dict=False), no_dist=True)
-    told = {"args": Namespace(num_attention_heads=2, global_batch_size=4, weight_decay=0.1, consumed_train_samples=40)}
-    told |= {
+    settings = {
+        "args": Namespace(num_attention_heads=2, global_batch_size=4, weight_decay=0.1, consumed_train_samples=40)
+    }
+    settings |= {
         "iteration": 10,
         "opt_param_scheduler": core_files.SCHEDULER,
         "optimizer": {"param_groups": [{"step": 10}]},
     }
-    torch.save(told if common is None else common, folder / "common.pt")
+    torch.save(settings if common is None else common, folder / "common.pt")
     return folder
 
 
-def same(source, wanted):
-    got = read(source)
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(got[name], tensor), name
-
-
 def cut(t, shares):
-    """Boxes of a tensor that is cut into so many shares along each dimension."""
+    """Yield boxes of a tensor, cut into this many shares along each dimension."""
     size = [n // k for n, k in zip(t.shape, shares, strict=True)]
     for which in torch.cartesian_prod(*map(torch.arange, shares)).view(-1, len(shares)).tolist():
         at = [i * n for i, n in zip(which, size, strict=True)]
@@ -240,10 +218,10 @@ def cut(t, shares):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module."])
-def test_names_of_layers_that_are_alike_and_that_are_not(prefix, tmp_path):
+def test_names_of_equal_and_different_layers(prefix, tmp_path):
     weights = small()
     alike = {prefix + n: t for n, t in weights.items()} | {prefix + "decoder.layers.mlp.linear_fc1._extra_state": b"x"}
-    same(torch_dist.open(write(tmp_path, alike)), expected(weights))
+    assert_reads(torch_dist.open(write(tmp_path, alike)), expected(weights))
     apart = {}
     for n, t in weights.items():
         for layer in range(L):
@@ -255,7 +233,7 @@ def test_names_of_layers_that_are_alike_and_that_are_not(prefix, tmp_path):
     for theirs, local in names.items():
         apart = {n.replace(theirs, local): t for n, t in apart.items()}
     source = torch_dist.open(write(tmp_path, apart, {"args": Namespace(num_attention_heads=2), "iteration": 10}))
-    same(source, expected(weights))
+    assert_reads(source, expected(weights))
     assert not source.state  # weights alone
     assert source.config["max_position_embeddings"] == P and source.config["ffn_hidden_size"] == F
 
@@ -290,20 +268,20 @@ def test_optimizer_by_parameter_and_in_stretches(tmp_path):
             stretches[f"chained_0.optimizer.state.{kind}.{name}"] = Boxes(shape, flat)
     for tree in (by_parameter, stretches):
         source = torch_dist.open(write(tmp_path, tree))
-        same(source, wanted)
+        assert_reads(source, wanted)
         assert source.state["optimizer_steps"] == 10 and source.state["schedule"]["decay"] == 800
-        same(torch_dist.open(source.folder, trust=True), wanted)
+        assert_reads(torch_dist.open(source.folder, trust=True), wanted)
         source = torch_dist.open(source.folder, optimizer=False)
-        same(source, expected(weights))
+        assert_reads(source, expected(weights))
         assert source.state["iteration"] == 10
 
 
-def test_halves_of_a_gate_kept_apart(tmp_path):
+def test_separate_halves_of_a_gate(tmp_path):
     weights = small(gated=True)
     tree = dict(weights)
     for name in [n for n in tree if "fc1.weight" in n or "fc1.bias" in n]:
         tree[f"{name}_w"], tree[f"{name}_v"] = (t.contiguous() for t in tree.pop(name).chunk(2, 1))
-    same(torch_dist.open(write(tmp_path, tree)), expected(weights))
+    assert_reads(torch_dist.open(write(tmp_path, tree)), expected(weights))
 
 
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{}.{}"
@@ -311,7 +289,10 @@ MODULES = ["linear_proj", "linear_qkv.layer", "linear_qkv", "fc1.layer", "fc1", 
 
 
 def in_memory(kinds, borders):
-    """Two stages of a layer each: the last parameter first, each from a multiple of 64 on; new buckets at these parameters."""
+    """Return the buffers of two stages of one layer, with new buckets at these parameters.
+
+    The last parameter comes first; each starts at a multiple of 64.
+    """
     out = {}
     for stage in (0, 1):
         names = [n for n in kinds["param"] if "embedding" in n] if stage == 0 else []
@@ -347,12 +328,12 @@ def test_buffers_of_the_distributed_optimizer(tmp_path):
     wanted = expected(weights)
     for kind in ("exp_avg", "exp_avg_sq"):
         wanted |= {f"{n}/{kind}": t for n, t in expected(kinds[kind]).items()}
-    same(source, wanted)
+    assert_reads(source, wanted)
     assert source.state["optimizer_steps"] == 12
 
 
 @pytest.mark.parametrize("why", ["one is not there", "other weights", "another size"])
-def test_buffers_that_do_not_fit_are_said(why, tmp_path):
+def test_buffers_that_do_not_fit_are_reported(why, tmp_path):
     weights = small()
     kinds = {"param": weights, "exp_avg": weights, "exp_avg_sq": weights}
     if why == "other weights":
@@ -364,13 +345,13 @@ def test_buffers_that_do_not_fit_are_said(why, tmp_path):
         row = noise(900)
         buffers |= {BUCKET.format(1, 1, kind): Boxes(row.shape, [([0], row)]) for kind in kinds}
     source = torch_dist.open(write(tmp_path, weights | buffers))
-    same(source, expected(weights))
+    assert_reads(source, expected(weights))
     assert not source.has_optimizer and "--no-load-optim" in source.notes[0]
     assert source.state["iteration"] == 10  # which --no-load-optim goes on from
 
 
 def spoil_part(tree):
-    """A box is not there."""
+    """Remove a box."""
     t = tree["embedding.word_embeddings.weight"]
     tree["embedding.word_embeddings.weight"] = Boxes(t.shape, [([0, 0], t[:8])])
 
@@ -380,7 +361,7 @@ def spoil_share(tree):
 
 
 REFUSED = {
-    "a part is missing": (spoil_part, "missing or there twice"),
+    "a part is missing": (spoil_part, "missing or duplicated"),
     "a layer has no norm": (lambda t: t.pop("decoder.layers.mlp.linear_fc1.layer_norm_weight"), "missing"),
     "no table": (lambda t: t.pop("embedding.word_embeddings.weight"), "missing"),
     "experts": (lambda t: t.update({"decoder.layers.mlp.router.weight": noise(L, 4, H)}), "mlp.router"),

@@ -1,8 +1,9 @@
-"""Zip archives as torch.save makes them: where each record lies in the file, and a new one written in a stream.
+"""Zip archives of torch.save: find the records in a file, write a new archive in a stream.
 
-Reading is by hand because zipfile builds an object for each entry that a hostile directory claims to have, and says nothing
-of where a record's bytes begin, which is what a mapped file needs. Writing is zipfile's, with a block of padding in front of
-each record, since torch aligns them to 64 bytes.
+Reading is by hand because zipfile builds an object for every entry that a hostile directory lists,
+ignores how many it claims, and does not say where a record's bytes begin, which a mapped file
+needs. Writing uses zipfile, with padding in front of each record, since torch aligns them to 64
+bytes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import NamedTuple
 
 LOCAL, ENTRY, END = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4H2LH")
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
-ENTRIES, DIRECTORY, NAME = 200_000, 64 << 20, 512  # most entries that are looked at, bytes of all, bytes of a name
+ENTRIES, DIRECTORY, NAME = 200_000, 64 << 20, 512  # limits: entries, bytes of them all, of a name
 FULL, FULL16 = 0xFFFFFFFF, 0xFFFF  # "see the 64-bit field"
 ALIGN = 64
-PAD = struct.Struct("<2sH")  # how a block of padding begins, by torch's letters
+PAD = struct.Struct("<2sH")  # head of a padding block: torch's letters, size
 SIZES64 = 20  # bytes that zipfile adds to an entry's header
 Data = bytes | bytearray | memoryview
 
@@ -32,11 +33,12 @@ class Record(NamedTuple):
 
 
 def records(data: memoryview) -> dict[str, Record]:
-    """Name -> bytes of each entry; ValueError says what is wrong with the archive."""
+    """Return where each entry's bytes lie, or raise ValueError."""
     place, count, size = directory(data)
     if count > ENTRIES or not count * ENTRY.size <= size <= DIRECTORY:
         raise ValueError(
-            f"its directory has {size:,} bytes and claims {count:,} entries, at most {ENTRIES:,} in {DIRECTORY:,} are read"
+            f"its directory has {size:,} bytes and claims {count:,} entries; "
+            f"at most {ENTRIES:,} in {DIRECTORY:,} are read"
         )
     found: dict[str, Record] = {}
     extents, memory = [], 0
@@ -45,7 +47,7 @@ def records(data: memoryview) -> dict[str, Record]:
         name, record, header, position = entry(data[:stop], position, place)
         if name in found:
             raise ValueError(f"two entries are called {name!r}")
-        memory += sys.getsizeof(name)  # a letter beyond Unicode's first 65,536 makes it four times as long as its bytes
+        memory += sys.getsizeof(name)  # up to four times its bytes: one letter above U+FFFF widens all
         if memory > DIRECTORY:
             raise ValueError(f"the names of its entries take more than {DIRECTORY:,} bytes")
         found[name] = record
@@ -58,16 +60,16 @@ def records(data: memoryview) -> dict[str, Record]:
 
 
 def directory(data: memoryview) -> tuple[int, int, int]:
-    """Where the table of entries begins, how many it has, how long it is."""
+    """Return where the table of entries begins, their number, and its length."""
     tail = bytes(data[-(END.size + FULL16) :])
     at = tail.rfind(b"PK\5\6")
     while at >= 0 and (at + END.size > len(tail) or END.unpack_from(tail, at)[7] != len(tail) - at - END.size):
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:
-        raise ValueError("it begins as a zip archive and ends without a directory, so it is cut short")
+        raise ValueError("it begins as a zip archive but ends without a directory, so it is cut short")
     _, _, _, _, count, size, place, _ = END.unpack_from(tail, at)
     end = len(data) - len(tail) + at
-    if at >= LOCATOR.size and tail[at - LOCATOR.size :].startswith(b"PK\6\7"):  # torch writes the 64-bit form always
+    if at >= LOCATOR.size and tail[at - LOCATOR.size :].startswith(b"PK\6\7"):  # torch always writes the 64-bit form
         _, _, end, _ = LOCATOR.unpack_from(tail, at - LOCATOR.size)
         signature, *_, count, size, place = END64.unpack_from(data, min(end, len(data) - END64.size))
         if signature != b"PK\6\6":
@@ -78,12 +80,12 @@ def directory(data: memoryview) -> tuple[int, int, int]:
 
 
 def entry(data: memoryview, at: int, limit: int) -> tuple[str, Record, int, int]:
-    """One line of the table: name, bytes, where its header is, where the next line begins."""
+    """Return one line of the table: name, bytes, place of its header, start of the next line."""
     signature, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment, _, _, kind, header = (
         ENTRY.unpack_from(data, at)
     )
     if name_size > NAME:
-        raise ValueError(f"one of its entries has a name of {name_size:,} bytes, at most {NAME} are read")
+        raise ValueError(f"one of its entries has a name of {name_size:,} bytes; at most {NAME} are read")
     at += ENTRY.size
     raw, extra = bytes(data[at : at + name_size]), bytes(data[at + name_size : at + name_size + extra_size])
     name = raw.decode()
@@ -106,7 +108,7 @@ def entry(data: memoryview, at: int, limit: int) -> tuple[str, Record, int, int]
 
 
 def wide(extra: bytes, *fields: int) -> list[int]:
-    """The fields, those that are full replaced by the 64-bit ones of the extra block."""
+    """Return the fields, full ones replaced by the 64-bit ones of the extra block."""
     at, wider = 0, b""
     while at + 4 <= len(extra):
         tag, size = struct.unpack_from("<2H", extra, at)
@@ -121,7 +123,7 @@ def wide(extra: bytes, *fields: int) -> list[int]:
 
 
 class Stream:
-    """What zipfile writes to: it cannot go back."""
+    """A file for zipfile that can only be appended to."""
 
     def __init__(self, send: Callable[[Data], None]) -> None:
         self.send, self.position = send, 0
@@ -132,11 +134,11 @@ class Stream:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: there is no buffer."""
 
 
 def write(send: Callable[[Data], None], entries: Iterable[tuple[str, Callable[[], Data]]]) -> None:
-    """Names, and what makes the bytes of each, which it does when they are due."""
+    """Write entries; each function makes its bytes when they are due."""
     stream = Stream(send)
     with zipfile.ZipFile(stream, "w") as out:  # type: ignore[call-overload]  # write() and flush() are all it needs
         for name, make in entries:

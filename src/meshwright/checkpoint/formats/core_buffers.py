@@ -1,9 +1,10 @@
-"""Megatron-Core's distributed optimizer, saved as it lies in memory ("dp_reshardable", the default since 2025).
+"""Megatron-Core's distributed optimizer as it lay in memory ("dp_reshardable", default in 2025).
 
-Of each tensor rank and stage there are flat buckets of masters and moments, and nothing says which parameter is where. That
-follows from the order in which Megatron-Core fills its buffers: the last parameter first, each from a multiple of 64 elements
-on, a bucket ending behind a parameter. The order is rebuilt here for both kinds of layer (its own, Transformer Engine's), and
-proved: the sizes of all buckets must come out, and the masters, rounded, must be the model's weights.
+Each tensor rank and stage has flat buckets of masters and moments, and nothing says which parameter
+is where. That follows from the order in which Megatron-Core fills its buffers: the last parameter
+first, each from a multiple of 64 elements, a bucket ending after a parameter. The order is rebuilt
+here for both kinds of layer (its own, Transformer Engine's) and proved: the sizes of all buckets
+must agree, and the masters, rounded, must be the model's weights.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from meshwright.parallel import shard
 
 PREFIX = r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_"
 KEY = re.compile(PREFIX + r"(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)")
-BESIDE = re.compile(PREFIX + r"0\.(optimizer|grad_scaler)/shard_0_1")  # no tensors: what every rank has alike
+BESIDE = re.compile(PREFIX + r"0\.(optimizer|grad_scaler)/shard_0_1")  # no tensors: equal on every rank
 ALIGNED = 64  # elements
-# A layer's parts in the order of its modules: Megatron-Core's own, and with Transformer Engine's joined norms.
+# A layer's parts in module order: Megatron-Core's own, and with Transformer Engine's fused norms.
 ORDERS = (
     ("ln_1", "attn.proj", "attn.qkv", "attn.ln_q", "attn.ln_k", "ln_2", "mlp.fc", "mlp.proj"),
     ("attn.proj", "ln_1", "attn.qkv", "attn.ln_q", "attn.ln_k", "ln_2", "mlp.fc", "mlp.proj"),
@@ -43,7 +44,7 @@ Buckets = dict[int, dict[str, tuple[Shape, Boxes]]]  # by number, by kind: size 
 def by_parameter(
     source: Mapped, tensors: Mapping[str, tuple[Shape, Boxes]], sizes: Sizes, tensor_ranks: int
 ) -> dict[str, list[Piece]]:
-    """Masters and moments of a source that has weights alone; ValueError says why not."""
+    """Return masters and moments of a source that has only weights, or raise ValueError."""
     groups: dict[int, dict[int, Buckets]] = {}  # by rank, by chunk of the model
     for key, tensor in tensors.items():
         if found := KEY.fullmatch(key):
@@ -52,15 +53,13 @@ def by_parameter(
     stages, rest = divmod(len(groups), tensor_ranks)
     chunks = len(next(iter(groups.values()), ()))
     if rest or not stages or sorted(groups) != list(range(len(groups))) or sizes.layers % (stages * chunks):
-        raise ValueError(
-            f"{len(groups)} of its ranks' buffers are there, {tensor_ranks} tensor ranks, {sizes.layers} layers"
-        )
+        raise ValueError(f"it has buffers of {len(groups)} ranks, {tensor_ranks} tensor ranks, {sizes.layers} layers")
     why = ValueError("it has no buffers")
     for order in ORDERS:
         try:
             ranks = [Rank(source.folder, tp, 0, {}, [[]]) for tp in range(tensor_ranks)]
-            for group, of_chunk in groups.items():
-                for chunk, buckets in of_chunk.items():
+            for group, by_chunk in groups.items():
+                for chunk, buckets in by_chunk.items():
                     place = range(chunk * stages + group // tensor_ranks, stages * chunks)
                     found_here = filled(source, order, place, buckets, tensor_ranks)
                     ranks[group % tensor_ranks].chunks[0] += found_here
@@ -73,16 +72,16 @@ def by_parameter(
 
 
 def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets, tensor_ranks: int) -> list[Parameter]:
-    """The parameters of one chunk of the model, which is the first of `place`, with their values."""
+    """Return the parameters of the chunk of the model at `place.start`, with their values."""
     import torch
 
     waiting = list(held(source, order, place))[::-1]
     out = []
     for number in sorted(buckets):
-        of_kind, end = buckets[number], 0
-        if set(of_kind) != {"param", *MOMENTS}:
-            raise ValueError(f"of bucket {number} only {sorted(of_kind)} are there")
-        (size,) = of_kind["param"][0]
+        by_kind, end = buckets[number], 0
+        if set(by_kind) != {"param", *MOMENTS}:
+            raise ValueError(f"bucket {number} has only {sorted(by_kind)}")
+        (size,) = by_kind["param"][0]
         while waiting:
             name, copy = waiting[0]
             shape = share(name, source.tensors[name].shape, tensor_ranks)
@@ -91,7 +90,7 @@ def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets,
                 break
             end = begin + prod(shape)
             p = Parameter(name, re.sub(r"h\.\d+\.", "", name), torch.empty(shape, device="meta"))
-            for kind, (_, boxes) in of_kind.items():
+            for kind, (_, boxes) in by_kind.items():
                 p.values["" if kind == "param" else kind] = stretch(p, begin, boxes)
             out += [] if copy else [p]
             waiting.pop(0)
@@ -103,7 +102,7 @@ def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets,
 
 
 def held(source: Mapped, order: Sequence[str], place: range) -> Iterator[tuple[str, bool]]:
-    """The names of a chunk's parameters in the order of its modules; of the last stage's copy of the table that it is one."""
+    """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
     first, last = place.start == 0, len(place) == 1
     layers = 1 + max(int(name.split(".")[1]) for name in source.tensors if name.startswith("h."))
     here = range(place.start * layers // place.stop, (place.start + 1) * layers // place.stop)
@@ -122,7 +121,7 @@ def held(source: Mapped, order: Sequence[str], place: range) -> Iterator[tuple[s
 
 
 def share(name: str, shape: Shape, tensor_ranks: int) -> Shape:
-    """What a tensor rank has of it; a gate's halves are one below the other."""
+    """Return the shape of a tensor rank's part; a gate's halves are stacked."""
     cut = shard.rule(name).cut
     if cut is not None:
         at = len(shape) + cut
@@ -132,7 +131,7 @@ def share(name: str, shape: Shape, tensor_ranks: int) -> Shape:
 
 
 def stretch(p: Parameter, begin: int, boxes: Boxes) -> Boxes:
-    """The parameter's elements, which lie from `begin` on in a bucket."""
+    """Return the parameter's elements, which start at `begin` in a bucket."""
     out: Boxes = []
     for (at,), values in boxes:
         low, high = max(begin, at), min(begin + prod(p.shape), at + len(values))
@@ -142,7 +141,7 @@ def stretch(p: Parameter, begin: int, boxes: Boxes) -> Boxes:
 
 
 def prove(source: Mapped, pieces: Mapping[str, list[Piece]]) -> None:
-    """Of each master some numbers of its first row, rounded, are the model's."""
+    """Compare numbers of each master's first row, rounded, with the model's."""
     import torch
 
     for name in source.tensors:

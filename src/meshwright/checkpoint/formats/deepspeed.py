@@ -1,16 +1,17 @@
-"""A step of DeepSpeed with a Megatron model (Megatron-DeepSpeed of BigScience and Microsoft), opened: `global_step500/`.
+"""Open a step of Megatron-DeepSpeed (BigScience's or Microsoft's): `global_step500/`.
 
-Weights, of tensor rank 0 here:
-    layer_03-model_00-model_states.pt   of a pipeline: a layer each, numbered as in the pipeline's list of modules
-    mp_rank_00_model_states.pt          of a tensor rank and stage: without a pipeline all weights; and what is known beside
-    zero_pp_rank_0_mp_rank_00_model_states.pt   ZeRO-3: shapes alone
-Masters and moments, of data rank 0: `[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt`, flat buffers by group of parameters,
-each data rank a share of them. Which parameter has which elements is said by `param_slice_mappings` since DeepSpeed 0.7;
-before, and in ZeRO-3, it follows from the order of `param_shapes`. Without ZeRO they are in the mp_rank files, by number.
-A universal checkpoint, `global_step500_universal/`, has a folder for each parameter, joined already.
+Weights, here of tensor rank 0:
+    layer_03-model_00-model_states.pt   one layer, by its number in the pipeline's list of modules
+    mp_rank_00_model_states.pt          one rank: settings, and without a pipeline weights
+    zero_pp_rank_0_mp_rank_00_model_states.pt   ZeRO-3: shapes only
+Masters and moments, here of data rank 0, are in `[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt`:
+each data rank's share of one flat buffer per group of parameters. Since DeepSpeed 0.7
+`param_slice_mappings` says which elements belong to which parameter; before, and in ZeRO-3, it
+follows from the order of `param_shapes`. Without ZeRO they are in the mp_rank files, by number.
+A universal checkpoint, `global_step500_universal/`, has a folder per parameter, already joined.
 
-Written by hand because DeepSpeed's own readers need the model built, or make a copy of everything, and unpickle whatever
-the files hold. Here each stretch of a buffer becomes views of the mapped file; names, shapes and joins are megatron.py's.
+Written by hand because DeepSpeed's own readers need the model built, or copy everything, and
+unpickle whatever the files hold. Here each stretch of a buffer becomes views of the mapped file.
 """
 
 from __future__ import annotations
@@ -38,14 +39,11 @@ from meshwright.checkpoint.formats.megatron_ranks import (
     MOMENTS,
     Parameter,
     Rank,
-    Sizes,
     as_boxes,
-    check_complete,
-    check_shapes,
-    lay_out,
-    whole,
+    empty,
+    measure_model,
+    one_box,
 )
-from meshwright.checkpoint.formats.torch_dist import empty, state_of
 from meshwright.checkpoint.sources import Mapped
 from meshwright.errors import BAD_DATA, UserError
 
@@ -62,31 +60,31 @@ Files = dict[tuple[int, ...], Path]
 
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
-    """`heads`: for folders that do not say. Without `optimizer` its state is not looked at, unless the weights are in it."""
+    """Open one step; `heads` is for folders that do not state them.
+
+    Without `optimizer` its state is not read, unless it holds the weights.
+    """
     models = [pickles.load(path, trust=trust) for path in model_files(folder)]
     args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
     joined = (folder / "zero").is_dir()
-    ranks, layers = universal(folder, trust) if joined else of_tensor_ranks(folder, models, trust)
+    ranks, layers = read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
     held = len({p.name.split(".")[1] for p in ranks[0].parameters if p.name.startswith("h.")})
-    check_complete(folder, ranks, args.get("num_layers", held))
-    sizes = Sizes.of(ranks[0], ranks, args, heads)
-    check_shapes(ranks, sizes)
+    sizes = measure_model(folder, ranks, args.get("num_layers", held), args, heads)
     if joined and sizes.gates == 2 and int(args.get("tensor_model_parallel_size", len(models))) > 1:
         check_gates(folder, layers, trust)
-    third = ranks[0].parameters[0].tensor.is_meta
-    if not third:
+    is_zero3 = ranks[0].parameters[0].tensor.is_meta
+    if not is_zero3:
         check_copies(ranks, notes)
     beside: dict[str, Any] = {}
     if joined and optimizer:
         beside = universal_states(folder, ranks[0], layers, trust)
-    elif optimizer or third:
+    elif optimizer or is_zero3:
         beside = optimizer_states(folder, ranks, layers, models, trust, notes)
-    pieces = lay_out(ranks, sizes, float(models[0].get("checkpoint_version", 3.0)))
-    config = megatron_state.config(args, sizes, pieces, notes)
-    source = Mapped("DeepSpeed", folder, 0, config=config, notes=notes, pieces=pieces)
+    version = float(models[0].get("checkpoint_version", 3.0))
+    source = megatron_state.as_source("DeepSpeed", folder, ranks, sizes, args, notes, version)
     if beside or (joined and not optimizer) or matching(folder, SHARE) or isinstance(models[0].get("optimizer"), dict):
         tree = {"iteration": models[0].get("global_steps", 0), **models[0], "optimizer": beside}
-        source.state = state_of(tree, args, sizes, notes)
+        source.state = megatron_state.state_beside_weights(tree, args, sizes.positions, notes)
         source.step = source.state.get("iteration", 0)
     stages = max(1, len(models) // len(ranks)) if not joined else int(args.get("pipeline_model_parallel_size", 1))
     tp = int(args.get("tensor_model_parallel_size", 1)) if joined else len(ranks)
@@ -99,64 +97,64 @@ def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer:
 
 
 def matching(folder: Path, pattern: re.Pattern[str]) -> Files:
-    """By the numbers in their names, in order: rank 10 comes after rank 9."""
+    """Return the files by the numbers in their names, in numerical order."""
     found = sorted(
         (tuple(map(int, m.groups())), path) for path in folder.iterdir() if (m := pattern.fullmatch(path.name))
     )
     if len(dict(found)) < len(found):
-        raise UserError(f"{folder}: two files of {found[0][1].name}'s kind have the same numbers", BAD_DATA)
+        raise UserError(f"{folder}: two files like {found[0][1].name} have the same numbers", BAD_DATA)
     return dict(found)
 
 
-def all_there(folder: Path, what: str, numbers: Sequence[int]) -> None:
+def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
     missing = sorted(set(range(len(numbers))) - set(numbers))
     if missing or not numbers:
-        raise UserError(f"{folder}: there is no file of {what} {missing[0] if missing else 0}", BAD_DATA)
+        raise UserError(f"{folder}: there is no file for {what} {missing[0] if missing else 0}", BAD_DATA)
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Of each tensor rank and stage."""
+    """Return the file of each tensor rank and stage."""
     found = matching(folder, MODEL) or {(mp,): path for (dp, mp), path in matching(folder, SHAPES).items() if dp == 0}
-    all_there(folder, "tensor and pipeline rank", [mp for (mp,) in found])
+    require_all(folder, "tensor and pipeline rank", [mp for (mp,) in found])
     return list(found.values())
 
 
 # Names
 
 
-def ours(key: str, layers: Sequence[int]) -> names.Name | None:
-    """Of a parameter's name in DeepSpeed; `layers`: which numbers in the pipeline are layers of the model."""
+def our_name(key: str, layers: Sequence[int]) -> names.Name | None:
+    """Return our name for DeepSpeed's; `layers` are the numbers in the pipeline that are layers."""
     key = key.removeprefix("module.")
     if found := re.fullmatch(r"tied_modules\.\w+\.(.+)", key):
-        return names.of_megatron(f"embedding.{found[1]}")
+        return names.parse_name(f"embedding.{found[1]}")
     found = re.fullmatch(r"(\d+)\.(.+)", key)
     if not found:
-        return names.of_megatron(key)
+        return names.parse_name(key)
     number, rest = int(found[1]), found[2]
     if rest in ("weight", "bias"):
-        return names.of_megatron(f"encoder.final_layernorm.{rest}")
+        return names.parse_name(f"encoder.final_layernorm.{rest}")
     if rest.startswith(("word_embeddings.", "position_embeddings.")):
-        return names.of_megatron(f"embedding.{rest}")
+        return names.parse_name(f"embedding.{rest}")
     if rest == "lm_head.weight":
-        return names.of_megatron("output_layer.weight")
-    return names.of_megatron(f"encoder.layers.{layers.index(number)}.{rest}") if number in layers else None
+        return names.parse_name("output_layer.weight")
+    return names.parse_name(f"encoder.layers.{layers.index(number)}.{rest}") if number in layers else None
 
 
-def layers_of(keys: Sequence[str]) -> list[int]:
-    """Which numbers of the pipeline's list are layers of the model."""
+def layer_numbers(keys: Sequence[str]) -> list[int]:
+    """Return which numbers of the pipeline's list are layers of the model."""
     found = (re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys)
     return sorted({int(m[1]) for m in found if m})
 
 
 def parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[int]) -> Iterator[Parameter]:
-    """The first of each name: the last stage's copies of the embedding are left out."""
+    """Yield the first of each name, without the last stage's copies of the embedding."""
     seen: set[str] = set()
     for key, tensor in tensors.items():
         if names.NO_PARAMETER.fullmatch(key.rpartition("layers.")[2]):
             continue
-        name = ours(key, layers)
+        name = our_name(key, layers)
         if name is None:
-            raise UserError(f"{folder}: {key[:200]} is no parameter of a GPT that is known here", BAD_DATA)
+            raise UserError(f"{folder}: {key[:200]} is not a known parameter of a GPT", BAD_DATA)
         if name.full() not in seen and name.ours != COPY:
             seen.add(name.full())
             yield Parameter(name.full(), name.ours, tensor)
@@ -165,14 +163,12 @@ def parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequen
 # Weights
 
 
-def of_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool) -> tuple[list[Rank], list[int]]:
-    """Each tensor rank with the parameters of all stages; which numbers of the pipeline's list are layers."""
+def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool) -> tuple[list[Rank], list[int]]:
+    """Return each tensor rank with the parameters of all stages, and the numbers of the layers."""
     files = matching(folder, LAYER)
     count = 1 + max((tp for _, tp in files), default=len(models) - 1)
     if len(models) % count:
-        raise UserError(
-            f"{folder}: files of {len(models)} ranks, which are no stages of {count} tensor ranks", BAD_DATA
-        )
+        raise UserError(f"{folder}: files of {len(models)} ranks, not a multiple of {count} tensor ranks", BAD_DATA)
     ranks, layers = [], list[int]()
     for tp in range(count):
         if files:
@@ -181,14 +177,14 @@ def of_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool)
             tensors = dict(flattened(models[tp].get("module")))
         shapes = {name: tuple(shape) for group in models[tp].get("param_shapes") or () for name, shape in group.items()}
         if not files and any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()):
-            tensors = {key: empty(shape) for key, shape in shapes.items()}  # ZeRO-3 keeps no whole weights
-        layers = layers_of(list(tensors))
+            tensors = {key: empty(shape) for key, shape in shapes.items()}  # ZeRO-3 stores no weights here
+        layers = layer_numbers(list(tensors))
         ranks.append(Rank(folder, tp, 0, {}, [list(parameters(folder, tensors, layers))]))
     return ranks, layers
 
 
 def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str, torch.Tensor]:
-    """Under the names that the pipeline's module gives them."""
+    """Return the tensors under the names that the pipeline's module gives them."""
     return {
         f"{int(path.name[6:].partition('-')[0])}.{key}": tensor
         for path in paths
@@ -196,48 +192,51 @@ def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str,
     }
 
 
-def universal(folder: Path, trust: bool) -> tuple[list[Rank], list[int]]:
-    """Each parameter joined over all ranks, in a folder of its name."""
+def read_universal(folder: Path, trust: bool) -> tuple[list[Rank], list[int]]:
+    """Return one rank with every parameter, each joined in a folder of its name."""
     found = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
-    layers = layers_of(found)
-    tensors = {name: of_file(folder / "zero" / name / "fp32.pt", trust) for name in found}
+    layers = layer_numbers(found)
+    tensors = {name: read_tensor(folder / "zero" / name / "fp32.pt", trust) for name in found}
     return [Rank(folder, 0, 0, {}, [list(parameters(folder, tensors, layers))])], layers
 
 
-def of_file(path: Path, trust: bool) -> torch.Tensor:
+def read_tensor(path: Path, trust: bool) -> torch.Tensor:
     value = pickles.load(path, trust=trust)
     tensor: torch.Tensor = value["param"] if isinstance(value, dict) else value
     return tensor
 
 
 def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
-    """Of tensor ranks ds_to_universal puts the halves of a gated MLP together each for itself only where it is told to, and
-    notes that in the file; else they lie rank by rank, and the shapes do not show it."""
+    """Require that the halves of a gated MLP were joined separately.
+
+    ds_to_universal does so only for parameters that it is configured for, and notes it in the file;
+    otherwise the halves lie rank by rank, which the shapes do not show.
+    """
     for path in sorted((folder / "zero").glob("*/*.pt")):
-        name = ours(path.parent.name, layers) if path.stem in ("fp32", *MOMENTS) else None
+        name = our_name(path.parent.name, layers) if path.stem in ("fp32", *MOMENTS) else None
         if name is None or not name.ours.startswith("mlp.fc."):
             continue
-        told = pickles.load(path, trust=trust)
-        if not isinstance(told, dict) or (told.get("param_n_sub_params") != 2 and "sub_param_shape" not in told):
+        saved = pickles.load(path, trust=trust)
+        if not isinstance(saved, dict) or (saved.get("param_n_sub_params") != 2 and "sub_param_shape" not in saved):
             raise UserError(
-                f"{path}: the MLP is gated, and its halves lie mixed by tensor rank, for it has no param_n_sub_params: name "
-                "it in parameter_with_2_sub_params_cat_dim_0 and convert again, or load the checkpoint that it is made of",
+                f"{path}: the MLP is gated, and without param_n_sub_params its halves are mixed by tensor rank; name "
+                "it in parameter_with_2_sub_params_cat_dim_0 and convert again, or load the original checkpoint",
                 BAD_DATA,
             )
 
 
 def universal_states(folder: Path, rank: Rank, layers: Sequence[int], trust: bool) -> dict[str, Any]:
-    """Give each parameter its moments; what is known beside. Nothing if some are not there."""
+    """Give each parameter its moments; return settings, empty if some are missing."""
     by_name = {p.name: p for p in rank.parameters}
     step = None
     for path in (path for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file()):
         if not all((path / f"{kind}.pt").is_file() for kind in MOMENTS):
             return {}
-        name = ours(path.name, layers)
+        name = our_name(path.name, layers)
         p = by_name.get(name.full()) if name else None
         if p is None:  # a buffer, or a copy
             continue
-        p.values = {kind: whole(of_file(path / f"{kind or 'fp32'}.pt", trust)) for kind in KINDS}
+        p.values = {kind: one_box(read_tensor(path / f"{kind or 'fp32'}.pt", trust)) for kind in KINDS}
         if step is None and (path / "step.pt").is_file():
             step = pickles.load(path / "step.pt", trust=trust)
     check_filled(folder, rank)
@@ -248,7 +247,7 @@ def universal_states(folder: Path, rank: Rank, layers: Sequence[int], trust: boo
 
 
 class Stretch(NamedTuple):
-    """Elements of a parameter that lie in a row in a group's buffer of one data rank."""
+    """Consecutive elements of a parameter in a group's buffer of one data rank."""
 
     p: Parameter
     begin: int  # in the parameter
@@ -265,7 +264,7 @@ def optimizer_states(
     trust: bool,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Fill the parameters' values, stage after stage; a later stage's copy of the embedding is not read."""
+    """Fill the parameters' values, stage by stage, without later copies of the embedding."""
     files, beside = matching(folder, SHARE), dict[str, Any]()
     done: set[tuple[int, str]] = set()
     for mp, model in enumerate(models):
@@ -273,30 +272,30 @@ def optimizer_states(
         waiting = {p.name: p for p in ranks[tp].parameters if (tp, p.name) not in done}
         shares = [path for (_, m), path in files.items() if m == mp]
         if shares:
-            all_there(folder, f"model rank {mp} and data rank", [dp for dp, m in files if m == mp])
+            require_all(folder, f"model rank {mp} and data rank", [dp for dp, m in files if m == mp])
             trees = [state_dict(path, pickles.load(path, trust=trust)) for path in shares]
             from_shares(waiting, model, trees, layers)
-            beside = described(trees[0])
+            beside = settings_of(trees[0])
         elif isinstance(model.get("optimizer"), dict) and len(models) == len(ranks):
-            from_whole(folder, list(waiting.values()), model["optimizer"])
-            beside = described(model["optimizer"])
+            from_one_file(folder, list(waiting.values()), model["optimizer"])
+            beside = settings_of(model["optimizer"])
         elif isinstance(model.get("optimizer"), dict) and mp == 0:
             notes.append(
-                f" > note: {folder} is of a pipeline without ZeRO, which numbers the optimizer's state by stage: the weights "
-                f"alone are taken; {WITHOUT.partition(' to ')[0]}"
+                f" > note: {folder} is of a pipeline without ZeRO, which numbers the optimizer's state by stage: only "
+                f"the weights are used; {WITHOUT.partition(' to ')[0]}"
             )
         done |= {(tp, name) for name, p in waiting.items() if p.values}
     for rank in ranks if beside else ():
         check_filled(folder, rank)
     if not beside and ranks[0].parameters[0].tensor.is_meta:
-        raise UserError(f"{folder}: ZeRO-3 keeps the weights in *_optim_states.pt, and there are none", BAD_DATA)
+        raise UserError(f"{folder}: ZeRO-3 keeps the weights in *_optim_states.pt, and there is no such file", BAD_DATA)
     return beside
 
 
 def state_dict(path: Path, tree: Any) -> dict[str, Any]:
     found = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
     if not isinstance(found, dict):
-        raise UserError(f"{path}: holds no state of an optimizer; {WITHOUT}", BAD_DATA)
+        raise UserError(f"{path}: holds no optimizer state; {WITHOUT}", BAD_DATA)
     return found
 
 
@@ -306,8 +305,8 @@ def check_filled(folder: Path, rank: Rank) -> None:
             held = sum(values.numel() for _, values in p.values.get(kind, ()))
             if held != prod(p.shape):
                 raise UserError(
-                    f"{folder}: of {p.name} {p.shape} the optimizer's files hold {held:,} elements of {kind or 'the master'}; "
-                    f"{WITHOUT}",
+                    f"{folder}: of {p.name} {p.shape} the optimizer's files hold {held:,} elements "
+                    f"of {kind or 'the master'}; {WITHOUT}",
                     BAD_DATA,
                 )
         if not p.tensor.is_meta:
@@ -317,25 +316,27 @@ def check_filled(folder: Path, rank: Rank) -> None:
 def from_shares(
     waiting: Mapping[str, Parameter], model: dict[str, Any], trees: Sequence[dict[str, Any]], layers: Sequence[int]
 ) -> None:
-    """Of all data ranks."""
-    at: dict[str, int] = {}  # how far each parameter has come
+    """Add the stretches of all data ranks to the waiting parameters."""
+    at: dict[str, int] = {}  # elements of each parameter so far
 
     def known(key: str) -> Parameter | None:
-        name = ours(key, layers)
+        name = our_name(key, layers)
         if name is None:
-            raise ValueError(f"the optimizer has {key}, which the weights' files have not")
+            raise ValueError(f"the optimizer has {key}, which the weights' files do not have")
         return waiting.get(name.full())
 
     shapes = [{key: tuple(shape) for key, shape in group.items()} for group in model.get("param_shapes") or ()]
-    third = "fp32_flat_groups" in trees[0]
+    is_zero3 = "fp32_flat_groups" in trees[0]
     for number, tree in enumerate(trees):
-        buffers = buffers_of(tree, third)
-        if third:
-            stretches = of_third(known, shapes, number, len(trees), [len(b) for b in buffers[""]])
+        buffers = flat_buffers(tree, is_zero3)
+        if is_zero3:
+            stretches = zero3_stretches(known, shapes, number, len(trees), [len(b) for b in buffers[""]])
         elif "param_slice_mappings" in tree:
-            stretches = of_mapping(known, tree["param_slice_mappings"], at)
+            stretches = mapped_stretches(known, tree["param_slice_mappings"], at)
         else:
-            stretches = of_order(known, shapes, number, [[len(b) for b in buffers_of(t, third)[""]] for t in trees])
+            stretches = ordered_stretches(
+                known, shapes, number, [[len(b) for b in flat_buffers(t, is_zero3)[""]] for t in trees]
+            )
         for p, begin, group, start, count in stretches:
             for kind in KINDS:
                 p.values.setdefault(kind, []).extend(
@@ -343,18 +344,18 @@ def from_shares(
                 )
 
 
-def buffers_of(tree: Mapping[str, Any], third: bool) -> dict[str, list[torch.Tensor]]:
-    """By kind, a flat buffer for each group."""
-    masters = list(tree["fp32_flat_groups" if third else "single_partition_of_fp32_groups"])
-    base = tree["optimizer_state_dict" if third else "base_optimizer_state"]
+def flat_buffers(tree: Mapping[str, Any], is_zero3: bool) -> dict[str, list[torch.Tensor]]:
+    """Return by kind a flat buffer per group."""
+    masters = list(tree["fp32_flat_groups" if is_zero3 else "single_partition_of_fp32_groups"])
+    base = tree["optimizer_state_dict" if is_zero3 else "base_optimizer_state"]
     states = [base["state"][key] for key in sorted(base["state"])] if isinstance(base, dict) else base
     if len(states) != len(masters):
         raise ValueError(f"{len(masters)} groups of masters, {len(states)} of moments")
     return {"": masters} | {kind: [state[kind].reshape(-1) for state in states] for kind in MOMENTS}
 
 
-def of_mapping(known: Any, mappings: Sequence[Mapping[str, Any]], at: dict[str, int]) -> Iterator[Stretch]:
-    """Each data rank says what it has; a parameter goes on where the rank before ended."""
+def mapped_stretches(known: Any, mappings: Sequence[Mapping[str, Any]], at: dict[str, int]) -> Iterator[Stretch]:
+    """Yield the stretches that a rank states; each continues where the previous rank ended."""
     for group, mapping in enumerate(mappings):
         for key, address in mapping.items():
             begin = at.get(key, 0)
@@ -363,10 +364,10 @@ def of_mapping(known: Any, mappings: Sequence[Mapping[str, Any]], at: dict[str, 
                 yield Stretch(p, begin, group, address.start, address.numel)
 
 
-def of_order(
+def ordered_stretches(
     known: Any, shapes: Sequence[Mapping[str, Shape]], number: int, sizes: Sequence[Sequence[int]]
 ) -> Iterator[Stretch]:
-    """The parameters of a group lie one after the other in the ranks' buffers, joined."""
+    """Yield one rank's stretches where a group's parameters fill the joined buffers in order."""
     for group, parts in enumerate(shapes):
         low = sum(size[group] for size in sizes[:number])
         high, place = low + sizes[number][group], 0
@@ -377,10 +378,14 @@ def of_order(
             place += prod(shape)
 
 
-def of_third(
+def zero3_stretches(
     known: Any, shapes: Sequence[Mapping[str, Shape]], number: int, count: int, sizes: Sequence[int]
 ) -> Iterator[Stretch]:
-    """ZeRO-3 gives every data rank an equal share of every parameter, the last one filled up; groups follow on each other."""
+    """Yield one rank's stretches under ZeRO-3.
+
+    Every rank has an equal share of every parameter, the last one padded; the groups' buffers are
+    consecutive.
+    """
     group, start = 0, 0
     for key, shape in ((key, shape) for part in shapes for key, shape in part.items()):
         share = -(-prod(shape) // count)
@@ -395,8 +400,11 @@ def of_third(
             begin, start, left = begin + n, start + n, left - n
 
 
-def from_whole(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) -> None:
-    """Without ZeRO: by number, in torch's own form, or with masters beside it, each apart or a group in a row."""
+def from_one_file(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) -> None:
+    """Read state without ZeRO: by number, in torch's own form, or with masters beside it.
+
+    The masters are separate tensors, or one flat tensor per group.
+    """
     inner = tree.get("optimizer_state_dict", tree)
     groups = [[p for p in decayed_first(waiting) if (p.tensor.ndim == 1) == flat] for flat in (False, True)]
     if len(inner["param_groups"]) == 1:
@@ -413,16 +421,16 @@ def from_whole(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) -> 
         return
     order = [p for group in groups for p in group]
     for p, master, state in zip(order, masters or [p.tensor for p in order], states, strict=True):
-        p.values = {kind: whole(tensor_of(folder, state.get(kind), p.shape, p)) for kind in MOMENTS}
-        p.values[""] = whole(tensor_of(folder, master, p.shape, p))
+        p.values = {kind: one_box(tensor_of(folder, state.get(kind), p.shape, p)) for kind in MOMENTS}
+        p.values[""] = one_box(tensor_of(folder, master, p.shape, p))
 
 
-def described(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state says beside its tensors, as Megatron's would."""
+def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings beside a state's tensors in Megatron's form."""
     base = tree.get("base_optimizer_state", tree.get("optimizer_state_dict", tree))
     states, groups = (base["state"].values(), base["param_groups"]) if isinstance(base, dict) else (base, [{}])
-    told = [state["step"] for state in (*states, *groups) if "step" in state]
-    step = max(told, default=tree.get("base_optimizer_state_step"))
+    steps = [state["step"] for state in (*states, *groups) if "step" in state]
+    step = max(steps, default=tree.get("base_optimizer_state_step"))
     out = {"param_groups": [{**group, "step": step} for group in groups], "loss_scaler": tree.get("loss_scaler")}
     if tree.get("dynamic_loss_scale") and "scale_window" in tree:  # without ZeRO
         clean = max(tree["cur_iter"] - tree["last_overflow_iter"] - 1, 0) % tree["scale_window"]

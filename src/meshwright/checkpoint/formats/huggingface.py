@@ -1,9 +1,9 @@
-"""A Hugging Face folder, opened: GPT-2, and Llama with its kin (Mistral, Qwen 2 and 3).
+"""Open a Hugging Face folder: GPT-2, or Llama and its relatives (Mistral, Qwen 2 and 3).
 
-Weights alone, as views of the mapped files: `model.safetensors`, or `pytorch_model.bin` by the allow-list of pickles.py, in
-one file or in parts. Code that a folder brings along (`auto_map`) is never looked at. An option that this package cannot
-compute is refused by its name: a model that runs and says something else would be worse. The counterpart is
-huggingface_writer.py.
+The weights become views of the mapped files, `model.safetensors` or `pytorch_model.bin`, in one
+file or in parts. Code in a folder (`auto_map`) is never read. An option that this package cannot
+compute is refused by name, since a model that runs and gives other results would be worse.
+huggingface_writer.py is the counterpart.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG = "config.json"
-JSON_LIMIT = 16 << 20  # bytes; of an index of 100,000 tensors
-HEADER_LIMIT = 16 << 20  # likewise of a file's own list; the library would read 100 MB
+JSON_LIMIT = 16 << 20  # bytes, enough for an index of 100,000 tensors
+HEADER_LIMIT = 16 << 20  # bytes of a file's own list; the library would read 100 MB
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 Tensors = Mapping[str, "torch.Tensor"]
@@ -32,7 +32,7 @@ Pieces = dict[str, list[Piece]]
 
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
-    """The heads are those of config.json, whatever the flags say: loading compares them."""
+    """Open the folder; its heads are config.json's, and loading compares them with the flags."""
     folder = Path(folder)
     config = read_config(folder)
     kind = config.get("model_type")
@@ -42,15 +42,15 @@ def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer:
     given = Given(folder, config, dict(tensors_of(folder, trust)), notes)
     settings, pieces = READERS[kind](given)
     given.check_used()
-    source = Mapped(HUGGING_FACE, folder, 0, config=SAME | settings, notes=notes, pieces=pieces)
+    source = Mapped(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=notes, pieces=pieces)
     return source.of_vocabulary(given.number("vocab_size"))
 
 
 def refused(folder: Path, what: str, cure: str) -> UserError:
-    return UserError(f"{folder / CONFIG}: {what}, which this package does not compute: {cure}", BAD_DATA)
+    return UserError(f"{folder / CONFIG}: {what}, which this package does not compute; {cure}", BAD_DATA)
 
 
-# What is in the folder
+# Files
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The plain file of that name, wherever links within the folder, or within the library's cache, lead."""
+    """Return the plain file of that name; links may lead within the folder or the hub's cache."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise UserError(f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read", BAD_DATA)
     real = folder.resolve()
@@ -79,7 +79,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def tensors_of(folder: Path, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the folder, none of them read."""
+    """Yield every tensor of the folder, without reading it."""
     for single in SINGLE:
         if (folder / single).exists():
             yield from read_file(inside(folder, single), trust).items()
@@ -114,11 +114,11 @@ def read_file(path: Path, trust: bool) -> Tensors:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in list(file.keys())}  # views: no byte is read
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a whole safetensors file: {str(error)[:200]}", BAD_DATA) from error
+        raise UserError(f"{path}: not a complete safetensors file: {str(error)[:200]}", BAD_DATA) from error
 
 
 def is_safetensors(path: Path) -> bool:
-    """By its first bytes, since links into the library's cache have no suffix; too long a list is refused."""
+    """Whether the file begins as one; links into the library's cache have no suffix to judge by."""
     with path.open("rb") as file:
         begin = file.read(9)
     if begin[8:] != b"{":
@@ -130,16 +130,16 @@ def is_safetensors(path: Path) -> bool:
     length = int.from_bytes(begin[:8], "little")
     if length > HEADER_LIMIT:
         raise UserError(
-            f"{path}: its list of tensors has {length:,} bytes, more than {HEADER_LIMIT:,} are not read", BAD_DATA
+            f"{path}: its list of tensors has {length:,} bytes; at most {HEADER_LIMIT:,} are read", BAD_DATA
         )
     return True
 
 
-# What it says
+# Settings and tensors
 
 
 class Given:
-    """A folder's settings and tensors, each asked for by name and compared with what it must be."""
+    """A folder's settings and tensors; each is requested by name and checked."""
 
     def __init__(
         self, folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: list[str]
@@ -152,7 +152,7 @@ class Given:
         value = default if value is None else value
         if type(value) is not int or not 0 < value < 1 << 31:
             raise UserError(
-                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}, a number from 1 on is needed", BAD_DATA
+                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}; it must be an integer of at least 1", BAD_DATA
             )
         return value
 
@@ -160,12 +160,12 @@ class Given:
         value = (self.config if among is None else among).get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise UserError(
-                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}, a number above 0 is needed", BAD_DATA
+                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}; it must be a number above 0", BAD_DATA
             )
         return float(value)
 
     def want(self, key: str, *good: Any, default: Any = None) -> Any:
-        """A setting that must have one of these values."""
+        """Return a setting that must have one of these values."""
         value = self.config.get(key, default)
         if value not in good:
             raise refused(self.folder, f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do")
@@ -175,29 +175,29 @@ class Given:
         return name in self.tensors
 
     def take(self, name: str, *shape: int | None) -> torch.Tensor:
-        """None in a shape: any size."""
+        """Return a tensor of this shape; None stands for any size."""
         if name not in self.tensors:
             raise UserError(f"{self.folder} has no tensor {name}", BAD_DATA)
         tensor = self.tensors[name]
         self.used.add(name)
         if len(shape) != tensor.ndim or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)):
-            told = [size or "any" for size in shape]
-            raise UserError(f"{self.folder}: {name} is {list(tensor.shape)}, by {CONFIG} it is {told}", BAD_DATA)
+            wanted = [size or "any" for size in shape]
+            raise UserError(f"{self.folder}: {name} is {list(tensor.shape)}, by {CONFIG} it is {wanted}", BAD_DATA)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise UserError(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read", BAD_DATA)
         return tensor
 
     def check_used(self) -> None:
-        """What is left over belongs to another network; buffers that old versions saved do not count."""
+        """Refuse tensors of another network; buffers that old versions saved do not count."""
         buffer = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"
         left = [name for name in self.tensors if name not in self.used and not re.fullmatch(buffer, name)]
         if left:
-            told = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
-            raise UserError(f"{self.folder}: {len(left)} tensors have no place in this network: {told}", BAD_DATA)
+            shown = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
+            raise UserError(f"{self.folder}: {len(left)} tensors have no place in this network: {shown}", BAD_DATA)
 
 
-# What no folder of these kinds can have otherwise.
-SAME: dict[str, Any] = {
+# Settings that are equal in every folder of these kinds.
+FIXED: dict[str, Any] = {
     "embed_layernorm": False,
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
@@ -210,12 +210,12 @@ SAME: dict[str, Any] = {
 }
 
 
-def whole(tensor: torch.Tensor) -> list[Piece]:
+def one_piece(tensor: torch.Tensor) -> list[Piece]:
     return [Piece((0,) * tensor.ndim, tensor)]
 
 
 def qkv_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int) -> list[Piece]:
-    """Theirs are three tensors of rows by head; ours is one, each group's queries, then its key, then its value."""
+    """Join three tensors of rows by head: each group's queries, then its key and value."""
     queries = q.shape[0] // groups
     pieces, at = [], 0
     for g in range(groups):
@@ -226,7 +226,7 @@ def qkv_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, hea
 
 
 def head_of(given: Given, pieces: Pieces, wte: torch.Tensor, tied: bool) -> bool:
-    """Put the output table there if it is one of its own; whether it is."""
+    """Add the output table if it is separate; return whether it is."""
     if not given.has("lm_head.weight") and tied:
         return False
     theirs = given.take("lm_head.weight", *wte.shape)
@@ -234,14 +234,17 @@ def head_of(given: Given, pieces: Pieces, wte: torch.Tensor, tied: bool) -> bool
         if theirs.dtype == wte.dtype and theirs.equal(wte):
             return False
         given.notes.append(
-            "config.json ties the output table to the embedding, but their numbers differ: they are kept apart"
+            "config.json ties the output table to the embedding, but their numbers differ: they stay separate"
         )
-    pieces["lm_head.weight"] = whole(theirs)
+    pieces["lm_head.weight"] = one_piece(theirs)
     return True
 
 
 def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
-    """Its linear weights are [in, out], the columns of c_attn all queries, then all keys, then all values."""
+    """Read GPT-2.
+
+    Its linear weights are [in, out]; the columns of c_attn are all queries, then keys, then values.
+    """
     given.want("scale_attn_weights", True, default=True)
     given.want("scale_attn_by_inverse_layer_idx", False, default=False)
     given.want("add_cross_attention", False, default=False)
@@ -254,15 +257,15 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
         raise UserError(f"{given.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}", BAD_DATA)
     prefix = "transformer." if given.has("transformer.wte.weight") else ""
     wte = given.take(f"{prefix}wte.weight", None, h)
-    pieces = {"wte.weight": whole(wte), "wpe.weight": whole(given.take(f"{prefix}wpe.weight", positions, h))}
+    pieces = {"wte.weight": one_piece(wte), "wpe.weight": one_piece(given.take(f"{prefix}wpe.weight", positions, h))}
 
     def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
-        pieces[f"{ours}.weight"] = whole(given.take(f"{theirs}.weight", columns, rows).t())
-        pieces[f"{ours}.bias"] = whole(given.take(f"{theirs}.bias", rows))
+        pieces[f"{ours}.weight"] = one_piece(given.take(f"{theirs}.weight", columns, rows).t())
+        pieces[f"{ours}.bias"] = one_piece(given.take(f"{theirs}.bias", rows))
 
     def norm(ours: str, theirs: str) -> None:
         for end in (".weight", ".bias"):
-            pieces[ours + end] = whole(given.take(theirs + end, h))
+            pieces[ours + end] = one_piece(given.take(theirs + end, h))
 
     for i in range(layers):
         ours, theirs = f"h.{i}", f"{prefix}h.{i}"
@@ -305,8 +308,11 @@ class Sizes(NamedTuple):
 
 
 def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
-    """Its rotation pairs (i, i + head / 2) within a head, as ours does. Biases may be there for some linear layers only: qkv's
-    alone are a setting of ours, otherwise the others are zero."""
+    """Read Llama and its relatives.
+
+    The rotation pairs (i, i + head / 2) within a head, as ours does. Some linear layers may have
+    biases and others not: with qkv's only this is a setting of ours, otherwise the others are zero.
+    """
     given.want("hidden_act", "silu", "swish", default="silu")
     h, heads, layers = (given.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     groups, head = given.number("num_key_value_heads", heads), given.number("head_dim", h // heads or None)
@@ -318,20 +324,20 @@ def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
     positions = given.number("max_position_embeddings", 2048)
     check_window(given, positions)
     wte = given.take("model.embed_tokens.weight", None, h)
-    pieces: Pieces = {"wte.weight": whole(wte), "ln_f.weight": whole(given.take("model.norm.weight", h))}
+    pieces: Pieces = {"wte.weight": one_piece(wte), "ln_f.weight": one_piece(given.take("model.norm.weight", h))}
     qkv_bias, proj_bias, mlp_bias = (
         given.has(f"model.layers.0.{name}_proj.bias") for name in ("self_attn.q", "self_attn.o", "mlp.down")
     )
     qk_norm = given.has("model.layers.0.self_attn.q_norm.weight")
     all_biases = proj_bias or mlp_bias
     if all_biases and not (qkv_bias and proj_bias and mlp_bias):
-        given.notes.append("it has biases in some linear layers only: the others get biases of zero")
+        given.notes.append("only some of its linear layers have biases: the others get zeros")
     for i in range(layers):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
         norms = {"ln_1": ("input_layernorm", h), "ln_2": ("post_attention_layernorm", h)}
         norms |= {"attn.ln_q": ("self_attn.q_norm", head), "attn.ln_k": ("self_attn.k_norm", head)} if qk_norm else {}
         for name, (their_name, size) in norms.items():
-            pieces[f"{ours}.{name}.weight"] = whole(given.take(f"{theirs}.{their_name}.weight", size))
+            pieces[f"{ours}.{name}.weight"] = one_piece(given.take(f"{theirs}.{their_name}.weight", size))
         for name, linear in linears(given, sizes, theirs, "weight"):
             pieces[f"{ours}.{name}.weight"] = linear
         for name, bias in linears(given, sizes, theirs, "bias") if qkv_bias or all_biases else ():
@@ -359,7 +365,7 @@ def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
 
 
 def linears(given: Given, s: Sizes, layer: str, end: str) -> Iterator[tuple[str, list[Piece]]]:
-    """A layer's four of ours: their weights, or their biases, where what is missing is zero."""
+    """Yield our four linear layers: their weights, or their biases, zero where missing."""
 
     def get(name: str, rows: int, columns: int) -> torch.Tensor:
         name = f"{layer}.{name}_proj.{end}"
@@ -373,14 +379,14 @@ def linears(given: Given, s: Sizes, layer: str, end: str) -> Iterator[tuple[str,
         get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in (("q", s.heads), ("k", s.groups), ("v", s.groups))
     )
     yield "attn.qkv", qkv_rows(q, k, v, s.groups, s.head)
-    yield "attn.proj", whole(get("self_attn.o", s.hidden, s.heads * s.head))
+    yield "attn.proj", one_piece(get("self_attn.o", s.hidden, s.heads * s.head))
     gate, up = (get(f"mlp.{x}", s.ffn, s.hidden)[None] for x in ("gate", "up"))
     yield "mlp.fc", [Piece((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
-    yield "mlp.proj", whole(get("mlp.down", s.hidden, s.ffn))
+    yield "mlp.proj", one_piece(get("mlp.down", s.hidden, s.ffn))
 
 
 def check_window(given: Given, positions: int) -> None:
-    """Attention to the last so many tokens alone: the same thing where no more positions are used."""
+    """Refuse attention to the last so many tokens only, unless it covers all positions."""
     mistral = given.config["model_type"] == "mistral"
     if mistral and "sliding_window" in given.config and given.config["sliding_window"] is None:
         return
@@ -393,7 +399,7 @@ def check_window(given: Given, positions: int) -> None:
 
 
 def rotary_base(given: Given) -> float:
-    """transformers 5 has it in rope_parameters; 4 beside a rope_scaling."""
+    """Return the base, which transformers 5 keeps in rope_parameters, and 4 beside rope_scaling."""
     rope = given.config.get("rope_parameters") or given.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     if kind != "default" or any(isinstance(value, dict) for value in rope.values()):

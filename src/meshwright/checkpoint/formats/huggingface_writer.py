@@ -1,10 +1,10 @@
-"""A Hugging Face folder, written: what `AutoModelForCausalLM` and `AutoTokenizer` load as it is.
+"""Write a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` load unchanged.
 
-Which of their networks it becomes follows from the settings: GPT-2 where positions are a learned table, Llama, or Qwen 2 or 3
-for options that Llama lacks, where they are a rotation. What theirs cannot express is refused, all of it listed.
+The settings decide the network: GPT-2 for learned positions; for rotary ones Llama, or Qwen 2 or 3
+for options that Llama lacks. Settings that theirs cannot express are refused in one list.
 
-The safetensors files are written by hand, a list and then one tensor after the other: the library wants all of a file's
-tensors in memory. Here one is, and, where theirs lies transposed, a strip of it.
+The safetensors files are written by hand, the header and then one tensor after the other, since the
+library needs all of a file's tensors in memory. Here one is, plus a strip of it if transposed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
 if TYPE_CHECKING:
     import torch
 
-MAX_SHARD = 5_000_000_000  # bytes: what transformers itself has cut at for years
-MARK = "meshwright.json"  # in an export of a run: of which, and the files as they were written
+MAX_SHARD = 5_000_000_000  # bytes, the limit that transformers has used for years
+MARK = "meshwright.json"  # in a run's export: which run, and the files as written
 Boxes = list[tuple[Shape, Shape]]
 Spans = list[tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """A tensor of theirs, as boxes of one of ours, one after the other."""
+    """A tensor of theirs as consecutive boxes of one of ours."""
 
     name: str
     ours: str
     boxes: Boxes
-    read: Shape  # of the boxes put together
+    read: Shape  # of the joined boxes
     dtype: str  # safetensors' name
     transposed: bool
 
@@ -65,14 +65,15 @@ def write(
     run: Path | None = None,
     again: bool = False,
 ) -> list[str]:
-    """Write the folder, whole or not at all; returns what is to be said about it. Without a dtype each tensor keeps its own.
+    """Write the complete folder or nothing; return notes for the user.
 
-    `run`: whose export it is; with `again` it may take the place of an earlier one of that run.
+    Without a dtype each tensor keeps its own. With `again` the export may replace an earlier one of
+    the same `run`.
     """
     saved = saved_model.describe(source)
     m = saved.model
     kind = require_expressible(m, source.folder, BAD_DATA)
-    folder = folder.resolve()  # a link stays, and what it leads to is filled
+    folder = folder.resolve()  # a link stays, its target is filled
     refuse_full(folder, run if again else None)
     parts = list(FORMS[kind](Plan(source, m, dtype)))
     notes: list[str] = []
@@ -96,7 +97,7 @@ def write(
 
 
 def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
-    """The kind of network that it becomes; everything that stands in the way is told."""
+    """Return the kind of network that expresses the model, or refuse with every obstacle."""
     kind, cannot = choose(m)
     if cannot:
         raise UserError("\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *cannot]), status)
@@ -104,40 +105,40 @@ def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
 
 
 def refuse_full(folder: Path, run: Path | None = None) -> None:
-    """Nothing is written over but an export of the same run, as this left it."""
+    """Refuse to write over anything but an unchanged export of the same run."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         mark = read_mark(folder) if run is not None else None
         if run is None or mark is None or mark.get("run") != name_of(run):
-            what = "not empty" if folder.is_dir() else "no folder"
-            raise UserError(f"{folder} is there and {what}, and nothing is written over: give another one", LOCKED)
+            what = "is not empty" if folder.is_dir() else "is not a folder"
+            raise UserError(f"{folder} {what}, and nothing is overwritten; give another folder", LOCKED)
         if mark.get("files") != files_of(folder):
-            raise UserError(f"{folder} has been changed since this run wrote it: give another one", LOCKED)
+            raise UserError(f"{folder} was changed since this run wrote it; give another folder", LOCKED)
 
 
 def name_of(run: Path) -> str:
-    """Of its path only a hash: the folder may be given to others."""
+    """Return a hash of the run's path, since the folder may be given to others."""
     return sha256([str(run.resolve()).encode(errors="surrogateescape")])
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
     try:
-        told = json.loads((folder / MARK).read_bytes())
+        mark = json.loads((folder / MARK).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return told if isinstance(told, dict) else None
+    return mark if isinstance(mark, dict) else None
 
 
 def files_of(folder: Path) -> dict[str, list[int]]:
-    """Sizes and times, by which a change is seen."""
+    """Return sizes and times, which reveal a change."""
     found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MARK}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
-# What theirs can express
+# Architectures
 
 
 def choose(m: Model) -> tuple[str, list[str]]:
-    """The kind of network, and what stands in the way."""
+    """Return the kind of network, and the settings that it cannot express."""
     heads = m.num_attention_heads or 1
     square = heads * m.head_dim == m.hidden_size
     either = {
@@ -168,7 +169,7 @@ def choose(m: Model) -> tuple[str, list[str]]:
 
 
 def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
-    """Return what config.json says."""
+    """Return the contents of config.json."""
     m = saved.model
     common = {
         "model_type": kind,
@@ -205,24 +206,22 @@ def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
         "mlp_bias": m.add_bias_linear,
         "attention_dropout": m.attention_dropout,
         "rope_theta": m.rotary_base,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": m.rotary_base,
-        },  # transformers 4 reads the one, 5 the other
+        # transformers 4 reads rope_theta, 5 this:
+        "rope_parameters": {"rope_type": "default", "rope_theta": m.rotary_base},
     }
 
 
-# Which tensors theirs are
+# Tensors
 
 
 class Plan:
-    """Names and boxes, with the dtype in which they are written."""
+    """Makes the parts of the tensors to write, in one dtype."""
 
     def __init__(self, source: Source, m: Model, dtype: str | None) -> None:
         self.source, self.m, self.dtype = source, m, dtype
 
     def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> Part:
-        """Rows of ours, all of them unless `spans` says which."""
+        """Return rows of one of our tensors; all of them without `spans`."""
         known = self.source.tensors[ours]
         inner = known.shape[1:]
         spans = spans or [(0, known.shape[0])]
@@ -230,20 +229,20 @@ class Plan:
         read = (sum(end - begin for begin, end in spans), *inner)
         return Part(name, ours, boxes, read, NAMES[self.dtype or known.dtype], transposed and len(read) == 2)
 
-    def one_of_two(self, name: str, ours: str, which: int) -> Part:
-        """A gate, or what it gates."""
+    def half(self, name: str, ours: str, which: int) -> Part:
+        """Return one half of a gated MLP's first product."""
         part = self.part(name, ours, [(which, which + 1)])
         return part._replace(read=part.read[1:])
 
-    def same(self, names: dict[str, str], transposed: bool = False) -> Iterator[Part]:
-        """Weights and biases, as far as they are there."""
+    def copies(self, names: dict[str, str], transposed: bool = False) -> Iterator[Part]:
+        """Yield the weights and biases that exist."""
         for ours, theirs in names.items():
             for end in (".weight", ".bias"):
                 if ours + end in self.source.tensors:
                     yield self.part(theirs + end, ours + end, transposed=transposed)
 
     def qkv(self) -> list[Spans]:
-        """The rows of all queries, all keys, all values."""
+        """Return the rows of all queries, keys and values."""
         d, queries = self.m.head_dim, (self.m.num_attention_heads or 1) // self.m.groups
         spans: list[Spans] = [[], [], []]
         at = 0
@@ -256,20 +255,20 @@ class Plan:
 
 def gpt2(plan: Plan) -> Iterator[Part]:
     q, k, v = plan.qkv()
-    yield from plan.same({"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f"})
+    yield from plan.copies({"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f"})
     for i in range(plan.m.num_layers or 0):
         ours, theirs = f"h.{i}", f"transformer.h.{i}"
         for end in (".weight", ".bias"):
             yield plan.part(f"{theirs}.attn.c_attn{end}", f"{ours}.attn.qkv{end}", q + k + v, transposed=True)
         names = {"attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
-        yield from plan.same({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()}, transposed=True)
-        yield from plan.same({f"{ours}.{name}": f"{theirs}.{name}" for name in ("ln_1", "ln_2")})
-    yield from plan.same({"lm_head": "lm_head"})
+        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()}, transposed=True)
+        yield from plan.copies({f"{ours}.{name}": f"{theirs}.{name}" for name in ("ln_1", "ln_2")})
+    yield from plan.copies({"lm_head": "lm_head"})
 
 
 def llama(plan: Plan) -> Iterator[Part]:
     spans = plan.qkv()
-    yield from plan.same({"wte": "model.embed_tokens", "ln_f": "model.norm"})
+    yield from plan.copies({"wte": "model.embed_tokens", "ln_f": "model.norm"})
     for i in range(plan.m.num_layers or 0):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
         for end in (".weight", ".bias"):
@@ -278,7 +277,7 @@ def llama(plan: Plan) -> Iterator[Part]:
                     yield plan.part(f"{theirs}.self_attn.{x}_proj{end}", f"{ours}.attn.qkv{end}", rows)
             if f"{ours}.mlp.fc{end}" in plan.source.tensors:
                 for which, x in enumerate(("gate", "up")):
-                    yield plan.one_of_two(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", which)
+                    yield plan.half(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", which)
         names = {
             "ln_1": "input_layernorm",
             "ln_2": "post_attention_layernorm",
@@ -287,8 +286,8 @@ def llama(plan: Plan) -> Iterator[Part]:
             "attn.ln_q": "self_attn.q_norm",
             "attn.ln_k": "self_attn.k_norm",
         }
-        yield from plan.same({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
-    yield from plan.same({"lm_head": "lm_head"})
+        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
+    yield from plan.copies({"lm_head": "lm_head"})
 
 
 ARCHITECTURES = {
@@ -333,7 +332,7 @@ def write_safetensors(path: Path, source: Source, parts: list[Part]) -> None:
 
 
 def read(source: Source, part: Part) -> torch.Tensor:
-    """As it lies in ours."""
+    """Return the tensor in our order."""
     import torch
 
     tensor = torch.empty(part.read, dtype=getattr(torch, TORCH[part.dtype]))
@@ -342,8 +341,10 @@ def read(source: Source, part: Part) -> torch.Tensor:
 
 
 def strips(part: Part, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes in their order; of a transposed one by copies of bounded size. Two each: first the columns together, then
-    turned, which is three times as fast as both in one."""
+    """Yield the bytes in their order; a transposed tensor in copies of bounded size.
+
+    Each strip is copied twice, columns first, then transposed: three times as fast as one copy.
+    """
     import torch
 
     if not part.transposed:
@@ -361,9 +362,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def write_tokenizer(
     folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]
 ) -> dict[str, int | None]:
-    """What `AutoTokenizer` reads; returns the ids that config.json names, for a text both begins and ends with that one.
+    """Write what `AutoTokenizer` reads; return the ids at the begin and end of a text.
 
-    Without a tokenizer it names none: their default would end a text at an ordinary id.
+    Without a tokenizer both are None: the library's default would end a text at an ordinary id.
     """
     if tokenizer is None:
         notes.append("no tokenizer is written: the source has none, and no flag names one")
@@ -371,12 +372,13 @@ def write_tokenizer(
     rows = source.tensors["wte.weight"].shape[0]
     if tokenizer.size > rows:
         raise UserError(
-            f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows: it is not its own", BAD_DATA
+            f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows; give the model's own tokenizer",
+            BAD_DATA,
         )
     ids: dict[str, int | None] = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     library = as_library(tokenizer)
     if library is None:
-        notes.append(f"no tokenizer is written: Hugging Face has none like {tokenizer.name}")
+        notes.append(f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}")
         return ids
     write_durably(folder / "tokenizer.json", library.to_str(pretty=True).encode())
     for name, path in tokenizer.files.items() if isinstance(tokenizer, GPT2BPE) else ():
@@ -389,7 +391,7 @@ def write_tokenizer(
 
 
 def as_library(tokenizer: Tokenizer) -> Any:
-    """A tokenizer of theirs that gives the same ids; None if there can be none."""
+    """Return a tokenizer of the library that gives the same ids, or None."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 

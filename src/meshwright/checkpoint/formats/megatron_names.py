@@ -1,6 +1,7 @@
-"""What Megatron-LM and its kin call each parameter, and what we do: for all readers and writers of their files.
+"""Names of parameters in Megatron-LM and related programs, and ours, for readers and writers.
 
-Layers are numbered from 0 in each pipeline stage there, over the whole model here; whoever reads adds what lies before.
+There, layers are numbered from 0 in each pipeline stage; here, over the whole model. Readers add
+the number of layers that lie before a stage.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# Spellings of Megatron-LM from 2019 on. The first of each kind is the one of 2022 and 2023, which is written.
+# Spellings of Megatron-LM since 2019. The first of each kind, of 2022 and 2023, is written.
 LAYER = {
     "input_layernorm": "ln_1",
     "input_norm": "ln_1",
     "self_attention.query_key_value": "attn.qkv",
     "attention.query_key_value": "attn.qkv",
-    "self_attention.query": "attn.query",  # of one key and value for all heads (BigCode); parts of our attn.qkv
+    # Parts of our attn.qkv, where all heads share one key and value (BigCode).
+    "self_attention.query": "attn.query",
     "self_attention.key_value": "attn.key_value",
     "self_attention.dense": "attn.proj",
     "attention.dense": "attn.proj",
@@ -31,7 +33,7 @@ LAYER = {
     "mlp.linear_fc1": "mlp.fc",
     "mlp.linear_fc2": "mlp.proj",
 }
-# A norm that Transformer Engine joins with the product behind it.
+# Norms that Transformer Engine fuses with the following product.
 JOINED = {"self_attention.linear_qkv": "ln_1", "mlp.linear_fc1": "ln_2"}
 OUTSIDE = {
     r"embedding\.word_embeddings\.weight": "wte.weight",
@@ -39,7 +41,8 @@ OUTSIDE = {
     r"embedding\.word_embeddings\.norm\.(weight|bias)": r"ln_emb.\1",  # BigScience
     r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)": r"ln_f.\1",
     r"output_layer\.weight": "lm_head.weight",
-    r"word_embeddings(?:_for_head)?\.weight": "wte.copy",  # the last stage's, of the first one's table
+    # The last stage's copy of the first one's table.
+    r"word_embeddings(?:_for_head)?\.weight": "wte.copy",
 }
 NO_PARAMETER = re.compile(r"(.*\.)?(_extra_state|(rotary_pos_emb|rotary_emb)\.inv_freq)")
 
@@ -49,14 +52,14 @@ class Name(NamedTuple):
     ours: str  # without the layer: "attn.qkv.weight", "ln_f.bias"
 
     def full(self, begin: int = 0) -> str:
-        """With the layer, of which `begin` lie before those that the file counts: "h.3.attn.qkv.weight"."""
+        """Return the name with its layer, `begin` added: "h.3.attn.qkv.weight"."""
         return self.ours if self.layer is None else f"h.{begin + self.layer}.{self.ours}"
 
 
-def of_megatron(key: str) -> Name | None:
-    """None: it is no parameter of a GPT that is known here."""
+def parse_name(key: str) -> Name | None:
+    """Return our name, or None if the key is no known parameter of a GPT."""
     key = key.removeprefix("module.")
-    # In language_model a decoder is the second half of a T5.
+    # The decoder in a language_model is the second half of a T5.
     key = "?" if key.startswith("language_model.decoder.") else key.removeprefix("language_model.")
     for pattern, ours in OUTSIDE.items():
         if found := re.fullmatch(pattern, key):
@@ -69,7 +72,7 @@ def of_megatron(key: str) -> Name | None:
     return Name(int(number), f"{part}.{kind}") if part else None
 
 
-def of_layer(ours: str) -> str:
-    """The name that Megatron-LM of 2022 and 2023 gives a part of a layer: "attn.qkv.bias"."""
+def layer_name(ours: str) -> str:
+    """Return the name of 2022 and 2023 for a part of a layer, such as "attn.qkv.bias"."""
     part, _, kind = ours.rpartition(".")
     return f"{next(theirs for theirs, name in LAYER.items() if name == part)}.{kind}"

@@ -1,7 +1,8 @@
-"""What one tensor and pipeline rank of Megatron holds, and where its parts lie in our tensors.
+"""The skeleton of readers of trees cut as Megatron cuts: its own, Megatron-Core's, DeepSpeed's.
 
-For all readers of trees that are cut as Megatron cuts: its own, Megatron-Core's, DeepSpeed's. Each gives its tensors our names
-(`Parameter`); the shapes tell the sizes of the model (`Sizes`) and are checked by them, and `lay_out` makes the table of views.
+A reader finds the files, reads their trees and gives each rank's tensors our names (`Parameter`).
+`measure_model` derives the model's `Sizes` from the shapes and checks every shape against them.
+The reader then adds optimizer state, and `lay_out` makes the table of views into our tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ if TYPE_CHECKING:
 COPY = "wte.copy"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Boxes = list[tuple[Shape, "torch.Tensor"]]  # parts of one rank's tensor: where they begin, and their elements
+Boxes = list[tuple[Shape, "torch.Tensor"]]  # parts of a rank's tensor: offset and elements
 
 
 class Run(NamedTuple):
-    """Rows of a rank's tensor, and where they lie in ours. One dimension more in `to`: the half of a gated MLP."""
+    """Rows of a rank's tensor, and their place in ours.
+
+    `to` has one dimension more if the MLP is gated: which half.
+    """
 
     rows: slice
     to: Shape
@@ -36,24 +40,27 @@ class Run(NamedTuple):
 
 @dataclass
 class Parameter:
+    """A rank's part of one parameter."""
+
     name: str  # ours: "h.3.attn.qkv.weight"
     part: str  # "attn.qkv.weight", or "attn.query.weight", which is a part of ours
     tensor: torch.Tensor  # as the rank holds it
-    values: dict[str, Boxes] = field(default_factory=dict)  # "" the weights to be read, and "exp_avg" and so on
+    # What is read: under "" the weights, under "exp_avg" and so on the optimizer's state.
+    values: dict[str, Boxes] = field(default_factory=dict)
 
     @property
     def shape(self) -> Shape:
         return tuple(self.tensor.shape)
 
     @property
-    def kept_whole(self) -> bool:
-        """Every tensor rank has all of it."""
+    def is_replicated(self) -> bool:
+        """Whether every tensor rank holds all of it."""
         return shard.rule(self.name).cut is None or self.part.startswith("attn.key_value.")
 
 
 @dataclass
 class Rank:
-    """One file: what tensor rank `tp` of pipeline stage `pp` holds, its virtual stages in `chunks`."""
+    """The file of tensor rank `tp` of pipeline stage `pp`; `chunks` are its virtual stages."""
 
     path: Path
     tp: int
@@ -67,7 +74,7 @@ class Rank:
 
 
 def check_complete(folder: Path, ranks: Sequence[Rank], layers: int) -> None:
-    """Every rank of a stage the same names, every layer the same parts, and what no GPT is without."""
+    """Require the same names on all ranks of a stage, equal layers, and all that a GPT needs."""
     by_stage: dict[int, list[str]] = {}
     for rank in ranks:
         mine = [p.name for p in rank.parameters]
@@ -84,7 +91,7 @@ def check_complete(folder: Path, ranks: Sequence[Rank], layers: int) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the whole model, from the shapes; `heads` they do not tell."""
+    """Sizes of the whole model, from the shapes; `heads` cannot be derived."""
 
     t: int
     layers: int
@@ -99,22 +106,23 @@ class Sizes:
     positions: int | None
 
     @classmethod
-    def of(cls, first: Rank, ranks: Sequence[Rank], args: Mapping[str, Any], heads: int | None) -> Sizes:
+    def from_shapes(cls, ranks: Sequence[Rank], args: Mapping[str, Any], heads: int | None) -> Sizes:
+        first = ranks[0]
         shapes = {p.part: p.shape for rank in ranks for p in rank.parameters}
         qkv, wte = shapes.get("attn.qkv.weight", (0, 0)), shapes["wte.weight"]
         if any(len(shape) != 2 for shape in (qkv, wte, shapes["mlp.fc.weight"], shapes["mlp.proj.weight"])):
-            raise UserError(f"{first.path}: a weight that should be a matrix is none", BAD_DATA)
+            raise UserError(f"{first.path}: a weight that should be a matrix is not one", BAD_DATA)
         heads = args.get("num_attention_heads", heads)
         t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
         if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
             width = projection[-1] * t
-            what = (
-                "does not say how many heads there are: give"
-                if heads is None
-                else f"has {width} columns for its heads, not a multiple of"
-            )
+            if heads is None:
+                raise UserError(
+                    f"{first.path} does not say how many heads there are: give --num-attention-heads", BAD_DATA
+                )
             raise UserError(
-                f"{first.path} {what} --num-attention-heads{'' if heads is None else f' {heads}'}", BAD_DATA
+                f"{first.path} has {width} columns for its heads, not a multiple of --num-attention-heads {heads}",
+                BAD_DATA,
             )
         head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t
         return cls(
@@ -131,8 +139,8 @@ class Sizes:
             positions=shapes.get("wpe.weight", (None,))[0],
         )
 
-    def of_rank(self, part: str) -> Shape:
-        """The shape that a rank's tensor must have."""
+    def rank_shape(self, part: str) -> Shape:
+        """Return the shape that a rank's tensor must have."""
         h, width = self.hidden, self.heads * self.head_dim
         kind, _, last = part.rpartition(".")
         out, into = {
@@ -151,8 +159,8 @@ class Sizes:
         return (out,) if into is None or last == "bias" else (out, into)
 
     def runs(self, p: Parameter, tp: int, version: float) -> list[Run]:
-        """Where the rows of a rank's tensor belong in ours."""
-        rows, *columns = shape = self.of_rank(p.part)
+        """Return where the rows of a rank's tensor belong in ours."""
+        rows, *columns = shape = self.rank_shape(p.part)
         rest = (0,) * len(columns)
         if p.part.startswith("attn.key_value."):
             return [Run(slice(0, rows), (self.heads * self.head_dim, *rest))]
@@ -167,7 +175,7 @@ class Sizes:
         return [Run(slice(0, rows), tuple(to))]
 
     def older_qkv(self, width: int, rest: Shape, tp: int, version: float) -> list[Run]:
-        """[3, heads, head_dim] of version 0 and [heads, head_dim, 3] of version 1, to [heads, 3, head_dim]."""
+        """Map version 0, [3, heads, head_dim], or 1, [heads, head_dim, 3], to ours."""
         n, out = self.head_dim, []
         for head, which in product(range(width // n), range(3)):
             first, begin = which * width + head * n, 3 * head * n
@@ -176,23 +184,42 @@ class Sizes:
         return out
 
 
+def measure_model(
+    folder: Path, ranks: Sequence[Rank], layers: int, args: Mapping[str, Any], heads: int | None
+) -> Sizes:
+    """Return the model's sizes once every tensor is there and fits them."""
+    check_complete(folder, ranks, layers)
+    sizes = Sizes.from_shapes(ranks, args, heads)
+    check_shapes(ranks, sizes)
+    return sizes
+
+
 def check_shapes(ranks: Sequence[Rank], sizes: Sizes) -> None:
     for rank in ranks:
         for p in rank.parameters:
-            want = sizes.of_rank("wte.weight" if p.part == COPY else p.part)
+            want = sizes.rank_shape("wte.weight" if p.part == COPY else p.part)
             if p.shape != want:
                 raise UserError(
-                    f"{rank.path}: {p.name} is {p.shape}, but {want} follows from {sizes.heads} heads of {sizes.head_dim} and "
-                    f"the other shapes; is --num-attention-heads right?",
+                    f"{rank.path}: {p.name} is {p.shape}, but "
+                    f"{want} follows from {sizes.heads} heads of {sizes.head_dim} "
+                    "and the other shapes; is --num-attention-heads right?",
                     BAD_DATA,
                 )
 
 
-def whole(tensor: torch.Tensor) -> Boxes:
+def one_box(tensor: torch.Tensor) -> Boxes:
     return [((0,) * tensor.ndim, tensor)]
 
 
+def empty(shape: Shape) -> torch.Tensor:
+    """Return a tensor that has a shape and no memory."""
+    import torch
+
+    return torch.empty(shape, device="meta")
+
+
 def as_boxes(p: Parameter, begin: int, end: int, values: torch.Tensor) -> Boxes:
+    """Return elements [begin, end) of a parameter as boxes."""
     out, start = [], 0
     for offset, size in shard.boxes(p.shape, begin, end):
         out.append((offset, values[start : start + prod(size)].view(size)))
@@ -201,7 +228,7 @@ def as_boxes(p: Parameter, begin: int, end: int, values: torch.Tensor) -> Boxes:
 
 
 def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
-    """Whether these are the same numbers but for the last bit that the model's type has."""
+    """Whether the numbers are equal up to the last bit of the model's type."""
     import torch
 
     model, master = aligned(model), aligned(master).to(model.dtype)
@@ -212,20 +239,24 @@ def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
 
 
 def lay_out(ranks: Sequence[Rank], sizes: Sizes, version: float) -> dict[str, list[Piece]]:
+    """Return where each rank's values lie in our tensors."""
     pieces: dict[str, list[Piece]] = {}
     for rank in ranks:
         for p in rank.parameters:
-            if p.part == COPY or (p.kept_whole and rank.tp):
+            if p.part == COPY or (p.is_replicated and rank.tp):
                 continue
             runs = sizes.runs(p, rank.tp, version)
-            for kind, boxes in (p.values or {"": whole(p.tensor)}).items():
+            for kind, boxes in (p.values or {"": one_box(p.tensor)}).items():
                 table = pieces.setdefault(f"{p.name}/{kind}" if kind else p.name, [])
                 table += [piece for run in runs for offset, box in boxes for piece in place(run, offset, box)]
     return pieces
 
 
 def place(run: Run, offset: Shape, box: torch.Tensor) -> Iterator[Piece]:
-    """The part of a box that lies in these rows. Where they are not neighbours the box is the whole tensor."""
+    """Yield the part of a box that lies in these rows.
+
+    Where the rows are not adjacent, the box is the whole tensor.
+    """
     rows, at = run.rows, list(run.to)
     row = len(at) - box.ndim
     low, high = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(box))

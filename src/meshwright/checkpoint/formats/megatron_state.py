@@ -1,18 +1,18 @@
-"""What a Megatron file says beside its tensors, in our words: settings, counters, schedule, loss scale."""
+"""Settings, counters, schedule and loss scale of a Megatron file, under our names."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from meshwright.checkpoint.formats.megatron_ranks import Rank, Sizes, lay_out
+from meshwright.checkpoint.sources import Mapped
 from meshwright.optim.schedule import Schedule
 
-if TYPE_CHECKING:
-    from meshwright.checkpoint.formats.megatron_ranks import Sizes
-
-# Settings that mean there what they mean here.
-TOLD = (
+# Settings that mean the same there and here.
+COMMON = (
     "layernorm_epsilon",
     "init_method_std",
     "hidden_dropout",
@@ -33,9 +33,10 @@ TOLD = (
     "fp16",
     "bf16",
 )
-# Positions as BigScience's enumeration numbers them.
+# BigScience's enumeration of positions.
 POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
-# Names of the schedule's values: Megatron's of 2022 and 2023, of 2021, of 2020 and before, when it counted iterations.
+# Names of the schedule's values in Megatron of 2022 and 2023, of 2021, and of 2020 and before, when
+# it counted iterations.
 SCHEDULE = {
     "max_lr": ("max_lr", "start_lr"),
     "min_lr": ("min_lr",),
@@ -51,16 +52,30 @@ SCHEDULE = {
 
 
 def namespace(args: Any) -> dict[str, Any]:
-    """What is set to nothing is left out."""
-    told = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-    return {name: value for name, value in told.items() if value is not None}
+    """Return the arguments that are set."""
+    values = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # Settings
 
 
+def as_source(
+    kind: str,
+    folder: Path,
+    ranks: Sequence[Rank],
+    sizes: Sizes,
+    args: Mapping[str, Any],
+    notes: list[str],
+    version: float = 3.0,
+) -> Mapped:
+    """Return the ranks' parameters as a source, with the settings that their files state."""
+    pieces = lay_out(ranks, sizes, version)
+    return Mapped(kind, folder, 0, config=config(args, sizes, pieces, notes), notes=notes, pieces=pieces)
+
+
 def config(args: Mapping[str, Any], sizes: Sizes, held: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """What the shapes prove, then what the arguments tell."""
+    """Return settings that the shapes prove, then those that the arguments state."""
     out = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
@@ -76,7 +91,7 @@ def config(args: Mapping[str, Any], sizes: Sizes, held: Collection[str], notes: 
         "qk_layernorm": "h.0.attn.ln_q.weight" in held,
     }
     args = {"layernorm_epsilon": args.get("norm_epsilon"), **args}
-    out |= {name: args[name] for name in TOLD if isinstance(args.get(name), bool | int | float | str)}
+    out |= {name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)}
     if sizes.gates == 2 and not out.get("swiglu") and not out.get("glu_activation"):
         notes.append(" > note: the MLP is gated, and the checkpoint does not say by what: --swiglu or --glu-activation")
     return out | positions(args, sizes, notes)
@@ -86,27 +101,26 @@ def positions(args: Mapping[str, Any], sizes: Sizes, notes: list[str]) -> dict[s
     if sizes.positions is not None:
         return {"position_embedding_type": "learned_absolute", "max_position_embeddings": sizes.positions}
     kind = args.get("position_embedding_type")
-    if isinstance(number := getattr(kind, "args", None), tuple) and len(number) == 1:  # what is left of an enumeration
+    # A Stub of an enumeration.
+    if isinstance(number := getattr(kind, "args", None), tuple) and len(number) == 1:
         kind = POSITIONS.get(number[0], number[0])
     if kind in ("rope", "rotary") or args.get("use_rotary_position_embeddings"):
         return {"position_embedding_type": "rope"}
     if kind in ("alibi", "none"):
         return {"position_embedding_type": kind}
     notes.append(
-        " > note: it has no table of positions and does not say what is in its place: give --position-embedding-type"
+        " > note: it has no table of positions and does not say what replaces it: give --position-embedding-type"
     )
     return {}
 
 
 def true_vocabulary(tree: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:
-    """BigScience's trees tell it, and what converters of Megatron and Hugging Face wrote; `padded_vocab_size` is another."""
+    """Return the unpadded size, which BigScience and some converters save."""
     info = tree.get("checkpoint_info")
-    told = (
-        info.get("original_vocab_size")
-        if isinstance(info, dict)
-        else args.get("true_vocab_size", args.get("orig_vocab_size"))
-    )
-    return told if isinstance(told, int) and told > 0 else None
+    size = args.get("true_vocab_size", args.get("orig_vocab_size"))
+    if isinstance(info, dict):
+        size = info.get("original_vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 # Where a run was
@@ -115,22 +129,25 @@ def true_vocabulary(tree: Mapping[str, Any], args: Mapping[str, Any]) -> int | N
 def state(
     tree: Mapping[str, Any], args: Mapping[str, Any], iteration: int, rows: int | None, notes: list[str]
 ) -> dict[str, Any]:
-    """As resume.State saves it; nothing where the file holds weights alone, or cannot tell how many samples it has seen.
-    Without a schedule in the file there is none here."""
+    """Return the run's state as resume.State saves it.
+
+    Empty if the file holds weights alone, or does not say how many samples the run has consumed.
+    Without a schedule in the file the state has none.
+    """
     optimizer = tree.get("optimizer")
     if not isinstance(optimizer, dict):
         return {}
-    told: dict[str, Any] = next(
+    saved: dict[str, Any] = next(
         (tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {}
     )
     batch = batch_size(args)
     consumed = args.get("consumed_train_samples") or iteration * batch
     if not consumed and iteration:
         notes.append(
-            " > note: it does not say how many samples it has seen, so the weights alone are taken; add --finetune"
+            " > note: it does not say how many samples it has consumed, so only the weights are used; add --finetune"
         )
         return {}
-    curve = schedule(told, args, optimizer, batch)
+    curve = schedule(saved, args, optimizer, batch)
     done = curve.pop("done") if curve else consumed
     if curve and curve["style"] == "WSD" and not curve["wsd_samples"]:
         notes.append(" > note: it does not say how long the last part of its WSD schedule is (lr_wsd_decay_samples)")
@@ -154,21 +171,19 @@ def state(
 
 
 def batch_size(args: Mapping[str, Any]) -> int:
-    """Samples of one step; 0: it is not known."""
-    parameters_of_ranks = (
-        args.get("batch_size", 0) * args.get("world_size", 0) // args.get("model_parallel_size", 1)
-    )  # 2019, 2020
-    return int(args.get("global_batch_size", parameters_of_ranks))
+    """Return the samples of one step, 0 if unknown."""
+    ranks = args.get("world_size", 0) // args.get("model_parallel_size", 1)
+    return int(args.get("global_batch_size", args.get("batch_size", 0) * ranks))  # the latter in 2019 and 2020
 
 
 def schedule(
-    told: Mapping[str, Any], args: Mapping[str, Any], optimizer: Mapping[str, Any], batch: int
+    saved: Mapping[str, Any], args: Mapping[str, Any], optimizer: Mapping[str, Any], batch: int
 ) -> dict[str, Any] | None:
-    """The fields of our Schedule, and in `done` the samples it has seen. None: they are not all known, in samples."""
-    out = {name: next((told[key] for key in keys if key in told), None) for name, keys in SCHEDULE.items()}
+    """Return the fields of our Schedule, and its samples as `done`; None if some are unknown."""
+    out = {name: next((saved[key] for key in keys if key in saved), None) for name, keys in SCHEDULE.items()}
     if out["start_wd"] is None:
         out["start_wd"] = out["end_wd"] = weight_decay(args, optimizer)
-    if "num_iters" in told:
+    if "num_iters" in saved:
         out |= {name: (out[name] or 0) * batch for name in ("warmup", "decay", "done")}
     if not out["decay"] or any(out[name] is None for name in ("max_lr", "min_lr", "style", "warmup", "done", "end_wd")):
         return None
@@ -190,7 +205,7 @@ def weight_decay(args: Mapping[str, Any], optimizer: Mapping[str, Any]) -> float
 
 
 def loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """As precision.LossScale saves it. Until 2020 the scaler itself was pickled."""
+    """Return the state of optim.loss_scale.LossScale. Until 2020 the scaler object was pickled."""
     scaler, old = optimizer.get("grad_scaler"), optimizer.get("loss_scaler")
     dynamic, scale, clean, hysteresis = False, 1.0, 0, 2
     if isinstance(scaler, dict) and "scale" in scaler:
@@ -206,3 +221,30 @@ def loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
         "hysteresis_tracker": int(hysteresis),
         "in_a_row": 0,
     }
+
+
+def state_beside_weights(
+    tree: dict[str, Any], args: Mapping[str, Any], rows: int | None, notes: list[str]
+) -> dict[str, Any]:
+    """Return as much of the run's state as is known; without a schedule the flags give it."""
+    optimizer = tree.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):  # one of several in a chain
+        optimizer = optimizer[0]
+    iteration, before = int(tree.get("iteration", 0)), len(notes)
+    out = state({**tree, "optimizer": optimizer}, args, iteration, rows, notes)
+    if not out and len(notes) > before:  # it has one that cannot be followed
+        return {}
+    if not out:
+        samples = int(args.get("consumed_train_samples") or iteration * batch_size(args))
+        out = {"iteration": iteration, "consumed_train_samples": samples, "schedule_samples": samples}
+    steps = [int(step) for key in ("step", "common_step") for step in values_of(optimizer, key) if step is not None]
+    return out | {"optimizer_steps": max(steps, default=iteration)}
+
+
+def values_of(tree: Any, key: str) -> Iterator[Any]:
+    """Yield every value under this key in a tree of settings."""
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        if name == key:
+            yield value
+        else:
+            yield from values_of(value, key)

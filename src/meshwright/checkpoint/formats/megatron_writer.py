@@ -1,11 +1,12 @@
-"""Megatron-LM's own tree, written from any source: version 3.0, as its release of 2023 saves and loads it.
+"""Write any source as Megatron-LM's tree, version 3.0, which its release of 2023 saves and loads.
 
-One file per tensor and pipeline rank, each in a stream: a tensor is read when its bytes are due, and only the rank's part of
-it, so that memory holds one such part. What Megatron has no words for (`state`, `config`, the true vocabulary) stands under
-the key `meshwright`, which it does not look at. There is no state of its random generators: `--no-load-rng` is for that.
+One file per tensor and pipeline rank, each written in a stream: a tensor's part is read when its
+bytes are due, so memory holds one part. What Megatron has no field for (`state`, `config`, the true
+vocabulary) is stored under the key `meshwright`, which it ignores. The state of its random
+generators is missing, hence `--no-load-rng`.
 
-Its own way, and where it has none BigScience's: a norm behind the embedding, ALiBi, and GLU other than SwiGLU, whose
-activated half comes last there.
+BigScience's form is used where Megatron has none: a norm after the embedding, ALiBi, and GLU other
+than SwiGLU, whose activated half comes last there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ POSITIONS = {"learned": "learned_absolute", "rope": "rope", "alibi": "alibi", "n
 
 @dataclass(frozen=True)
 class Target:
-    """What is written from what."""
+    """What to write: the source, and the layout of the files."""
 
     source: Source
     tensors: Mapping[str, Known]
@@ -63,7 +64,7 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's weights: as they were in the run if float32 masters stand beside them, else as they are."""
+        """The dtype of the weights: the run's if masters are stored too, else the source's."""
         import torch
 
         config, known = self.source.config, self.tensors["wte.weight"].dtype
@@ -76,12 +77,12 @@ class Target:
 def files(
     source: Source, tensor_parallel: int, pipeline_parallel: int, padded_vocab: int, with_optimizer: bool
 ) -> dict[str, Produce]:
-    """Name within the step's folder -> what writes that file; ranks can share them."""
+    """Return what writes each file of the step's folder; ranks can share them."""
     config = {f.name: source.config[f.name] for f in fields(Model) if f.name in source.config}
     optimizer = with_optimizer and source.has_optimizer and bool(source.state)
     if optimizer and "schedule" not in source.state:
         notice(
-            f"{source.folder} says nothing of its schedule: Megatron-LM will want --no-load-optim; Meshwright will not"
+            f"{source.folder} does not state its schedule: Megatron-LM will need --no-load-optim; Meshwright will not"
         )
     target = Target(
         source, source.tensors, Model(**config), tensor_parallel, pipeline_parallel, padded_vocab, optimizer
@@ -96,7 +97,7 @@ def files(
 
 
 def check(target: Target) -> None:
-    """Everything that Megatron could not load, in words."""
+    """Refuse, in one list, everything that Megatron could not load."""
     m, t, p = target.model, target.t, target.p
     rows = target.tensors["wte.weight"].shape[0]
     wrong = [
@@ -119,11 +120,11 @@ def check(target: Target) -> None:
     if left and not wrong:
         wrong.append(f"{len(left)} tensors have no place in it, such as {min(left)}: save with --ckpt-format native")
     if wrong:
-        raise UserError("\n  ".join(["not to be written as Megatron-LM's checkpoint:", *wrong]))
+        raise UserError("\n  ".join(["cannot be written as a Megatron-LM checkpoint:", *wrong]))
 
 
 def write(target: Target, tp: int, pp: int, out: Write) -> None:
-    """One rank's file."""
+    """Write one rank's file."""
     source, held = target.source, list(parameters(target, pp))
     model: dict[str, Any] = {}
     for (*path, last), ours in held:
@@ -146,11 +147,11 @@ def write(target: Target, tp: int, pp: int, out: Write) -> None:
 
 
 def parameters(target: Target, pp: int) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(where it stands in their tree, our name) of all that a stage holds, in the order in which their model has them."""
+    """Yield (path in their tree, our name) of a stage's parameters, in their model's order."""
     each, held = (target.model.num_layers or 0) // target.p, target.tensors
     pairs = dict(BEFORE) if pp == 0 else {}
     for i, part, kind in product(range(each), PARTS, ("weight", "bias")):
-        theirs = names.of_layer(f"{part}.{kind}")
+        theirs = names.layer_name(f"{part}.{kind}")
         pairs[(*ENCODER, f"layers.{i}.{theirs}")] = f"h.{pp * each + i}.{part}.{kind}"
     if pp == target.p - 1:
         pairs |= BEHIND
@@ -160,21 +161,21 @@ def parameters(target: Target, pp: int) -> Iterator[tuple[tuple[str, ...], str]]
 
 
 def part(target: Target, name: str, tp: int, dtype: torch.dtype | None = None) -> pickles.Later:
-    """What a tensor rank holds of one of our tensors; without `dtype` in its own."""
+    """Return a tensor rank's part of one of our tensors, by default in its own dtype."""
     import torch
 
-    whole, known = target.tensors[name]
+    full, known = target.tensors[name]
     ours, dtype = name.partition("/")[0], dtype or getattr(torch, known)
     rule = shard.rule(ours)
-    local, at = list(whole), [0] * len(whole)
+    local, at = list(full), [0] * len(full)
     if rule.rows:
         local[0] = target.padded
     if rule.cut is not None:
         local[rule.cut] //= target.t
         at[rule.cut] = tp * local[rule.cut]
     shape, boxes = tuple(local), [(tuple(at), tuple(local))]
-    if rule.rows:  # what lies beyond the true vocabulary stays zero
-        boxes = [(tuple(at), (max(min(whole[0] - at[0], local[0]), 0), *local[1:]))]
+    if rule.rows:  # rows beyond the true vocabulary stay zero
+        boxes = [(tuple(at), (max(min(full[0] - at[0], local[0]), 0), *local[1:]))]
     if ".mlp.fc." in ours and target.model.gated:  # [2, F, H] here, [2 F, H] there
         shape = (2 * local[1], *local[2:])
         halves = (1, 0) if target.model.glu_activation else (0, 1)
@@ -184,21 +185,22 @@ def part(target: Target, name: str, tp: int, dtype: torch.dtype | None = None) -
         tensor = torch.zeros(shape, dtype=dtype)
         count = sum(prod(size) for _, size in boxes)
         if count:
-            target.source.fill({name: (whole, boxes, tensor.view(-1)[:count])})
+            target.source.fill({name: (full, boxes, tensor.view(-1)[:count])})
         return tensor
 
     return pickles.Later(shape, dtype, make)
 
 
-# What is beside the model
+# Settings and optimizer
 
 
 def arguments(target: Target) -> argparse.Namespace:
-    """Under Megatron's names, which are ours."""
+    """Return the settings under Megatron's names, which are ours."""
     m, config, state = target.model, target.source.config, target.source.state
     position, rows = m.position, target.tensors.get("wpe.weight")
-    told = {name: value for name, value in config.items() if not isinstance(value, dict)}
-    told |= {
+    positions = rows.shape[0] if rows else config.get("max_position_embeddings")
+    values = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    values |= {
         "tensor_model_parallel_size": target.t,
         "pipeline_model_parallel_size": target.p,
         "virtual_pipeline_model_parallel_size": None,
@@ -212,26 +214,27 @@ def arguments(target: Target) -> argparse.Namespace:
         "position_embedding_type": POSITIONS[position],
         "add_position_embedding": position == "learned",
         "use_rotary_position_embeddings": position == "rope",
-        "max_position_embeddings": rows.shape[0]
-        if rows
-        else config.get("max_position_embeddings") or config.get("seq_length"),
+        "max_position_embeddings": positions or config.get("seq_length"),
         "norm_epsilon": m.layernorm_epsilon,
         "data_parallel_random_init": False,
         "consumed_train_samples": state.get("consumed_train_samples", 0),
         "consumed_valid_samples": 0,
     }
-    if curve := schedule_of(state):  # what Megatron's own state of a schedule has no words for
-        told |= {
+    if curve := schedule_of(state):  # fields that Megatron's own state of a schedule lacks
+        values |= {
             "lr_warmup_init": curve.init_lr,
             "lr_wsd_decay_style": curve.wsd_style,
             "lr_wsd_decay_iters": None,
             "lr_wsd_decay_samples": curve.wsd_samples or None,
         }
-    return argparse.Namespace(**told)
+    return argparse.Namespace(**values)
 
 
 def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
-    """Adam's state by number: what decays first, then biases and norms; with masters where the model is rounded."""
+    """Return Adam's state by number: first what decays, then biases and norms.
+
+    Masters are added if the model is rounded.
+    """
     import torch
 
     state, config = target.source.state, target.source.config

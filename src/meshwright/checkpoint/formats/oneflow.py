@@ -1,15 +1,17 @@
-"""Folders of LiBai and of OneFlow-GPT, opened: their weights.
+"""Open folders of LiBai and OneFlow-GPT: weights only.
 
-OneFlow writes a variable as a folder of two files, `out`, its bytes, and `meta`, its shape and type as a protobuf's text
-(oneflow/python/framework/check_point_v2.py of Oneflow-Inc/oneflow at 097825ab, 2021). OneFlow-GPT's `iter500_snapshot/` holds
-one such folder for each variable, under the variable's name, and an empty `snapshot_done`. In LiBai's `model_0004999/` `model`
-is what flow.save made: a pickle whose tensors name such folders beside it, or, since 0.9, hold their bytes themselves
+OneFlow writes a variable as a folder of two files: `out`, its bytes, and `meta`, its shape and type
+as text of a protobuf (oneflow/python/framework/check_point_v2.py of Oneflow-Inc/oneflow at
+097825ab, 2021). OneFlow-GPT's `iter500_snapshot/` holds one such folder per variable, by name, and
+an empty `snapshot_done`. In LiBai's `model_0004999/`, `model` was made by flow.save: a pickle whose
+tensors name such folders beside it, or, since 0.9, hold their bytes
 (python/oneflow/framework/check_point_v2.py at 00d0adea).
 
-Both have the query, key and value rows as Megatron since version 2: [head, 3, width of a head], which is ours. OneFlow-GPT's
-linear weights are [in, out] (LanguageModeling/GPT/oneflow_gpt/model.py of Oneflow-Inc/OneFlow-Benchmark at 0558f05e), and so
-were LiBai's in the spring of 2022 (libai/layers/linear.py of Oneflow-Inc/libai at 02ec5e8d); later they are [out, in]
-(libai/models/utils/model_utils/gpt_loader.py at 0ba208ee turns them). Their GELU is the exact one.
+In both, query, key and value rows are [head, 3, head_dim], as in Megatron since version 2 and here.
+OneFlow-GPT's linear weights are [in, out] (LanguageModeling/GPT/oneflow_gpt/model.py of
+Oneflow-Inc/OneFlow-Benchmark at 0558f05e), and so were LiBai's in the spring of 2022
+(libai/layers/linear.py of Oneflow-Inc/libai at 02ec5e8d); later they are [out, in]
+(libai/models/utils/model_utils/gpt_loader.py at 0ba208ee transposes them). Their GELU is exact.
 """
 
 from __future__ import annotations
@@ -55,46 +57,47 @@ LIKE_MEGATRON = {
 
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
-    """The heads follow from nothing here, and nothing here depends on them: LiBai's config.yaml or the flags say them."""
+    """Open one step.
+
+    The number of heads does not follow from the shapes; LiBai's config.yaml or the flags give it.
+    """
     folder, notes = Path(folder), list[str]()
-    theirs = (folder / "model").exists()
-    if theirs:
-        tensors, told = (
-            by_our_names(folder, of_libai(folder / "model", trust), libai_name),
-            libai_settings(folder, notes),
-        )
+    is_libai = (folder / "model").exists()
+    if is_libai:
+        tensors = by_our_names(folder, libai_tensors(folder / "model", trust), libai_name)
+        stated = libai_settings(folder, notes)
     else:
-        tensors, told = by_our_names(folder, variables(folder), oneflow_name), dict[str, Any]()
+        tensors, stated = by_our_names(folder, variables(folder), oneflow_name), {}
     if heads is not None:
-        told.setdefault("num_attention_heads", heads)
+        stated.setdefault("num_attention_heads", heads)
     settings, weights = check(folder, tensors)
     pieces = {name: [Piece((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
-    kind = LIBAI if theirs else ONEFLOW
-    return Mapped(kind, folder, 0, config=settings | told, notes=notes, pieces=pieces)
+    kind = LIBAI if is_libai else ONEFLOW
+    return Mapped(kind, folder, 0, config=settings | stated, notes=notes, pieces=pieces)
 
 
-# What is in the folder
+# Files
 
 
 def variables(folder: Path) -> dict[str, torch.Tensor]:
-    """Every variable that has a folder of its name."""
+    """Return every variable that has a folder of its name."""
     found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     wanted = [name for name in found if not re.search(r"^System-|-(m|v)$", name)]  # counters and Adam's moments
     return {name: variable(folder, name) for name in wanted}
 
 
 def variable(folder: Path, name: str) -> torch.Tensor:
-    """A view of the mapped file `out`."""
+    """Return a view of the mapped file `out`."""
     import torch
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
         raise UserError(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read", BAD_DATA)
     path, meta = folder / name / "out", folder / name / "meta"
     text = read_small(meta, META_LIMIT).decode(errors="replace")
-    said = META.fullmatch(text)
-    if not said or said[2] not in TYPES:
+    parts = META.fullmatch(text)
+    if not parts or parts[2] not in TYPES:
         raise UserError(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}", BAD_DATA)
-    shape, dtype = [int(n) for n in re.findall(r"\d+", said[1])], getattr(torch, TYPES[said[2]])
+    shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
     count = math.prod(shape)
     found = path.lstat() if path.exists() else None
     if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != count * dtype.itemsize or not count:
@@ -105,8 +108,8 @@ def variable(folder: Path, name: str) -> torch.Tensor:
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
 
 
-def of_libai(path: Path, trust: bool) -> dict[str, torch.Tensor]:
-    """What flow.save wrote: a folder with a pickle in it, one without, or a pickle alone."""
+def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
+    """Read what flow.save wrote: a folder with or without a pickle, or a pickle."""
     import torch
 
     if path.is_dir() and not (path / "pickled_data").exists():
@@ -130,25 +133,25 @@ def of_libai(path: Path, trust: bool) -> dict[str, torch.Tensor]:
 
 
 def libai_settings(folder: Path, notes: list[str]) -> dict[str, Any]:
-    """What config.yaml beside the step says of the network; it is not needed."""
+    """Return the network's settings in config.yaml beside the step, which is optional."""
     import yaml
 
     path = folder.parent / "config.yaml"
     if not path.is_file():
         return {}
     try:
-        said = yaml.safe_load(read_small(path, YAML_LIMIT))["model"]["cfg"]
+        stated = yaml.safe_load(read_small(path, YAML_LIMIT))["model"]["cfg"]
         names = {"num_attention_heads": int, "layernorm_epsilon": float, "apply_residual_post_layernorm": bool}
-        told = {name: kind(said[name]) for name, kind in names.items() if name in said}
+        settings = {name: kind(stated[name]) for name, kind in names.items() if name in stated}
     except (yaml.YAMLError, RecursionError, KeyError, TypeError, ValueError, AttributeError) as error:
-        notes.append(f"{path} is left out, its settings cannot be read: {str(error)[:200]}")
+        notes.append(f"{path} is ignored, its settings cannot be read: {str(error)[:200]}")
         return {}
-    if "apply_residual_post_layernorm" in told:
-        told["apply_residual_connection_post_layernorm"] = told.pop("apply_residual_post_layernorm")
-    return told
+    if "apply_residual_post_layernorm" in settings:
+        settings["apply_residual_connection_post_layernorm"] = settings.pop("apply_residual_post_layernorm")
+    return settings
 
 
-# What it is
+# Names and shapes
 
 
 def oneflow_name(key: str) -> str | None:
@@ -165,7 +168,7 @@ def libai_name(key: str) -> str | None:
     key = re.sub(r"^.*?(?=(embeddings|transformer)\.)", "", key)  # GPT_model., and what wraps it
     for theirs, megatron in LIKE_MEGATRON.items():
         key = megatron + key.removeprefix(theirs) if key.startswith(theirs) else key
-    name = names.of_megatron(key) if len(key) < 200 else None
+    name = names.parse_name(key) if len(key) < 200 else None
     return None if name is None else name.ours if name.layer is None else f"h.{name.layer}.{name.ours}"
 
 
@@ -173,13 +176,16 @@ def by_our_names(folder: Path, theirs: Mapping[str, torch.Tensor], ours: Any) ->
     found = {key: ours(key) for key in theirs}
     unknown = [key for key, name in found.items() if name is None]
     if unknown or not any(name == "wte.weight" and theirs[key].ndim == 2 for key, name in found.items()):
-        what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "there is no table of tokens"
+        what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "it has no table of tokens"
         raise UserError(f"{folder}: not a GPT of LiBai or OneFlow-GPT: {what}", BAD_DATA)
     return {name: theirs[key] for key, name in found.items() if name is not None}
 
 
 def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What the shapes prove, and the weights as [out, in]; every tensor must be there and fit."""
+    """Return the settings that the shapes prove, and the weights as [out, in].
+
+    Every tensor must exist and fit.
+    """
     layers = len({name.split(".")[1] for name in tensors if name.startswith("h.")})
     rows, width = tensors["wte.weight"].shape
     qkv = tensors.get("h.0.attn.qkv.weight")
@@ -207,12 +213,12 @@ def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any
         shapes |= {f"h.{i}.{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
     wrong = [f"{name} has no place" for name in weights if name not in shapes]
     wrong += [
-        f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, it should be {list(shape)}"
+        f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, expected {list(shape)}"
         for name, shape in shapes.items()
         if name not in weights or tuple(weights[name].shape) != shape
     ]
     if wrong:
-        raise UserError("\n  ".join([f"{folder} is not a whole GPT:", *wrong[:10]]), BAD_DATA)
+        raise UserError("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]), BAD_DATA)
     return {
         "num_layers": layers,
         "hidden_size": width,

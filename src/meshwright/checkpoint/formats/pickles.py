@@ -1,10 +1,11 @@
-"""Files of torch.save and plain pickles: read without running anything in them, written in a stream.
+"""Read torch.save files and plain pickles without running anything in them; write them in a stream.
 
-Reading is unpickler.py's, on the mapped file: tensors are views of it, and take no memory before they are used. Both of
-torch's forms are read, the zip archive and the one before 1.6, where storages follow the pickle; so is a plain pickle.
+unpickler.py reads the mapped file: tensors are views of it and take no memory before they are used.
+Both of torch's forms are read, the zip archive and the one before 1.6, where storages follow the
+pickle, and so are plain pickles.
 
-Writing is by hand because torch.save wants all tensors in memory at once. Here a tensor may be a `Later`, made when its
-bytes are due and let go after them; what torch.load sees is the same.
+Writing is by hand because torch.save needs all tensors in memory at once. Here a tensor may be a
+`Later`, made when its bytes are due and dropped after them; torch.load sees the same file.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ mappings: weakref.WeakValueDictionary[tuple[int, ...], mmap.mmap] = weakref.Weak
 
 
 def load(path: str | Path, begin: int = 0, length: int | None = None, trust: bool = False) -> Any:
-    """The object in a file or a part of one, its tensors on the CPU as views of the file; nothing in it is run.
+    """Return the object in a file or a part of one, its tensors as views of the file on the CPU.
 
-    Classes come as `Stub`, byte strings from 64 KiB on as memoryviews, NumPy's arrays as tensors, OrderedDict as dict.
-    `trust`: torch.load as it is, which runs whatever the file says.
+    Foreign objects become `Stub`s, byte strings of 64 KiB and more memoryviews, NumPy's arrays
+    tensors, OrderedDict dict. With `trust` torch.load reads it, which runs whatever the file says.
     """
     path = Path(path)
-    whole = memoryview(mapped(path))
-    end = len(whole) if length is None else begin + length
-    if not 0 <= begin < end <= len(whole):
-        raise UserError(f"{path}: it has {len(whole):,} bytes, and bytes {begin:,} to {end:,} are wanted", BAD_DATA)
-    data = whole[begin:end]
+    full = memoryview(mapped(path))
+    end = len(full) if length is None else begin + length
+    if not 0 <= begin < end <= len(full):
+        raise UserError(f"{path}: it has {len(full):,} bytes, and bytes {begin:,} to {end:,} are wanted", BAD_DATA)
+    data = full[begin:end]
     try:
         if trust:
             return run(path, None if length is None and begin == 0 else data)
         return read_archive(data) if bytes(data[:4]) == b"PK\3\4" else read_stream(data)
-    except Exception as error:  # a damaged or hostile file can fail in any way, and a trusted one in its own
+    except Exception as error:  # damaged, hostile and trusted files can fail in any way
         reason = str(error) if type(error) in (ValueError, *ValueError.__subclasses__()) else f"damaged: {error!r:.300}"
         raise UserError(f"{path}: not a checkpoint that can be read: {reason}", BAD_DATA) from error
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """A file in memory, one mapping for all its readers: it is written nowhere, and no memory is set aside for it."""
+    """Return the file, mapped once for all its readers without reserving memory."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or not found.st_size:
@@ -84,7 +85,7 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 def run(path: Path, part: memoryview | None) -> Any:
-    """What the user has asked for with --trust-pickle."""
+    """Run the file, as the user asked with --trust-pickle."""
     import torch
 
     head = bytes(memoryview(mapped(path))[:32] if part is None else part[:32])
@@ -104,7 +105,7 @@ def read_archive(data: memoryview) -> Any:
         raise ValueError("a zip archive, but not one of torch.save's")
     order = records.get(f"{prefix}byteorder")
     if order and bytes(data[order.begin : order.end][:10]) != b"little":
-        raise ValueError("its numbers are big-endian: load it on a reader that has such, and save it anew")
+        raise ValueError("its numbers are big-endian; load it on a big-endian machine and convert it there")
 
     def place(key: str, size: int) -> int:
         record = records.get(f"{prefix}data/{key}")
@@ -119,9 +120,13 @@ def read_archive(data: memoryview) -> Any:
 
 
 def read_stream(data: memoryview) -> Any:
-    """A plain pickle, or torch's old form: magic number, version, reader, object, keys of the storages, storages."""
+    """Read a plain pickle, or torch's old form.
+
+    That is a series of pickles (magic number, version, machine, object, keys of the storages), then
+    the storages.
+    """
     if bytes(data[257:262]) == b"ustar":
-        raise ValueError("a tar archive of torch 0.1: load it with torch.load and save it anew")
+        raise ValueError("a tar archive of torch 0.1; load it with torch.load and save it again")
     reader = Reader(data)
     first = reader.load()
     if type(first) is not int or first != MAGIC:
@@ -129,7 +134,7 @@ def read_stream(data: memoryview) -> Any:
     version, system = reader.load(), reader.load()
     if version != PROTOCOL or type(system) is not dict or not system.get("little_endian"):
         raise ValueError(
-            f"torch's old form in version {version!r:.20}, or big-endian: load it with torch.load and save it anew"
+            f"torch's old form in version {version!r:.20}, or big-endian; load it with torch.load and save it again"
         )
     begin, sizes, places = reader.position, dict[str, int](), dict[str, int]()
 
@@ -137,7 +142,7 @@ def read_stream(data: memoryview) -> Any:
         if sizes.setdefault(key, size) != size:
             raise ValueError(f"the storage {key!r} has two sizes, {sizes[key]:,} and {size:,} bytes")
 
-    reader.place = announce  # the object is read twice: where its storages lie is said after it
+    reader.place = announce  # the object is read twice, since its storages' places follow it
     reader.load()
     keys = reader.load()
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(sizes):
@@ -148,7 +153,7 @@ def read_stream(data: memoryview) -> Any:
         places[key], at = at + 8, at + 8 + sizes[key]
         if at > len(data) or (count and sizes[key] % count) or (not count and sizes[key]):
             raise ValueError(
-                f"the storage {key!r} of {sizes[key]:,} bytes is cut short, or said to have {count:,} numbers"
+                f"the storage {key!r} of {sizes[key]:,} bytes is cut short, or declared to have {count:,} numbers"
             )
     reader.place, reader.position = lambda key, size: places[key], begin
     return reader.load()
@@ -159,7 +164,7 @@ def read_stream(data: memoryview) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Later:
-    """A tensor that is made when it is written."""
+    """A tensor that is made when its bytes are written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -167,7 +172,7 @@ class Later:
 
 
 class Stored(NamedTuple):
-    """Stands for a storage in the pickle."""
+    """A storage in the pickle."""
 
     key: str
     dtype: torch.dtype
@@ -175,7 +180,7 @@ class Stored(NamedTuple):
 
 
 class Pickler(pickle.Pickler):
-    """Torch's instructions for tensors, whose bytes come after; refuses what our reader would."""
+    """Writes tensors as torch does, their bytes elsewhere; refuses what our reader would."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -217,7 +222,7 @@ def numel(value: torch.Tensor | Later, after: int = 0) -> int:
 
 
 def write(tree: Any, write: Write) -> None:
-    """What torch.save makes of a tree of dicts, lists, tuples, numbers, strings, Namespaces and tensors."""
+    """Write a tree of containers, numbers, strings, Namespaces and tensors as torch.save does."""
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(tree)

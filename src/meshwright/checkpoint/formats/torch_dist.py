@@ -1,14 +1,15 @@
-"""Megatron-Core's `torch_dist` folders, and those of torch.distributed.checkpoint with the same names: read, not written.
+"""Open `torch_dist` folders of Megatron-Core, and torch.distributed.checkpoint's with its names.
 
-`.metadata` says of each tensor its shape and its boxes, and of each box in which file and at which byte it lies, as an
-archive of torch.save of its own. torch's reader unpickles all of that with nothing held back, which is why this one is
-written by hand: everything goes through pickles.load, and the boxes become views of the mapped files.
+`.metadata` lists each tensor's shape and boxes, and for each box the file and byte where it lies,
+as a torch.save archive. torch's own reader unpickles all of that unguarded, which is why this one
+is written by hand: everything goes through pickles.load, and boxes become views of mapped files.
 
-Layers that are alike are one tensor there, with a first dimension for the layer. Optimizer state is stored like the
-parameters (all optimizers that are not distributed, and "fully_reshardable"), or as stretches of each rank's share
-("fully_sharded_model_space", 2024 and 2025): one dimension more, the last for the place in the share, the others counting
-shares. What lies as in memory ("dp_reshardable") names no parameter: core_buffers.py. Of the two other kinds there were
-("dp_zero_gather_scatter", "fully_sharded_bucket_space") the weights alone are read.
+Equal layers are one tensor there, whose first dimension is the layer. Optimizer state is stored
+like the parameters (optimizers that are not distributed, and "fully_reshardable"), or as stretches
+of each rank's share ("fully_sharded_model_space", 2024 and 2025): one more dimension, the last for
+the place in the share, the others counting shares. State saved as it lies in memory
+("dp_reshardable") names no parameter: core_buffers.py. Of two older kinds
+("dp_zero_gather_scatter", "fully_sharded_bucket_space") only the weights are read.
 """
 
 from __future__ import annotations
@@ -18,26 +19,15 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
 from meshwright.checkpoint.formats import core_buffers, megatron_state, pickles
 from meshwright.checkpoint.formats import megatron_names as names
-from meshwright.checkpoint.formats.megatron_ranks import (
-    Boxes,
-    Parameter,
-    Rank,
-    Sizes,
-    check_complete,
-    check_shapes,
-    lay_out,
-)
+from meshwright.checkpoint.formats.megatron_ranks import Boxes, Parameter, Rank, empty, measure_model
 from meshwright.checkpoint.sources import Mapped
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.parallel import shard
-
-if TYPE_CHECKING:
-    import torch
 
 PREFIX = re.compile(r"(?:(?:model|module)\d*\.)*")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
@@ -45,7 +35,7 @@ BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 BESIDE = re.compile(
     r".*_extra_state.*|.*inv_freq|(rng_state|rerun_state|optimizer|opt_param_scheduler|iteration|args)\b.*"
 )
-# Options that make another network than ours, and their values that do not.
+# Options of networks that we do not build, and their values that change nothing.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "mtp_num_layers": (0,),
@@ -62,71 +52,67 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 class Stored(NamedTuple):
-    """A tensor as it lies there."""
+    """A tensor as the folder holds it."""
 
     shape: Shape
     boxes: Boxes
 
 
 class Meaning(NamedTuple):
-    """What the name of a tensor there says."""
+    """The parts of a tensor's name."""
 
     name: names.Name
     stacked: bool  # all layers in one tensor, whose first dimension counts them
-    half: int | None  # of a gated MLP's first product, where its halves are kept apart
+    half: int | None  # of a gated MLP's first product, if its halves are separate
 
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
-    """`heads`: for folders that do not say. Without `optimizer` its state is not looked at."""
+    """Open one step; `heads` is for folders that do not state them.
+
+    Without `optimizer` its state is not read.
+    """
     common = pickles.load(folder / "common.pt", trust=trust) if (folder / "common.pt").exists() else {}
     metadata = pickles.load(folder / ".metadata", trust=trust)
     tensors = stored(folder, metadata, trust, optimizer)
     if optimizer and isinstance(common.get("optimizer"), dict):
         common["optimizer"] = {**common["optimizer"], **beside_buffers(folder, metadata, trust)}
-    return of_parts(folder, common, tensors, heads)
+    return from_tensors(folder, common, tensors, heads)
 
 
-def of_parts(folder: Path, common: dict[str, Any], tensors: dict[str, Stored], heads: int | None) -> Mapped:
+def from_tensors(folder: Path, common: dict[str, Any], tensors: dict[str, Stored], heads: int | None) -> Mapped:
     args, notes = megatron_state.namespace(common.get("args")), list[str]()
     for option, harmless in OTHERS.items():
         if args.get(option) is not None and args[option] not in harmless:
             raise UserError(f"{folder}: its model has {option} {args[option]}, which we do not build", BAD_DATA)
     rank = Rank(folder, 0, 0, common, [list(parameters(folder, tensors))])
-    check_complete(folder, [rank], 1 + max(layer_of(p) for p in rank.parameters))
-    sizes = Sizes.of(rank, [rank], args, heads)
-    check_shapes([rank], sizes)
+    layers = {int(p.name.split(".")[1]) for p in rank.parameters if p.name.startswith("h.")}
+    sizes = measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
     complete_optimizer(rank)
-    pieces = lay_out([rank], sizes, 3.0)
-    config = megatron_state.config(args, sizes, pieces, notes)
-    source = Mapped("Megatron-Core", folder, 0, config=config, notes=notes, pieces=pieces)
+    source = megatron_state.as_source("Megatron-Core", folder, [rank], sizes, args, notes)
     if not source.has_optimizer and any(map(BUFFERS.match, tensors)):
         try:
             joined = core_buffers.by_parameter(source, tensors, sizes, tensor_ranks(tensors))
             source = dataclasses.replace(source, pieces=joined)
         except ValueError as error:
             notes.append(
-                f" > note: {folder} keeps the optimizer's state as it lay in memory (--dist-ckpt-optim-fully-reshardable would "
-                f"not), and it cannot be told apart: {error}. Add --no-load-optim to take the weights alone"
+                f" > note: {folder} keeps the optimizer's state as it lay in memory (which "
+                f"--dist-ckpt-optim-fully-reshardable avoids), and it cannot be assigned: {error}. Add --no-load-optim to load only the weights"
             )
     if source.has_optimizer or isinstance(common.get("optimizer"), dict):
-        source.state = state_of(common, args, sizes, notes)
+        source.state = megatron_state.state_beside_weights(common, args, sizes.positions, notes)
         source.step = source.state.get("iteration", 0)
     source.layout = f"tables of tokens over {tensor_ranks(tensors)} tensor ranks"
     vocab = megatron_state.true_vocabulary(common, args)
     return source.of_vocabulary(vocab) if vocab else source
 
 
-def layer_of(p: Parameter) -> int:
-    return int(p.name.split(".")[1]) if p.name.startswith("h.") else -1
-
-
 # Files
 
 
 def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, Stored]:
-    """Every tensor with its boxes, those of a model mapped; what is no tensor is never looked at."""
-    told = metadata.state_dict_metadata
-    found = {key: Stored(tuple(told[key].size), []) for key in told if hasattr(told[key], "chunks")}
+    """Return every tensor with its boxes, those of a model mapped; other entries are not read."""
+    entries = metadata.state_dict_metadata
+    found = {key: Stored(tuple(entry.size), []) for key, entry in entries.items() if hasattr(entry, "chunks")}
     if not optimizer:
         found = {key: tensor for key, tensor in found.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
     for index, info in metadata.storage_data.items():
@@ -137,7 +123,7 @@ def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[st
             continue
         if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(info, "transform_descriptors", None):
             raise UserError(
-                f"{folder}: {index.fqn} lies outside of it or is compressed: {info.relative_path}", BAD_DATA
+                f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}", BAD_DATA
             )
         view = pickles.load(folder / info.relative_path, info.offset, info.length, trust)
         at = tuple(index.offset) if index.offset is not None else (0,) * view.ndim
@@ -148,13 +134,13 @@ def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[st
         held = sum(view.numel() for _, view in tensor.boxes)
         if tensor.boxes and held != prod(tensor.shape):
             raise UserError(
-                f"{folder}: parts of {key} {tensor.shape} are missing or there twice: {held:,} elements", BAD_DATA
+                f"{folder}: parts of {key} {tensor.shape} are missing or duplicated: {held:,} elements", BAD_DATA
             )
     return found
 
 
 def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
-    """What is kept in common.pt with other kinds of optimizer state: groups with their number of steps, the loss scale."""
+    """Return groups and loss scale, which other kinds of optimizer state keep in common.pt."""
     return {
         found[1]: pickles.load(folder / info.relative_path, info.offset, info.length, trust)[0]
         for index, info in metadata.storage_data.items()
@@ -166,21 +152,21 @@ def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
 
 
 def meaning(key: str) -> Meaning | None:
-    """None: it is no parameter of a GPT that is known here."""
+    """Return the parts of a name, or None if it is no known parameter of a GPT."""
     key = PREFIX.sub("", key, count=1)
     half = {"_w": 0, "_v": 1}.get(key[-2:])
     key = key if half is None else key[:-2]
     stacked = re.match(r"decoder\.layers\.(?!\d)", key) is not None
-    name = names.of_megatron(key.replace("layers.", "layers.0.", 1) if stacked else key)
+    name = names.parse_name(key.replace("layers.", "layers.0.", 1) if stacked else key)
     return None if name is None else Meaning(name, stacked, half)
 
 
 def parameters(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[Parameter]:
-    """Each parameter with its weights, and what the optimizer holds of it."""
+    """Yield each parameter with its weights and its optimizer state."""
     found: dict[str, Parameter] = {}
     strange = [key for key in tensors if not (STATE.fullmatch(key) or meaning(key) or BESIDE.fullmatch(key))]
     if strange:
-        raise UserError(f"{folder}: {strange[0][:200]} is no parameter of a GPT that is known here", BAD_DATA)
+        raise UserError(f"{folder}: {strange[0][:200]} is not a known parameter of a GPT", BAD_DATA)
     for key, tensor in tensors.items():
         if not STATE.fullmatch(key) and (means := meaning(key)):
             add(found, "", means, tensor)
@@ -189,12 +175,12 @@ def parameters(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[Paramete
         if state := STATE.fullmatch(key):
             kind, theirs = state[1].removeprefix("fp32_"), PREFIX.sub("", state[2], count=1)
             if means := meaning(theirs):
-                add(found, kind, means, straight(tensor, shapes[theirs]))
+                add(found, kind, means, join_shares(tensor, shapes[theirs]))
     yield from found.values()
 
 
-def straight(tensor: Stored, shape: Shape) -> Stored:
-    """Stretches of shares as boxes of the whole."""
+def join_shares(tensor: Stored, shape: Shape) -> Stored:
+    """Return stretches of shares as boxes of the whole tensor."""
     if len(tensor.shape) == len(shape):
         return tensor
     share = tuple(n // count for n, count in zip(shape, tensor.shape[:-1], strict=True))
@@ -216,8 +202,8 @@ def add(found: dict[str, Parameter], kind: str, means: Meaning, tensor: Stored) 
     rows = shape[0] if means.half is not None else 0
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
-        whole = (2 * rows or shape[0], *shape[1:])
-        p = found.setdefault(name, Parameter(name, means.name.ours, empty(whole)))
+        full = (2 * rows or shape[0], *shape[1:])
+        p = found.setdefault(name, Parameter(name, means.name.ours, empty(full)))
         for offset, view in tensor.boxes:
             if means.stacked:
                 if not offset[0] <= layer < offset[0] + len(view):
@@ -226,53 +212,21 @@ def add(found: dict[str, Parameter], kind: str, means: Meaning, tensor: Stored) 
             p.values.setdefault(kind, []).append(((offset[0] + rows * (means.half or 0), *offset[1:]), view))
 
 
-def empty(shape: Shape) -> torch.Tensor:
-    """A shape alone."""
-    import torch
-
-    return torch.empty(shape, device="meta")
-
-
 # What is beside the tensors
 
 
 def complete_optimizer(rank: Rank) -> None:
-    """Masters take the weights' place; without both moments of every parameter there is no state."""
-    whole = all({"exp_avg", "exp_avg_sq"} <= set(p.values) for p in rank.parameters)
-    masters = whole and all("param" in p.values for p in rank.parameters)
+    """Put masters in the weights' place; drop state that lacks moments of any parameter."""
+    is_complete = all({"exp_avg", "exp_avg_sq"} <= set(p.values) for p in rank.parameters)
+    masters = is_complete and all("param" in p.values for p in rank.parameters)
     for p in rank.parameters:
         first = p.values.pop("param", [])
         p.values[""] = first if masters else p.values[""]
-        p.values = p.values if whole else {"": p.values[""]}
+        p.values = p.values if is_complete else {"": p.values[""]}
 
 
 def tensor_ranks(tensors: Mapping[str, Stored]) -> int:
-    """Over how many the table of tokens is cut."""
+    """Return over how many ranks the table of tokens is cut."""
     return next(
         len(tensor.boxes) for key, tensor in tensors.items() if key.endswith("embedding.word_embeddings.weight")
     )
-
-
-def state_of(tree: dict[str, Any], args: Mapping[str, Any], sizes: Sizes, notes: list[str]) -> dict[str, Any]:
-    """As resume.State saves it: as much as is known. Without a schedule that of the flags is followed."""
-    optimizer = tree.get("optimizer")
-    if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):  # one of several in a chain
-        optimizer = optimizer[0]
-    iteration, said = int(tree.get("iteration", 0)), len(notes)
-    state = megatron_state.state({**tree, "optimizer": optimizer}, args, iteration, sizes.positions, notes)
-    if not state and len(notes) > said:  # it has one that cannot be followed
-        return {}
-    if not state:
-        samples = int(args.get("consumed_train_samples") or iteration * megatron_state.batch_size(args))
-        state = {"iteration": iteration, "consumed_train_samples": samples, "schedule_samples": samples}
-    steps = [int(step) for key in ("step", "common_step") for step in values_of(optimizer, key) if step is not None]
-    return state | {"optimizer_steps": max(steps, default=iteration)}
-
-
-def values_of(tree: Any, key: str) -> Iterator[Any]:
-    """Every value under this key in a tree of settings."""
-    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
-        if name == key:
-            yield value
-        else:
-            yield from values_of(value, key)

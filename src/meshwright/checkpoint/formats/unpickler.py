@@ -240,6 +240,8 @@ class Reader:
             elif length < 0:
                 begin, at = self.argument(code, at, length)
                 cost += 2 * (at - begin)
+                if code == GLOBAL:
+                    self.find(*str(data[begin : at - 1], "utf-8").split("\n"))  # refused before anything runs
                 if code in TEXTS:
                     cost += sys.getsizeof(str(data[begin:at], "utf-8", "surrogatepass"))
                 elif code in BYTES and at - begin >= LONG_BYTES:
