@@ -163,7 +163,7 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "wte.weight: " in printed
         and "numbers differ, by at most" in printed
-        and f"of {weights} weights are equal" in told
+        and f"of {weights} weights are equal" in printed
     )
     (tmp_path / "hf/README.md").write_text("mine")
     assert main(["train", *run, *load, *longer]) == 73 and "has been changed" in capsys.readouterr().err

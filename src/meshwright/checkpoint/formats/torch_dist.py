@@ -95,8 +95,9 @@ def from_tensors(folder: Path, common: dict[str, Any], tensors: dict[str, Stored
             source = dataclasses.replace(source, pieces=joined)
         except ValueError as error:
             notes.append(
-                f" > note: {folder} keeps the optimizer's state as it lay in memory (which "
-                f"--dist-ckpt-optim-fully-reshardable avoids), and it cannot be assigned: {error}. Add --no-load-optim to load only the weights"
+                f" > note: {folder} keeps the optimizer's state as it lay in memory (unlike with "
+                "--dist-ckpt-optim-fully-reshardable), and its parameters cannot be identified: "
+                f"{error}. Add --no-load-optim to load only the weights"
             )
     if source.has_optimizer or isinstance(common.get("optimizer"), dict):
         source.state = megatron_state.state_beside_weights(common, args, sizes.positions, notes)
