@@ -127,30 +127,27 @@ PREFIXES = {
     pickletools.TAKEN_FROM_ARGUMENT4U: struct.Struct("<I"),
     pickletools.TAKEN_FROM_ARGUMENT8U: struct.Struct("<Q"),
 }
-STOP, FRAME, GLOBAL, BINPUT = (code[0] for code in (pickle.STOP, pickle.FRAME, pickle.GLOBAL, pickle.BINPUT))
-PUTS = set(pickle.BINPUT + pickle.LONG_BINPUT)
-LONGS = set(pickle.LONG1 + pickle.LONG4)
-TEXTS = set(pickle.SHORT_BINUNICODE + pickle.BINUNICODE + pickle.BINUNICODE8)
-STRINGS = set(pickle.SHORT_BINSTRING + pickle.BINSTRING)  # texts of Python 2
-BYTES = set(pickle.SHORT_BINBYTES + pickle.BINBYTES + pickle.BINBYTES8 + pickle.BYTEARRAY8)
+
+
+def codes(names: str) -> dict[int, str]:
+    """Return the instructions of these names in pickle, by code."""
+    return {getattr(pickle, name)[0]: name for name in names.split()}
+
+
+STOP, FRAME, GLOBAL, BINPUT = codes("STOP FRAME GLOBAL BINPUT")
+PUTS, LONGS = codes("BINPUT LONG_BINPUT"), codes("LONG1 LONG4")
+TEXTS = codes("SHORT_BINUNICODE BINUNICODE BINUNICODE8")
+STRINGS = codes("SHORT_BINSTRING BINSTRING")  # texts of Python 2
+BYTES = codes("SHORT_BINBYTES BINBYTES BINBYTES8 BYTEARRAY8")
 
 # Instructions that are copied, and the memory that each takes beside STEP and its argument. Missing
 # are the registry of extensions, buffers outside the file and most of protocols 0 and 1.
-MOVES: tuple[bytes, ...] = (
-    pickle.PROTO,
-    pickle.POP,
-    pickle.POP_MARK,
-    pickle.DUP,
-    pickle.NONE,
-    pickle.NEWTRUE,
-    pickle.NEWFALSE,
-)
-MOVES += (pickle.MARK, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET)
-MOVES += (pickle.EMPTY_TUPLE, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.FRAME, pickle.STOP)
-NUMBERS = (pickle.INT, pickle.LONG, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.BINFLOAT)
-TUPLES = (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.EMPTY_LIST)
-COSTS = {code[0]: 0 for code in MOVES} | {code[0]: 32 for code in NUMBERS} | {code[0]: 72 for code in TUPLES}
-COSTS |= dict.fromkeys(LONGS | TEXTS | STRINGS | BYTES, 72) | {pickle.EMPTY_DICT[0]: 80, pickle.EMPTY_SET[0]: 232}
+COSTS = dict.fromkeys(codes("PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE EMPTY_TUPLE"), 0)
+COSTS |= dict.fromkeys(codes("GLOBAL STACK_GLOBAL BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET"), 0)
+COSTS |= dict.fromkeys(codes("INT LONG BININT BININT1 BININT2 BINFLOAT"), 32)
+COSTS |= dict.fromkeys(codes("TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST"), 72)
+COSTS |= dict.fromkeys(LONGS | TEXTS | STRINGS | BYTES, 72)
+COSTS |= {pickle.EMPTY_DICT[0]: 80, pickle.EMPTY_SET[0]: 232}
 
 # Instructions that are replaced: how the operands become a tuple, and the Reader method for it.
 CALLS = {
