@@ -367,92 +367,88 @@ def megatron_classes() -> Iterator[None]:
                 sys.modules[name] = module
 
 
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+CURVE = {
+    "max_lr": 1e-3,
+    "min_lr": 1e-5,
+    "lr_warmup_steps": 16.0,
+    "num_steps": 48,
+    "lr_decay_style": "cosine",
+    "lr_decay_steps": 800,
+    "start_wd": 0.01,
+    "end_wd": 0.01,
+    "wd_incr_style": "constant",
+}
+CURVE_2019 = {"start_lr": 1e-3, "min_lr": 1e-5, "warmup_iter": 2, "num_iters": 6}
+CURVE_2019 |= {"decay_style": "cosine", "end_iter": 100}
+Three = tuple[Tensor, Tensor, Tensor]  # a weight and its moments
+
+
 def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]]) -> dict[str, Any]:
     """Return the optimizer's entry; write the states that lie beside the file."""
     everything = [list(zip(*chunk, strict=True)) for chunk in chunks]  # [((name, weight), (name, m), (name, v)), ...]
     params = [(w[1], m[1], v[1]) for chunk in everything for w, m, v in chunk]
     groups = [[x for x in params if x[0].ndim > 1], [x for x in params if x[0].ndim == 1]]
-    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 5, "hysteresis_tracker": 1}
-    curve = {
-        "max_lr": 1e-3,
-        "min_lr": 1e-5,
-        "lr_warmup_steps": 16.0,
-        "num_steps": 48,
-        "lr_decay_style": "cosine",
-        "lr_decay_steps": 800,
-        "start_wd": 0.01,
-        "end_wd": 0.01,
-        "wd_incr_style": "constant",
-    }
     if f.state == "2019":
-        old = sys.modules["megatron.fp16.loss_scaler"].DynamicLossScaler()  # type: ignore[attr-defined]
-        old.cur_scale, old.cur_iter, old.last_overflow_iter, old.scale_window, old.cur_hysteresis = (
-            4096.0,
-            7,
-            1,
-            1000,
-            1,
-        )
-        keys = iter(range(140_000_000_000_000, 140_000_000_100_000, 48))  # torch numbered parameters by their addresses
-        numbered = [[(next(keys), x) for x in group] for group in groups]
-        state = {key: {"step": 6, "exp_avg": x[1], "exp_avg_sq": x[2]} for group in numbered for key, x in group}
-        inner = {"state": state, "param_groups": [settings | {"params": [key for key, _ in g]} for g in numbered]}
-        curve = {
-            "start_lr": 1e-3,
-            "min_lr": 1e-5,
-            "warmup_iter": 2,
-            "num_iters": 6,
-            "decay_style": "cosine",
-            "end_iter": 100,
-        }
-        return {
-            "lr_scheduler": curve,
-            "optimizer": {
-                "loss_scaler": old,
-                "dynamic_loss_scale": True,
-                "overflow": False,
-                "first_closure_call_this_step": True,
-                "optimizer_state_dict": inner,
-                "fp32_from_fp16": [[x[0] for x in group] for group in groups],
-            },
-        }
+        return {"lr_scheduler": CURVE_2019, "optimizer": optimizer_of_2019(groups)}
     if f.state in ("fp32", "masters"):
-        flat = [x for group in groups for x in group]
-        state = {i: {"exp_avg": x[1], "exp_avg_sq": x[2]} for i, x in enumerate(flat)}
-        if f.state == "fp32":  # torch's own Adam
-            state = {i: x | {"step": torch.tensor(6.0)} for i, x in state.items()}
-        numbers = [list(range(len(groups[0]))), list(range(len(groups[0]), len(flat)))]
-        inner = {"state": state, "param_groups": [settings | {"step": 6, "params": n} for n in numbers]}
-        masters = [[torch.nn.Parameter(x[0]) for x in group] for group in groups]
-        outer = (
-            inner
-            if f.state == "fp32"
-            else {"optimizer": inner, "grad_scaler": scaler, "fp32_from_fp16_params": masters}
-        )
-        return {"optimizer": outer, "opt_param_scheduler": curve}
+        outer = torch_adam(f, groups)
+        if f.state == "masters":
+            masters = [[torch.nn.Parameter(x[0]) for x in group] for group in groups]
+            outer = {"optimizer": outer, "grad_scaler": scaler, "fp32_from_fp16_params": masters}
+        return {"optimizer": outer, "opt_param_scheduler": CURVE}
     if f.state == "sharded":
         for rank in range(f.dp):
-            tree = {
-                "optimizer": shard(f, everything, rank, settings) | {"grad_scaler": scaler},
-                "opt_param_scheduler": curve,
-            }
+            tree = {"optimizer": shard(f, everything, rank) | {"grad_scaler": scaler}, "opt_param_scheduler": CURVE}
             beside = folder.with_name(f"{folder.name}_{rank:03d}")
             beside.mkdir(parents=True)
             torch.save(tree, beside / "optim.pt")
         return {}
-    buffers: dict[Any, Any] = {} if f.state == "flat" else {"bucket_sizes": [2000] * len(chunks)}
-    for c, chunk in enumerate(everything):
-        values = {
-            name: [x[k][1].flatten() for x in reversed(chunk)]
-            for k, name in enumerate(("param", "exp_avg", "exp_avg_sq"))
-        }
+    write_buffers(folder, f, everything)
+    inner = {"param_groups": [SETTINGS | {"step": 6}, SETTINGS | {"step": 6, "weight_decay": 0.0}]}
+    return {"optimizer": {"optimizer": inner, "grad_scaler": scaler}, "opt_param_scheduler": CURVE}
+
+
+def optimizer_of_2019(groups: list[list[Three]]) -> dict[str, Any]:
+    """Return the state of 2019: keys are addresses, as torch numbered parameters then."""
+    old = sys.modules["megatron.fp16.loss_scaler"].DynamicLossScaler()  # type: ignore[attr-defined]
+    vars(old).update(cur_scale=4096.0, cur_iter=7, last_overflow_iter=1, scale_window=1000, cur_hysteresis=1)
+    keys = iter(range(140_000_000_000_000, 140_000_000_100_000, 48))
+    numbered = [[(next(keys), x) for x in group] for group in groups]
+    state = {key: {"step": 6, "exp_avg": x[1], "exp_avg_sq": x[2]} for group in numbered for key, x in group}
+    return {
+        "loss_scaler": old,
+        "dynamic_loss_scale": True,
+        "overflow": False,
+        "first_closure_call_this_step": True,
+        "optimizer_state_dict": {
+            "state": state,
+            "param_groups": [SETTINGS | {"params": [key for key, _ in g]} for g in numbered],
+        },
+        "fp32_from_fp16": [[x[0] for x in group] for group in groups],
+    }
+
+
+def torch_adam(f: Form, groups: list[list[Three]]) -> dict[str, Any]:
+    """Return the state_dict of torch's Adam (with its step counts), or of apex's."""
+    flat = [x for group in groups for x in group]
+    step = {"step": torch.tensor(6.0)} if f.state == "fp32" else {}
+    state = {i: {"exp_avg": x[1], "exp_avg_sq": x[2]} | step for i, x in enumerate(flat)}
+    numbers = [list(range(len(groups[0]))), list(range(len(groups[0]), len(flat)))]
+    return {"state": state, "param_groups": [SETTINGS | {"step": 6, "params": n} for n in numbers]}
+
+
+def write_buffers(folder: Path, f: Form, chunks: list[list[Any]]) -> None:
+    """Write `distrib_optim.pt`: one buffer per chunk, or buckets."""
+    out: dict[Any, Any] = {} if f.state == "flat" else {"bucket_sizes": [2000] * len(chunks)}
+    for c, chunk in enumerate(chunks):
+        kinds = enumerate(("param", "exp_avg", "exp_avg_sq"))
+        values = {name: [x[k][1].flatten() for x in reversed(chunk)] for k, name in kinds}
         split = {name: buckets(f, x, 2000 if f.state == "buckets" else 1 << 60) for name, x in values.items()}
-        buffers[c] = {torch.float32: split if f.state == "buckets" else {name: x[0] for name, x in split.items()}}
+        out[c] = {torch.float32: split if f.state == "buckets" else {name: x[0] for name, x in split.items()}}
     folder.mkdir(parents=True)
-    torch.save(buffers, folder / "distrib_optim.pt")
-    inner = {"param_groups": [settings | {"step": 6}, settings | {"step": 6, "weight_decay": 0.0}]}
-    return {"optimizer": {"optimizer": inner, "grad_scaler": scaler}, "opt_param_scheduler": curve}
+    torch.save(out, folder / "distrib_optim.pt")
 
 
 def buckets(f: Form, tensors: list[Tensor], size: int) -> list[Tensor]:
@@ -466,9 +462,9 @@ def buckets(f: Form, tensors: list[Tensor], size: int) -> list[Tensor]:
     return [torch.cat([row, torch.full((-len(row) % f.dp,), 9.0)]) for row in rows]
 
 
-def shard(f: Form, chunks: list[list[Any]], rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+def shard(f: Form, chunks: list[list[Any]], rank: int) -> dict[str, Any]:
     """Return a data rank's state of early 2023: an equal part of a buffer, last parameter first."""
-    mine: list[list[tuple[Tensor, Tensor, Tensor]]] = [[], []]
+    mine: list[list[Three]] = [[], []]
     for chunk in chunks:
         owners = {}
         total = sum(w.numel() for (_, w), _, _ in chunk)
@@ -483,7 +479,7 @@ def shard(f: Form, chunks: list[list[Any]], rank: int, settings: dict[str, Any])
     full = [group for group in mine if group]
     flat = [x for group in full for x in group]
     count = iter(range(len(flat)))
-    groups = [settings | {"step": 6, "params": [next(count) for _ in group]} for group in full]
+    groups = [SETTINGS | {"step": 6, "params": [next(count) for _ in group]} for group in full]
     state = {i: {"exp_avg": x[1], "exp_avg_sq": x[2]} for i, x in enumerate(flat)}
     return {
         "optimizer": {"state": state, "param_groups": groups},

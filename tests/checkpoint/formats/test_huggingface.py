@@ -212,7 +212,7 @@ def test_a_table_with_more_rows_than_ids_and_one_that_differs(tmp_path):
     head[0, 0] += 1
     save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     source = huggingface.open(tmp_path)
-    assert source.config["untie_embeddings_and_output_weights"] and "kept apart" in source.notes[0]
+    assert source.config["untie_embeddings_and_output_weights"] and "stay separate" in source.notes[0]
     assert torch.equal(values(source)["lm_head.weight"], head)
 
 
@@ -235,7 +235,7 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("gpt2", {"n_head": 5}, "n_embd 32 is not a multiple of n_head 5"),
         ("gpt2", {"n_layer": 3}, "no tensor transformer.h.2."),
         ("gpt2", {"n_layer": 1}, "12 tensors have no place"),
-        ("gpt2", {"n_layer": "2"}, "n_layer is 2, a number"),
+        ("gpt2", {"n_layer": "2"}, "n_layer is '2'; it must be"),
         ("gpt2", {"n_positions": 17}, r"wpe.weight is \[16, 32\], by config.json it is \[17, 32\]"),
         ("gpt2", {"vocab_size": 62}, "wte.weight has 61 rows, the vocabulary 62"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
@@ -250,7 +250,7 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is no"),
         ("llama", {"model_type": "mistral", "sliding_window": 8}, "sliding_window is 8"),
-        ("llama", {"model_type": "mistral", "sliding_window": "8"}, "sliding_window is 8, a number"),
+        ("llama", {"model_type": "mistral", "sliding_window": "8"}, "sliding_window is .8.; it must be"),
         ("llama", {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8"),
         ("llama", {"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
         ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\], by config.json it is \[32, 32\]"),

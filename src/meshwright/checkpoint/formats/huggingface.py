@@ -152,7 +152,7 @@ class Given:
         value = default if value is None else value
         if type(value) is not int or not 0 < value < 1 << 31:
             raise UserError(
-                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}; it must be an integer of at least 1", BAD_DATA
+                f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be an integer of at least 1", BAD_DATA
             )
         return value
 
@@ -160,7 +160,7 @@ class Given:
         value = (self.config if among is None else among).get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise UserError(
-                f"{self.folder / CONFIG}: {key} is {str(value)[:100]}; it must be a number above 0", BAD_DATA
+                f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be a number above 0", BAD_DATA
             )
         return float(value)
 
