@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed optimizer as it lay in memory ("dp_reshardable", default in 2025).
+"""Megatron-Core's distributed optimizer in memory order ("dp_reshardable", default since 2025).
 
 Each tensor rank and stage has flat buckets of masters and moments, and nothing says which parameter
 is where. That follows from the order in which Megatron-Core fills its buffers: the last parameter
