@@ -127,7 +127,9 @@ def test_a_full_disk_while_the_index_is_written(tmp_path, small, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(writing, "write_index", raise_full)
-        with pytest.raises(UserError, match="No space left on device: nothing was published; free space and the same"):
+        with pytest.raises(
+            UserError, match="No space left on device; nothing was published: free space and run the same"
+        ):
             run(tmp_path, "out", a, workers=2)
     assert leftovers(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
     stderr = run(tmp_path, "out", a, workers=2)
