@@ -6,17 +6,21 @@ import contextlib
 import io
 import json
 import os
+import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 import pytest
+import torch
 
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, steps
+from meshwright.checkpoint.native import Entry
 from meshwright.data.format.indexed import Indexed
+from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings import schema as settings
 
 TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
@@ -109,3 +113,70 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+# Tensors, boxes and files of checkpoints
+
+DTYPES = [getattr(torch, name) for name in native.TORCH.values()]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return reproducible random values of any type."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+def hold_equal(a: native.Named, b: native.Named) -> bool:
+    """Return whether both hold equal tensors under the names of `a`."""
+    return all(torch.equal(a[name][2], b[name][2]) for name in a)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def random_boxes(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
+    """Return boxes that make up a tensor of this shape, by random cuts."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(rng.randrange(6)):
+        offset, size = boxes.pop(rng.randrange(len(boxes)))
+        dims = [d for d in range(len(shape)) if size[d] > 1]
+        if not dims:
+            boxes.append((offset, size))
+            continue
+        d = rng.choice(dims)
+        n = rng.randrange(1, size[d])
+        boxes.append((offset, size[:d] + (n,) + size[d + 1 :]))
+        boxes.append((offset[:d] + (offset[d] + n,) + offset[d + 1 :], size[:d] + (size[d] - n,) + size[d + 1 :]))
+    rng.shuffle(boxes)
+    return boxes
+
+
+def box_slices(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+
+
+def box_elements(full: torch.Tensor, boxes: list[Box]) -> torch.Tensor:
+    """Return the elements of the boxes, one box after the other."""
+    return torch.cat([full[box_slices(*box)].reshape(-1) for box in boxes])
+
+
+def blank(named: native.Named) -> dict[str, Entry]:
+    """Return the same entries with other values, to be loaded into."""
+    return {name: Entry(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()}
+
+
+def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
+    """Return the message of the UserError that the call must raise."""
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.status == status
+    return str(caught.value)

@@ -1,4 +1,5 @@
-"""Saving while training goes on: the bytes of a save that waits, one in flight, and a failure known within a step."""
+"""Saving while training goes on: the bytes of a save that waits, one in flight, and a failure known
+within a step."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_a_save_holds_the_numbers_of_its_own_step(
     tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights change while it is written: slow writing must not show. Successive saves differ (F15)."""
+    """Weights change while it is written: slow writing must not show. Successive saves differ
+    (F15)."""
     assert train(tmp_path / "waits", "--no-async-save", *more) == 0
     real = publish.write_file
 
@@ -65,7 +67,8 @@ def test_a_save_holds_the_numbers_of_its_own_step(
 
 
 def test_a_copy_is_not_the_tensor() -> None:
-    """What is written is what was there when the save began, though the tensors changed before the thread began."""
+    """What is written is what was there when the save began, though the tensors changed before the
+    thread began."""
     background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
     tensors = {
         name: native.full_entry(torch.full((3, 5), n, dtype=dtype))
@@ -145,13 +148,15 @@ def test_a_failure_is_reported_within_one_step(
     err = capsys.readouterr().err
     assert "No space left on device" in err and "iter_0000001, is intact" in err
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # The save of step 2 had begun after it; the failure is met at the latest where the save of step 3 would begin.
+    # The save of step 2 had begun after it; the failure is met at the latest where the save of step
+    # 3 would begin.
     assert max(row["iteration"] for row in rows if row["event"] == "step") <= 3
     assert steps.latest(tmp_path)[0] == 1 and not list(tmp_path.glob("*.tmp"))
 
 
 def on_ranks(folder: Path) -> None:
-    """Two ranks save every step while they train, then meet a failure of rank 1 alone, which is everybody's."""
+    """Two ranks save every step while they train, then meet a failure of rank 1 alone, which is
+    everybody's."""
     from layouts import Connected, trained
 
     rank = dist.get_rank()
@@ -193,7 +198,8 @@ def test_on_ranks(tmp_path: Path) -> None:
 
 
 def test_what_the_run_appends_to_is_not_in_a_save_that_goes_on(tmp_path: Path) -> None:
-    """The list of samples that were passed over grows while the step before is still being written."""
+    """The list of samples that were passed over grows while the step before is still being
+    written."""
     config = flags.parse(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path), "--async-save"], "test").config
     saver, go = Saver(config, Layout(), Team(), CPU), threading.Event()
     real = saver.write

@@ -1,4 +1,4 @@
-"""`meshwright convert`: from every form to every other, numbers the same, in little memory; and what it refuses."""
+"""Conversion between all formats keeps every number and needs little memory."""
 
 import contextlib
 import filecmp
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Made(Source):
-    """A GPT whose numbers are made when they are asked for: functions of the tensor's name and the place in it."""
+    """A GPT whose numbers are computed on demand from the tensor's name and their place in it."""
 
     @classmethod
     def of(cls, layers, width, heads, vocab, positions, optimizer=False):
@@ -126,7 +126,7 @@ def assert_equal(a, b):
 
 
 def convert(*words, status=DONE):
-    """What it says: lines, notices."""
+    """Run the command; return its lines and notices."""
     with captured_output() as said:
         got = main(["convert", *map(str, words)])
     assert got == status, said
@@ -135,14 +135,15 @@ def convert(*words, status=DONE):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of Hugging Face of 61 ids, made by our writer from numbers of no checkpoint."""
+    """A Hugging Face folder with 61 ids, written by our writer."""
     path = tmp_path_factory.mktemp("source") / "hf"
     huggingface_writer.write(Made.of(2, 32, 4, 61, 16), path)
     return path
 
 
 def test_in_a_circle(folder, tmp_path):
-    """Hugging Face -> native -> Megatron over four ranks -> native -> Hugging Face: the same files."""
+    """Hugging Face -> native -> Megatron over four ranks -> native -> Hugging Face: the same
+    files."""
     (line,), _ = convert(folder, tmp_path / "a", "--to", "native")
     assert re.fullmatch(
         r".*hf \(Hugging Face\) -> .*a \(native\): 28 tensors, 111,744 bytes in \d+\.\d s, [\d,]+ MB/s", line
@@ -165,7 +166,8 @@ def test_in_a_circle(folder, tmp_path):
 
 
 def test_optimizer_and_counters_go_along(tmp_path):
-    """A run's own checkpoint -> Megatron's tree -> ours: every number, and the run goes on from it as from its own."""
+    """A run's own checkpoint -> Megatron's tree -> ours: every number, and the run goes on from it
+    as from its own."""
     flags = [f for f in TINY_FLAGS if "train-iters" not in f]
     assert main(["train", *flags, "--train-iters=6", "--exit-interval=3", "--save", str(tmp_path / "run")]) == DONE
     assert (
@@ -196,7 +198,8 @@ def test_precision(folder, tmp_path):
 
 
 def write_release(weights, root):
-    """As Megatron-LM of 2019: no settings, no version, half precision, a padded table, rows of qkv by kind."""
+    """As Megatron-LM of 2019: no settings, no version, half precision, a padded table, rows of qkv
+    by kind."""
     folder = root / "release" / "mp_rank_00"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("release")
@@ -224,12 +227,12 @@ def write_release(weights, root):
 
 
 def test_a_release_of_2019(folder, tmp_path):
-    """It says nothing of itself; the flags do."""
+    """It does not describe itself; the flags do."""
     weights = values(folder)[0]
     write_release(weights, tmp_path / "release")
     src = tmp_path / "release"
-    assert "--num-attention-heads" in told(convert(src, tmp_path / "x", "--to=huggingface", status=BAD_DATA))
-    assert "--true-vocab-size" in told(
+    assert "--num-attention-heads" in joined(convert(src, tmp_path / "x", "--to=huggingface", status=BAD_DATA))
+    assert "--true-vocab-size" in joined(
         convert(src, tmp_path / "x", "--to=native", "--num-attention-heads=4", status=USAGE)
     )
     flags = ["--num-attention-heads=4", "--true-vocab-size=61"]
@@ -241,7 +244,7 @@ def test_a_release_of_2019(folder, tmp_path):
     assert values(tmp_path / "native")[1].config["num_attention_heads"] == 4
 
 
-def told(said):
+def joined(said):
     return "\n".join([*said[0], *said[1]])
 
 
@@ -257,12 +260,12 @@ def test_what_is_refused(folder, tmp_path):
         ([folder, tmp_path / "x", "--to=native", "--true-vocab-size=62"], BAD_DATA, "a vocabulary of 62 ids"),
         ([folder, tmp_path / "x", "--to=torch", "--target-tensor-parallel-size=0"], USAGE, "must be above 0"),
     ]:
-        assert text in told(convert(*words, status=status)), words
-    two = told(convert(folder, tmp_path / "x", "--to=native", "--num-layers=3", "--hidden-size=8", status=BAD_DATA))
+        assert text in joined(convert(*words, status=status)), words
+    two = joined(convert(folder, tmp_path / "x", "--to=native", "--num-layers=3", "--hidden-size=8", status=BAD_DATA))
     assert "--hidden-size 8, the checkpoint has 32" in two
     convert(folder, tmp_path / "a", "--to=native")
-    assert "already holds" in told(convert(folder, tmp_path / "a", "--to=native", status=LOCKED))
-    assert "--no-optimizer" in told(
+    assert "already holds" in joined(convert(folder, tmp_path / "a", "--to=native", status=LOCKED))
+    assert "--no-optimizer" in joined(
         convert(saved(tmp_path), tmp_path / "x", "--to=native", "--dtype=float16", status=USAGE)
     )
     assert not (tmp_path / "x").exists()
@@ -297,7 +300,7 @@ def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
 
 def test_an_index_that_we_would_not_read_is_not_written(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "INDEX_LIMIT", 10)
-    assert "index.json would have" in told(convert(folder, tmp_path / "a", "--to=native", status=74))
+    assert "index.json would have" in joined(convert(folder, tmp_path / "a", "--to=native", status=74))
     assert not (tmp_path / "a").exists()
 
 
@@ -311,11 +314,12 @@ def test_looking_does_not_read_the_numbers(folder, tmp_path):
     for words, status, text in (([], DONE, "contents not checked"), (["--full"], BAD_DATA, "verified: NO")):
         with captured_output() as said:
             assert main(["inspect", str(tmp_path / "a"), *words]) == status
-        assert text in told(said)
+        assert text in joined(said)
 
 
 def test_a_vocabulary_that_is_told_is_not_cut(folder, tmp_path):
-    """A Hugging Face folder tells the rows of its table, padding and all: there fewer ids may be true."""
+    """A Hugging Face folder tells the rows of its table, padding and all: there fewer ids may be
+    true."""
     _, notices = convert(folder, tmp_path / "a", "--to=native", "--true-vocab-size=60")
     assert any("1 of 61 rows for tokens are cut off, the vocabulary has 60 ids" in line for line in notices)
     assert values(tmp_path / "a")[0]["wte.weight"].shape == (60, 32)
@@ -354,7 +358,7 @@ def test_the_vocabulary_goes_along(vocabulary, tmp_path):
             vocab = files if name == "b" else []
             assert main(["generate", str(tmp_path / name), *words, *map(str, vocab)]) == DONE, said
     huggingface_writer.write(Made.of(2, 32, 4, 300, 16), tmp_path / "wide")
-    said = told(convert(tmp_path / "wide", tmp_path / "d", "--to=native", *files))
+    said = joined(convert(tmp_path / "wide", tmp_path / "d", "--to=native", *files))
     assert f"--true-vocab-size {kept.size}" in said and not (tmp_path / "d" / "tokenizer").exists()
 
 
@@ -406,7 +410,8 @@ def most_memory(*words):
 def imported():
     """Of a process that has only imported what the command does."""
     code = (
-        "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt, meshwright.checkpoint.formats.huggingface;"
+        "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt;"
+        "import meshwright.checkpoint.formats.huggingface;"
         "import meshwright.checkpoint.formats.megatron_writer; print(open('/proc/self/status').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

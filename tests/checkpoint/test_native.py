@@ -1,4 +1,4 @@
-"""Tensors in any boxes come back in any other boxes, bit for bit, or the damage is named."""
+"""Tensors saved in any boxes load in any other boxes, bit for bit, or the damage is named."""
 
 from __future__ import annotations
 
@@ -16,34 +16,30 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from helpers import captured_output, open_step
+from helpers import (
+    DTYPES,
+    blank,
+    box_elements,
+    captured_output,
+    error_of,
+    flip_bit,
+    hold_equal,
+    open_step,
+    random_boxes,
+    random_tensor,
+)
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import Entry, full_entry
 from meshwright.commands import inspect
-from meshwright.errors import BAD_DATA, LOCKED, UserError
-
-DTYPES = [getattr(torch, name) for name in native.TORCH.values()]
-
-
-def some(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+from meshwright.errors import LOCKED, UserError
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
     shapes = {"wte.weight": (50, 8), "h.0.attn.qkv.weight": (24, 8), "ln_f.bias": (8,)}
-    out = {name: full_entry(some(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
+    out = {name: full_entry(random_tensor(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
     return out | {f"{name}/exp_avg": full_entry(e.tensor / 2) for name, e in out.items()}
-
-
-def blank(named: native.Named) -> dict[str, Entry]:
-    return {name: Entry(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()}
 
 
 def state(step: int) -> dict[str, object]:
@@ -56,48 +52,6 @@ def save(root: Path, step: int, seed: int = 0) -> dict[str, Entry]:
     return named
 
 
-def same(a: native.Named, b: native.Named) -> bool:
-    return all(torch.equal(a[name][2], b[name][2]) for name in a)
-
-
-def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert caught.value.status == status
-    return str(caught.value)
-
-
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
-def cut(shape: tuple[int, ...], rng: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The tensor as boxes, by random cuts."""
-    boxes = [((0,) * len(shape), shape)]
-    for _ in range(rng.randrange(6)):
-        offset, size = boxes.pop(rng.randrange(len(boxes)))
-        dims = [d for d in range(len(shape)) if size[d] > 1]
-        if not dims:
-            boxes.append((offset, size))
-            continue
-        d = rng.choice(dims)
-        n = rng.randrange(1, size[d])
-        boxes.append((offset, size[:d] + (n,) + size[d + 1 :]))
-        boxes.append((offset[:d] + (offset[d] + n,) + offset[d + 1 :], size[:d] + (size[d] - n,) + size[d + 1 :]))
-    rng.shuffle(boxes)
-    return boxes
-
-
-def slices(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-
-
-def held(full: torch.Tensor, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> torch.Tensor:
-    return torch.cat([full[slices(*box)].reshape(-1) for box in boxes])
-
-
 def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against plain slicing; chunks and pieces small, so that both borders fall everywhere."""
     rng = random.Random(0)
@@ -108,12 +62,12 @@ def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for i in range(4):
             shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(4)))
             name, dtype = f"t{i}", rng.choice(DTYPES)
-            fulls[name] = full = some(shape, dtype, 100 * trial + i)
-            boxes = cut(shape, rng)
-            saved[name] = Entry(shape, boxes, held(full, boxes))
-            boxes = cut(shape, rng)
+            fulls[name] = full = random_tensor(shape, dtype, 100 * trial + i)
+            boxes = random_boxes(shape, rng)
+            saved[name] = Entry(shape, boxes, box_elements(full, boxes))
+            boxes = random_boxes(shape, rng)
             boxes = boxes[: rng.randrange(1, len(boxes) + 1)]
-            expected[name] = held(full, boxes)
+            expected[name] = box_elements(full, boxes)
             buffer = torch.full((expected[name].numel() + 7,), 1).to(dtype)  # a slice of a flat buffer
             want[name] = Entry(shape, boxes, buffer[3:-4])
         native.save(tmp_path, trial, saved, {})
@@ -127,11 +81,11 @@ def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:
-    named = {f"t.{dtype}": full_entry(some((3, 5), dtype)) for dtype in DTYPES}
+    named = {f"t.{dtype}": full_entry(random_tensor((3, 5), dtype)) for dtype in DTYPES}
     named |= {"scalar": full_entry(torch.tensor(3.0)), "empty": full_entry(torch.empty(0, 4))}
-    full = some((4, 6), torch.bfloat16)
+    full = random_tensor((4, 6), torch.bfloat16)
     boxes = [((0, 0), (3, 6)), ((3, 1), (1, 5)), ((0, 0), (0, 6)), ((3, 0), (1, 1))]
-    native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, held(full, boxes))}, {})
+    native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, box_elements(full, boxes))}, {})
     with safe_open(tmp_path / "iter_0000001" / "rank_00000.safetensors", "pt") as file:
         assert set(file.keys()) == {*named, "part[0:3,0:6]", "part[3:4,0:1]", "part[3:4,1:6]"}
         for name, entry in named.items():
@@ -156,7 +110,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     want = blank(named)
     with captured_output() as (said, _):
         loaded = loading.load(tmp_path, want)
-    assert loaded == (5000, state(5000)) and same(named, want)
+    assert loaded == (5000, state(5000)) and hold_equal(named, want)
     assert said == [
         f" loading checkpoint from {tmp_path} at iteration 5000",
         " checkpoint version 3.0",
@@ -168,11 +122,12 @@ def test_a_step_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     assert "never overwritten" in error_of(lambda: save(tmp_path, 1, seed=3), LOCKED)
     loading.load(tmp_path, want := blank(named))
-    assert same(named, want)
+    assert hold_equal(named, want)
 
 
 def test_200_bit_flips_never_load(tmp_path: Path) -> None:
-    """In whatever file a bit flips, full verification sees it; where a wanted tensor flips, so does reading."""
+    """In whatever file a bit flips, full verification sees it; where a wanted tensor flips, so does
+    reading."""
     rng = random.Random(0)
     good = save(tmp_path, 1)
     save(tmp_path, 2, seed=10)
@@ -180,16 +135,16 @@ def test_200_bit_flips_never_load(tmp_path: Path) -> None:
     for i in range(200):
         path = sorted(folder.iterdir())[i % 5]
         bit = rng.randrange(8 * path.stat().st_size)
-        flip(path, bit)
+        flip_bit(path, bit)
         error_of(lambda: manifests.verify(folder, full=True))
         if i < 50:
             want = blank(good)
             verify = "full" if path.name == native.CONFIG else "read"
             with captured_output() as (said, _):
                 loaded = loading.load(tmp_path, want, options=OpenOptions(verify))
-            assert loaded is not None and loaded.step == 1 and same(good, want)
+            assert loaded is not None and loaded.step == 1 and hold_equal(good, want)
             assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
-        flip(path, bit)
+        flip_bit(path, bit)
     loaded = loading.load(tmp_path, blank(good))
     assert loaded is not None and loaded.step == 2
     print("flips=200 detected=200")
@@ -199,9 +154,9 @@ def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, mon
     monkeypatch.setattr(manifests, "CHUNK", 64)
     named = save(tmp_path, 1)
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
-    flip(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
+    flip_bit(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
     want = {name: entry for name, entry in blank(named).items() if "/" not in name}
-    assert loading.load(tmp_path, want, options=OpenOptions(optimizer=False)) and same(want, named)
+    assert loading.load(tmp_path, want, options=OpenOptions(optimizer=False)) and hold_equal(want, named)
     assert path.name in error_of(lambda: loading.load(tmp_path, want, options=OpenOptions("full", optimizer=False)))
     assert path.name in error_of(lambda: loading.load(tmp_path, blank(named)))
     assert path.name in error_of(lambda: loading.load(steps.step_folder(tmp_path, 1), blank(named)))
@@ -281,7 +236,8 @@ def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """200 MB saved and loaded as column halves, with the peak of a few chunks above the tensors themselves."""
+    """200 MB saved and loaded as column halves, with the peak of a few chunks above the tensors
+    themselves."""
     big = torch.ones(6250, 8000)
     halves = [((0, 0), (6250, 4000)), ((0, 4000), (6250, 4000))]
     want = torch.full((6250 * 4000,), 2.0)
@@ -362,7 +318,7 @@ def test_overlaps_are_found() -> None:
     found = 0
     for _ in range(2000):
         shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
-        boxes = [(o, geometry.plus(o, n)) for o, n in cut(shape, rng)]
+        boxes = [(o, geometry.plus(o, n)) for o, n in random_boxes(shape, rng)]
         if not shape:
             boxes *= rng.randrange(1, 3)
             assert geometry.overlapping(*np.zeros((2, len(boxes), 0), np.int64)) == (len(boxes) > 1)

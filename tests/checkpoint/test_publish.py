@@ -1,4 +1,4 @@
-"""The commit protocol: killed, bent and starved at every point, it must leave a whole step or none."""
+"""The commit protocol leaves a complete step or none, wherever it is killed, damaged or starved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers import captured_output
+from helpers import captured_output, error_of
 from meshwright.checkpoint import manifests, publish, steps
-from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
+from meshwright.errors import IO, LOCKED, UserError
 
 POINTS = (
     "begin",
@@ -52,7 +52,7 @@ def write_step(root: Path, step: int, seed: int | None = None) -> None:
 
 
 def publish_if_not_there(root: Path, step: int) -> None:
-    """As a run does that was killed: it goes on behind the newest step."""
+    """Continue after the newest step, as a run does that was killed."""
     if steps.latest(root)[0] != step or "rank" in damaged(steps.step_folder(root, step)):
         write_step(root, step)
 
@@ -66,7 +66,7 @@ def damaged(folder: Path) -> str:
 
 
 def in_child(body: Callable[[], object]) -> int:
-    """Run in a forked process; its wait status."""
+    """Run in a forked process; return its wait status."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads: the child uses none of them
         pid = os.fork()
@@ -82,7 +82,7 @@ def in_child(body: Callable[[], object]) -> int:
 
 
 def killed_at(point: str, occurrence: int, body: Callable[[], object]) -> bool:
-    """Whether SIGKILL struck when the child came to `point` for this time."""
+    """Return whether SIGKILL struck when the child reached `point` for the given time."""
     seen = [0]
 
     def reached(name: str) -> None:
@@ -104,13 +104,6 @@ def damage(path: Path, offset: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-
-
-def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert caught.value.status == status
-    return str(caught.value)
 
 
 CASES = [(point, case) for point in POINTS for case in ("first step", "a further step", "a damaged step again")]
@@ -150,13 +143,13 @@ def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
     assert len(files) == 3
     random_ = random.Random(0)
     for _ in range(200):
-        path, whole = random_.choice(files)
-        bit = random_.randrange(8 * len(whole))
-        bent = bytearray(whole)
+        path, data = random_.choice(files)
+        bit = random_.randrange(8 * len(data))
+        bent = bytearray(data)
         bent[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bent)
         error_of(lambda: manifests.verify(folder, full=True))
-        path.write_bytes(whole)
+        path.write_bytes(data)
     manifests.verify(folder, full=True)
 
 
@@ -206,7 +199,7 @@ def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, ha
 def test_what_cannot_be_opened_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
-    """No older step is taken for it, and it is not moved aside."""
+    """No older step is taken instead, and it is not moved aside."""
     write_step(tmp_path, 1)
     write_step(tmp_path, 2)
     real = getattr(os, call)
@@ -348,7 +341,8 @@ def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
-    """Found by their trackers or by their own paths, never written over, never passed over for an older one of ours."""
+    """They are found by tracker or path, never overwritten, never ignored for an older step of
+    ours."""
     megatron = tmp_path / "a/iter_0000500"
     (megatron / "mp_rank_00").mkdir(parents=True)
     (megatron / "mp_rank_00/model_optim_rng.pt").touch()
@@ -392,7 +386,7 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
     assert steps.find(tmp_path / "hf")[0] == (steps.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
 
 
-def test_a_second_writer_is_told_who_has_the_folder(tmp_path: Path) -> None:
+def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
     def second() -> None:
         with publish.lock(tmp_path):
             pass
@@ -433,7 +427,7 @@ def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
-def test_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     write_step(tmp_path, 1)
 
     def fail(fd: int) -> None:
