@@ -49,7 +49,7 @@ PAIRS = [
     ("zero2x4", "one"),
     ("one", "zero3"),
 ]
-STEPS = 3
+STEPS = 5
 MORE = "--global-batch-size 8 --seed 11"
 
 
