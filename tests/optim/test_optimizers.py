@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from test_flag_effects import run  # noqa: F401, a fixture
 from torch import nn
 
 from helpers import TINY
@@ -234,7 +233,7 @@ def test_muon_equals_torchs(m):
                 torch.testing.assert_close(p, named[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_muon_settings_reach_torch(run):  # noqa: F811
+def test_muon_settings_reach_torch(run):
     """The two flags change all losses but the first."""
     base = run("--optimizer", "muon").losses
     for flags in (["--muon-momentum", "0.5"], ["--muon-num-ns-steps", "2"]):
@@ -272,7 +271,7 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):  # noqa: F811
+def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):
     """Three steps and three more equal six."""
     save = str(tmp_path / "save")
     flags = ("--optimizer", rule, "--eval-iters", "0", "--lr-decay-iters", "6")
@@ -330,7 +329,7 @@ def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
 @pytest.mark.parametrize(
     "flags", [[], ["--bf16"], ["--fp16"], ["--optimizer", "sgd"]], ids=lambda f: "".join(f) or "fp32"
 )
-def test_offload(run, tmp_path, monkeypatch, flags):  # noqa: F811
+def test_offload(run, tmp_path, monkeypatch, flags):
     """A run saved with --cpu-optimizer and resumed without it has the losses of one without."""
     made, real = [], ParameterStore.__init__
 
@@ -416,7 +415,7 @@ def test_zeros_and_norm_count_no_gaps(rule, dtype):
     assert int(store.zeros()) == total
 
 
-def test_zeros_and_norm_in_a_run(run):  # noqa: F811
+def test_zeros_and_norm_in_a_run(run):
     """Zeros exclude padded rows; the norm is that of the weights after the step."""
     got = run("--log-num-zeros-in-grad", "--log-params-norm", "--train-iters", "2", "--eval-iters", "0")
     assert all(0 <= n < 64 * 32 for n in got.column("num_zeros"))  # fewer than 64 padded rows would have

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from test_flag_effects import run  # noqa: F401, a fixture
 from torch import nn
 
 from helpers import open_step
@@ -205,7 +204,7 @@ FORMATS = [
     ("value", "alone"), [(math.nan, False), (math.inf, False), (math.nan, True), (-math.inf, True)]
 )
 @pytest.mark.parametrize("flags", FORMATS, ids=lambda f: "".join(f) or "fp32")
-def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, value, alone):  # noqa: F811
+def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, value, alone):
     """With skip:1, iteration 3 saves the tensors of iteration 2, and 4 continues from them."""
     breaking({3}, value, alone)
     got = run(*BASE, *flags, "--train-iters", "4", "--on-nonfinite", "skip:1", *saving(tmp_path))
@@ -222,7 +221,7 @@ def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, va
 
 
 @pytest.mark.parametrize("flags", FORMATS[:3], ids=lambda f: "".join(f) or "fp32")
-def test_stop(run, breaking, tmp_path, flags):  # noqa: F811
+def test_stop(run, breaking, tmp_path, flags):
     """By default: exit 70 with a reason, no checkpoint; the run resumes from the previous one."""
     clean = run(*BASE, *flags)
     breaking({4})
@@ -237,7 +236,7 @@ def test_stop(run, breaking, tmp_path, flags):  # noqa: F811
     assert rest.losses == clean.losses[3:] and len(rest.losses) == 3
 
 
-def test_on_nonfinite(run, breaking, tmp_path):  # noqa: F811
+def test_on_nonfinite(run, breaking, tmp_path):
     """--on-nonfinite skip:2 skips two in a row; a third ends the run; a resume keeps the count."""
     breaking({2, 3, 5, 6})
     got = run(*BASE, "--on-nonfinite", "skip:2", "--train-iters", "7")
@@ -259,7 +258,7 @@ def test_on_nonfinite(run, breaking, tmp_path):  # noqa: F811
     assert got.status == 0 and got.column("skipped") == [False, True, False, False]
 
 
-def test_an_overflow_is_not_a_non_finite_step(run):  # noqa: F811
+def test_an_overflow_is_not_a_non_finite_step(run):
     """fp16 from 2^32 skips steps even under `stop`; samples count, the schedule does not move."""
     got = run(
         "--fp16", "--train-iters", "24", "--eval-iters", "0", "--lr-decay-style", "constant", "--lr-warmup-iters", "8"
@@ -273,13 +272,13 @@ def test_an_overflow_is_not_a_non_finite_step(run):  # noqa: F811
     assert all(isinstance(x, float) for x in got.losses)
 
 
-def test_a_constant_scale_that_never_fits(run):  # noqa: F811
+def test_a_constant_scale_that_never_fits(run):
     """Nineteen overflows in a row are skipped; the twentieth ends the run."""
     got = run("--fp16", "--loss-scale", str(2.0**40), "--train-iters", "30", "--eval-iters", "0")
     assert got.status == 70 and got.column("loss_scale") == [2.0**40] * 20 and "the gradient norm is" in got.err
 
 
-def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):  # noqa: F811
+def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):
     """The scale doubles after three applied steps, not after two and a NaN."""
     breaking({2})
     flags = ("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "3", "--on-nonfinite", "skip:1")

@@ -6,7 +6,6 @@ import math
 import random
 
 import pytest
-from test_flag_effects import run  # noqa: F401, a fixture
 
 from meshwright.errors import UserError
 from meshwright.optim.schedule import _LENGTHS, Schedule, build_schedule, resume_schedule
@@ -222,7 +221,7 @@ def test_a_run_that_ends_within_its_ramp():
     assert settings(batch=8, ramp=(8, 2, 12), samples=24).steps == 3  # from 8 to 8
 
 
-def test_a_run_follows_schedule_and_ramp(run):  # noqa: F811
+def test_a_run_follows_schedule_and_ramp(run):
     """Batches are 2 2 4 4 6; a step's rate is that at the samples before it."""
     got = run(
         "--train-iters",
@@ -400,7 +399,7 @@ def test_checkpoints_from_before_the_newer_three():
 
 
 @pytest.mark.parametrize("flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None])
-def test_resume_by_command(run, tmp_path, flag):  # noqa: F811
+def test_resume_by_command(run, tmp_path, flag):
     """A resumed run with another rate uses the one that the flag selects."""
     save = str(tmp_path / "save")
     base = ("--lr-decay-style", "constant", "--eval-iters", "0")
