@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_deepspeed_config import CONFIG_003
-from test_parallel_config import SEED_001, SEED_003, SEED_004
 
-from documents import end, environment, fill, shell, smaller, words
+from documents import CONFIG_003, SEED_001, SEED_003, SEED_004, end, environment, fill, shell, smaller, words
 from meshwright.__main__ import main
 from ranks import run_programs
 from test_documents import MEGATRON_345M, PREPROCESS

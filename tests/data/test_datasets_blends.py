@@ -178,7 +178,10 @@ def test_paths_from_files(files):
         ),
         ({"data_path": ["1", "a", "1", "b"], "full_validation": True}, "--full-validation reads every sample once"),
         ({"data_path": ["a"], "blend_change_at": "soon"}, "--blend-change-at 'soon' is neither"),
-        ({"data_path": ["a"], "blend_change_at": "now", "dataloader_type": "cyclic"}, "--blend-change-at with --data"),
+        (
+            {"data_path": ["a"], "blend_change_at": "now", "dataloader_type": "cyclic"},
+            "--blend-change-at does not work with --data",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(files, given, words):

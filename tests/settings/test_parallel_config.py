@@ -4,8 +4,8 @@ import dataclasses
 import json
 
 import pytest
-from test_deepspeed_config import CONFIG_003
 
+from documents import CONFIG_003, SEED_000, SEED_001, SEED_003, SEED_004
 from helpers import TINY_FLAGS
 from meshwright.commands.evaluate import EvaluateConfig
 from meshwright.errors import UserError
@@ -279,11 +279,11 @@ def test_wrong_layouts(layout, words):
         ("--zero-stage -1", "--zero-stage -1 is none of 0, 1, 2, 3"),
         (
             "--world-size 2 --tensor-model-parallel-size 2 --optimizer muon",
-            "--optimizer muon with --tensor-model-parallel-size 2: it needs whole matrices",
+            "--optimizer muon with --tensor-model-parallel-size 2: Muon needs whole matrices",
         ),
         ("--world-size 2 --use-distributed-optimizer --optimizer muon", "--optimizer muon with ZeRO 1"),
         (f"{PP2} --micro-batch-size auto", "--micro-batch-size auto with a model on 2 ranks"),
-        ("--world-size 2 --remote-device cpu --zero-stage 2", "--remote-device cpu is for --zero-stage 3, not 2"),
+        ("--world-size 2 --remote-device cpu --zero-stage 2", "--remote-device cpu needs --zero-stage 3, not 2"),
         ("--deepspeed --deepspeed_config nowhere.json", "--deepspeed_config nowhere.json: No such file"),
         (
             "--world-size 4 --global-batch-size 10",
@@ -298,7 +298,7 @@ def test_wrong_layouts(layout, words):
         (
             "--world-size 4 --num-accumulation-steps 1",
             "--micro-batch-size 2 x --num-accumulation-steps 1 x 4 "
-            "data-parallel ranks is 8, not the --global-batch-size 16: leave one of the three out",
+            "data-parallel ranks is 8, not the --global-batch-size 16; leave one of the three out",
         ),
         (
             "--world-size 3 --micro-batch-size auto",
@@ -311,7 +311,7 @@ def test_wrong_layouts(layout, words):
         ),
         ("--device GPU!", "--device 'GPU!' is not auto, cpu, cuda"),
         ("--device auto:1", "--device 'auto:1' is not"),
-        ("--distributed-backend n/ccl", "--distributed-backend 'n/ccl' is no name such as nccl"),
+        ("--distributed-backend n/ccl", "--distributed-backend 'n/ccl' is not a name such as nccl"),
         ("--cp-comm-type p2p", "--cp-comm-type p2p is not yet"),
         ("--distributed-timeout-minutes 1e20", "--distributed-timeout-minutes 1e+20 is not between 0.01 and 100000"),
         ("--distributed-timeout-minutes 1e-9", "--distributed-timeout-minutes 1e-09 is not between"),
@@ -376,16 +376,13 @@ def test_reading_commands_run_on_one_device(cls):
         ),
         (
             "--world-size 2 --use-distributed-optimizer --zero-stage 3",
-            "--use-distributed-optimizer is ZeRO 1: --zero-stage 3 goes further",
+            "--use-distributed-optimizer is --zero-stage 1; --zero-stage 3 goes further",
         ),
         ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect without"),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 2", "has no effect without several pieces on a pipeline rank"),
-        (
-            "--partition-activations",
-            "--partition-activations has no effect without DeepSpeed: --sequence-parallel splits",
-        ),
-        ("--deepspeed", "--deepspeed has no effect without --deepspeed_config: the flags alone decide"),
-        ("--deepspeed-activation-checkpointing", "--deepspeed-activation-checkpointing: whole layers are recomputed"),
+        ("--partition-activations", "--partition-activations has no effect; --sequence-parallel splits"),
+        ("--deepspeed", "--deepspeed has no effect without --deepspeed_config; the flags alone decide"),
+        ("--deepspeed-activation-checkpointing", "--deepspeed-activation-checkpointing recomputes whole layers"),
         ("--distributed-backend gloo", "--distributed-backend has no effect without several processes"),
     ],
 )
@@ -426,49 +423,6 @@ def test_tiny_flags_fit_many_layouts():
     ):
         got = flags.parse(TrainConfig, [*TINY_FLAGS, *more.split()], "meshwright test")
         assert got.config.world == 2 and dataclasses.replace(got.config) == got.config
-
-
-# The documents' distributed commands
-
-SEED_000 = """
-       --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 24 --hidden-size 1024
-       --num-attention-heads 16 --micro-batch-size 8 --global-batch-size 16 --seq-length 1024
-       --max-position-embeddings 1024 --train-iters 5000 --lr-decay-iters 320000 --save checkpoints/gpt2
-       --load checkpoints/gpt2 --data-path data/meg-gpt2_text_document --vocab-file data/gpt2-vocab.json
-       --merge-file data/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 0.00015
-       --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
-       --checkpoint-activations --log-interval 10 --save-interval 500 --eval-interval 100 --eval-iters 10 --fp16
-"""
-# Seed 001's test/train_full_8p.sh: TP, PP, and what `ascend-...` presets hold too.
-SEED_001 = """
-       --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --num-layers {layers}
-       --hidden-size {hidden} --num-attention-heads {heads} --seq-length {seq} --max-position-embeddings {seq}
-       --micro-batch-size {micro} --global-batch-size {batch} --train-iters 500000 --lr-decay-iters 320000
-       --save ckpts/ckpts_tmp --data-path ./data/my-gpt_text_sentence --vocab-file ./data/gpt2-vocab.json
-       --merge-file ./data/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 1.5e-4
-       --lr-decay-style cosine --min-lr 1.5e-5 --num-workers 16 --weight-decay 1e-2 --clip-grad 1.0
-       --lr-warmup-fraction .01 --log-interval 100 --save-interval 100000 --eval-interval 1000 --eval-iters 10 --fp16
-       --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir --seed 1234 --attention-dropout 0.0 --hidden-dropout 0.0
-       --deepspeed --deepspeed_config=./ds_config.json --zero-stage=0 --deepspeed-activation-checkpointing
-"""
-# Seed 003's args_deepspeed_gpt.sh 2 8 RANK ADDR 2 4 true true 32 512, and 1024 on the second node.
-SEED_003 = """
-    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
-    --micro-batch-size {micro} --global-batch-size {batch} --lr 0.00015 --train-iters 220 --lr-decay-iters 320000
-    --lr-decay-style cosine --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --lr-warmup-fraction .01
-    --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save checkpoints/gpt2
-    --data-path my-gpt2_text_document --deepspeed --deepspeed_config ./ds_config.json --zero-stage 1
-    --deepspeed-activation-checkpointing --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
-    --DDP-impl local
-"""
-SEED_004 = """
-    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8
-    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-gpus-per-node 1 --num-nodes 1
-    --train-iters 500000 --learning-rate 0.00015 --dataset gpt_sample_dataset_text_document --seq-length 1024
-    --split 949,50,1 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction 0.01
-    --weight-decay 1e-2 --optimizer adamw --clip-grad 1.0 --vocab-size 50257 --load checkpoint --save checkpoint
-    --save-interval 10000 --log-interval 100 --checkpoint-activations --multihead-attention-fusion --fp16
-"""
 
 
 def command(text, *more):

@@ -1,7 +1,5 @@
-"""What contradicts what: every objection to a configuration, in words, with both numbers and the flag to change.
-
-`problems` checks a whole configuration at once and `notices` lists what has no effect; nothing here changes a value.
-No torch is imported.
+"""Checks of a configuration: `problems` lists every error at once, with both numbers and the flag
+to change; `notices` lists flags without effect. Nothing here changes a value or imports torch.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from meshwright.settings import data_paths as datapaths
+from meshwright.settings import data_paths
 from meshwright.settings.grammar import allowed_in_a_row, skipped, split_layers, split_shares
 from meshwright.settings.schema import (
     ARCHITECTURE,
@@ -47,41 +45,47 @@ def problems(config: Any, needs_data: bool = True) -> list[str]:
     return out
 
 
-def training_problems(c: TrainConfig, data: bool) -> list[str]:
+def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     t, o, k, p = c.training, c.optimizer, c.checkpoint, c.parallel
     layout, sizes = parallel_problems(c), batch_problems(c)
-    known = not sizes and not out_of_bounds(t)
+    has_length = not sizes and not out_of_bounds(t)
     out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
-    out += schedule_problems(c, known) + recompute_problems(t, c.model) + data_problems(c.data, data)
+    out += schedule_problems(c, has_length) + recompute_problems(t, c.model) + data_problems(c.data, needs_data)
     out += logging_problems(c.logging)
     if t.seed >= 2**32 - 2:
-        out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and two are added")
+        out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and up to 2 is added")
     if allowed_in_a_row(t.on_nonfinite) is None:
-        out.append(f"--on-nonfinite {t.on_nonfinite!r} is neither stop nor skip:K with a whole number K above 0")
+        out.append(f"--on-nonfinite {t.on_nonfinite!r} is neither stop nor skip:K; K is a whole number above 0")
     if k.ckpt_format == "torch" and o.optimizer not in ("adam", "adamw"):
-        out.append(f"--ckpt-format torch: Megatron-LM's tree has Adam's state, not that of --optimizer {o.optimizer}")
+        out.append(
+            f"--ckpt-format torch holds Adam's state, not that of --optimizer {o.optimizer}; give --ckpt-format native"
+        )
     if k.ckpt_format == "torch" and c.model.qk_layernorm:
-        out.append("--ckpt-format torch: Megatron-LM's tree has no place for --qk-layernorm; --ckpt-format native has")
+        out.append("--ckpt-format torch has no place for --qk-layernorm; give --ckpt-format native")
     if k.ckpt_format == "torch" and (c.model.num_layers or 0) % p.pipeline_model_parallel_size:
         out.append(
-            f"--ckpt-format torch: Megatron-LM's stages have equally many layers, and {p.pipeline_model_parallel_size} stages "
-            f"cannot share {c.model.num_layers}; --ckpt-format native can"
+            f"--ckpt-format torch needs equal stages, but --num-layers {c.model.num_layers} is not a multiple of "
+            f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; give --ckpt-format native"
         )
     if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
-        out.append(f"--save-hf and --save are the same folder, {k.save}: a Hugging Face folder is a thing of its own")
+        out.append(f"--save and --save-hf must differ (both are {k.save}); give two different folders")
     if k.save_hf and t.skip_train:
-        out.append("--save-hf is written at the end of a training, and --skip-train has none: use meshwright convert")
+        out.append("--save-hf exports at the end of training, which --skip-train leaves out; use meshwright convert")
     if k.save_hf and not k.save:
-        out.append("--save-hf without --save: the folder is made from the last checkpoint")
+        out.append("--save-hf needs --save: it exports the last checkpoint")
     if k.use_checkpoint_args and not k.load:
-        out.append("--use-checkpoint-args without --load: there is no checkpoint to take them from")
+        out.append("--use-checkpoint-args needs --load; give the folder of the checkpoint, or leave it out")
     if t.skip_train and not k.load and not t.eval_iters:
-        out.append("--skip-train with --eval-iters 0: nothing would be done")
+        out.append("--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters")
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
-        out.append("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other")
+        out.append(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other; give one"
+        )
     if p.offloads and o.optimizer == "muon":
         said = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
-        out.append(f"{said} with --optimizer muon: its matrix products belong on the device")
+        out.append(
+            f"{said} does not work with --optimizer muon, which needs its matrices on the device; give --optimizer adam"
+        )
     return out
 
 
@@ -134,96 +138,92 @@ def generation_problems(c: GenerateConfig) -> list[str]:
     return out
 
 
+# Conditions named by `needs` of a flag; the name completes "has no effect without".
+CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
+    "--fp16": lambda c: c.precision.fp16,
+    "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
+    "--recompute-granularity full": lambda c: c.training.recompute == "full",
+    "--load": lambda c: c.checkpoint.load,
+    "--load; a new run has one blend from its first sample": lambda c: c.checkpoint.load,
+    "--eval-iters above 0": lambda c: c.training.eval_iters,
+    "--save": lambda c: c.checkpoint.save,
+    "--keep-last; all are kept": lambda c: c.checkpoint.keep_last or not c.checkpoint.save,
+    "learned or rotary positions": lambda c: c.model.position in ("learned", "rope"),
+    "--position-embedding-type rope": lambda c: c.model.position == "rope",
+    "a GELU activation": lambda c: not c.model.gated and not c.model.squared_relu,
+    "--optimizer sgd": lambda c: c.optimizer.optimizer == "sgd",
+    "--optimizer muon": lambda c: c.optimizer.optimizer == "muon",
+    "Adam; --optimizer is sgd": lambda c: c.optimizer.optimizer != "sgd",
+    "--lr-decay-style WSD": lambda c: c.optimizer.lr_decay_style == "WSD",
+    "a warm-up": lambda c: c.warmup_samples,
+    "several processes": lambda c: c.world > 1,
+    "several data-parallel ranks": lambda c: c.dp * c.parallel.context_parallel_size > 1,
+    "--tensor-model-parallel-size above 1": lambda c: c.parallel.tensor_model_parallel_size > 1,
+    "--pipeline-model-parallel-size above 1": lambda c: c.parallel.pipeline_model_parallel_size > 1,
+    "several pieces on a pipeline rank": lambda c: c.chunks > 1,
+    "--deepspeed_config; the flags alone decide": lambda c: c.parallel.deepspeed_config,
+    "--profile": lambda c: c.logging.profile,
+}
+
+
 def notices(config: Any) -> list[str]:
-    """Flags that are right and do nothing with the others as they are."""
+    """Return notes about flags that are valid and have no effect together with the others."""
     if not isinstance(config, TrainConfig):
         return []
-    m, p, t, d, c, o = config.model, config.precision, config.training, config.data, config.checkpoint, config.optimizer
-    q, g = config.parallel, config.logging
-    warm_up = o.lr_warmup_fraction or o.lr_warmup_iters or o.lr_warmup_samples or o.lr_warmup_tokens
-    learned_or_rope, plain = m.position in ("learned", "rope"), not m.gated and not m.squared_relu
-    needs: list[tuple[str, str, Any]] = [  # settings, what they have no effect without, and whether it is there
-        ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "--fp16", p.fp16),
-        ("fp32_residual_connection", "--fp16 or --bf16", p.fp16 or p.bf16),
-        ("recompute_method recompute_num_layers", "--recompute-granularity full", t.recompute == "full"),
-        ("exit_on_missing_checkpoint finetune no_load_optim", "--load", c.load),
-        ("blend_change_at", "--load: a run that begins has one blend from its first sample on", c.load),
-        ("full_validation multiple_validation_sets", "validations: --eval-iters is 0", t.eval_iters),
-        ("save_interval save_overwrite save_at_start no_save_optim keep_last keep_every keep_best", "--save", c.save),
-        ("keep_every", "--keep-last: all are kept", c.keep_last or not c.save),
-        ("keep_best", "validations: --eval-iters is 0", t.eval_iters),
-        ("reset_position_ids", "learned or rotating positions", learned_or_rope),
-        ("rotary_percent rotary_base", "--position-embedding-type rope", m.position == "rope"),
-        ("bias_gelu_fusion openai_gelu", "a GELU: the activation is another", plain),
-        ("sgd_momentum", "--optimizer sgd", o.optimizer == "sgd"),
-        ("muon_momentum muon_num_ns_steps", "--optimizer muon", o.optimizer == "muon"),
-        ("adam_beta1 adam_beta2 adam_eps", "Adam: --optimizer is sgd", o.optimizer != "sgd"),
-        (
-            "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
-            "--lr-decay-style WSD",
-            o.lr_decay_style == "WSD",
-        ),
-        ("lr_warmup_init", "a warm-up", warm_up),
-        ("distributed_backend", "several processes", config.world > 1),
-        ("sequence_parallel", "--tensor-model-parallel-size above 1", q.tensor_model_parallel_size > 1),
-        (
-            "zero_stage use_distributed_optimizer",
-            "several data-parallel ranks",
-            config.dp * q.context_parallel_size > 1,
-        ),
-        ("pipeline_schedule", "--pipeline-model-parallel-size above 1", q.pipeline_model_parallel_size > 1),
-        ("num_layers_per_virtual_pipeline_stage", "several pieces on a pipeline rank", config.chunks > 1),
-        ("deepspeed", "--deepspeed_config: the flags alone decide", q.deepspeed_config),
-        ("partition_activations", "DeepSpeed: --sequence-parallel splits activations over the tensor ranks", False),
-        ("profile_step_start profile_step_end", "--profile", g.profile),
-        ("ckpt_format async_save", "--save", c.save),
-        ("trust_pickle", "--load", c.load),
+    c = config
+    m, p, t, d, k, g = c.model, c.parallel, c.training, c.data, c.checkpoint, c.logging
+    out = [
+        f"{spelling(f.name)} has no effect without {condition}"
+        for group in group_values(c)
+        for f in dataclasses.fields(group)
+        for condition in f.metadata["needs"]
+        if getattr(group, f.name) != getattr(type(group)(), f.name) and not CONDITIONS[condition](c)
     ]
-    out = []
-    for names, what, there in needs:
-        for name in names.split() if not there else ():
-            group = next(x for x in vars(config).values() if hasattr(x, name))
-            if getattr(group, name) != getattr(type(group)(), name):
-                out.append(f"{spelling(name)} has no effect without {what}")
     others = {
-        f"--use-distributed-optimizer is ZeRO 1: --zero-stage {q.zero_stage:g} goes further": q.use_distributed_optimizer
-        and q.zero_stage > 1,
-        "--deepspeed-activation-checkpointing: whole layers are recomputed; Megatron-DeepSpeed does it only with "
+        f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {p.zero_stage:g} goes further": (
+            p.use_distributed_optimizer and p.zero_stage > 1
+        ),
+        "--deepspeed-activation-checkpointing recomputes whole layers; Megatron-DeepSpeed does so only with "
         "--checkpoint-activations": t.deepspeed_activation_checkpointing and not t.checkpoint_activations,
-        "--swiglu and --glu-activation are both given: the gate is --glu-activation's": m.swiglu
-        and m.glu_activation is not None,
-        "--mock-data: the files of --data-path and its sisters are not read": d.mock_data and bool(datapaths.given(d)),
-        "--profile without --run-dir or --save: the table is printed, no trace is kept": g.profile
-        and not (c.run_dir or c.save),
-        f"--profile begins at step {g.profile_step_start}, after the end of the run": g.profile
-        and t.train_iters is not None
-        and g.profile_step_start > t.train_iters,
-        "--universal-checkpoint has no effect: --load sees by itself what a folder holds": c.universal_checkpoint,
-        "--log-timers-to-tensorboard has only the iteration's time with --timing-log-level 0": g.log_timers_to_tensorboard
-        and g.timing_log_level == "0",
+        "--partition-activations has no effect; --sequence-parallel splits activations over the tensor ranks": (
+            p.partition_activations
+        ),
+        "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
+        "--mock-data: the files of --data-path and similar flags are not read": d.mock_data and data_paths.given(d),
+        "--profile without --run-dir or --save prints a table and keeps no trace": g.profile
+        and not (k.run_dir or k.save),
+        f"--profile-step-start {g.profile_step_start} is after the last step; nothing is profiled": (
+            g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
+        ),
+        "--universal-checkpoint has no effect; --load recognizes the format of a folder": k.universal_checkpoint,
+        "--log-timers-to-tensorboard logs only the time of an iteration with --timing-log-level 0": (
+            g.log_timers_to_tensorboard and g.timing_log_level == "0"
+        ),
     }
-    with contextlib.suppress(ValueError):  # told as a problem
-        out += datapaths.overlaps(d)
+    with contextlib.suppress(ValueError):  # reported as a problem
+        out += data_paths.overlaps(d)
     return out + [line for line, applies in others.items() if applies]
 
 
 def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE) -> list[str]:
-    """Every one of these settings that is not what the checkpoint has."""
+    """Return each of these settings that differs from the checkpoint's."""
     out, defaults = [], Model()
     for name in names:
         outcome = OUTCOME.get(name, name)
         ours, theirs = (getattr(m, outcome) for m in (asked, saved))
-        if ours == theirs or getattr(asked, name) is None:  # what was left open only follows another flag
+        # A setting that was left open only follows another flag.
+        if ours == theirs or getattr(asked, name) is None:
             continue
         group = [n for n in names if OUTCOME.get(n, n) == outcome]
-        said = [n for n in group if getattr(asked, n) != getattr(defaults, n)]
-        if name in (said or group):  # where several flags make one outcome: those that were said
+        changed = [n for n in group if getattr(asked, n) != getattr(defaults, n)]
+        # If several flags decide one outcome, report those that were given.
+        if name in (changed or group):
             out.append(f"{spelling(name)} {getattr(asked, name)}, the checkpoint has {theirs}")
     return out
 
 
 def not_yet(config: Any) -> list[str]:
-    """Values that exist in the vocabulary and not in this release."""
+    """Return values that are planned and not in this release."""
     out = []
     for group in group_values(config):
         for f in dataclasses.fields(group):
@@ -236,7 +236,8 @@ def not_yet(config: Any) -> list[str]:
 
 
 def unusable(config: Any) -> list[str]:
-    """Values that no setting can have: an empty text, often an unset shell variable, and numbers out of bounds."""
+    """Return values that no setting can have: an empty string, often an unset shell variable, and
+    numbers out of bounds."""
     out = []
     for group in group_values(config):
         out += out_of_bounds(group)
@@ -275,8 +276,7 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         out.append("--seq-length is needed: tokens of one sample")
     elif m.position == "learned" and m.max_position_embeddings and m.max_position_embeddings < d.seq_length:
         out.append(
-            f"--max-position-embeddings {m.max_position_embeddings} is below --seq-length {d.seq_length}: "
-            "positions past the table would have no embedding"
+            f"--max-position-embeddings {m.max_position_embeddings} is below --seq-length {d.seq_length}: raise it"
         )
     h, n = m.hidden_size, m.num_attention_heads
     if h and n and n > 0 and not m.kv_channels and h % n:
@@ -287,69 +287,70 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         out.append(f"--num-attention-heads {n} is not a multiple of --num-query-groups {m.num_query_groups}")
     if m.position == "rope" and (m.rotary_percent > 1 or m.rotating % 2 or m.rotating < 2):
         out.append(
-            f"--rotary-percent {m.rotary_percent} of heads of {m.head_dim} lets {m.rotating} numbers rotate: "
-            "an even number up to the whole head is needed"
+            f"--rotary-percent {m.rotary_percent} of heads of {m.head_dim} rotates {m.rotating} numbers; "
+            "they must be even and fit the head"
         )
     if m.position == "learned" and m.use_rotary_position_embeddings:
-        out.append("--use-rotary-position-embeddings contradicts --position-embedding-type")
+        out.append("--use-rotary-position-embeddings contradicts --position-embedding-type; leave one out")
     if m.squared_relu and (m.swiglu or m.glu_activation):
-        out.append("--squared-relu contradicts --swiglu and --glu-activation: an MLP has one activation")
+        out.append("--squared-relu contradicts --swiglu and --glu-activation; give one activation")
     return out
 
 
 def batch_problems(c: TrainConfig) -> list[str]:
-    """Micro-batch, accumulation, global batch, ramp-up, and how long the run is."""
+    """Check micro-batch, accumulation, global batch, ramp-up and the length of the run."""
     t = c.training
-    micro, whole, number = t.micro_batch_size, t.global_batch_size, t.num_accumulation_steps
+    micro, batch, number = t.micro_batch_size, t.global_batch_size, t.num_accumulation_steps
     if out_of_bounds(t):
-        return []  # told already, and nothing can be reckoned
-    if micro == "auto" and (whole is None or number is not None):
+        return []  # reported already
+    if micro == "auto" and (batch is None or number is not None):
         return ["--micro-batch-size auto needs --global-batch-size, and no --num-accumulation-steps"]
     p = c.parallel
     if micro == "auto" and (p.model_ranks > 1 or p.zero > 1):
         what = f"ZeRO {p.zero}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
-        return [f"--micro-batch-size auto with {what}: what fits is tried by each rank alone; give a number"]
+        return [f"--micro-batch-size auto with {what}: each rank measures alone what fits; give a number"]
     out = []
     ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
-    if micro is None and not (whole and number):
+    if micro is None and not (batch and number):
         out.append("--micro-batch-size is needed: samples of one forward pass (or auto)")
-    elif isinstance(micro, int) and whole and number and micro * number * c.dp != whole:
+    elif isinstance(micro, int) and batch and number and micro * number * c.dp != batch:
         out.append(
             f"--micro-batch-size {micro} x --num-accumulation-steps {number}{ranks} is {micro * number * c.dp}, not the "
-            f"--global-batch-size {whole}: leave one of the three out"
+            f"--global-batch-size {batch}; leave one of the three out"
         )
-    elif whole and whole % (unit := (number or 1 if micro is None else c.micro_batch) * c.dp):
+    elif batch and batch % (unit := (number or 1 if micro is None else c.micro_batch) * c.dp):
         said = f"--num-accumulation-steps {number}" if micro is None else f"--micro-batch-size {micro}"
         said += f"{ranks} = {unit}" if ranks else ""
-        nearest = max(1, round(whole / unit)) * unit
-        out.append(f"--global-batch-size {whole} is not a multiple of {said}; the nearest multiple is {nearest}")
+        nearest = max(1, round(batch / unit)) * unit
+        out.append(f"--global-batch-size {batch} is not a multiple of {said}; the nearest multiple is {nearest}")
     lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
     if not lengths:
         out.append("--train-iters is needed: how many steps (or --train-samples, or --train-tokens)")
     elif len(lengths) > 1:
-        out.append(f"{' and '.join(map(spelling, lengths))} all say how long the run is: give one")
+        out.append(f"{' and '.join(map(spelling, lengths))} all set the length of the run; give one")
     if t.rampup_batch_size:
         out += rampup_problems(c)
     if not out and lengths[0] != "train_iters" and c.steps == 0:
         what = f"{spelling(lengths[0])} {getattr(t, lengths[0])}"
-        out.append(f"{what} is less than one global batch of {c.batch(0)} samples")
+        out.append(f"{what} is less than one global batch of {c.batch(0)} samples; raise it")
     return out
 
 
 def rampup_problems(c: TrainConfig) -> list[str]:
-    ramp, whole, micro = c.training.rampup_batch_size, c.global_batch, c.micro_batch
+    ramp, batch, micro = c.training.rampup_batch_size, c.global_batch, c.micro_batch
     said = f"--rampup-batch-size {' '.join(map(str, ramp))}"
     if len(ramp) != 3 or min(ramp) <= 0:
-        return [f"{said}: three numbers above 0 are needed: START INCREMENT SAMPLES"]
+        return [f"{said}: give three numbers above 0: START INCREMENT SAMPLES"]
     start, increment, samples = ramp
     out = []
     if c.samples is None:
         out.append(f"{said} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
     if samples / start > 10**6:
-        out.append(f"{said}: up to {samples / start:.0f} steps of ramp-up; at most a million")
-    elif start > whole or (whole - start) % increment:
-        out.append(f"{said}: from {start} in steps of {increment} the --global-batch-size {whole} is never reached")
-    elif start % (micro * c.dp) or increment % (micro * c.dp):  # auto counts as 1: a divisor of every size is chosen
+        out.append(f"{said}: up to {samples / start:.0f} steps of ramp-up; give at most a million")
+    elif start > batch or (batch - start) % increment:
+        out.append(f"{said}: --global-batch-size {batch} is never reached from {start} in steps of {increment}")
+    elif start % (micro * c.dp) or increment % (micro * c.dp):
+        # auto counts as 1: a divisor of every size is chosen.
         ranks = f" x {c.dp} data-parallel ranks = {micro * c.dp}" if c.dp > 1 else ""
         unit = f"--micro-batch-size {c.training.micro_batch_size or micro}{ranks}"
         out.append(f"{said}: {start} and {increment} must be multiples of {unit}")
@@ -357,7 +358,7 @@ def rampup_problems(c: TrainConfig) -> list[str]:
 
 
 def parallel_problems(c: TrainConfig) -> list[str]:
-    """Whether the ranks, the model and the batches can be divided as asked."""
+    """Check that ranks, model and batches can be divided as asked."""
     p, m = c.parallel, c.model
     out = naming_problems(p)
     if p.deepspeed_config:
@@ -370,7 +371,7 @@ def parallel_problems(c: TrainConfig) -> list[str]:
         if not least <= getattr(p, name) <= most:
             out.append(f"{spelling(name)} {getattr(p, name):g} is not between {least} and {most}")
     if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
-        return out  # told already, and nothing can be reckoned
+        return out  # reported already
     tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
     by_tp, by_cp = f"--tensor-model-parallel-size {tp}", f"--context-parallel-size {cp}"
     if c.world % p.model_ranks:
@@ -400,19 +401,19 @@ def parallel_problems(c: TrainConfig) -> list[str]:
     if c.optimizer.optimizer == "muon" and (tp > 1 or p.zero):
         other = by_tp if tp > 1 else f"ZeRO {p.zero}"
         out.append(
-            f"--optimizer muon with {other}: it needs whole matrices; give --tensor-model-parallel-size 1 and "
+            f"--optimizer muon with {other}: Muon needs whole matrices; give --tensor-model-parallel-size 1 and "
             "--zero-stage 0, or --optimizer adam"
         )
     return out + pipeline_problems(c) + zero_problems(c)
 
 
 def naming_problems(p: Parallel) -> list[str]:
-    """Of the words that torch will read, their form; whether it knows them is found out where they are used."""
+    """Check the form of names that torch will read; torch itself checks their meaning."""
     out = []
     if not re.fullmatch(r"auto|(?!auto)[a-z]+(:[0-9]{1,4})?", p.device):
-        out.append(f"--device {p.device!r} is not auto, cpu, cuda, npu ... or one of several, as cuda:1")
+        out.append(f"--device {p.device!r} is not auto, cpu, cuda, npu ..., or one device as cuda:1")
     if p.distributed_backend is not None and not re.fullmatch(r"[A-Za-z0-9_:,]+", p.distributed_backend):
-        out.append(f"--distributed-backend {p.distributed_backend!r} is no name such as nccl, gloo or hccl")
+        out.append(f"--distributed-backend {p.distributed_backend!r} is not a name such as nccl, gloo or hccl")
     return out
 
 
@@ -434,7 +435,7 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
             ]
         if p.zero == 3 or c.training.compile == "on":
             other = "--zero-stage 3" if p.zero == 3 else "--compile on"
-            return [f"{said} with {other}: the weights' gradients are computed apart; give --pipeline-schedule 1f1b"]
+            return [f"{said} with {other}: weight gradients are computed separately; give --pipeline-schedule 1f1b"]
     if virtual:
         said = f"--num-layers-per-virtual-pipeline-stage {virtual}"
         if pp == 1:
@@ -442,7 +443,7 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
         if layers % (pp * virtual):
             return [f"--num-layers {layers} is not a multiple of {by_pp} x {said} = {pp * virtual}"]
         if c.chunks > 1 and p.pipeline_schedule == "gpipe":
-            return [f"--pipeline-schedule gpipe contradicts {said}, which interleaves 1f1b: leave one out"]
+            return [f"--pipeline-schedule gpipe contradicts {said}, which interleaves 1f1b; leave one out"]
     out = []
     if p.pipeline_layout:
         try:
@@ -451,7 +452,7 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
             out.append(f"--pipeline-layout {p.pipeline_layout[:100]}: {error}")
     t = c.training
     if kind != "zbv" and (c.chunks > 1 or kind == "zero-bubble") and not batch_problems(c) and not out_of_bounds(t):
-        # With its start and its increment all sizes of a ramp-up are multiples.
+        # If start and increment of a ramp-up are multiples, so are all of its sizes.
         for size in sorted({c.global_batch, *t.rampup_batch_size[:2]}):
             number = c.micro_batches(size)
             if number % pp:
@@ -469,18 +470,17 @@ def zero_problems(c: TrainConfig) -> list[str]:
     if p.zero_stage not in (0, 1, 2, 3):
         return [f"--zero-stage {p.zero_stage:g} is none of 0, 1, 2, 3"]
     if copies > 1 and not p.zero:
-        out.append(
-            f"--num-distributed-optimizer-instances {copies} needs --zero-stage 1, 2 or 3: nothing is shared out"
-        )
+        out.append(f"--num-distributed-optimizer-instances {copies} needs --zero-stage 1, 2 or 3")
     elif c.dp % copies:
         out.append(f"--num-distributed-optimizer-instances {copies} does not divide the {c.dp} data-parallel ranks")
     if p.remote_device == "cpu" and p.zero != 3:
-        out.append(f"--remote-device cpu is for --zero-stage 3, not {p.zero}; --cpu-optimizer is for all of them")
+        out.append(f"--remote-device cpu needs --zero-stage 3, not {p.zero}; --cpu-optimizer works with every stage")
     return out
 
 
-def schedule_problems(c: TrainConfig, known: bool) -> list[str]:
-    """Learning rate, weight decay and the rest of the update; `known`: how long the run is."""
+def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
+    """Check the learning rate, weight decay and the rest of the update; `has_length`: the length of the
+    run is known."""
     o, t = c.optimizer, c.training
     out = []
     if o.lr is None and not t.skip_train:
@@ -504,23 +504,23 @@ def schedule_problems(c: TrainConfig, known: bool) -> list[str]:
     if wrong and (t.train_iters or c.samples):
         length = "--train-iters" if c.samples is None else "--train-samples"
         unit = "steps" if c.samples is None else "samples"
-        out.append(f"{' and '.join(map(spelling, wrong))} cannot be mixed with {length}: give all lengths in {unit}")
+        out.append(f"{' and '.join(map(spelling, wrong))} cannot be mixed with {length}; give all lengths in {unit}")
     warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens") if getattr(o, n)]
     warmups += ["lr_warmup_fraction"] * (o.lr_warmup_fraction is not None)
     if len(warmups) > 1:
-        out.append(f"{' and '.join(map(spelling, sorted(warmups)))} both set the warm-up: give one")
+        out.append(f"{' and '.join(map(spelling, sorted(warmups)))} both set the warm-up; give one")
     if o.lr_decay_samples and o.lr_decay_tokens:
-        out.append("--lr-decay-samples and --lr-decay-tokens both set the decay: give one")
+        out.append("--lr-decay-samples and --lr-decay-tokens both set the decay; give one")
     if o.muon_num_ns_steps >= 100:
-        out.append(f"--muon-num-ns-steps {o.muon_num_ns_steps}: below 100; 5 are enough")
-    if out or wrong or out_of_bounds(o) or not known or not c.steps:
+        out.append(f"--muon-num-ns-steps {o.muon_num_ns_steps} must be below 100; 5 are enough")
+    if out or wrong or out_of_bounds(o) or not has_length or not c.steps:
         return out
     if c.decay_samples <= c.warmup_samples:
         decay, warmup = (
             f"{x / c.global_batch:g} iterations" if c.samples is None else f"{x:g} samples"
             for x in (c.decay_samples, c.warmup_samples)
         )
-        out.append(f"{spelling(warmups[0])}: a warm-up of {warmup} is not below the decay's {decay}")
+        out.append(f"{spelling(warmups[0])}: the warm-up of {warmup} is not below the decay's {decay}; shorten it")
     if o.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
         out.append(
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its last part, "
@@ -540,7 +540,7 @@ def schedule_problems(c: TrainConfig, known: bool) -> list[str]:
 def recompute_problems(t: Training, m: Model) -> list[str]:
     out = []
     if t.recompute == "full" and (t.recompute_activations or t.recompute_granularity == "selective"):
-        out.append("--recompute-granularity selective contradicts full recomputation: give one")
+        out.append("--recompute-granularity selective contradicts full recomputation; give one")
     if m.num_layers and t.recompute_num_layers > m.num_layers and t.recompute == "full":
         out.append(f"--recompute-num-layers {t.recompute_num_layers} is above --num-layers {m.num_layers}")
     return out
@@ -549,21 +549,21 @@ def recompute_problems(t: Training, m: Model) -> list[str]:
 def data_problems(d: Data, needed: bool) -> list[str]:
     out = []
     if d.num_workers > 1024:
-        out.append(f"--num-workers {d.num_workers} batches would be read ahead: at most 1024")
+        out.append(f"--num-workers {d.num_workers} is above 1024; lower it")
     if not 0 <= d.last_epoch_cutoff <= 1:
         out.append(f"--last-epoch-cutoff {d.last_epoch_cutoff} is not in [0, 1]")
     try:
-        trains = any(one.split == "train" for one in datapaths.path_sets(d))
+        trains = any(one.split == "train" for one in data_paths.path_sets(d))
         if needed and not trains and not d.mock_data:
             out.append("--data-path is needed (a prefix written by `meshwright preprocess`), or --mock-data")
     except ValueError as error:
         out.append(str(error))
     at = d.blend_change_at
     if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
-        out.append(f"--blend-change-at {at!r} is neither a sample's number nor now")
+        out.append(f"--blend-change-at {at!r} is neither a sample number nor now")
     if at is not None and d.dataloader_type == "cyclic":
         out.append(
-            "--blend-change-at with --dataloader-type cyclic, whose every epoch mixes all samples anew: give single"
+            "--blend-change-at does not work with --dataloader-type cyclic, which reshuffles all samples; give single"
         )
     try:
         skipped(d.skip_train_iteration_range)
@@ -587,7 +587,7 @@ def precision_problems(p: Precision) -> list[str]:
     if p.fp16 and p.loss_scale is None and p.min_loss_scale > p.initial_loss_scale:
         out.append(f"--min-loss-scale {p.min_loss_scale:g} is above --initial-loss-scale {p.initial_loss_scale:g}")
     if p.fp16 and p.bf16:
-        out.append("--fp16 and --bf16 exclude each other")
+        out.append("--fp16 and --bf16 exclude each other; give one")
     if (p.fp16 or p.bf16) and p.params_dtype == "float64":
         out.append(f"--params-dtype float64 contradicts --{'fp16' if p.fp16 else 'bf16'}")
     return out

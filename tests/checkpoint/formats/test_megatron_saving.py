@@ -129,7 +129,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.Cap
         (["--no-load-optim"], 0, ""),
         (["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], 65, "no such folder, and"),
         (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "a")], 73, "not empty"),
-        (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "b")], 2, "the same folder"),
+        (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "b")], 2, "must differ (both are"),
     ]:
         capsys.readouterr()
         assert main(["train", *load, *more]) == status, more
