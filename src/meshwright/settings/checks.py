@@ -276,7 +276,8 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         out.append("--seq-length is needed: tokens of one sample")
     elif m.position == "learned" and m.max_position_embeddings and m.max_position_embeddings < d.seq_length:
         out.append(
-            f"--max-position-embeddings {m.max_position_embeddings} is below --seq-length {d.seq_length}: raise it"
+            f"--max-position-embeddings {m.max_position_embeddings} is below --seq-length {d.seq_length}: "
+            "positions past the table have no embedding; raise it"
         )
     h, n = m.hidden_size, m.num_attention_heads
     if h and n and n > 0 and not m.kv_channels and h % n:
