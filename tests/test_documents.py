@@ -202,9 +202,9 @@ def test_megatron_345m_under_torchrun(place: Path) -> None:
 
 
 def documented(name: str) -> list[str]:
-    """The command lines of a README's bash blocks."""
+    """Return the commands of a README's bash blocks, each as one line."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.S)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    return [line for block in blocks for line in re.sub(r" *\\\n *", " ", block).splitlines() if line.strip()]
 
 
 def test_both_readmes_have_the_same_commands() -> None:

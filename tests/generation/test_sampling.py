@@ -94,7 +94,7 @@ def test_temperature_limits():
     stream = sampling.generator(5, 0)
     assert {sampling.choose(logits, cold, stream) for _ in range(50)} == {0}
     assert {sampling.choose(logits, hot, stream) for _ in range(200)} == {0, 1, 2, 3}
-    assert torch.allclose(sampling.temper(logits, 2.0).softmax(-1), (logits / 2).softmax(-1))
+    assert torch.allclose(sampling.apply_temperature(logits, 2.0).softmax(-1), (logits / 2).softmax(-1))
 
 
 def test_draw_at_the_borders_of_the_shares():

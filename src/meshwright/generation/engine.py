@@ -1,9 +1,9 @@
-"""A trained model from its folder, and decoding with a key/value cache."""
+"""A trained model from a checkpoint folder, and decoding with a key/value cache."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +17,136 @@ from meshwright.checkpoint.saved_model import SavedModel, describe, open_saved
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.generation import sampling
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
 from meshwright.model.pick import pick
-from meshwright.settings import checks, flags
+from meshwright.settings import checks
 from meshwright.settings.schema import Model, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
 
-# What `decode` and `complete` take after the model.
-Options = tuple[list[list[int]], int, int, int, Callable[[int, Tensor], int], bool]
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A trained model with its tokenizer.
+
+    Fields:
+        model: the network, a torch.nn.Module in evaluation mode.
+        tokenizer: `encode(text) -> ids`, `decode(ids) -> text`, `eod`, `size`.
+        step: the training step of the checkpoint.
+        seq_length: the longest sequence, prompt and continuation together, in tokens.
+    """
+
+    model: GPT
+    tokenizer: Tokenizer
+    step: int
+    seq_length: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.wte.weight.device
+
+    def encode(self, text: str | Sequence[int] | Tensor) -> list[int]:
+        """Return token ids; ids are checked against the vocabulary and returned as they are."""
+        if isinstance(text, str):
+            return list(self.tokenizer.encode(text))
+        ids = [int(i) for i in text]
+        for i in ids:
+            if not 0 <= i < self.model.vocab:
+                raise UserError(f"token id {i} is outside of the vocabulary, 0 ... {self.model.vocab - 1}")
+        return ids
+
+    @torch.inference_mode()
+    def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
+        """Return the logits [T, V] of the token that follows each of the T tokens of `text`.
+
+        The sequence is used as given: no end-of-document token is put in front of it.
+        """
+        ids = self.encode(text)
+        if not 0 < len(ids) <= self.seq_length:
+            raise UserError(f"the text has {len(ids)} tokens; the model reads 1 to {self.seq_length}")
+        out: Tensor = self.model(torch.tensor([ids], device=self.device), Where())
+        return out[0, :, : self.model.vocab]
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.0,
+        greedy: bool = False,
+        seed: int = 1234,
+    ) -> str:
+        """Return the continuation of `prompt`, without the prompt.
+
+        It ends at an end-of-document token, after `max_new_tokens`, or at `seq_length` tokens. The
+        same seed gives the same text. `top_k` and `top_p` of 0 are off.
+        """
+        options = SamplingOptions(temperature, top_k, top_p, greedy)
+        ids = self.encode(prompt)
+        if len(ids) >= self.seq_length:
+            raise UserError(f"the prompt has {len(ids)} tokens; the model reads {self.seq_length}, shorten the prompt")
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens {max_new_tokens} must be above 0")
+        ((new, _),) = self.complete([ids], options, max_new_tokens, seed)
+        return self.tokenizer.decode(new)
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        options: sampling.Options,
+        max_new: int,
+        seed: int,
+        first: int = 0,
+        use_cache: bool = True,
+    ) -> Iterator[list[int | None]]:
+        """Continue prompts, as `decode` does; prompt `i` has sample number `first + i`, which seeds it."""
+        streams = [sampling.generator(seed, first + row) for row in range(len(prompts))]
+        eod = self.tokenizer.eod
+
+        def choose(row: int, logits: Tensor) -> int:
+            return sampling.choose(logits, options, streams[row])
+
+        return decode(self.model, [p or [eod] for p in prompts], max_new, self.seq_length, eod, choose, use_cache)
+
+    def complete(
+        self,
+        prompts: list[list[int]],
+        options: sampling.Options,
+        max_new: int,
+        seed: int,
+        first: int = 0,
+        use_cache: bool = True,
+    ) -> list[tuple[list[int], bool]]:
+        """Return each prompt's new tokens without the final end-of-document one, and whether it came."""
+        rows = self.decode(prompts, options, max_new, seed, first, use_cache)
+        return collect(rows, len(prompts), self.tokenizer.eod)
 
 
 @dataclass(frozen=True)
-class Found:
+class SamplingOptions:
+    """Checked values for `sampling.choose`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.greedy and not self.temperature > 0:
+            raise UserError(f"temperature {self.temperature} must be above 0; greedy=True takes the likeliest token")
+        if self.top_k < 0 or not 0 <= self.top_p <= 1:
+            raise UserError(f"top_k {self.top_k} must be at least 0 and top_p {self.top_p} from 0 to 1")
+
+
+# Loading
+
+
+@dataclass(frozen=True)
+class Fit:
     """A checkpoint's model, checked against the flags and ready to be built."""
 
     saved: SavedModel
@@ -46,24 +162,7 @@ class Found:
         return self.saved.source
 
 
-@dataclass(frozen=True)
-class Run:
-    """A trained model, ready to read and write text."""
-
-    model: GPT
-    tokenizer: Tokenizer
-    step: int
-    length: int  # of the longest sequence: --seq-length, or as trained
-    device: torch.device
-
-
-def given(parsed: flags.Parsed[Any]) -> dict[str, Any]:
-    """What flags, environment, file and preset say; the rest is the checkpoint's to say."""
-    values = flags.to_dict(parsed.config)
-    return {name: values[name] for name, source in parsed.sources.items() if source != "default"}
-
-
-def find(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
+def open_fit(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Fit:
     """Check the newest complete step under `folder`, or the step that it names, against the flags `given`."""
     return check_fit(open_saved(folder, options=open_options(given), given=given), given, vocabulary)
 
@@ -74,8 +173,8 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
     )
 
 
-def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Found:
-    """Refuse flags and a vocabulary that do not fit the checkpoint, and a model that this version cannot run."""
+def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Fit:
+    """Refuse flags or a vocabulary that contradict the checkpoint, and models of a later version."""
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
     # A model of a later version must not load as another one.
@@ -91,19 +190,20 @@ def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: Tokenizer
     if (given.get("seq_length") or 0) > positions:
         wrong.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
     if wrong:
-        listed = "\n  ".join([f"these flags contradict {where} (leave them out, it knows them):", *wrong])
-        raise UserError(listed, BAD_DATA)
-    if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
-        more = ", one of them --tokenizer-type NullTokenizer's end of documents" * (
-            tokenizer.name == tokenizers.Null.name
-        )
         raise UserError(
-            f"the vocabulary has {tokenizer.size} ids{more}, the checkpoint {vocab}: {where} was trained with another one",
+            "\n  ".join([f"these flags contradict {where}; leave them out, the checkpoint has them:", *wrong]), BAD_DATA
+        )
+    if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
+        null = ", including --tokenizer-type NullTokenizer's end-of-document id"
+        more = null if tokenizer.name == tokenizers.Null.name else ""
+        raise UserError(
+            f"the vocabulary has {tokenizer.size} ids{more}, the checkpoint {vocab}; {where} was trained with another "
+            "vocabulary",
             BAD_DATA,
         )
     saved = dataclasses.replace(saved, source=source.of_vocabulary(vocab))
     padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, 1, model.pad_vocab_size_to)
-    return Found(saved, model, vocab, padded, positions, tokenizer)
+    return Fit(saved, model, vocab, padded, positions, tokenizer)
 
 
 def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
@@ -118,20 +218,20 @@ def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
 
 def load(
     folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, dtype: torch.dtype, device: torch.device
-) -> Run:
-    """The model of `find`, its weights read into `dtype` on `device`; of an older step where the newest is damaged."""
-    looked: list[tuple[Found, GPT]] = []
+) -> LanguageModel:
+    """Build the model of a checkpoint and read its weights as `dtype`; skip a damaged newest step."""
+    opened: list[tuple[Fit, GPT]] = []
 
     def accept(source: Source) -> Source:
-        found = check_fit(describe(source, given), given, vocabulary)
+        fit = check_fit(describe(source, given), given, vocabulary)
         with torch.device("meta"):
-            block, _ = pick(found.model, device)
-            model = GPT(found.model, found.vocab, found.padded, found.positions, block)
-        looked.append((found, model.to(dtype).to_empty(device=device).eval()))
-        return found.source
+            block, _ = pick(fit.model, device)
+            model = GPT(fit.model, fit.vocab, fit.padded, fit.positions, block)
+        opened.append((fit, model.to(dtype).to_empty(device=device).eval()))
+        return fit.source
 
     def want(source: Source) -> Named:
-        model, out = looked[-1][1], {}
+        model, out = opened[-1][1], {}
         for name, p in model.named_parameters():
             p.requires_grad_(False)
             rows = model.vocab if name in ("wte.weight", "lm_head.weight") else p.shape[0]
@@ -141,9 +241,12 @@ def load(
 
     if loading.load(folder, want, options=open_options(given), accept=accept) is None:
         raise UserError(f"no checkpoint in {folder}", BAD_DATA)
-    found, model = looked[-1]
-    length = given.get("seq_length") or found.saved.seq_length or found.positions
-    return Run(model, found.tokenizer, found.source.step, min(length, found.positions), device)
+    fit, model = opened[-1]
+    length = given.get("seq_length") or fit.saved.seq_length or fit.positions
+    return LanguageModel(model, fit.tokenizer, fit.source.step, min(length, fit.positions))
+
+
+# Decoding
 
 
 def decode(
@@ -155,11 +258,11 @@ def decode(
     choose: Callable[[int, Tensor], int],
     use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Continue a batch of prompts; yield each row's new token, or None where it has none.
+    """Continue a batch of prompts; yield each row's new token, or None if it has none.
 
-    All rows move one column at a time from the end of the shortest prompt, longer prompts keeping their own tokens, so
-    positions agree and one cache serves all. A row ends with the token `eod` (which is yielded), after max_new tokens, or
-    when it fills seq_length.
+    All rows advance one column at a time from the end of the shortest prompt, and longer prompts
+    keep their own tokens, so that positions agree and one cache serves all. A row ends with the
+    token `eod` (which is yielded), after `max_new` tokens, or at `seq_length`.
     """
     assert prompts and all(0 < len(p) <= seq_length for p in prompts)
     device = model.wte.weight.device
@@ -187,19 +290,11 @@ def decode(
         yield new
 
 
-def complete(
-    model: GPT,
-    prompts: list[list[int]],
-    max_new: int,
-    seq_length: int,
-    eod: int,
-    choose: Callable[[int, Tensor], int],
-    use_cache: bool = True,
-) -> list[tuple[list[int], bool]]:
-    """`decode` to its end: each row's new tokens without the last `eod`, and whether that came."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    for new in decode(model, prompts, max_new, seq_length, eod, choose, use_cache):
-        for row, token in zip(rows, new, strict=True):
+def collect(rows: Iterator[list[int | None]], count: int, eod: int) -> list[tuple[list[int], bool]]:
+    """Return the tokens of each of `count` rows without a final `eod`, and whether it came."""
+    out: list[list[int]] = [[] for _ in range(count)]
+    for new in rows:
+        for row, token in zip(out, new, strict=True):
             if token is not None:
                 row.append(token)
-    return [(row[:-1], True) if row and row[-1] == eod else (row, False) for row in rows]
+    return [(row[:-1], True) if row and row[-1] == eod else (row, False) for row in out]

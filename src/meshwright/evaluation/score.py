@@ -1,0 +1,111 @@
+"""Perplexity and bits per byte of a language model on documents.
+
+Each document is scored alone: after the end-of-document token, every token of the text is predicted
+once, and nothing after it. A longer document is read in windows of the model's length; each window
+after the first starts `stride` tokens later and counts only the new ones, so that they have a
+context. The loss is the mean over tokens and perplexity its exponential. Bits per byte divides the
+same sum by the bytes of the text, so that models with different vocabularies can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.data.prepare.text import read_texts
+from meshwright.errors import BAD_DATA, NON_FINITE, UserError
+
+if TYPE_CHECKING:
+    from meshwright.model.gpt import GPT
+    from meshwright.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over all documents, and the measures made of them."""
+
+    total_loss: float  # nats
+    tokens: int
+    bytes: int
+    documents: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.total_loss / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.total_loss / math.log(2) / self.bytes
+
+
+def read_documents(path: Path, keys: list[str]) -> Iterator[str]:
+    """Yield the documents of a file: the lines of JSON lines, else one; `-` is standard input."""
+    if str(path) == "-":
+        yield sys.stdin.read()
+    elif path.suffix in (".jsonl", ".json"):
+        yield from read_texts([str(path)], keys)
+    else:
+        try:
+            yield path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"--input {path}: byte {error.start} is not UTF-8", BAD_DATA) from None
+
+
+def score(model: GPT, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int) -> Score:
+    """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
+    import torch
+
+    from meshwright.model.attention import Where
+    from meshwright.model.loss import token_losses
+
+    device = model.wte.weight.device
+    model.eval()
+    tokens = size = documents = 0
+    total = 0.0
+    waiting: list[tuple[list[int], list[int], int]] = []
+
+    def flush() -> float:
+        longest = max(len(x) for x, _, _ in waiting)
+        x, y = (torch.zeros(len(waiting), longest, dtype=torch.int64) for _ in range(2))
+        counted = torch.zeros(len(waiting), longest, dtype=torch.float64)
+        for row, (inputs, labels, first) in enumerate(waiting):
+            x[row, : len(inputs)], y[row, : len(labels)] = torch.tensor(inputs), torch.tensor(labels)
+            counted[row, first : len(labels)] = 1
+        waiting.clear()
+        with torch.inference_mode():
+            losses = token_losses(model(x.to(device), Where()), y.to(device), model.vocab)
+        return float((losses.double().cpu() * counted).sum())
+
+    for text in texts:
+        ids = [tokenizer.eod, *tokenizer.encode(text)]
+        documents, tokens, size = documents + 1, tokens + len(ids) - 1, size + len(text.encode())
+        for begin, first, end in windows(len(ids) - 1, length, stride):
+            waiting.append((ids[begin:end], ids[begin + 1 : end + 1], first - begin))
+            if len(waiting) == batch:
+                total += flush()
+    if waiting:
+        total += flush()
+    if not math.isfinite(total):
+        raise UserError(
+            "the loss is not finite; the model's weights are damaged, or --fp16 overflows (try --bf16)", NON_FINITE
+        )
+    return Score(total, tokens, size, documents)
+
+
+def windows(n: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, first counted, end) over n predictions; each is counted once, in at most `length`."""
+    end = min(n, length)
+    if n:
+        yield 0, 0, end
+    while end < n:
+        first, end = end, min(end + stride, n)
+        yield max(0, end - length), first, end
