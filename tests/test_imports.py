@@ -24,6 +24,7 @@ LAYERS = [
     ["checkpoint", "report"],
     ["training"],
     ["generation"],
+    ["evaluation"],
     ["commands"],
     ["__main__"],
 ]

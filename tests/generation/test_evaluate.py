@@ -12,8 +12,9 @@ import torch
 
 from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.commands import evaluate
 from meshwright.errors import UserError
+from meshwright.evaluation import score as scoring
+from meshwright.evaluation.trigram import trigram_bits_per_byte
 from meshwright.generation import engine
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
@@ -200,7 +201,7 @@ def test_windows_count_every_token_once():
         for length in range(1, 12):
             for stride in range(1, length + 1):
                 counted = []
-                for begin, first, end in evaluate.windows(n, length, stride):
+                for begin, first, end in scoring.windows(n, length, stride):
                     assert 0 <= begin <= first < end <= n and end - begin <= length
                     assert begin == 0 or end - begin == length  # the context is as long as it can be
                     counted += range(first, end)
@@ -216,8 +217,8 @@ def test_score_against_a_plain_computation():
         for length, stride in ((9, 9), (9, 4), (5, 1), (1, 1)):
             want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
             for batch in (1, 3, 50):
-                got = evaluate.score(model, tokenizers.Bytes(), documents, length, stride, batch)
-                assert got.loss == pytest.approx(want, rel=1e-10)
+                got = scoring.score(model, tokenizers.Bytes(), documents, length, stride, batch)
+                assert got.total_loss == pytest.approx(want, rel=1e-10)
                 assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
 
 
@@ -323,7 +324,7 @@ def test_trigram_against_the_definition():
         for _ in range(5):
             train = [bytes(random_.choices(alphabet, k=random_.randrange(60))) for _ in range(8)]
             held_out = [bytes(random_.choices(alphabet + b"\0\xffz", k=random_.randrange(60))) for _ in range(4)]
-            got = evaluate.trigram_bits_per_byte(train, held_out)
+            got = trigram_bits_per_byte(train, held_out)
             model = WittenBell(train)
             assert got == pytest.approx(model.bits_per_byte(held_out), rel=1e-12)
             for before in (b"", train[0][:1], train[1][:2], b"qz"):
@@ -331,11 +332,11 @@ def test_trigram_against_the_definition():
 
 
 def test_trigram_limits():
-    assert evaluate.trigram_bits_per_byte([], [b"abc"]) == pytest.approx(8)  # nothing seen: 256 equal bytes
-    assert evaluate.trigram_bits_per_byte([b"ab" * 5000], [b"ab" * 500]) < 0.01
-    assert evaluate.trigram_bits_per_byte(iter([b"abc"]), iter([b"", b"abc"])) < 8  # once through is enough
+    assert trigram_bits_per_byte([], [b"abc"]) == pytest.approx(8)  # nothing seen: 256 equal bytes
+    assert trigram_bits_per_byte([b"ab" * 5000], [b"ab" * 500]) < 0.01
+    assert trigram_bits_per_byte(iter([b"abc"]), iter([b"", b"abc"])) < 8  # once through is enough
     with pytest.raises(UserError, match="no held-out bytes"):
-        evaluate.trigram_bits_per_byte([b"abc"], [b""])
+        trigram_bits_per_byte([b"abc"], [b""])
 
 
 def test_trigram_speed_and_memory():
@@ -343,7 +344,7 @@ def test_trigram_speed_and_memory():
     text = b"".join(bytes(random.Random(0).choices(range(97, 123), k=99_999)) + b"\n" for _ in range(50))
     tracemalloc.start()
     start = time.perf_counter()
-    bits = evaluate.trigram_bits_per_byte([text], [text[:3_000_000]])
+    bits = trigram_bits_per_byte([text], [text[:3_000_000]])
     seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert bits == pytest.approx(math.log2(26), rel=0.05) and seconds < 10 and peak < 800e6

@@ -384,7 +384,7 @@ def test_pieces_come_as_soon_as_they_are_whole():
 
 
 def test_terminal_bytes_that_are_not_utf8(generate):
-    assert chat.clean("a\udcffb") == "a�b"
+    assert chat.replace_surrogates("a\udcffb") == "a�b"
     assert generate("--prompt", "a\udcff", "--out-seq-length=1")[0] == 0
     assert generate(typed="a\udcff\n")[0] == 0
 

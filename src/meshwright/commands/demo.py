@@ -267,8 +267,8 @@ def shorten(line: str) -> str | None:
 
 def compare(ours: float, train: Path, held_out: Path) -> None:
     """Print the result beside that of a byte-trigram model, the simplest worth a comparison."""
-    from meshwright.commands.evaluate import trigram_bits_per_byte
     from meshwright.data.prepare.text import read_texts
+    from meshwright.evaluation.trigram import trigram_bits_per_byte
 
     texts = ([t.encode() for t in read_texts([str(path)], ["text"])] for path in (train, held_out))
     theirs = trigram_bits_per_byte(*texts)

@@ -1,31 +1,22 @@
-"""`meshwright generate` and the documents' tools/generate_samples_gpt.py: samples, continuations, a dialogue."""
+"""`meshwright generate` and the documents' tools/generate_samples_gpt.py: samples, continuations, dialogue."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.console import notice
-from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
+from meshwright.errors import DONE, USAGE, UserError
 from meshwright.launch.world import is_first_process
-from meshwright.settings import command
+from meshwright.settings import command, flags
 from meshwright.settings.schema import GenerateConfig
 
 if TYPE_CHECKING:
-    import torch
-
-    from meshwright.generation import engine
-    from meshwright.tokenizers import Tokenizer
-
-Complete = Callable[[list[list[int]], int], list[tuple[list[int], bool]]]  # prompts, number of the first
+    from meshwright.generation.engine import LanguageModel
 
 
 def main(argv: list[str]) -> int:
@@ -35,149 +26,75 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     c, s = parsed.config, parsed.config.sampling
-    lines = read_prompts(Path(s.sample_input_file)) if s.sample_input_file else []
-    output = s.sample_output_file or f"{s.sample_input_file}.out"
-    if s.sample_input_file and Path(output).resolve() == Path(s.sample_input_file).resolve():
-        raise UserError(f"--sample-output-file {output} is the input: its prompts would be lost")
 
-    # torch only now: a mistake in the flags is told at once
-    from meshwright.device import use_deterministic_algorithms
-    from meshwright.generation import engine
+    # torch is imported only now, so that a mistake in the flags is reported at once.
+    from meshwright.generation import engine, files
     from meshwright.optim.loss_scale import dtype_of
 
+    lines = files.read_prompts(Path(s.sample_input_file)) if s.sample_input_file else []
+    output = s.sample_output_file or f"{s.sample_input_file}.out"
+    if s.sample_input_file and Path(output).resolve() == Path(s.sample_input_file).resolve():
+        raise UserError(f"--sample-output-file {output} is the input file; name another file")
     console.set_stream("stderr" if s.prompt is not None else "stdout")  # stdout is for text
     assert c.checkpoint.load
-    given = engine.given(parsed)
+    given = flags.given(parsed)
     if parsed.dry_run:
-        found = engine.find(c.checkpoint.load, given, c.tokenizer)
-        print(f"the flags fit step {found.source.step} in {found.source.root}; nothing was loaded and nothing written")
+        fit = engine.open_fit(c.checkpoint.load, given, c.tokenizer)
+        print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded and nothing written")
         return DONE
     if c.precision.deterministic_mode:
-        use_deterministic_algorithms()
+        devices.use_deterministic_algorithms()
     device = devices.pick(c.parallel.device)
     batch = c.training.micro_batch_size or 8
-    less = f"a smaller --micro-batch-size (now {batch}) or --out-seq-length (now {s.out_seq_length}), or --bf16,"
-    with command.telling_memory(less):
-        run = engine.load(c.checkpoint.load, given, c.tokenizer, dtype_of(c.precision), device)
-        write(c, run, lines, output)
+    advice = f"a smaller --micro-batch-size (now {batch}) or --out-seq-length (now {s.out_seq_length}), or --bf16,"
+    with command.explain_out_of_memory(advice):
+        m = engine.load(c.checkpoint.load, given, c.tokenizer, dtype_of(c.precision), device)
+        write(c, m, lines, output)
     return DONE
 
 
-def write(c: GenerateConfig, run: engine.Run, lines: list[str], output: str) -> None:
-    """The text, in the mode that the flags ask for."""
-    from meshwright.generation import chat, engine, sampling
-    from meshwright.tokenizers import Null
+def write(c: GenerateConfig, m: LanguageModel, lines: list[str], output: str) -> None:
+    """Write text in the mode that the flags ask for."""
+    from meshwright.generation import chat, files
 
     s = c.sampling
-    eod = run.tokenizer.eod
-
-    def options(prompts: list[list[int]], first: int) -> engine.Options:
-        """The row `i` of these prompts has the sample number `first + i`, which alone seeds its random numbers."""
-        streams = [sampling.generator(c.training.seed, first + row) for row in range(len(prompts))]
-
-        def choose(row: int, logits: torch.Tensor) -> int:
-            return sampling.choose(logits, s, streams[row])
-
-        return [p or [eod] for p in prompts], s.out_seq_length, run.length, eod, choose, not s.recompute
-
-    def one(prompt: list[int], number: int) -> Iterator[int]:
-        """The new tokens of one prompt as they come."""
-        return (i for (i,) in engine.decode(run.model, *options([prompt], number)) if i is not None and i != eod)
-
-    def complete(prompts: list[list[int]], first: int) -> list[tuple[list[int], bool]]:
-        return engine.complete(run.model, *options(prompts, first))
-
-    for stream in (sys.stdin, sys.stdout):  # a model may write, and a terminal send, what its encoding does not have
+    for stream in (sys.stdin, sys.stdout):  # their encoding may lack characters that a model or a terminal sends
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+    def complete(prompts: list[list[int]], first: int) -> list[tuple[list[int], bool]]:
+        return m.complete(prompts, s, s.out_seq_length, c.training.seed, first, not s.recompute)
+
     batch = int(c.training.micro_batch_size or 8)
     if s.num_samples:
         assert s.genfile
-        unconditional(s.genfile, s.num_samples, run.tokenizer, complete, batch)
+        files.write_samples(s.genfile, s.num_samples, m.tokenizer, complete, batch)
     elif s.sample_input_file:
-        from_file(lines, s.sample_input_file, output, run.tokenizer, complete, batch, run.length)
+        files.write_continuations(lines, s.sample_input_file, output, m, complete, batch)
     elif s.prompt is not None:
-        prompt = chat.clean(s.prompt)
-        ids = run.tokenizer.encode(prompt)
-        if len(ids) >= run.length:
-            raise UserError(
-                f"--prompt has {len(ids)} tokens, the model reads {run.length}: nothing could follow", USAGE
-            )
-        print(prompt, end=" " if run.tokenizer.name == Null.name else "")
-        new = 0
-
-        def counted() -> Iterator[int]:
-            nonlocal new
-            for token in one(ids, 0):
-                new += 1
-                yield token
-
-        for text in chat.pieces(run.tokenizer, counted()):
-            print(text, end="", flush=True)
-        print()
-        if len(ids) + new == run.length and new < s.out_seq_length:
-            notice(f"note: the text ends where the model does, after {run.length} tokens")
+        print_continuation(c, m, chat.replace_surrogates(s.prompt))
     else:
-        chat.talk(run.tokenizer, one, run.length)
+        chat.talk(m.tokenizer, lambda ids, number: tokens(c, m, ids, number), m.seq_length)
 
 
-def unconditional(genfile: str, n: int, tokenizer: Tokenizer, complete: Complete, batch: int) -> None:
-    """Exactly n JSON lines {"text", "length", "finished"}, a micro-batch at a time.
-
-    `length` counts the generated tokens before the end-of-document one, `finished` says that it came.
-    """
-    took = []
-    with open(genfile, "w", encoding="utf-8") as out:
-        for first in range(0, n, batch):
-            start = time.perf_counter()
-            for ids, finished in complete([[tokenizer.eod]] * min(batch, n - first), first):
-                line = {"text": tokenizer.decode(ids), "length": len(ids), "finished": finished}
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
-            out.flush()
-            took.append(time.perf_counter() - start)
-            print(f"Avg s/batch: {sum(took) / len(took):.3f}", flush=True)
-    print(f"wrote {n} samples to {genfile}")
+def tokens(c: GenerateConfig, m: LanguageModel, prompt: list[int], number: int) -> Iterator[int]:
+    """Yield the new tokens of one prompt as they come, without the end-of-document one."""
+    s = c.sampling
+    rows = m.decode([prompt], s, s.out_seq_length, c.training.seed, number, not s.recompute)
+    return (i for (i,) in rows if i is not None and i != m.tokenizer.eod)
 
 
-def from_file(
-    lines: list[str], name: str, output: str, tokenizer: Tokenizer, complete: Complete, batch: int, longest: int
-) -> None:
-    """The continuation of every line; an empty line is continued as an empty document."""
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        with naming(f"--sample-input-file {name}:{number}"):
-            prompts.append(tokenizer.encode(line))
-    long = [f"line {n} has {len(ids)}" for n, ids in enumerate(prompts, 1) if len(ids) >= longest]
-    if long:
-        shown = ", ".join(long[:10]) + f" and {len(long) - 10} more" * (len(long) > 10)
-        raise UserError(
-            f"--sample-input-file {name}: {shown} tokens; the model reads {longest}, so nothing could follow", BAD_DATA
-        )
-    with open(output, "w", encoding="utf-8") as out:
-        for first in range(0, len(lines), batch):
-            done = complete(prompts[first : first + batch], first)
-            for line, (ids, _) in zip(lines[first:], done, strict=False):
-                out.write(f"\nContext:{line}\n\nMegatron-LM:{tokenizer.decode(ids)}\n")
-            out.flush()
-    print(f"wrote {len(lines)} continuations to {output}")
+def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: str) -> None:
+    from meshwright.generation import chat
+    from meshwright.tokenizers import Null
 
-
-def read_prompts(path: Path) -> list[str]:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"--sample-input-file {path}: no such file", BAD_DATA) from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"--sample-input-file {path}: byte {e.start} is not UTF-8", BAD_DATA) from None
-    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
-    if not text.strip():
-        raise UserError(f"--sample-input-file {path} is empty: one prompt a line", BAD_DATA)
-    return lines
-
-
-@contextlib.contextmanager
-def naming(where: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}", BAD_DATA) from None
+    ids = m.tokenizer.encode(prompt)
+    if len(ids) >= m.seq_length:
+        raise UserError(f"--prompt has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one", USAGE)
+    print(prompt, end=" " if m.tokenizer.name == Null.name else "")
+    new: list[int] = []
+    for text in chat.pieces(m.tokenizer, chat.recorded(tokens(c, m, list(ids), 0), new)):
+        print(text, end="", flush=True)
+    print()
+    if len(ids) + len(new) == m.seq_length and len(new) < c.sampling.out_seq_length:
+        console.notice(f"note: the text ends at the model's sequence length, {m.seq_length} tokens")

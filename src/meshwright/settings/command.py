@@ -37,14 +37,14 @@ def out_of_memory(error: Exception, less: str) -> UserError | None:
 
 
 @contextlib.contextmanager
-def telling_memory(less: str) -> Iterator[None]:
+def explain_out_of_memory(less: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = out_of_memory(error, less)
-        if told is None:
+        explained = out_of_memory(error, less)
+        if explained is None:
             raise
-        raise told from error
+        raise explained from error
 
 
 def our_version() -> str:

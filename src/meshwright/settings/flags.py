@@ -477,6 +477,12 @@ def _key(name: str) -> str:
     return name.replace("-", "_")
 
 
+def given(parsed: Parsed[Any]) -> dict[str, Any]:
+    """Return the settings that were given by flags, environment, file or preset."""
+    values = to_dict(parsed.config)
+    return {name: values[name] for name, source in parsed.sources.items() if source != "default"}
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Return flat name -> value, as saved with a checkpoint."""
     return {n: v for f in dataclasses.fields(config) for n, v in dataclasses.asdict(getattr(config, f.name)).items()}
