@@ -406,6 +406,6 @@ def test_resume_by_command(run, tmp_path, flag):
     assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0
     got = run(*base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else []))
     if flag is None:
-        assert got.status == 2 and "has 0.01, the flags say 0.002 (--lr)" in got.err and not got.rows
+        assert got.status == 2 and "has 0.01, the flags say 0.002 (--lr)" in got.err and not got.losses
     else:
         assert got.status == 0 and got.column("lr") == [0.002 if "override" in flag else 0.01] * 2
