@@ -248,7 +248,7 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("llama", {"rope_parameters": None, "rope_scaling": "default"}, "kind of rotation .*is default"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is no"),
+        ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is .no.; it must be"),
         ("llama", {"model_type": "mistral", "sliding_window": 8}, "sliding_window is 8"),
         ("llama", {"model_type": "mistral", "sliding_window": "8"}, "sliding_window is .8.; it must be"),
         ("llama", {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8"),
