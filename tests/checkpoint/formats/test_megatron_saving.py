@@ -166,7 +166,7 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         and f"of {weights} weights are equal" in printed
     )
     (tmp_path / "hf/README.md").write_text("mine")
-    assert main(["train", *run, *load, *longer]) == 73 and "has been changed" in capsys.readouterr().err
+    assert main(["train", *run, *load, *longer]) == 73 and "was changed since" in capsys.readouterr().err
     assert main(["train", *TINY_FLAGS, "--save-hf", str(tmp_path / "b")]) == 2
     trained = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "g"), "--skip-train"]
     assert main(["train", *TINY_FLAGS, *trained, "--save-hf", str(tmp_path / "h")]) == 2
