@@ -366,7 +366,7 @@ def test_progress_bar(run, monkeypatch, flag):
             pass
 
     bars = []
-    monkeypatch.setattr(metrics, "_bar", lambda total: bars.append(total) or (Bar(), 0))
+    monkeypatch.setattr(metrics, "_start_bar", lambda total: bars.append(total) or (Bar(), 0))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     assert run(flag).status == 0
     assert bars == ([6] if flag == "--progress" else [])
