@@ -26,7 +26,8 @@ LAYERS = [
     ["generation"],
     ["evaluation"],
     ["commands"],
-    ["__main__"],
+    ["api"],
+    ["__main__", "__init__"],
 ]
 LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
 
@@ -132,7 +133,8 @@ def test_no_circles_between_files() -> None:
 
 
 def test_package_files_are_empty() -> None:
-    assert all(not p.read_text().strip() for p in SOURCE.rglob("__init__.py"))
+    """Except the package's own, which hands names on when they are first used."""
+    assert all(not p.read_text().strip() for p in SOURCE.glob("*/**/__init__.py"))
 
 
 def test_the_model_knows_no_ranks() -> None:

@@ -95,14 +95,25 @@ def fields(cls: type) -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
 
 
 def parse(
-    cls: type[C], argv: list[str], prog: str, positional: str | None = None, check: bool = True, about: str = ""
+    cls: type[C],
+    argv: list[str],
+    prog: str,
+    positional: str | None = None,
+    check: bool = True,
+    about: str = "",
+    values: Mapping[str, Any] | None = None,
 ) -> Parsed[C]:
-    """Resolve a command line; `positional` names the field that arguments without a flag set."""
+    """Resolve a command line; `positional` names the field that arguments without a flag set.
+
+    `values` are settings by name, from Python. They win over the command line.
+    """
     parser = _parser(cls, prog, positional, about)
     argv, complaints = _without_switch_values(argv, parser)
     namespace, unknown = parser.parse_known_args(argv)
     cli = vars(namespace)
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
+    values = dict(values or {})
+    control |= {k: values.pop(k) for k in ("preset", "config_file") if k in values}
     reader = _Reader(cls, complaints)
     if positional:
         unknown = _take_positional(cls, positional, cli, unknown, complaints)
@@ -117,13 +128,15 @@ def parse(
 
     layers: list[tuple[str, dict[str, Any]]] = []
     if control["preset"]:
+        if control["preset"] not in PRESETS:  # argparse checks flags
+            raise UserError(f"no preset {control['preset']!r}{did_you_mean(control['preset'], PRESETS)}")
         preset = {k: v for k, v in PRESETS[control["preset"]].items() if k in reader.known}
         layers.append((f"preset {control['preset']}", preset))
     if control["config_file"]:
         layers.append((control["config_file"], reader.read_file(Path(control["config_file"]))))
     if not is_flat(cls):
         layers.append(("environment", reader.read_environment()))
-    layers.append(("command line", reader.convert_all(cli, "")))
+    layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
     built, sources = build(cls, layers)

@@ -1,0 +1,182 @@
+"""The public functions: train, load, generate, evaluate, convert. `meshwright` exports them.
+
+They raise UserError for whatever the caller can correct, never exit the interpreter, and leave
+signals alone unless asked. Keyword settings have the names and values of docs/flags.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright import device as devices
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import GenerateConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.convert import Converted
+    from meshwright.data.datasets import Datasets
+    from meshwright.evaluation.score import Score
+    from meshwright.generation.engine import LanguageModel
+    from meshwright.report.history import History
+    from meshwright.training.network import Model
+    from meshwright.training.step import Loss
+
+DType = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training leaves.
+
+    Fields:
+        status: 0, or with `handle_signals` 130 (Ctrl-C) or 143 (SIGTERM) if it was stopped.
+        folder: the run folder (`run_dir`, else `save`), or None if the run wrote nothing.
+        config: the settings that it used.
+    """
+
+    status: int
+    folder: Path | None
+    config: TrainConfig
+
+    @property
+    def history(self) -> History:
+        """Steps, validations and attempts, read from the run folder."""
+        from meshwright.report.history import read_history
+
+        if self.folder is None:
+            raise UserError("the run kept no history; give save or run_dir")
+        return read_history(self.folder)
+
+
+def train(
+    config: TrainConfig | Sequence[str] | str = (),
+    /,
+    *,
+    model: Model | None = None,
+    loss: Loss | None = None,
+    datasets: Datasets | None = None,
+    handle_signals: bool = False,
+    **settings: Any,
+) -> TrainResult:
+    """Train in this process, as `meshwright train` does.
+
+    `config` is a TrainConfig, or flags as a list or one string. Keyword settings win over flags:
+    `train(preset="gpt2-117m", data_path=["corpus_text_document"], train_iters=100, save="run")`.
+    `model`, `loss` and `datasets` replace the package's own: see docs/extending.md. Under a
+    launcher such as torchrun every rank calls this function. With `handle_signals` (main thread
+    only), Ctrl-C and SIGTERM finish the step and save.
+    """
+    from meshwright.commands.launch import wanted
+    from meshwright.training.resume import checkpoint_architecture
+    from meshwright.training.run import run
+
+    if isinstance(config, TrainConfig):
+        if settings:
+            raise UserError(f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it")
+    else:
+        words = shlex.split(config) if isinstance(config, str) else list(config)
+        if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(words):
+            raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
+        parsed = flags.parse(TrainConfig, words, "meshwright.train", values=settings, check=datasets is None)
+        flags.print_notices(parsed)
+        config = checkpoint_architecture(parsed.config, set(flags.given(parsed)))
+    if wanted(config.parallel) is not None:
+        raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
+    status = run(config, model, loss, datasets, handle_signals=handle_signals)
+    folder = config.checkpoint.run_dir or config.checkpoint.save
+    return TrainResult(status, Path(folder) if folder else None, config)
+
+
+def load(
+    path: str | os.PathLike[str], *, device: str | None = None, dtype: DType = "float32", **settings: Any
+) -> LanguageModel:
+    """Load the newest complete step of a checkpoint folder, or the step folder that `path` names.
+
+    The folder may be of any program that docs/checkpoints.md lists. `device` is a name such as
+    "cpu", "cuda" or "cuda:1" (default: an accelerator if there is one). Keyword settings are those
+    of `meshwright generate`, for a folder that lacks something: `vocab_file`, `merge_file`,
+    `tokenizer_model`, `num_attention_heads`, `seq_length`, ...
+    """
+    import torch
+
+    from meshwright.generation import engine
+
+    if device is not None:
+        settings["device"] = device
+    parsed = flags.parse(
+        GenerateConfig, [], "meshwright.load", values={**settings, "load": os.fspath(path)}, check=False
+    )
+    if not hasattr(torch, dtype):
+        raise UserError(f"dtype {dtype!r} is unknown; give float32, bfloat16, float16 or float64")
+    c = parsed.config
+    where = devices.pick(c.parallel.device)
+    return engine.load(os.fspath(path), flags.given(parsed), c.tokenizer, getattr(torch, dtype), where)
+
+
+def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str:
+    """Return the continuation of `prompt`; see LanguageModel.generate for the options."""
+    m = load(model) if isinstance(model, str | os.PathLike) else model
+    return m.generate(prompt, **options)
+
+
+def evaluate(
+    model: LanguageModel | str | os.PathLike[str],
+    texts: Iterable[str],
+    *,
+    stride: int | None = None,
+    batch_size: int = 8,
+) -> Score:
+    """Score documents: loss per token, perplexity, bits per byte.
+
+    `texts` are the documents. Documents longer than the model's `seq_length` are read in windows
+    that advance by `stride` tokens (default: half the length), each after the first with context.
+    """
+    from meshwright.evaluation.score import score
+
+    if isinstance(texts, str):
+        raise UserError("texts is one string; give a list of documents")
+    m = load(model) if isinstance(model, str | os.PathLike) else model
+    documents = list(texts)
+    if not any(documents):
+        raise UserError("there is no text to score", BAD_DATA)
+    advance = m.seq_length // 2 or 1 if stride is None else stride
+    if not 0 < advance <= m.seq_length or batch_size < 1:
+        raise UserError(f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0")
+    return score(m.model, m.tokenizer, documents, m.seq_length, advance, batch_size)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: Literal["native", "torch", "huggingface"] = "native",
+    *,
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    optimizer: bool = True,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    **settings: Any,
+) -> Converted:
+    """Convert a checkpoint of any program into the new folder `target`.
+
+    `to` is our own format, Megatron-LM's ("torch", cut for `tensor_parallel` x `pipeline_parallel`
+    ranks) or Hugging Face's. Keyword settings complete what the source does not say of itself:
+    `num_attention_heads`, `vocab_file`, `trust_pickle`, ...
+    """
+    from meshwright.checkpoint import convert as conversion
+
+    return conversion.convert(
+        Path(source),
+        Path(target),
+        to,
+        dtype=dtype,
+        optimizer=optimizer,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        settings=settings,
+    )

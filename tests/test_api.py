@@ -1,0 +1,139 @@
+"""The public Python API: lazy, typed, usable in a notebook, documented by an example that runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright
+from helpers import TINY_FLAGS
+
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
+FLAGS = [f for f in TINY_FLAGS if not f.startswith("--vocab-size")] + ["--tokenizer-type=ByteTokenizer"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("api") / "run"
+    return meshwright.train(FLAGS, save=str(folder))
+
+
+@pytest.mark.whole
+def test_importing_is_cheap():
+    code = (
+        "import sys, meshwright; assert 'train' in dir(meshwright); meshwright.TrainConfig; meshwright.__version__\n"
+        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_name_resolves():
+    for name in meshwright.__all__:
+        assert getattr(meshwright, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = meshwright.trian
+
+
+@pytest.mark.whole
+def test_the_page(tmp_path, monkeypatch, capsys):
+    """Run every Python block of docs/python.md, in order, in one process."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        exec(compile(block, str(PAGE), "exec"), names)
+    out = capsys.readouterr().out
+    assert "0 run " in out and "torch.Size([16, 257])" in out and "no checkpoint in no-such-folder 65" in out
+    assert (tmp_path / "run-torch").is_dir()
+
+
+def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
+    assert run.status == 0 and [s.iteration for s in run.history.steps] == [1, 2, 3, 4, 5, 6]
+    again = meshwright.train(run.config)
+    assert again.status == 0  # complete, so nothing is left to do
+    words = " ".join(FLAGS)
+    other = meshwright.train(words, train_iters=2, run_dir=str(tmp_path / "b"))
+    assert [s.loss for s in other.history.steps] == [s.loss for s in run.history.steps[:2]]
+    with pytest.raises(meshwright.UserError, match="kept no history"):
+        _ = meshwright.train(words, train_iters=1).history
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: meshwright.train(nmu_layers=2), "unknown setting 'nmu_layers'.*num_layers"),
+        (lambda: meshwright.train(preset="gpt2-117"), "no preset 'gpt2-117'.*gpt2-117m"),
+        (lambda: meshwright.train("--help"), "belongs to the command line"),
+        (lambda: meshwright.train(FLAGS, train_iters="many"), "--train-iters"),
+        (lambda: meshwright.train(FLAGS, num_gpus_per_node=2), "meshwright launch"),
+        (lambda: meshwright.train(meshwright.TrainConfig(), seed=1), "beside a TrainConfig"),
+        (lambda: meshwright.load("nowhere"), "nowhere"),
+        (lambda: meshwright.load("nowhere", device="abacus"), "--device|nowhere"),
+        (lambda: meshwright.evaluate("nowhere", "text"), "give a list of documents"),
+        (lambda: meshwright.convert("nowhere", "there", to="onnx"), "native, torch or huggingface"),
+    ],
+)
+def test_mistakes_raise_one_class(call, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(meshwright.UserError, match=f"(?s){message}"):
+        call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_load(run):
+    m = meshwright.load(run.folder, device="cpu", dtype="float64")
+    assert isinstance(m, meshwright.LanguageModel) and m.step == 6 and m.seq_length == 16
+    logits = m.logits("abc")
+    assert logits.shape == (3, 257) and logits.dtype == torch.float64
+    assert torch.equal(logits, m.logits(m.encode("abc"))) and torch.equal(logits, m.logits(torch.tensor([97, 98, 99])))
+    assert m.generate("a", max_new_tokens=4, seed=3) == m.generate("a", max_new_tokens=4, seed=3)
+    greedy = m.generate("a", max_new_tokens=1, greedy=True)
+    assert greedy == m.tokenizer.decode([int(m.logits("a")[-1].argmax())])
+    assert meshwright.generate(run.folder, "a", max_new_tokens=1, greedy=True) == greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature 0.0 must be above 0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"prompt": "x" * 16}, "16 tokens; the model reads 16"),
+        ({"prompt": [999]}, "token id 999"),
+    ],
+)
+def test_generate_refuses_what_makes_no_sense(run, options, message):
+    m = meshwright.load(run.folder)
+    with pytest.raises(meshwright.UserError, match=re.escape(message)):
+        m.generate(options.pop("prompt", "a"), **options)
+
+
+def test_evaluate(run):
+    m = meshwright.load(run.folder, dtype="float64")
+    score = meshwright.evaluate(m, ["abc"])
+    ids = [m.tokenizer.eod, *b"abc"]
+    expected = -m.logits(ids[:-1]).log_softmax(-1)[range(3), ids[1:]].mean()
+    assert score.loss == pytest.approx(float(expected)) and (score.tokens, score.bytes, score.documents) == (3, 3, 1)
+
+
+def test_training_in_a_thread(tmp_path):
+    """Neither signal handlers nor sys.exit: a notebook's thread can train."""
+    results = []
+
+    def work():
+        results.append(meshwright.train(FLAGS, train_iters=1, run_dir=str(tmp_path / "r")).status)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [0]
+
+
+def test_no_environment_is_left_behind(run):
+    assert not any(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
