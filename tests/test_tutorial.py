@@ -1,0 +1,90 @@
+"""docs/tutorial.md: run every command and the Python block, in order, with smaller sizes."""
+
+import io
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from documents import ROOT, environment, smaller
+from helpers import captured_output
+from meshwright.__main__ import main
+from meshwright.errors import DONE, SIGINT
+
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
+
+PAGE = ROOT / "docs" / "tutorial.md"
+# Applied to a documented flag where it appears; the other flags stay as documented.
+SIZES = {"num_layers": 2, "seq_length": 32, "log_interval": 1, "eval_interval": 6, "train_iters": 12}
+SIZES |= {"eval_iters": 1, "lr_warmup_iters": 5, "save_interval": 6, "vocab_size": 320, "out_seq_length": 8}
+COMMANDS = {
+    "data merge-json": "Merged file corpus.jsonl: 30 documents of 30 files",
+    "train-tokenizer": "320 ids",
+    "preprocess": "Processed 30 documents",
+    "data inspect": "The quick brown fox",
+    "train": "successfully saved checkpoint at iteration      12 to my-model",
+    "report": "my-model/report.html",
+    "evaluate": "bits per byte",
+    "inspect": "iteration",
+    "generate": "Once upon a time",
+    "convert": "(huggingface)",
+}
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+
+
+def commands() -> list[list[str]]:
+    """Return the words of each documented command, without `meshwright`."""
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    words = [shlex.split(smaller(line, **SIZES)) for line in lines]
+    assert all(command[0] == "meshwright" for command in words)
+    return [command[1:] for command in words]
+
+
+def interrupt_training(words: list[str]) -> None:
+    """Start the training and send the signal of Ctrl-C after the fifth step."""
+    command = [sys.executable, "-m", "meshwright", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    ) as p:
+        assert p.stdout
+        sent = False
+        for line in p.stdout:
+            if not sent and re.match(r" iteration +5/", line):
+                p.send_signal(signal.SIGINT)
+                sent = True
+    assert sent and p.returncode == SIGINT
+
+
+def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for n in range(30):
+        text = f"Document {n}. The quick brown fox jumps over {n * n} lazy dogs, once upon a time.\n" * 20
+        (tmp_path / "texts" / f"{n}.txt").write_text(text)
+    (tmp_path / "held-out.txt").write_text("A quick brown dog. " * 30)
+
+    pending = dict(COMMANDS)
+    for words in commands():
+        name = " ".join(words[:2]) if words[0] == "data" else words[0]
+        if name == "train":
+            interrupt_training(words)
+        monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time\nstop\n"))
+        with captured_output() as (out, err):
+            assert main(words) == DONE, words
+        printed = "\n".join(out + err)
+        assert COMMANDS[name] in printed, (words, printed)
+        if name == "train":
+            assert re.search(r"loading checkpoint from my-model at iteration +\d", printed)
+        pending.pop(name, None)
+    assert not pending
+
+    (program,) = blocks("python")
+    exec(program, {})
+    assert "Once upon a time" in capsys.readouterr().out
