@@ -1,6 +1,4 @@
-"""Draws the pictures and reckons the tables of parallelism.md: `python docs/parallelism.py` makes
-both anew.
-"""
+"""Draw the pictures and compute the tables of parallelism.md; run `python docs/parallelism.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +22,8 @@ from meshwright.settings.presets import PRESETS
 PAGE = Path(__file__).with_suffix(".md")
 MODELS = {"345M": "ascend-345m", "1.3B": "ascend-1.3b", "2.7B": "ascend-2.7b"}
 VOCABULARY = 50_304
-RANKS, TOKENS, MICRO_TOKENS = 4, 2**18, 2**12  # of the tables: ranks, tokens of a step, tokens of a micro-batch
+# In the tables: ranks, tokens of a step, tokens of a micro-batch
+RANKS, TOKENS, MICRO_TOKENS = 4, 2**18, 2**12
 HALF, FULL = 2, 4  # bytes of a bf16 and of a float32 number
 
 # Bytes
@@ -33,30 +32,32 @@ HALF, FULL = 2, 4  # bytes of a bf16 and of a float32 number
 def moved(
     what: str, n: int, weights: int, layers: int, hidden: int, tokens: int, micro_batches: int = 1, chunks: int = 1
 ) -> float:
-    """Bytes that one of `n` ranks sends in a step; `tokens` of the step that these ranks work on
-    together.
+    """Return the bytes that one of `n` ranks sends in a step of `tokens` tokens.
 
-    A ring: an all-gather or a reduce-scatter of x bytes sends x (n - 1) / n from each rank, an
-    all-reduce twice that. `micro_batches`: of one rank, which matters only where something moves
-    with each of them.
+    In a ring, an all-gather or a reduce-scatter of x bytes sends x (n - 1) / n from each rank, an
+    all-reduce twice that. `micro_batches` counts those of one rank; it matters only where something
+    is sent with each of them.
     """
     one = (n - 1) / n
-    stream = tokens * hidden * HALF  # the residual stream of the whole step, at one place of the model
+    stream = tokens * hidden * HALF  # the residual stream of a step, at one place in the model
     gradients, gathered = one * FULL * weights, one * HALF * weights
     return {
         "ZeRO 0": 2 * gradients,
         "ZeRO 1": gradients + gathered,
         "ZeRO 2": micro_batches * gradients + gathered,
         "ZeRO 3": micro_batches * (gradients + 2 * gathered),
-        # Four all-reduces a layer, one behind the embedding, one before the head; three numbers a
-        # token for the loss.
+        # Four all-reduces per layer, one after the embedding, one before the head; three numbers
+        # per token for the loss.
         "tensor": 2 * one * ((4 * layers + 2) * stream + 3 * tokens * FULL),
-        "pipeline": 2 * chunks * stream * (n > 1),  # of a rank in the middle: forward on, backward back
-        "context": 2 * 4 * layers * one * stream / n,  # q, k, v and o of its own tokens, forward and backward
+        # A rank in the middle sends activations forward and gradients back.
+        "pipeline": 2 * chunks * stream * (n > 1),
+        # q, k, v and o of the rank's own tokens, forward and backward
+        "context": 2 * 4 * layers * one * stream / n,
     }[what]
 
 
-def of_model(preset: str) -> dict[str, int]:
+def model_sizes(preset: str) -> dict[str, int]:
+    """Return the arguments of `moved` that the model decides."""
     m = config.Model(**{k: v for k, v in PRESETS[preset].items() if k in config.Model.__dataclass_fields__})
     assert m.num_layers and m.hidden_size
     positions = PRESETS[preset]["seq_length"]
@@ -65,8 +66,8 @@ def of_model(preset: str) -> dict[str, int]:
 
 def table(rows: dict[str, Callable[[dict[str, int]], float]]) -> str:
     lines = [f"| gigabytes a step | {' | '.join(MODELS)} |", "|---|" + "---:|" * len(MODELS)]
-    for name, reckon in rows.items():
-        cells = [f"{reckon(of_model(preset)) / 1e9:.2f}" for preset in MODELS.values()]
+    for name, formula in rows.items():
+        cells = [f"{formula(model_sizes(preset)) / 1e9:.2f}" for preset in MODELS.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -97,9 +98,7 @@ def tables() -> dict[str, str]:
 
 
 def page() -> str:
-    """The page with its tables reckoned anew: each follows a comment with its name, up to an empty
-    line.
-    """
+    """Return the page with new tables, each from the comment with its name up to an empty line."""
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in tables().items():
         text, found = re.subn(rf"(<!-- table: {name} -->\n).*?(?=\n\n)", lambda m, s=lines: m[1] + s, text, flags=re.S)  # type: ignore[misc]
@@ -109,7 +108,8 @@ def page() -> str:
 
 # Pictures
 
-SHADES = ((plot.LINE, 0.75), (plot.LINE, 0.3), (plot.POINT, 0.75), (plot.POINT, 0.3))  # of ranks 0 to 3
+# Colours and strengths of ranks 0 to 3
+SHADES = ((plot.LINE, 0.75), (plot.LINE, 0.3), (plot.POINT, 0.75), (plot.POINT, 0.3))
 
 
 def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where: float) -> tuple[Figure, list[Axes]]:
@@ -137,17 +137,11 @@ def write(axes: Axes, x: float, y: float, text: str, size: float = 8, **more: An
 
 
 def data() -> Figure:
-    """Four ranks at each stage of ZeRO: bars of bytes for each weight, filled where the rank holds
-    them.
-    """
+    """Draw bars of bytes per weight at each stage of ZeRO, filled where a rank holds them."""
     kinds = (("weights", 2), ("gradients", 4), ("optimizer state", 12))
     figure, axes = canvas(8, 3.5, columns=4, left=0.13, bottom=0.08, top=0.92)
-    bytes_of = (
-        "18",
-        "2 + 4 + 16/4 = 10",
-        "2 + 16/4 = 6",
-        "16/4 = 4",
-    )  # from ZeRO 1 on a sum's own part is kept as well
+    # From ZeRO 1 on, a rank's own part of the sums is kept as well.
+    bytes_of = ("18", "2 + 4 + 16/4 = 10", "2 + 16/4 = 6", "16/4 = 4")
     for stage, one in enumerate(axes):
         one.set(xlim=(-0.2, 4.2), ylim=(-4.2, 19.6))
         one.set_title(f"ZeRO {stage}", color=plot.INK, fontsize=10)
@@ -171,8 +165,9 @@ def data() -> Figure:
 
 
 def tensor() -> Figure:
-    """The model on two ranks, from left to right, without and with sequence parallelism; grey:
-    what a rank lacks.
+    """Draw the model on two ranks from left to right, without and with sequence parallelism.
+
+    Grey is what a rank lacks.
     """
     figure, axes = canvas(8.6, 4.6, rows=2, hspace=0.12, top=0.95, bottom=0.01)
     parts = (
@@ -225,6 +220,7 @@ def tensor() -> Figure:
 
 
 def pipeline() -> Figure:
+    """Draw the timelines of three schedules on four ranks with eight micro-batches."""
     cases: tuple[tuple[str, Kind, int], ...] = (
         ("GPipe", "gpipe", 1),
         ("1F1B", "1f1b", 1),
@@ -249,7 +245,7 @@ def pipeline() -> Figure:
 
 
 def context() -> Figure:
-    """Who holds which tokens of which heads, around the attention kernel."""
+    """Draw who holds which tokens of which heads before, in and after the attention kernel."""
     figure, axes = canvas(8, 2.6, columns=3, top=0.86, bottom=0.12, left=0.05, wspace=0.35)
     for step, one in enumerate(axes):
         title = (

@@ -37,8 +37,8 @@ def test_tables_match_the_code(document):
     assert document.PAGE.read_text(encoding="utf-8") == document.page(), "update the tables: python docs/parallelism.py"
 
 
-def test_bytes_of_a_ring_passed_by_hand(document):
-    """Four ranks, 12 weights: chunks of 3 take 3 rounds to be reduced and 3 to be gathered."""
+def test_bytes_match_a_ring_counted_by_hand(document):
+    """For four ranks and 12 weights, chunks of 3 take 3 rounds to reduce and 3 to gather."""
     size = {"n": 4, "weights": 12, "layers": 1, "hidden": 8, "tokens": 16}
     assert document.moved("ZeRO 0", **size) == (3 + 3) * 3 * 4
     assert document.moved("ZeRO 1", **size) == 3 * 3 * 4 + 3 * 3 * 2
@@ -47,9 +47,8 @@ def test_bytes_of_a_ring_passed_by_hand(document):
     stream = 16 * 8 * 2
     assert document.moved("tensor", **size) == 6 * (6 * stream + 3 * 16 * 4) / 4
     assert document.moved("pipeline", **size, chunks=2) == 2 * 2 * stream
-    assert document.moved("context", **size) == 2 * 4 * 3 * (
-        stream // 16
-    )  # to each of three: its heads for this rank's tokens
+    # To each of the three others: its heads for this rank's tokens
+    assert document.moved("context", **size) == 2 * 4 * 3 * (stream // 16)
     alone = size | {"n": 1}
     assert [document.moved(what, **alone) for what in ("ZeRO 0", "ZeRO 1", "tensor", "pipeline", "context")] == [0] * 5
 
