@@ -29,8 +29,8 @@ class Conversion:
     to: Literal["native", "torch", "huggingface"] | None = flag(
         None, "our format, Megatron-LM's tree of torch files, or a folder for transformers"
     )
-    target_tensor_parallel_size: int = flag(1, "tensor-parallel ranks, for --to torch", bound="above 0")
-    target_pipeline_parallel_size: int = flag(1, "pipeline stages, for --to torch", bound="above 0")
+    target_tensor_parallel_size: int = flag(1, "tensor-parallel ranks, for --to torch", bound=">0")
+    target_pipeline_parallel_size: int = flag(1, "pipeline stages, for --to torch", bound=">0")
     dtype: Literal["float32", "float16", "bfloat16"] | None = flag(None, "type of the weights (none: unchanged)")
     no_optimizer: bool = flag(False, "leave optimizer state out")
 

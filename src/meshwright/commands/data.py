@@ -50,14 +50,14 @@ class Inspection:
     """Part of token files to show."""
 
     prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path")
-    document: int | None = flag(None, "show only this document, counted from 0", bound="from 0")
+    document: int | None = flag(None, "show only this document, counted from 0", bound=">=0")
     sample: int | None = flag(
-        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound="from 0"
+        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound=">=0"
     )
     sample_set: str | None = flag(
         None, "set that --sample counts in: train (the default), valid, test, or valid/NAME if there are several"
     )
-    top: int | None = flag(None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound="from 0")
+    top: int | None = flag(None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0")
     picture: str | None = flag(None, "write a histogram of document lengths to this .png, .svg or .pdf")
     json: bool = flag(False, "print one line of JSON instead of a table")
 

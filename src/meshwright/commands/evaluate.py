@@ -28,7 +28,7 @@ class Evaluate:
     input: list[str] = flag([], "text files, or .jsonl/.json files with one document per line")
     json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines", "--json-key")
     overlapping_eval: int | None = flag(
-        None, "tokens by which a window advances (none: half the sequence length)", bound="above 0"
+        None, "tokens by which a window advances (none: half the sequence length)", bound=">0"
     )
     json: bool = flag(False, "print one line of JSON instead of a table")
 

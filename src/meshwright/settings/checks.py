@@ -144,7 +144,6 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
     "--recompute-granularity full": lambda c: c.training.recompute == "full",
     "--load": lambda c: c.checkpoint.load,
-    "--load; a new run has one blend from its first sample": lambda c: c.checkpoint.load,
     "--eval-iters above 0": lambda c: c.training.eval_iters,
     "--save": lambda c: c.checkpoint.save,
     "--keep-last; all are kept": lambda c: c.checkpoint.keep_last or not c.checkpoint.save,
@@ -161,7 +160,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--tensor-model-parallel-size above 1": lambda c: c.parallel.tensor_model_parallel_size > 1,
     "--pipeline-model-parallel-size above 1": lambda c: c.parallel.pipeline_model_parallel_size > 1,
     "several pieces on a pipeline rank": lambda c: c.chunks > 1,
-    "--deepspeed_config; the flags alone decide": lambda c: c.parallel.deepspeed_config,
+    "--deepspeed_config": lambda c: c.parallel.deepspeed_config,
     "--profile": lambda c: c.logging.profile,
 }
 
@@ -260,10 +259,13 @@ def out_of_bounds(group: Any) -> list[str]:
         bound, value = f.metadata["bound"], getattr(group, f.name)
         if bound is None or not isinstance(value, int | float):
             continue
-        right = {"above 0": value > 0, "from 0": value >= 0, "in [0, 1)": 0 <= value < 1}[bound]
-        words = {"above 0": "must be above 0", "from 0": "must not be below 0", "in [0, 1)": "is not in [0, 1)"}[bound]
-        if not right:
-            out.append(f"{spelling(f.name)} {value} {words}")
+        is_inside, rule = {
+            ">0": (value > 0, "must be above 0"),
+            ">=0": (value >= 0, "must not be below 0"),
+            "[0,1)": (0 <= value < 1, "is not in [0, 1)"),
+        }[bound]
+        if not is_inside:
+            out.append(f"{spelling(f.name)} {value} {rule}")
     return out
 
 

@@ -57,8 +57,8 @@ class Preprocess:
     append_eod: bool = flag(False, "append the end-of-document token to each document")
     on_error: Literal["stop", "skip"] = flag("stop", "on a bad line: stop, or skip and count it")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
-    workers: int | None = flag(None, "worker processes (none: one per core)", bound="above 0")
-    log_interval: int = flag(1000, "documents between progress lines", bound="above 0")
+    workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0")
+    log_interval: int = flag(1000, "documents between progress lines", bound=">0")
     split_sentences: bool = flag(
         False, "split documents into sentences with NLTK and write <prefix>_<key>_sentence.bin and .idx"
     )
