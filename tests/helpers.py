@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
@@ -20,6 +21,7 @@ from meshwright.__main__ import main
 from meshwright.checkpoint import native, steps
 from meshwright.checkpoint.native import Entry
 from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings import schema as settings
 
@@ -74,6 +76,25 @@ def tokens_of(indexed: Indexed, i: int) -> npt.NDArray[Any]:
     return indexed.tokens[start : start + int(indexed.sizes[i])]
 
 
+def blend_rule(shares: list[float], size: int) -> tuple[list[int], list[int]]:
+    """Apply the rule of blends: return the data set of each sample, and its number there."""
+    taken, which, number = [0] * len(shares), [], []
+    for i in range(size):
+        behind = [share * float(max(i, 1)) - n for share, n in zip(shares, taken, strict=True)]
+        best = behind.index(max(behind))
+        which.append(best)
+        number.append(taken[best])
+        taken[best] += 1
+    return which, number
+
+
+def write_counting(prefix: str | os.PathLike[str], sizes: list[int], first: int = 0) -> None:
+    """Write documents whose tokens count up from `first`; another `first` gives other tokens."""
+    with Writer(os.fspath(prefix), np.int32) as writer:
+        for n in sizes:
+            writer.add(np.arange(first, first + n))
+            writer.end_document()
+            first += n
 def read_rows(folder: Path, event: str = "step") -> list[dict[str, Any]]:
     """Return the rows of one event in metrics.jsonl."""
     path = folder / "metrics.jsonl"

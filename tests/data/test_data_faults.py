@@ -1,4 +1,6 @@
-"""Damaged and hostile data: every bad line is counted, no good one is lost, no damaged file reaches a training step.
+"""Damaged and hostile data.
+
+Every bad line is counted, no good one is lost, and no damaged file reaches a training step.
 
 `pytest tests/data/test_data_faults.py -s` prints the figures.
 """
@@ -31,7 +33,7 @@ BAD = {
 
 
 def hostile(seed, lines=4000):
-    """Content, the good texts in order, and how many lines are bad by kind."""
+    """Return the content, the good texts in order, and the number of bad lines of each kind."""
     rng = random.Random(seed)
     out, good, bad = (
         [b"\xef\xbb\xbf" + json.dumps({"text": "after a byte order mark"}).encode()],
@@ -68,7 +70,7 @@ def run(folder, given, **settings):
 
 
 def test_bad_lines(tmp_path, monkeypatch):
-    """F22, as a file in pieces by two workers and as a stream that is cut short at 20 places."""
+    """F22: a file read in pieces by two workers, and a stream cut short at 20 places."""
     monkeypatch.setattr(text, "PIECE", 50_000)
     monkeypatch.setattr(preprocess, "MIB", 1)
     content, good, bad = hostile(1)
@@ -90,7 +92,8 @@ def test_bad_lines(tmp_path, monkeypatch):
         lost += there - len(kept)
     assert lost <= 0
     print(
-        f"\nF22: good lines kept {len(good):,} of {len(good):,}; bad {bad}; 20 streams cut short: {lost} whole lines lost"
+        f"\nF22: good lines kept {len(good):,} of {len(good):,}; bad {bad}; "
+        f"20 streams cut short: {lost} whole lines lost"
     )
 
 
@@ -108,7 +111,7 @@ def is_good(line):
 
 
 def test_damaged_files_are_refused(tmp_path):
-    """F24: before anything is read for training, in words, with the status of bad data."""
+    """F24: damage is refused before training reads anything, with the status of bad data."""
     rng = np.random.RandomState(0)
     prefix = tmp_path / "data"
     with Writer(prefix, np.uint16) as writer:

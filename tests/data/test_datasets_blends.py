@@ -1,4 +1,4 @@
-"""Which files make which sets: three ways to say it, blends that change in mid-run, several validation sets."""
+"""From flags to data sets: three ways to name files, changing blends, several validation sets."""
 
 import json
 import math
@@ -7,14 +7,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from test_blend import rule
 
-from helpers import TINY_FLAGS, captured_output, open_step
+from helpers import TINY_FLAGS, blend_rule, captured_output, open_step, write_counting
 from meshwright.__main__ import main
 from meshwright.data.blend import Blend, Chain, normalise, samples_needed
 from meshwright.data.datasets import build_datasets, continue_datasets, count_used
 from meshwright.data.format.indexed import Indexed
-from meshwright.data.format.writer import Writer
 from meshwright.data.history import History
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import UserError
@@ -27,20 +25,11 @@ from meshwright.training.trackers import validation_tags
 SEQ = 8
 
 
-def write(prefix, sizes, first=0):
-    """Every token of a file is another number than those of files with another `first`."""
-    with Writer(prefix, np.int32) as writer:
-        for n in sizes:
-            writer.add(np.arange(first, first + n))
-            writer.end_document()
-            first += n
-
-
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for n, sizes in enumerate(([30] * 20, [50] * 10, [7] * 40, [90] * 9)):
-        write(tmp_path / f"p{n}", sizes, n * 1000)
+        write_counting(tmp_path / f"p{n}", sizes, n * 1000)
     return tmp_path
 
 
@@ -60,15 +49,15 @@ def build(**given):
 
 
 def problems(**given):
-    [told] = checks.data_problems(Data(seq_length=SEQ, **given), True)
-    return told
+    [message] = checks.data_problems(Data(seq_length=SEQ, **given), True)
+    return message
 
 
-# What the flags say
+# Flags
 
 
 def test_bigscience_groups():
-    """As its argument parser takes them apart: the name, then weight, range and path of each; or all of one path."""
+    """As its parser reads them: a name, then weight, range and path of each; or one path alone."""
     [train, one, two, test] = path_sets(
         Data(
             train_weighted_split_paths=["TRAIN: 0.6 0:0.6 A, 0.3 0:1 B, 0.1 0:1 C"],
@@ -79,7 +68,7 @@ def test_bigscience_groups():
     assert train.sources == (Source("A", 0.6, 0.0, 0.6), Source("B", 0.3), Source("C", 0.1))
     assert (train.key, one.key, two.key, test.key) == ("train", "valid/X", "valid/Y", "test/Z")
     assert one.sources == (Source("A", 0.6, 0.6, 0.8), Source("B", 0.4))
-    assert two.sources == (Source("C", None, 0.8, 1.0),)  # alone, as there, it is read without a blend
+    assert two.sources == (Source("C", None, 0.8, 1.0),)  # alone, as in bigscience, it is read without a blend
     assert test.sources == (Source("D"),) and not test.divided
 
 
@@ -96,8 +85,8 @@ def test_groups_from_a_file(files):
     [_, z] = path_sets(Data(train_weighted_split_paths=["T: p3"], test_weighted_split_paths_path="test.txt"))
     assert z.key == "test/Z"
     (files / "valid.txt").write_text('"X: p0')
-    told = problems(train_weighted_split_paths=["T: p3"], valid_weighted_split_paths_path="valid.txt")
-    assert "valid.txt: No closing quotation; it holds what --valid-weighted-split-paths would, in quotes" in told
+    message = problems(train_weighted_split_paths=["T: p3"], valid_weighted_split_paths_path="valid.txt")
+    assert "valid.txt: No closing quotation; it holds what --valid-weighted-split-paths would, in quotes" in message
 
 
 def test_paths_from_files(files):
@@ -184,7 +173,7 @@ def test_paths_from_files(files):
         ),
     ],
 )
-def test_what_is_wrong_is_said(files, given, words):
+def test_wrong_flags_are_refused(files, given, words):
     (files / "empty").write_text("\n")
     (files / "p0.bin").write_bytes(b"\xff\xfe\xfd")
     (files / "list.json").write_text("[]")
@@ -215,7 +204,7 @@ def test_groups_are_ranges_of_documents(files):
         Samples(Indexed(f"p{n}"), range(end), math.ceil(40 * shares[n] * 1.005), SEQ, 1234)
         for n, end in ((0, 15), (1, 10))
     ]
-    for k, (which, number) in enumerate(zip(*rule(shares, 40), strict=True)):
+    for k, (which, number) in enumerate(zip(*blend_rule(shares, 40), strict=True)):
         assert made["train"][k].tolist() == parts[which][number].tolist()
     assert len(made["valid/ONE"]) == 12
     assert {made["valid/ONE"][k][0] // 1000 for k in range(12)} == {0, 2}
@@ -229,28 +218,29 @@ def test_groups_are_ranges_of_documents(files):
     assert lines.count(" > building dataset index ...") == 3  # each pair of files once
 
 
-def test_three_hundred_sources(tmp_path):
+@pytest.mark.parametrize("sources", [60, pytest.param(300, marks=pytest.mark.long)])
+def test_many_sources(tmp_path, sources):
     rng, values = np.random.default_rng(1), []
-    weights = rng.pareto(1, 300).tolist()
-    for n in range(300):
-        write(tmp_path / f"s{n}", [20] * 5, n * 100)
+    weights = rng.pareto(1, sources).tolist()
+    for n in range(sources):
+        write_counting(tmp_path / f"s{n}", [20] * 5, n * 100)
         values += [repr(weights[n]), str(tmp_path / f"s{n}")]
     (tmp_path / "paths").write_text("\n".join(values))
     config = settings(data_args_path=str(tmp_path / "paths"), split="1", train_iters=500)
     with captured_output():
         train = build_datasets(config, 30_000)["train"]
     shares = np.array(normalise(weights))
-    which, number = rule((shares / shares.sum()).tolist(), 1000)
+    which, number = blend_rule((shares / shares.sum()).tolist(), 1000)
     assert train.dataset_idx.tolist() == which and train.sample_idx.tolist() == number
     assert {k: train[k][0] // 100 for k in range(1000)} == dict(enumerate(which))
     counts = Counter(str(tmp_path / f"s{d}") for d in which[:777])
     used = count_used(train, 777)
-    assert len(used) == 300 and Counter(used) == counts and sum(used.values()) == 777
+    assert len(used) == sources and Counter(used) == counts and sum(used.values()) == 777
 
 
 def test_multiple_validation_sets(files):
     (files / "other").mkdir()
-    write(files / "other" / "p1", [9] * 9)
+    write_counting(files / "other" / "p1", [9] * 9)
     given = {"train_data_path": ["p0"], "valid_data_path": ["p1", "p2"]}
     joined = build(**given)[0]
     assert isinstance(joined["valid"], Blend)
@@ -266,7 +256,7 @@ def test_multiple_validation_sets(files):
     assert list(one) == ["train", "valid", "test"]
 
 
-# Whole validation sets
+# Validation sets in full
 
 
 def samples_of(dataset):
@@ -285,14 +275,14 @@ def test_full_validation_has_every_sample_once(files):
     for k in (-1, len(made)):
         with pytest.raises(IndexError):
             made[k]
-    write(files / "short", [5])
+    write_counting(files / "short", [5])
     _, _, [notice] = build(train_data_path=["p0"], valid_data_path=["p1", "short"], full_validation=True)
     assert "short has 5 tokens, less than one sample of 8 + 1, so it is left out" in notice
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("columns", [None, slice(0, 4)])
-def test_what_fills_the_last_batch_counts_for_nothing(ranks, columns):
+def test_samples_that_fill_the_last_batch_are_masked(ranks, columns):
     data, seen, counted = Mock(50, 11, SEQ, 1), Counter(), 0
     for rank in range(ranks):
         spec = LoaderSpec(2, lambda _: 4, 50, rank=rank, ranks=ranks, columns=columns, at_end="mask")
@@ -311,12 +301,12 @@ def test_what_fills_the_last_batch_counts_for_nothing(ranks, columns):
 
 
 def sample_of(tokens):
-    """Which file and which of its tokens: the sample's identity."""
+    """Return the sample's identity: its file and which of its tokens it has."""
     return tuple(tokens.tolist())
 
 
 def run_of(steps, begin, end, past, size=None, **given):
-    """The samples from `begin` to `end` of a run that is continued, and the history that its checkpoint would keep."""
+    """Return samples [begin, end) of a continued run, and the history for its checkpoint."""
     config = settings(**{"split": "1", "train_iters": steps, **given})
     with captured_output() as (lines, _):
         data, history = continue_datasets(config, 50_000, past, begin)
@@ -326,7 +316,10 @@ def run_of(steps, begin, end, past, size=None, **given):
 
 
 def by_hand(files, segments, first_needs):
-    """[(samples, {file: weight})] and for how many samples each file was first built; further epochs have seed + 1, ..."""
+    """Return the expected samples and the use of each file; further epochs have seed + 1, ...
+
+    `segments`: [(samples, {file: weight})]; `first_needs`: samples each file was first built for.
+    """
     made, used, out = {}, Counter(), []
 
     def sample(name, k):
@@ -343,7 +336,7 @@ def by_hand(files, segments, first_needs):
 
     for samples, weights in segments:
         shares = np.array(normalise(list(weights.values())))
-        for which in rule((shares / shares.sum()).tolist(), samples)[0]:
+        for which in blend_rule((shares / shares.sum()).tolist(), samples)[0]:
             name = list(weights)[which]
             out.append(sample(name, used[name]))
             used[name] += 1
@@ -351,9 +344,9 @@ def by_hand(files, segments, first_needs):
 
 
 def test_a_run_with_two_changes_and_interruptions(files):
-    """No sample is there twice, none is passed over, whatever was interrupted where."""
+    """No sample comes twice and none is left out, wherever the run was interrupted."""
     for n, sizes in enumerate(([30] * 60, [50] * 40, [7] * 160, [90] * 36)):
-        write(files / f"p{n}", sizes, n * 10_000)
+        write_counting(files / f"p{n}", sizes, n * 10_000)
     one = ["0.7", "p0", "0.3", "p1"]
     two = ["0.2", "p0", "0.5", "p2", "0.3", "p3"]  # p1 is dropped, two are new
     three = ["0.5", "p1", "0.5", "p3"]  # p1 comes back
@@ -382,7 +375,7 @@ def test_a_run_with_two_changes_and_interruptions(files):
     assert got == wanted
     assert count_used(data, 200) == used and sum(used.values()) == 200
     assert len(set(got)) == 200 and Counter(f"p{s[0] // 10_000}" for s in got) == used
-    for n, name in enumerate(("p0", "p1", "p2", "p3")):  # of each the first ones of its order
+    for n, name in enumerate(("p0", "p1", "p2", "p3")):  # the first ones of each order
         order = Samples(Indexed(name), range(len(Indexed(name))), needs[name], SEQ, 1234)
         assert [s for s in got if s[0] // 10_000 == n] == [sample_of(order[k]) for k in range(used[name])]
     again, _, _, _ = run_of(100, 50, 200, earlier, data_path=three)  # from an earlier step, without a flag
@@ -390,7 +383,7 @@ def test_a_run_with_two_changes_and_interruptions(files):
 
 
 def test_further_epochs_follow_in_full(files):
-    """p1 has 62 samples and is asked for 21 of 40 at first; then all come from it."""
+    """p1 has 62 samples and gives 21 of the first 40; then all come from it."""
     first, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
     more, state, data, _ = run_of(120, 10, 240, state, data_path=["p1"], blend_change_at="now")
     wanted, used = by_hand(files, [(10, {"p0": 0.5, "p1": 0.5}), (230, {"p1": 1.0})], {"p0": 21, "p1": 21})
@@ -399,19 +392,19 @@ def test_further_epochs_follow_in_full(files):
     for epoch in range(3):
         assert len(set(seen[62 * epoch : 62 * (epoch + 1)])) == 62, "each epoch in full, none of its samples twice"
     longer, _, _, _ = run_of(400, 10, 240, state, data_path=["p1"])
-    assert longer == more  # a longer run has the same order, for what it has more is read behind
+    assert longer == more  # a longer run has the same order: further samples come after it
 
 
 def test_the_same_in_another_order(files):
-    """Who is first decides between equals: what was first stays first."""
+    """The first of equals is taken: what was first stays first."""
     plain, state, _, _ = run_of(20, 0, 40, None, data_path=["1", "p0", "1", "p1"])
     got, kept, _, _ = run_of(20, 10, 40, state, data_path=["3", "p1", "3", "p0"])
     assert got == plain[10:] and kept.blends == state.blends
     assert run_of(20, 0, 40, None, data_path=["3", "p1", "3", "p0"])[0] != plain
 
 
-def test_what_is_asked_for(files):
-    """Alone all samples, in a blend half a percent more than the share; a newcomer's share is one of what is left."""
+def test_samples_asked_of_each_source(files):
+    """All samples alone, half a percent more in a blend; a new source has a share of the rest."""
     _, state, _, _ = run_of(200, 0, 10, None, data_path=["p0"])
     assert [k.samples for k in state.sources.values()] == [400]
     _, state, _, _ = run_of(200, 0, 10, None, data_path=["1", "p0"])
@@ -457,18 +450,18 @@ def test_files_that_moved_are_the_same(files):
         ),
         (
             {"data_path": ["1", "p0", "9", "p1"], "split": "9,1,0", "blend_change_at": "now"},
-            "p0: the training set has documents 0 to 18 of it, in the checkpoint 0 to 20; give the checkpoint's --split",
+            "p0: the training set has documents 0 to 18 of it, in the checkpoint 0 to 20; give the checkpoint",
         ),
     ],
 )
-def test_another_blend_needs_a_word(files, given, words):
+def test_another_blend_is_refused(files, given, words):
     _, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
     with pytest.raises(UserError) as caught:
         run_of(20, 10, 20, state, **given)
     assert words in str(caught.value)
 
 
-def test_a_change_that_was_to_come_can_be_taken_back(files):
+def test_a_planned_change_can_be_taken_back(files):
     one = ["0.5", "p0", "0.5", "p1"]
     plain, state, _, _ = run_of(20, 0, 40, None, data_path=one)
     _, pending, _, _ = run_of(20, 10, 20, state, data_path=["p0"], blend_change_at="30")
@@ -513,8 +506,8 @@ def test_each_validation_set_has_its_line(files, capsys):
         assert out.count(f" validation loss at the end of training for val data on {name} | lm loss value: ") == 1
     assert out.count(" validation loss at the end of training for test data on LAST | lm loss value: ") == 1
     assert out.count("validation loss at") == 7
-    told = [(r["iteration"], r["name"], r["set"]) for r in rows(files / "run", "validation")]
-    assert told == [
+    found = [(r["iteration"], r["name"], r["set"]) for r in rows(files / "run", "validation")]
+    assert found == [
         (3, "validation", "ONE"),
         (3, "validation", "TWO"),
         (6, "validation", "ONE"),
@@ -532,7 +525,7 @@ def test_each_validation_set_has_its_line(files, capsys):
 
 
 def test_full_validation_is_the_mean_over_all(files):
-    """--eval-iters and the batch's size decide nothing then."""
+    """--eval-iters and the batch size have no effect."""
     run = [
         "train",
         *FLAGS,
@@ -552,7 +545,7 @@ def test_full_validation_is_the_mean_over_all(files):
 
 
 def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
-    """The same losses, bit for bit, whether interrupted or not; the last step's state and config.toml know the change."""
+    """Losses are bit-equal with interruptions; the state and config.toml hold the change."""
     run = ["train", *FLAGS, "--split", "1", "--eval-iters=0", "--save-interval=1"]
     one, two = ["--data-path", "0.5", "p0", "0.5", "p1"], ["--data-path", "0.2", "p0", "0.8", "p3"]
     assert main([*run, *one, "--train-iters=6", "--exit-interval=2", "--save", "a", "--load", "a"]) == 0
@@ -560,12 +553,12 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     assert refused == 2 and "--blend-change-at now" in capsys.readouterr().err
     assert main([*run, *two, "--train-iters=6", "--save", "a", "--load", "a", "--blend-change-at=now"]) == 0
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
-    whole = [r["loss"] for r in rows(files / "a", "step")]
+    losses = [r["loss"] for r in rows(files / "a", "step")]
     assert main([*run, *two, "--train-iters=6", "--save", "b", "--load", "a/iter_0000003"]) == 0
-    assert [r["loss"] for r in rows(files / "b", "step")] == whole[3:]
+    assert [r["loss"] for r in rows(files / "b", "step")] == losses[3:]
     assert main([*run, *two, "--train-iters=6", "--save", "c", "--load", "a/iter_0000002", "--blend-change-at=8"]) == 0
-    assert [r["loss"] for r in rows(files / "c", "step")] == whole[2:]
-    assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # of a run that is done
+    assert [r["loss"] for r in rows(files / "c", "step")] == losses[2:]
+    assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # the run is done already
     assert open_step(files / "a", 6).state["blends"]["blends"][1][0] == 8
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
     capsys.readouterr()
@@ -578,18 +571,18 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     assert "  blend from sample 0 on: 0.5 p0, 0.5 p1\n  blend from sample 8 on: 0.2 p0, 0.8 p3" in shown
 
 
-def test_what_is_trained_on_and_validated_on_is_told():
-    def told(**given):
+def test_validation_on_training_data_is_reported():
+    def reports(**given):
         return [line for line in checks.notices(settings(**given)) if "not of unseen text" in line]
 
     group = {"train_weighted_split_paths": ["T: 1 0:0.9 a, 1 0:1 b"]}
-    assert told(**group, valid_weighted_split_paths=["V: 1 0.9:1 a, 1 0:1 c"]) == []
-    [line] = told(**group, valid_weighted_split_paths=["V: 1 0.8:1 a, 1 0:1 c"])
+    assert reports(**group, valid_weighted_split_paths=["V: 1 0.9:1 a, 1 0:1 c"]) == []
+    [line] = reports(**group, valid_weighted_split_paths=["V: 1 0.8:1 a, 1 0:1 c"])
     assert line.startswith(
         "--valid-weighted-split-paths: a is in the training set too, with the same documents: this valid/V"
     )
-    assert len(told(train_data_path=["a"], valid_data_path=["a"], test_data_path=["a"])) == 2
-    assert told(data_path=["a"]) == told(data_path=["1", "a", "2", "a"]) == []
+    assert len(reports(train_data_path=["a"], valid_data_path=["a"], test_data_path=["a"])) == 2
+    assert reports(data_path=["a"]) == reports(data_path=["1", "a", "2", "a"]) == []
 
 
 @pytest.mark.pictures
@@ -625,7 +618,7 @@ def test_several_sets_in_the_report(files):
     assert "validation on wiki" in text and "validation on a&lt;b" in text and "on a<b" not in text
 
 
-def test_a_tag_of_its_own():
+def test_each_set_has_its_own_tag():
     row = {"name": "validation", "set": "wiki", "loss": 2.0, "ppl": 7.5}
     shown = validation_tags(Logging(log_validation_ppl_to_tensorboard=True), row)
     assert shown == {

@@ -1,4 +1,4 @@
-"""The .bin/.idx pair: every byte, every damage, and what a killed or failed writer leaves behind."""
+"""The .bin/.idx pair: every byte, every damage, and the state after a killed or failed writer."""
 
 import os
 import resource
@@ -19,7 +19,7 @@ from meshwright.errors import BAD_DATA, IO, UserError
 
 
 def write(prefix, documents, dtype=np.uint16):
-    """documents: lists of sequences"""
+    """Write documents, each a list of sequences."""
     with Writer(prefix, dtype) as writer:
         for sequences in documents:
             for ids in sequences:
@@ -85,24 +85,21 @@ def pair(tmp_path):
 def test_truncated_everywhere(pair, check):
     prefix, idx, bin_ = pair
 
-    def refused(words, prefix):
-        return globals()["refused"](words, prefix, check)
-
     whole = idx.read_bytes()
     for cut in {len(whole) * n // 16 for n in range(16)} | {8, 9, 33, 34, len(whole) - 1}:
         idx.write_bytes(whole[:cut])
-        refused("x.idx is damaged|x.idx is not", prefix)
+        refused("x.idx is damaged|x.idx is not", prefix, check)
     idx.write_bytes(whole + b"\x00")
-    refused("damaged", prefix)
+    refused("damaged", prefix, check)
     idx.write_bytes(whole)
     tokens = bin_.read_bytes()
     for wrong in (tokens[:-1], tokens + b"\x00\x00", b""):
         bin_.write_bytes(wrong)
-        refused(f"x.bin has {len(wrong)} bytes, but its .idx describes 120", prefix)
+        refused(f"x.bin has {len(wrong)} bytes, but its .idx describes 120", prefix, check)
     bin_.unlink()
-    refused("x.bin cannot be read", prefix)
+    refused("x.bin cannot be read", prefix, check)
     idx.unlink()
-    refused("x.idx does not exist; --data-path is the prefix", prefix)
+    refused("x.idx does not exist; --data-path is the prefix", prefix, check)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +146,7 @@ def test_other_inconsistencies(pair):
     refused("does not run from 0", prefix)
 
 
-def test_tokens_of_sequences_without_looking_at_each(tmp_path):
+def test_tokens_of_sequences(tmp_path):
     sizes = [3, 0, 7, 1, 5]
     data = Indexed(write(tmp_path / "x", [[[1] * n] for n in sizes], np.int32))
     for first in range(6):
@@ -157,8 +154,8 @@ def test_tokens_of_sequences_without_looking_at_each(tmp_path):
             assert data.tokens_of(first, stop) == sum(sizes[first:stop])
 
 
-def test_large_files_are_looked_at_in_places(tmp_path, monkeypatch):
-    """Damage anywhere shows in a full check; in a quick one, what moves all that is behind it, and files of other sizes."""
+def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
+    """A full check finds all damage, a quick one moved pointers and files of other sizes."""
     n = 3000
     prefix = write(tmp_path / "x", [[[1] * (1 + k % 5)] for k in range(n)], np.int32)
     monkeypatch.setattr(indexed_module, "PROBE", 8)
@@ -193,8 +190,8 @@ def test_large_files_are_looked_at_in_places(tmp_path, monkeypatch):
     assert len(list(indexed_module.ranges_to_check(indexed_module.FULL + 1, None))) == 64
 
 
-def test_a_hundred_million_documents_open_at_once(tmp_path):
-    """Empty ones, in a file of holes."""
+def test_a_hundred_million_documents_open_immediately(tmp_path):
+    """The documents are empty, in a sparse file."""
     n = 10**8
     (tmp_path / "x.bin").write_bytes(b"")
     with open(tmp_path / "x.idx", "wb") as idx:
@@ -226,9 +223,7 @@ def test_fingerprint_tells_data_apart_but_not_times(tmp_path):
         lengths[:] = 1
         lengths[changed] = 2
         with Writer(tmp_path / "big", np.uint8) as writer:
-            for n in lengths.tolist():
-                writer.add([0] * n)
-                writer.end_document()
+            writer.append(np.zeros(lengths.sum(), np.uint8), lengths, np.arange(1, len(lengths) + 1))
         marks.append(fingerprint(tmp_path / "big"))
     assert len(set(marks)) == 3
 
@@ -292,7 +287,7 @@ with Writer(sys.argv[1], np.uint16) as writer:
 
 
 def test_killed_at_every_point_of_publishing(pair):
-    """Old pair, new pair or no .idx: never an .idx beside a .bin that it does not describe."""
+    """There is the old pair, the new pair or no .idx, never an .idx with a .bin of another."""
     prefix, idx, bin_ = pair
     seen = []
     for limit in range(1, 20):

@@ -103,7 +103,7 @@ def test_a_step_that_ranks_cannot_share_is_refused(ranks, size):
 
 
 def megatron_cyclic(total, consumed, micro, dp_rank, dp_size):
-    """Megatron's MegatronPretrainingRandomSampler of 2023 with data sharding, without its checks."""
+    """Megatron's MegatronPretrainingRandomSampler of 2023, sharded, without its checks."""
     last_batch_size = total % (micro * dp_size)
     active = total - last_batch_size
     while True:

@@ -1,4 +1,4 @@
-"""Which tokens are sample k: compared with Megatron's seven steps written as plain slow Python."""
+"""The tokens of sample k, compared with Megatron's seven steps as plain slow Python."""
 
 import builtins
 import errno
@@ -38,7 +38,7 @@ def build(sizes, documents, *arguments):
 
 
 def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
-    """The specification, one token at a time."""
+    """Follow the specification, one token at a time."""
     per_epoch = sum(sizes[d] for d in documents)  # 1
     epochs = 1  # 2
     while (epochs * per_epoch - 1) // length < num_samples:
@@ -72,15 +72,15 @@ def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
 
 
 @pytest.fixture(params=["numpy", "fast"])
-def way(request, monkeypatch):
-    """Both ways to build."""
+def loops(request, monkeypatch):
+    """Build with numpy's loops, and with numba's."""
     if request.param == "fast":
-        pytest.importorskip("numba", reason="numba is not there (the extra `fast`)")
+        pytest.importorskip("numba", reason="numba is not installed (the extra `fast`)")
     monkeypatch.setattr(samples, "LARGE", 0 if request.param == "fast" else sys.maxsize)
     return request.param
 
 
-def test_seven_steps_on_random_cases(monkeypatch, way):
+def test_seven_steps_on_random_cases(monkeypatch, loops):
     monkeypatch.setattr(samples, "BLOCK", 7)  # so that small cases have several blocks
     rng = np.random.default_rng(1)
     seen = set()
@@ -100,15 +100,15 @@ def test_seven_steps_on_random_cases(monkeypatch, way):
         assert epochs_needed(tokens := int(sizes[documents].sum()), *arguments[:2], cutoff) == (epochs, apart), tokens
         assert [a.dtype for a in got] == [np.int32, np.int32, np.uint32]
         seen.add((apart, min(epochs, 3), cutoff))
-    assert len(seen) == 10  # one, two or more epochs, the last apart or not (a single one never is), both cutoffs
+    assert len(seen) == 10  # 1, 2 or more epochs, the last apart or not (a single one never is), both cutoffs
 
 
 @pytest.mark.parametrize("n", [2, 511, 512, 513, 1025, 70_000])
 def test_numbas_shuffle_is_numpys(n):
-    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not there (the extra `fast`)")
+    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not installed (the extra `fast`)")
     for seed, dtype in enumerate((np.int32, np.uint32, np.int64)):
         a, b = np.random.RandomState(seed), np.random.RandomState(seed)
-        assert a.randn() == b.randn()  # which leaves half of a pair of normal numbers in the state
+        assert a.randn() == b.randn()  # this leaves half of a pair of normal numbers in the state
         x, y = np.arange(n, dtype=dtype), np.arange(n, dtype=dtype)
         a.shuffle(x)
         fast.shuffle(b, y)
@@ -118,8 +118,8 @@ def test_numbas_shuffle_is_numpys(n):
 
 @pytest.mark.parametrize("limit", [5, 255, 256, 2**31 - 1, 2**31, 2**32 - 2, 2**32 + 300, 2**40 + 7])
 def test_numbas_random_numbers_are_numpys(limit):
-    """Up to i, i - 1, ...: also where arrays would be too large to be shuffled in a test."""
-    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not there (the extra `fast`)")
+    """Numbers up to i, i - 1, ..., also for arrays too large to be shuffled in a test."""
+    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not installed (the extra `fast`)")
     for seed in range(3):
         rng = np.random.RandomState(seed)
         rng.random_sample(7)
@@ -138,11 +138,11 @@ def test_widths_of_numbers():
     assert samples.index_dtypes(2**31 + 1, 2**31, 2**32 - 2) == (np.int64, np.int64, np.int64)
 
 
-def test_places_beyond_31_bits(way):
-    """No array of such a size is made: one document, 2^31 + 8 times."""
+def test_places_beyond_31_bits(loops):
+    """One document, 2^31 + 8 times, without an array of that size."""
     many = np.broadcast_to(np.int32(0), 2**31 + 8)
     assert [b.dtype for b in samples.cut(np.array([5]), many[:3], 0, 1, 7)] == [np.int32, np.int32]
-    if way == "fast":
+    if loops == "fast":
         from meshwright.data import numba_indices as fast
 
         rows = np.zeros((9, 2), np.int64)
@@ -153,7 +153,7 @@ def test_places_beyond_31_bits(way):
         assert next(iter(samples.cut(np.array([5]), many, 0, 1, 7))).dtype == np.int64
 
 
-def test_sums_beyond_31_bits(way):
+def test_sums_beyond_31_bits(loops):
     sizes = np.array([2**31 - 1, 3, 2**30, 0, 2**31 - 1], np.int32)
     tokens, length = int(sizes.sum(dtype=np.int64)), 10**7 + 19
     doc_idx, rows, _ = build_indices(sizes, range(5), tokens, tokens // length, length, 3, 0.8)
@@ -163,7 +163,7 @@ def test_sums_beyond_31_bits(way):
     assert len(rows) == (tokens - 1) // length + 1
 
 
-def test_lengths_that_are_not_what_the_pointers_say(way):
+def test_lengths_that_contradict_the_pointers(loops):
     with pytest.raises(UserError, match="sizes of the .idx give 3 samples, its pointers 9; it is damaged") as caught:
         build_indices(np.array([10, 5], np.int32), range(2), 40, 4, 4, 1, 0.8)
     assert caught.value.status == BAD_DATA
@@ -223,7 +223,7 @@ def test_split_golden_numbers():
 
 
 def test_lengths_of_the_345m_log():
-    """A published run of 2023: 10411, 222 and 54 rows for 10000, 120 and 20 samples, with 23, 2 and 1 epochs."""
+    """A run of 2023: 10411, 222 and 54 rows for 10000, 120 and 20 samples; 23, 2 and 1 epochs."""
     for rows, epochs, wanted in ((10411, 23, 10000), (222, 2, 120), (54, 1, 20)):
         tokens = ((rows - 1) * 1024 + 1) // epochs + 1
         sizes = np.full(10, tokens // 10, dtype=np.int32)
@@ -240,7 +240,7 @@ def config(prefix, **changes):
     return TrainConfig(data=Data(**settings), training=Training(**{**training, **inner}), tokenizer=Tokenizer())
 
 
-def said(settings, vocab=1000):
+def build_and_capture(settings, vocab=1000):
     with captured_output() as (lines, notices):
         made = build_datasets(settings, vocab)
     return made, lines, notices
@@ -249,11 +249,11 @@ def said(settings, vocab=1000):
 def test_lines_of_the_log(tmp_path):
     data(tmp_path / "x", [30] * 20)
     settings = config(tmp_path / "x")
-    made, first, notices = said(settings)
+    made, first, notices = build_and_capture(settings)
     assert notices == []
     lengths = {name: len(made[name]) for name in made}
     assert lengths == {"train": 52, "valid": 14, "test": 7}
-    again, lines, _ = said(settings)
+    again, lines, _ = build_and_capture(settings)
     assert {name: len(again[name]) for name in made} == lengths
     expected = rf"""
 > building train, validation, and test datasets ...
@@ -324,7 +324,7 @@ def test_line_about_the_last_epoch():
 def test_target_sizes_of_the_345m_log(tmp_path):
     data(tmp_path / "x", [30] * 20)
     settings = config(tmp_path / "x", train_iters=5000, eval_interval=1000, eval_iters=10)
-    _, lines, _ = said(settings)
+    _, lines, _ = build_and_capture(settings)
     assert lines[2:5] == ["    train:      10000", "    validation: 120", "    test:       20"]
 
 
@@ -332,7 +332,7 @@ def cache_files(folder):
     return sorted(p for p in folder.iterdir())
 
 
-def same(a, b):
+def has_equal_indices(a, b):
     return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("doc_idx", "sample_idx", "shuffle_idx"))
 
 
@@ -346,7 +346,7 @@ def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
         return Samples(indexed, documents, wanted, length, seed, cutoff, cache, name)
 
     first = make(indexed)
-    assert same(first, make(indexed))
+    assert has_equal_indices(first, make(indexed))
     assert len(calls) == 1
     assert not isinstance(first.doc_idx, np.memmap)
     changes = [
@@ -363,11 +363,11 @@ def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
         assert len(calls) == 2 + n, change
         uncached = {"indexed": indexed, "documents": range(0, 4), "num_samples": 12, "seq_length": 8, "seed": 1}
         renamed = {{"wanted": "num_samples", "length": "seq_length"}.get(k, k): v for k, v in change.items()}
-        assert same(made, Samples(**{**uncached, **renamed}))
+        assert has_equal_indices(made, Samples(**{**uncached, **renamed}))
         calls.pop()
     rebuilt = data(prefix, [30, 20, 40, 10])  # the same sizes of files, in place
     before = len(calls)
-    assert not same(make(rebuilt), first)
+    assert not has_equal_indices(make(rebuilt), first)
     assert len(calls) == before + 1
     assert len(cache_files(cache)) == 4 * (2 + len(changes))
 
@@ -399,13 +399,13 @@ def test_damaged_caches_are_rebuilt(tmp_path):
         for damage in damages:
             path.write_bytes(damage)
             made, notices = make()
-            assert same(made, good)
+            assert has_equal_indices(made, good)
             assert path.read_bytes() == whole
             assert len(notices) == 1
             assert "is damaged" in notices[0]
         if path.suffix == ".npy":
             path.unlink()
-            assert same(make()[0], good)
+            assert has_equal_indices(make()[0], good)
             assert path.exists()
     assert cache_files(cache) == files  # no temporary file is left
 
@@ -415,7 +415,7 @@ def test_a_cache_folder_that_takes_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     with captured_output() as (_, notices):
         made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "file" / "cache")
-    assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
+    assert has_equal_indices(made, Samples(indexed, range(0, 4), 12, 8, 1))
     assert len(notices) == 1
     assert "the indices stay in memory" in notices[0]
 
@@ -434,7 +434,7 @@ print(cached_indices(sys.argv[1], {"a": 1}, ["doc"], build)[0].tolist())
 
 
 def test_processes_of_one_machine_build_once_and_machines_each(tmp_path):
-    """Two processes on one folder stand for a machine, or for two with a shared folder; another folder for another one."""
+    """Processes on one folder stand for a machine; the other folder is another machine's."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     started = [
         subprocess.Popen(
@@ -451,7 +451,7 @@ def test_processes_of_one_machine_build_once_and_machines_each(tmp_path):
         assert [p.suffix for p in cache_files(tmp_path / folder)] == [".json", ".npy"]
 
 
-def test_without_locks_several_build_the_same(tmp_path, monkeypatch):
+def test_without_locks_several_build_the_has_equal_indices(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -467,11 +467,11 @@ def test_without_locks_several_build_the_same(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loader, "build_indices", twice)
     made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
-    assert same(made, inner[0])
+    assert has_equal_indices(made, inner[0])
     assert [p.suffix for p in cache_files(cache)] == [".json", ".npy", ".npy", ".npy"]
 
 
-def test_what_a_killed_builder_left_is_removed(tmp_path):
+def test_files_of_a_killed_builder_are_removed(tmp_path):
     indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
     good = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
     files = cache_files(cache)
@@ -479,7 +479,7 @@ def test_what_a_killed_builder_left_is_removed(tmp_path):
     record.unlink()
     for name in (f"{files[-1].name}.0123abcd.tmp", f"{record.stem}.lock"):
         (cache / name).write_bytes(b"half")
-    assert same(Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache), good)
+    assert has_equal_indices(Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache), good)
     assert cache_files(cache) == files
 
 
@@ -491,7 +491,7 @@ def test_a_full_disk_leaves_the_indices_in_memory(tmp_path, monkeypatch):
     indexed = data(tmp_path / "x", [30, 20, 10, 40])
     with captured_output() as (_, notices):
         made = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=tmp_path / "cache")
-    assert same(made, Samples(indexed, range(0, 4), 12, 8, 1))
+    assert has_equal_indices(made, Samples(indexed, range(0, 4), 12, 8, 1))
     assert len(notices) == 1 and "takes no index cache (No space left on device)" in notices[0]
     assert cache_files(tmp_path / "cache") == []
 
@@ -506,7 +506,7 @@ def test_large_cache_files_are_measured_at_a_start_and_read_by_verify(tmp_path, 
         path.write_bytes(damaged)
         assert damaged_caches(tmp_path)[1]
         with captured_output() as (_, notices):
-            assert same(good, Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache))
+            assert has_equal_indices(good, Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache))
         assert "is damaged" in notices[0] and path.read_bytes() == content
     assert damaged_caches(tmp_path) == (1, [])
     path.write_bytes(content[:-9] + bytes(9))
@@ -528,7 +528,7 @@ def test_no_sample_can_be_cached(tmp_path):
 
 def test_small_splits(tmp_path):
     data(tmp_path / "x", [30] * 10 + [5])
-    made, _, notices = said(config(tmp_path / "x", split="10,1,0"))
+    made, _, notices = build_and_capture(config(tmp_path / "x", split="10,1,0"))
     assert made["test"] is None
     assert len(made["valid"]) >= 12  # 5 tokens again and again, as in Megatron
     assert len(notices) == 2
@@ -537,14 +537,14 @@ def test_small_splits(tmp_path):
 
     def refused(words, **changes):
         with pytest.raises(UserError, match=words) as caught:
-            said(config(tmp_path / "x", **changes))
+            build_and_capture(config(tmp_path / "x", **changes))
         assert caught.value.status == BAD_DATA
 
     refused(
         r"training split \(10 of 11 documents\) has 300 tokens, .*--seq-length 300 \+ 1", split="10,1", seq_length=300
     )
     refused(r"training split \(0 of 11 documents\) has 0 tokens", split="0,1,1")
-    assert said(config(tmp_path / "x", split="10,1", seq_length=299, train_iters=1))[0]["train"]
+    assert build_and_capture(config(tmp_path / "x", split="10,1", seq_length=299, train_iters=1))[0]["train"]
 
 
 def test_ids_of_another_vocabulary(tmp_path):
@@ -555,7 +555,7 @@ def test_ids_of_another_vocabulary(tmp_path):
     with pytest.raises(UserError, match=f"id {top} in document {at // 10}, .* ids are 0 ... {top - 1}"):
         check_vocabulary(indexed, top)
     with pytest.raises(UserError, match="another tokenizer") as caught:
-        said(config(tmp_path / "x"), vocab=top)
+        build_and_capture(config(tmp_path / "x"), vocab=top)
     assert caught.value.status == BAD_DATA
     with Writer(tmp_path / "neg", np.int32) as writer:
         writer.add([1, -1])
@@ -573,7 +573,7 @@ def test_ids_of_another_vocabulary(tmp_path):
 
 def test_mock_data():
     settings = config("", mock_data=True, data_path=[])
-    made, lines, _ = said(settings, vocab=11)
+    made, lines, _ = build_and_capture(settings, vocab=11)
     assert {name: len(d) for name, d in made.items()} == {"train": 40, "valid": 12, "test": 4}
     assert lines[0].startswith("> building train") and lines[-1] == "> finished creating GPT datasets ..."
     train = made["train"]
@@ -585,13 +585,15 @@ def test_mock_data():
     assert train[0].tolist() != made["valid"][0].tolist()
     with pytest.raises(IndexError):
         train[40]
-    # Frozen: a resumed run must see the same data whatever the version of numpy.
+    # Frozen: a resumed run must see the same data with any version of numpy.
     assert Mock(1000, 5, 3, 1234)[4].tolist() == [983, 227, 693, 541]
 
 
 def test_warm_up_and_cache_path(tmp_path):
     data(tmp_path / "x", [30] * 20)
-    _, lines, _ = said(config(tmp_path / "x", mmap_warmup=True, data_cache_path=str(tmp_path / "elsewhere")))
+    _, lines, _ = build_and_capture(
+        config(tmp_path / "x", mmap_warmup=True, data_cache_path=str(tmp_path / "elsewhere"))
+    )
     assert "    warming up data mmap file..." in lines
     assert not (tmp_path / "index-cache").exists()
     assert len(os.listdir(tmp_path / "elsewhere")) == 12

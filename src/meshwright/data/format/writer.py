@@ -33,7 +33,8 @@ class Writer:
     """A stream into a pair of files, which get their names on a clean exit of the `with` block.
 
     The .idx is the last to appear, and an older one is removed before the .bin beside it is
-    replaced: whenever the process is killed, no .idx stands beside a .bin that it does not describe.
+    replaced: whenever the process is killed, no .idx stands beside a .bin that it does not
+    describe.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: tuple[int, int, int] | None = None) -> None:
@@ -64,7 +65,7 @@ class Writer:
         self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64))
 
     def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
-        """Append sequences: all tokens, each length, and the sequence count at each document end."""
+        """Append all tokens, each sequence's length, and the sequence count at each document end."""
         try:
             self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         except OSError as error:
