@@ -95,6 +95,8 @@ def write_counting(prefix: str | os.PathLike[str], sizes: list[int], first: int 
             writer.add(np.arange(first, first + n))
             writer.end_document()
             first += n
+
+
 def read_rows(folder: Path, event: str = "step") -> list[dict[str, Any]]:
     """Return the rows of one event in metrics.jsonl."""
     path = folder / "metrics.jsonl"

@@ -308,10 +308,7 @@ class Loader:
         shape = (self.spec.length or samples[0].size,)
         for k, ids in zip(numbers, samples, strict=True):
             if ids.dtype.kind not in "iu" or ids.shape != shape:
-                wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"
-                raise UserError(
-                    f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}", BAD_DATA
-                )
+                raise self.wrong_shape(k, ids)
         return np.stack(samples).astype(np.int64, copy=False)
 
     def make_batch(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
@@ -324,6 +321,10 @@ class Loader:
         if spec.columns is not None:
             batch = batch.select(spec.columns)
         return batch if spec.device is None else batch.to(spec.device)
+
+    def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
+        wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"
+        return UserError(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}", BAD_DATA)
 
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         row, column = np.argwhere((text < 0) | (text >= self.spec.vocab_size))[0].tolist()

@@ -65,7 +65,7 @@ class Writer:
         self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64))
 
     def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
-        """Append all tokens, each sequence's length, and the sequence count at each document end."""
+        """Append all tokens, each length, and the sequence count at each document end."""
         try:
             self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         except OSError as error:
@@ -73,7 +73,7 @@ class Writer:
         self.reserve(len(tokens), sizes, ends)
 
     def reserve(self, tokens: int, sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> int:
-        """Append sequences whose tokens another process writes, and return at which byte of .bin.tmp."""
+        """Append sequences whose tokens another process writes at the returned byte of .bin.tmp."""
         try:
             self.files[".sizes"].write(np.ascontiguousarray(sizes, dtype="<i4").data)
             self.files[".docs"].write(np.ascontiguousarray(ends, dtype="<i8").data)

@@ -71,8 +71,8 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
         return
     size = sum(p.stat().st_size for record in new for p in record.parent.glob(f"{record.stem}*") if p.is_file())
     print(
-        f"built {len(new)} indices, {size:,} bytes, in {', '.join(sorted({str(r.parent) for r in new}))} ({seconds:.1f} "
-        "s): the training finds them there"
+        f"built {len(new)} indices, {size:,} bytes, in {', '.join(sorted({str(r.parent) for r in new}))} "
+        f"({seconds:.1f} s): the training finds them there"
     )
 
 
