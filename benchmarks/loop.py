@@ -82,7 +82,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
         model = GPT(m, VOCAB, VOCAB, SEQ)
     cpu = torch.device("cpu")
     params = ParameterStore(model, StoreSpec(config.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
-    initialise(params.masters(), m, VOCAB, 1)
+    params.initialise(lambda masters: initialise(masters, m, VOCAB, 1))
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
     net = Network([model], params, losses, cpu)
     for batches in Loader(data, LoaderSpec(BATCH, lambda consumed: BATCH, VOCAB, workers=2, at_end="wrap")):

@@ -64,6 +64,14 @@ def view(store, flat, name):
     return flat.detach()[begin : begin + shape.numel()].view(shape)
 
 
+def masters(store):
+    """Yield every parameter of one process in full precision, padded rows included."""
+    assert store.layout.tp == store.parts == 1
+    for bucket in store.buckets.values():
+        for name in bucket.spans:
+            yield name, view(store, store.master, name)
+
+
 def gradient(store, name):
     return view(store, store.gradients, name)
 

@@ -80,8 +80,7 @@ def _run(name: str, argv: list[str]) -> int:
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
-    # Idle threads should sleep soon: on a busy machine threads that spin, GNU OpenMP's default,
-    # halve the speed or worse.
+    # Idle threads sleep soon: spinning, GNU OpenMP's default, halves the speed of a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     return importlib.import_module(f"meshwright.commands.{name.replace('-', '_')}").main(argv) or DONE
 
@@ -93,9 +92,8 @@ def _print_error(line: str) -> None:
 
 def usage() -> str:
     commands = [f"  {name:<16} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        ["usage: meshwright COMMAND [flags]", "", *commands, "", "`meshwright COMMAND --help` lists a command's flags."]
-    )
+    last = "`meshwright COMMAND --help` lists a command's flags."
+    return "\n".join(["usage: meshwright COMMAND [flags]", "", *commands, "", last])
 
 
 if __name__ == "__main__":

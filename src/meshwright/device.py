@@ -1,9 +1,7 @@
-"""The device that a process computes on. No other file names a kind of accelerator: where kinds
-differ, ask here.
+"""The device that a process computes on; no other file names a kind of accelerator.
 
-torch.accelerator serves every kind, except for memory: not every backend implements its memory
-functions, and they take ten times as long, which a step would feel. Memory is asked of the kind's
-own module; torch.npu and torch.xpu use torch.cuda's names.
+torch.accelerator serves every kind, except for memory: not every backend implements its functions,
+and they are ten times as slow. Memory is asked of torch.cuda, torch.npu or torch.xpu itself.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xp
 
 
 def pick(wanted: str, local_rank: int = 0) -> torch.device:
-    """Return the device that --device names.
-
-    `auto` is an accelerator if there is one; each local rank takes its own.
-    """
+    """Return the device of --device; `auto` is an accelerator if there is one."""
     import torch
 
     kind, _, index = wanted.partition(":")
@@ -46,13 +41,12 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         raise UserError(f"--device {wanted}: torch sees {seen}{hint}")
     if index and local_rank:
         raise UserError(
-            f"--device {wanted} names one device, but this is process {local_rank} of several on this machine, each of "
-            f"which takes its own; give --device {kind}"
+            f"--device {wanted} names one device, but this is process {local_rank} of several on this machine; give "
+            f"--device {kind}, and each takes its own"
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
-        # srun and others show each process only its own device; rendezvous.join checks that no two
-        # ranks share one.
+        # srun shows each process only its own device; rendezvous.join checks that none is shared.
         number = 0
     if number >= count:
         hides = f", or check whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
@@ -89,10 +83,7 @@ def cores() -> int:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether torch uses this kind as its accelerator.
-
-    The host then copies to it asynchronously from pinned memory.
-    """
+    """Return whether torch has this accelerator, which copies from pinned memory asynchronously."""
     import torch
 
     there = torch.accelerator.current_accelerator()
@@ -178,10 +169,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def free_host_memory() -> int:
-    """Return what Linux can give without swapping, within the container's limit.
-
-    On other systems return half of all memory.
-    """
+    """Return what Linux can give without swapping in this container; elsewhere half of all."""
     try:
         with open("/proc/meminfo") as file:
             free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
@@ -233,8 +221,7 @@ def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
 
     memory = torch.empty(size, dtype=torch.uint8)
     if device.type == NVIDIA and size:
-        # Registered after allocation, because the pinning allocator rounds up to a power of two.
-        # Where registering is not permitted, copies are merely slower.
+        # The pinning allocator would round up to a power of two. If refused, copies are slower.
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(memory.data_ptr(), size, 0)
     elif is_accelerator(device):
@@ -249,10 +236,7 @@ def reset_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error is torch's out-of-memory.
-
-    Some versions of torch_npu raise a plain RuntimeError.
-    """
+    """Return whether the error is torch's out-of-memory; torch_npu's may be a RuntimeError."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or "out of memory. Tried to allocate" in str(error)

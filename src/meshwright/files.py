@@ -28,8 +28,7 @@ BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    The process number in its name keeps several writers apart. With `durably`, its bytes reach the
-    disk before it gets its name.
+    With `durably`, its bytes reach the disk before it gets its name.
     """
     path = path.resolve()  # a link stays a link
     if path.exists() and not path.is_file():  # a device or a pipe
@@ -82,16 +81,12 @@ def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({error.strerror or error}); choose another {flag}", IO) from None
     if free < needed:
-        raise UserError(
-            f"{folder} has {free:,} bytes free, but {needed:,} are needed; free space, or choose another {flag}", IO
-        )
+        shortage = f"{folder} has {free:,} bytes free, but {needed:,} are needed"
+        raise UserError(f"{shortage}; free space, or choose another {flag}", IO)
 
 
 def checksums(file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]) -> tuple[str, str]:
-    """Return the CRC-32 of a file and, if `hashed`, its SHA-256.
-
-    Inspect(offset, block) on the way.
-    """
+    """Return a file's CRC-32 and, if `hashed`, SHA-256; call inspect(offset, block) on the way."""
     crc, sha = 0, hashlib.sha256()
     file.seek(0)
     with ThreadPoolExecutor(1) as thread:  # hashing and reading release the interpreter

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fields: Any) -> tuple[Progress, TaskID]:
-    """Make a progress bar on `file` (default: stderr), which the caller starts.
-
-    A column is one of rich's by the names below, or a template with fields of the task.
-    """
+    """Make a progress bar, to be started, of rich's columns by the names below, or of templates."""
     from rich import progress as rich
     from rich.console import Console
 
@@ -29,8 +26,7 @@ def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fiel
         "speed": rich.TransferSpeedColumn,
     }
     shown = [kinds[column]() if column in kinds else rich.TextColumn(column) for column in columns]
-    # Lines printed meanwhile go above the bar if stdout is a terminal; into a pipe they go
-    # unchanged.
+    # Lines printed meanwhile go above the bar on a terminal, and unchanged into a pipe.
     console = Console(file=file or sys.stderr)
     bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
     return bar, bar.add_task("", total=total, **fields)

@@ -1,14 +1,11 @@
 """Text to token ids and back: one small interface over four kinds of tokenizer.
 
 tiktoken encodes with GPT-2's two files; it is several times faster than the `tokenizers` library
-and gives the same ids as long as every merge has an id of its own, in merge order. Other
-vocabularies go to `tokenizers`. No tokenizer here looks for special tokens inside a text: a
-document that contains the letters of <|endoftext|> is plain text, and the end-of-document id is
-only ever appended as an id.
+and gives the same ids as long as every merge has an id of its own, in merge order. No tokenizer
+here looks for special tokens inside a text: the letters of <|endoftext|> there are plain text.
 
 A run keeps its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their
-hashes, and `resolve` reads that folder when the flags name no files, so that generation needs no
-vocabulary flags.
+hashes, and `resolve` reads that folder when the flags name no files.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]"
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 LONG_SPACE = 500_000  # characters
 HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer")
-GPT2_FILES = ("vocab.json", "merges.txt")
 
 
 class Tokenizer(Protocol):
@@ -68,34 +64,24 @@ class GPT2BPE(_Bytewise):
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
         if not _read(vocab_file).startswith("{") and _read(merge_file).startswith("{"):
-            raise UserError(
-                f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped; the vocabulary is the JSON file",
-                BAD_DATA,
+            raise _damage(
+                f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped; the vocabulary is the JSON file"
             )
-        vocab = _read_vocab(vocab_file)
-        merges = _read_merges(merge_file)
-        self.size = len(vocab)
-        self.eod = vocab.get(END_OF_TEXT, -1)
+        vocab, merges = _read_vocab(vocab_file), _read_merges(merge_file)
+        self.size, self.eod = len(vocab), vocab.get(END_OF_TEXT, -1)
         if self.eod < 0:
-            raise UserError(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary", BAD_DATA)
+            raise _damage(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary")
         symbols = _byte_symbols()
-        missing = [s for s in symbols if s not in vocab]
-        if missing:
-            raise UserError(
-                f"{vocab_file} is not a byte-level BPE: {len(missing)} of the 256 bytes are missing", BAD_DATA
-            )
+        if missing := len(symbols.keys() - vocab.keys()):
+            raise _damage(f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing")
         if not merges and self.size > 257:
-            raise UserError(
-                f"{merge_file} has no merges, {vocab_file} has {self.size} tokens; they do not belong together",
-                BAD_DATA,
+            raise _damage(
+                f"{merge_file} has no merges, {vocab_file} has {self.size} tokens; they do not belong together"
             )
         for left, right in merges:
             if left + right not in vocab:
-                raise UserError(
-                    f"{merge_file} merges {left!r} and {right!r}, but {left + right!r} is not in {vocab_file}; "
-                    "the two files do not belong together",
-                    BAD_DATA,
-                )
+                problem = f"{merge_file} merges {left!r} and {right!r}, but {left + right!r} is not in {vocab_file}"
+                raise _damage(f"{problem}; the two files do not belong together")
         self._bytes = _token_bytes(vocab, symbols)
         # Built on first use: training needs only the sizes.
         self._slow = functools.cache(lambda: self._tokenizers(vocab, merges))
@@ -110,20 +96,14 @@ class GPT2BPE(_Bytewise):
         ids = self._ranked(vocab, merges)
         if ids is None:
             return None
-        encoding = tiktoken.Encoding(
-            self.name,
-            pat_str=GPT2_PATTERN,
-            mergeable_ranks={self._bytes[i]: i for i in ids},
-            special_tokens={END_OF_TEXT: self.eod},
-        )
-        return encoding.encode_ordinary
+        ranks, special = {self._bytes[i]: i for i in ids}, {END_OF_TEXT: self.eod}
+        return tiktoken.Encoding(
+            self.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        ).encode_ordinary
 
     @staticmethod
     def _ranked(vocab: dict[str, int], merges: list[tuple[str, str]]) -> list[int] | None:
-        """Return all ids except the end of document, or None unless they are in merge order.
-
-        Libraries that take ids for merge ranks need that order.
-        """
+        """Return all ids except the end of document; None unless they are merge ranks, in order."""
         merged = [vocab[left + right] for left, right in merges]
         if any(a >= b for a, b in zip(merged, merged[1:], strict=False)):
             return None
@@ -176,17 +156,17 @@ class HuggingFace(_Bytewise):
             self._library = Library.from_str(text)
             decoder = (json.loads(text).get("decoder") or {}).get("type")
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{path} is not a tokenizer.json: {error}", BAD_DATA) from None
+            raise _damage(f"{path} is not a tokenizer.json: {error}") from None
         self._library.encode_special_tokens = True  # special tokens inside a text are plain text
         self._library.no_truncation()
         self._library.no_padding()
         vocab = self._library.get_vocab()
         self.size = max(vocab.values()) + 1
         if self.size > 4 * len(vocab) + 1000:  # the table of all ids would be too large
-            raise UserError(f"{path} has {len(vocab):,} tokens, but an id of {self.size - 1:,}", BAD_DATA)
+            raise _damage(f"{path} has {len(vocab):,} tokens, but an id of {self.size - 1:,}")
         found = [vocab[name] for name in EOD_NAMES if name in vocab]
         if not found:
-            raise UserError(f"{path} has none of the usual end-of-document tokens: {', '.join(EOD_NAMES)}", BAD_DATA)
+            raise _damage(f"{path} has none of the usual end-of-document tokens: {', '.join(EOD_NAMES)}")
         self.eod = found[0]
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
         self._bytes = _token_bytes(vocab, _byte_symbols()) if decoder == "ByteLevel" else None
@@ -203,12 +183,8 @@ class HuggingFace(_Bytewise):
 class Bytes(_Bytewise):
     """The 256 bytes, and an end of document that decodes to nothing."""
 
-    name = "ByteTokenizer"
-    size = 257
-    eod = 256
-
-    def __init__(self) -> None:
-        self.files: dict[str, Path] = {}
+    name, size, eod = "ByteTokenizer", 257, 256
+    files: dict[str, Path] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -221,20 +197,19 @@ class Null:
     """Text that consists of ids, integers separated by white space."""
 
     name = "NullTokenizer"
+    files: dict[str, Path] = {}
 
     def __init__(self, vocab_size: int) -> None:
-        self.files: dict[str, Path] = {}
-        self.size = vocab_size + 1
-        self.eod = vocab_size
+        self.size, self.eod = vocab_size + 1, vocab_size
 
     def encode(self, text: str) -> list[int]:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise UserError(f"NullTokenizer reads integers separated by white space: {error}", BAD_DATA) from None
+            raise _damage(f"NullTokenizer reads integers separated by white space: {error}") from None
         wrong = [i for i in ids if not 0 <= i < self.size]
         if wrong:
-            raise UserError(f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} (--vocab-size)", BAD_DATA)
+            raise _damage(f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} (--vocab-size)")
         return ids
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -257,19 +232,16 @@ def names_files(t: TokenizerFlags) -> bool:
 
 def find_saved(*folders: Path | None) -> Path | None:
     """Return the first tokenizer folder: `tokenizer/` of a run, or a Hugging Face folder itself."""
-    for folder in folders:
-        if folder is not None and (folder / "tokenizer").is_dir():
+    for folder in filter(None, folders):
+        if (folder / "tokenizer").is_dir():
             return folder / "tokenizer"
-        if folder is not None and ((folder / "tokenizer.json").is_file() or _has_gpt2_files(folder)):
+        if (folder / "tokenizer.json").is_file() or _has_gpt2_files(folder):
             return folder
     return None
 
 
 def resolve(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
-    """Return the tokenizer that the flags name, else the one in `saved`, else None.
-
-    The default --tokenizer-type without files names none.
-    """
+    """Return the tokenizer that the flags name (not if the default type), or `saved`'s, or None."""
     if saved is None and not names_files(t) and t.tokenizer_type == TokenizerFlags().tokenizer_type:
         return None
     return build(t, saved)
@@ -288,8 +260,8 @@ def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
 def missing_error(folder: Path, size: int | None = None) -> UserError:
     """Make the error for a checkpoint with no vocabulary beside it."""
     return UserError(
-        f"{folder} holds no vocabulary; name it with --vocab-file and --merge-file, --tokenizer-model or, for a model of "
-        f"bare ids, --tokenizer-type NullTokenizer --vocab-size {size - 1 if size else 'N'}"
+        f"{folder} holds no vocabulary; name it with --vocab-file and --merge-file, --tokenizer-model or, for a model "
+        f"of bare ids, --tokenizer-type NullTokenizer --vocab-size {size - 1 if size else 'N'}"
     )
 
 
@@ -298,7 +270,7 @@ def require_same(tokenizer: Tokenizer, saved: Path) -> None:
     if not is_same(tokenizer, saved):
         raise UserError(
             f"the vocabulary files differ from those in {saved}, with which this checkpoint was trained: the same ids "
-            "would mean other text; leave the vocabulary flags out to use the run's own",
+            "would mean other text; leave out the vocabulary flags",
             BAD_DATA,
             everywhere=True,
         )
@@ -313,10 +285,8 @@ def _build(t: TokenizerFlags) -> Tokenizer:
             )
         if not t.vocab_file or not t.merge_file:
             missing = [f for f, given in (("--vocab-file", t.vocab_file), ("--merge-file", t.merge_file)) if not given]
-            raise UserError(
-                f"GPT2BPETokenizer needs {' and '.join(missing)}: `meshwright train-tokenizer` makes both files; "
-                "--tokenizer-type ByteTokenizer needs none"
-            )
+            needs = f"GPT2BPETokenizer needs {' and '.join(missing)}: `meshwright train-tokenizer` makes both files"
+            raise UserError(f"{needs}; --tokenizer-type ByteTokenizer needs none")
         return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
     if t.tokenizer_type in HUGGING_FACE:
         if not t.tokenizer_model:
@@ -331,19 +301,18 @@ def _build(t: TokenizerFlags) -> Tokenizer:
     raise UserError(f"--tokenizer-type {t.tokenizer_type}: not yet")
 
 
+def _gpt2_files(folder: Path) -> tuple[Path, Path]:
+    return folder / "vocab.json", folder / "merges.txt"
+
+
 def _has_gpt2_files(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in GPT2_FILES)
+    return all(path.is_file() for path in _gpt2_files(folder))
 
 
 def _is_gpt2(folder: Path) -> bool:
-    """Return whether a Hugging Face folder holds GPT-2's files and splits a text as GPT-2 does.
-
-    The two files do not say how a text is split; tokenizer.json does.
-    """
-    if not _has_gpt2_files(folder):
-        return False
-    if not (folder / "tokenizer.json").is_file():
-        return True
+    """Return whether a Hugging Face folder holds GPT-2's files, split as tokenizer.json says."""
+    if not _has_gpt2_files(folder) or not (folder / "tokenizer.json").is_file():
+        return _has_gpt2_files(folder)
     try:
         settings = json.loads(_read(folder / "tokenizer.json"))
         added = {token["content"] for token in settings.get("added_tokens", [])}
@@ -361,24 +330,22 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
     if not (folder / "meta.json").is_file():  # a Hugging Face folder
         if t.tokenizer_type not in (GPT2BPE.name, *HUGGING_FACE) or find_saved(folder) != folder:
             return _build(t)
-        return GPT2BPE(folder / "vocab.json", folder / "merges.txt") if _is_gpt2(folder) else HuggingFace(folder)
+        return GPT2BPE(*_gpt2_files(folder)) if _is_gpt2(folder) else HuggingFace(folder)
     meta = _read_json(folder / "meta.json")
     try:
         kind, vocab_size, hashes = str(meta["type"]), int(meta["vocab_size"]), dict(meta["sha256"])
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags", BAD_DATA) from None
+        raise _damage(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags") from None
     asked = HuggingFace.name if t.tokenizer_type in HUGGING_FACE else t.tokenizer_type
     if asked not in (kind, TokenizerFlags().tokenizer_type):  # the default says nothing about the user's wish
         raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}; leave the flag out")
     for name, expected in hashes.items():
         if name not in ("vocab.json", "merges.txt", "tokenizer.json"):
-            raise UserError(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file", BAD_DATA)
+            raise _damage(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
         if _sha256(folder / name) != expected:
-            raise UserError(
-                f"{folder / name} is not the file that this run was trained with: its SHA-256 differs", BAD_DATA
-            )
+            raise _damage(f"{folder / name} is not the file that this run was trained with: its SHA-256 differs")
     if kind == GPT2BPE.name:
-        return GPT2BPE(folder / "vocab.json", folder / "merges.txt")
+        return GPT2BPE(*_gpt2_files(folder))
     if kind == HuggingFace.name:
         return HuggingFace(folder / "tokenizer.json")
     return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))  # type: ignore[arg-type]
@@ -402,8 +369,7 @@ def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
     """Return whether `folder` keeps the same files, or keeps no tokenizer."""
     if not (folder / "meta.json").is_file():
         return True
-    meta = _read_json(folder / "meta.json")
-    return bool(meta.get("sha256") == hashes(tokenizer))
+    return bool(_read_json(folder / "meta.json").get("sha256") == hashes(tokenizer))
 
 
 def hashes(tokenizer: Tokenizer) -> dict[str, str]:
@@ -435,9 +401,7 @@ def padding_line(size: int, padded: int) -> str:
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: bool = False) -> None:
     """Train a byte-level BPE like GPT-2's into out/vocab.json and out/merges.txt.
 
-    <|endoftext|> is the last id.
-
-    A small corpus may hold fewer merges than asked for; the vocabulary is then smaller.
+    <|endoftext|> is the last id. A small corpus may give a smaller vocabulary.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
@@ -483,9 +447,9 @@ def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
 def _read_vocab(path: Path) -> dict[str, int]:
     vocab = _read_json(path)
     if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
-        raise UserError(f"{path} is not a vocabulary, one JSON object of token: id", BAD_DATA)
+        raise _damage(f"{path} is not a vocabulary, one JSON object of token: id")
     if set(vocab.values()) != set(range(len(vocab))):
-        raise UserError(f"{path} has {len(vocab)} tokens whose ids are not 0 ... {len(vocab) - 1}", BAD_DATA)
+        raise _damage(f"{path} has {len(vocab)} tokens whose ids are not 0 ... {len(vocab) - 1}")
     return vocab
 
 
@@ -498,7 +462,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
         elif parts != [""]:
-            raise UserError(f"{path}:{number}: {line!r} is not a merge of two symbols", BAD_DATA)
+            raise _damage(f"{path}:{number}: {line!r} is not a merge of two symbols")
     return merges
 
 
@@ -506,20 +470,24 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist (a tokenizer file; nothing is downloaded)", BAD_DATA) from None
+        raise _damage(f"{path} does not exist (a tokenizer file; nothing is downloaded)") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}", BAD_DATA) from None
+        raise _damage(f"{path} cannot be read: {error}") from None
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}", BAD_DATA) from None
+        raise _damage(f"{path} is not JSON: {error}") from None
+
+
+def _damage(message: str) -> UserError:
+    return UserError(message, BAD_DATA)
 
 
 def _sha256(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", BAD_DATA) from None
+        raise _damage(f"{path} cannot be read: {error.strerror}") from None

@@ -22,6 +22,7 @@ from stores import (
     kinds,
     losses_of,
     make,
+    masters,
     one_of_each_kind,
     separate,
     snapshot,
@@ -123,7 +124,7 @@ def test_sgd_equals_torchs(momentum, clip, dtype):
         sgd.step()
     tolerance = {"rtol": 1e-10, "atol": 1e-13} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
     moved = store.named_state()
-    for name, p in store.masters():
+    for name, p in masters(store):
         torch.testing.assert_close(p, named[name].detach(), **tolerance, msg=name)
         buffer = sgd.state[named[name]].get("momentum_buffer")
         rows = VOCAB if name == "wte.weight" else p.shape[0]
@@ -226,7 +227,7 @@ def test_muon_equals_torchs(m):
         store.step(0.02, 0.1, 1.0)
         muon.step()
         adamw.step()
-        for name, p in store.masters():
+        for name, p in masters(store):
             if kind_of[name][0] == "muon":
                 assert torch.equal(p, named[name]), (i, name)
             else:  # the fused kernel rounds otherwise than the plain one
@@ -363,10 +364,10 @@ def test_offload_from_a_gpu(rule, dtype):
             kept = [store.master, store.host_share, p.master, p.master.grad, *p.state.values()]
             assert {x.device.type for x in kept} == {"cpu" if offload else "cuda"}
             assert p.master.grad.is_pinned() == offload
-        first = {n: p.detach().cpu().clone() for n, p in store.masters()}
+        first = {n: p.detach().cpu().clone() for n, p in masters(store)}
         losses = steps(model, store, 8, device=device)
         assert {p.device.type for p in model.parameters()} == {"cuda"}
-        outcomes.append((losses, torch.cat([(p.detach().cpu() - first[n]).flatten() for n, p in store.masters()])))
+        outcomes.append((losses, torch.cat([(p.detach().cpu() - first[n]).flatten() for n, p in masters(store)])))
         assert torch.equal(store.weights.cpu(), store.master.to(dtype).cpu())
     (a, moved_a), (b, moved_b) = outcomes
     exact = dtype is torch.float32
@@ -394,7 +395,7 @@ def test_zeros_and_norm_count_no_gaps(rule, dtype):
     store = ParameterStore(model, StoreSpec(Optimizer(optimizer=rule), dtype, CPU, 5))
     g = torch.Generator().manual_seed(4)
     squares = 0.0
-    for _, p in store.masters():
+    for _, p in masters(store):
         p.normal_(generator=g)
         squares += float(p.double().square().sum())
     store.publish_weights()

@@ -13,7 +13,7 @@ from meshwright.optim.loss_scale import LossScale, dtype_of
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer, Precision
 from meshwright.training import step as training_step
-from stores import CPU, gradient, is_equal, kinds, one_of_each_kind, snapshot
+from stores import CPU, gradient, is_equal, kinds, masters, one_of_each_kind, snapshot
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -112,7 +112,7 @@ def test_forced_overflows(rule):
         ParameterStore(model, StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)),
         LossScale(p),
     )
-    for _, master in store.masters():
+    for _, master in masters(store):
         master.normal_(generator=torch.Generator().manual_seed(1))
     store.publish_weights()
     names = one_of_each_kind(store)

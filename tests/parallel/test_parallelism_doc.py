@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
+import parallelism as document
 import pytest
 
 from meshwright.settings import flags
 from meshwright.settings import schema as config
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture(scope="module")
-def document():
-    spec = importlib.util.spec_from_file_location("parallelism", DOCS / "parallelism.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "context"])
-def test_pictures_match_the_code(document, name):
+def test_pictures_match_the_code(name):
     drawn = document.path(name).read_text(encoding="utf-8")
     assert drawn == document.draw(name), "update the pictures: python docs/parallelism.py"
     assert f"]({document.path(name).name})" in document.PAGE.read_text(encoding="utf-8")
 
 
-def test_every_picture_is_tested(document):
+def test_every_picture_is_tested():
     assert list(document.PICTURES) == ["data", "tensor", "pipeline", "context"]
 
 
-def test_tables_match_the_code(document):
+def test_tables_match_the_code():
     assert document.PAGE.read_text(encoding="utf-8") == document.page(), "update the tables: python docs/parallelism.py"
 
 
-def test_bytes_match_a_ring_counted_by_hand(document):
+def test_bytes_match_a_ring_counted_by_hand():
     """For four ranks and 12 weights, chunks of 3 take 3 rounds to reduce and 3 to gather."""
     size = {"n": 4, "weights": 12, "layers": 1, "hidden": 8, "tokens": 16}
     assert document.moved("ZeRO 0", **size) == (3 + 3) * 3 * 4
@@ -53,7 +42,7 @@ def test_bytes_match_a_ring_counted_by_hand(document):
     assert [document.moved(what, **alone) for what in ("ZeRO 0", "ZeRO 1", "tensor", "pipeline", "context")] == [0] * 5
 
 
-def test_flags_exist(document):
+def test_flags_exist():
     named = set(re.findall(r"`(--[a-z0-9_-]+)", document.PAGE.read_text(encoding="utf-8")))
     assert len(named) >= 14
     assert named <= {config.spelling(name) for name in flags.fields(config.TrainConfig)} | {"--dry-run"}

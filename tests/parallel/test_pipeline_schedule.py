@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import parallelism
 import pytest
 import torch
+from parallelism import happening, simulate
 
-from meshwright.parallel import pipeline_schedule
-from meshwright.parallel.pipeline_schedule import Action, happening, schedule, simulate, stages_of
+from meshwright.parallel.pipeline_schedule import Action, schedule, stages_of
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
 CASES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("1f1b", 4)]
@@ -84,7 +85,7 @@ def test_refused():
 
 
 def test_deadlock_is_detected(monkeypatch):
-    monkeypatch.setattr(pipeline_schedule, "schedule", lambda *_: [Action("B", 0, 0), Action("F", 0, 0)])
+    monkeypatch.setattr(parallelism, "schedule", lambda *_: [Action("B", 0, 0), Action("F", 0, 0)])
     with pytest.raises(RuntimeError, match=r"deadlocks: 2 ranks are at \[0, 0\]"):
         simulate("1f1b", 2, 1)
 

@@ -8,7 +8,7 @@ import torch
 from helpers import TINY
 from meshwright.parallel.zero import ALIGN, ParameterStore, StoreSpec
 from meshwright.settings import schema as config
-from stores import CPU, VOCAB, gradient, is_equal, kinds, losses_of, make, separate, snapshot, span, tokens
+from stores import CPU, VOCAB, gradient, is_equal, kinds, losses_of, make, masters, separate, snapshot, span, tokens
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
@@ -35,7 +35,7 @@ def test_steps_equal_plain_torch(clip):
         want = torch.nn.utils.clip_grad_norm_(named.values(), clip or float("inf"))
         adamw.step()
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
-    for name, p in store.masters():
+    for name, p in masters(store):
         torch.testing.assert_close(p, named[name].detach(), rtol=1e-9, atol=1e-12, msg=name)
     assert store.steps == 10
 
@@ -54,9 +54,9 @@ def test_low_precision_keeps_full_masters(dtype):
     assert b.master.dtype is b.gradients.dtype is b.share.dtype is torch.float32
     for piece in b.pieces:
         assert {x.dtype for x in (piece.master, piece.master.grad, *piece.state.values())} == {torch.float32}
-    for (name, p), (_, q) in zip(a.masters(), b.masters(), strict=True):
+    for (name, p), (_, q) in zip(masters(a), masters(b), strict=True):
         assert (p - q).abs().max() < 2.2e-3, name  # Adam's first step is +-lr
-    assert torch.equal(low.wte.weight, dict(b.masters())["wte.weight"].to(dtype))
+    assert torch.equal(low.wte.weight, dict(masters(b))["wte.weight"].to(dtype))
 
 
 @pytest.mark.parametrize("where", ["vector", "matrix", "loss"])
@@ -176,10 +176,10 @@ def test_gradients_land_where_they_belong(dtype, count):
 
 def test_only_matrices_decay():
     _, store = make()
-    before = {n: p.clone() for n, p in store.masters()}
+    before = {n: p.clone() for n, p in masters(store)}
     store.clear_gradients()
     store.step(0.5, 0.1, 1.0)  # zero gradients: only decay moves anything
-    for name, p in store.masters():
+    for name, p in masters(store):
         assert torch.allclose(p, before[name] * (0.95 if p.ndim > 1 else 1.0)), name
 
 

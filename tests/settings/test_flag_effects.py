@@ -319,7 +319,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
         with torch.device("meta"):
             model = GPT(TINY, 64, 64, 16, pick(TINY, cpu)[0])
         params = ParameterStore(model, StoreSpec(Optimizer(lr=1.0), torch.float32, cpu, 64))
-        initialise(params.masters(), TINY, 64, 1)
+        params.initialise(lambda masters: initialise(masters, TINY, 64, 1))
         params.publish_weights()
         batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
         flag = ["--loss-mean", how] if how in ("global", "microbatch") else []

@@ -1,9 +1,7 @@
-"""`meshwright demo [DIR]`: from text to a trained model, each step by the command that a user
-types.
+"""`meshwright demo [DIR]`: from text to a trained model, by the commands that a user types.
 
-The corpus is the source text of Python's standard library, which every machine has. The model is
-small enough for two cores and two minutes, and still predicts unseen files better than a
-byte-trigram model of the same text.
+The corpus is Python's standard library, which every machine has. The model is small enough for two
+cores and two minutes, and predicts unseen files better than a byte-trigram model of the same text.
 """
 
 from __future__ import annotations
@@ -30,16 +28,7 @@ from meshwright.settings.schema import flag
 
 MARK = ".meshwright-demo"  # the file that marks a folder as a demo's
 # Names in it that a new demo may remove.
-OURS = (
-    "train.jsonl",
-    "held_out.jsonl",
-    "tokenizer",
-    "train_text_document.bin",
-    "train_text_document.idx",
-    "index-cache",
-    "run",
-    "demo.log",
-)
+OURS = "train.jsonl held_out.jsonl tokenizer train_text_document.bin train_text_document.idx index-cache run demo.log"
 # Tests, tables of character codes, help texts and installed packages: not the library's own code.
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
@@ -153,13 +142,10 @@ def take(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove only what an earlier demo made.
-
-    Its model is kept, because it may have been trained further.
-    """
+    """Remove only what an earlier demo made; keep its model, which may be trained further."""
     from meshwright.checkpoint import publish
 
-    left = [folder / name for name in OURS if (folder / name).exists()]
+    left = [folder / name for name in OURS.split() if (folder / name).exists()]
     if left:
         print(f"{folder} holds an earlier demo; starting again")
     for path in left:
@@ -175,10 +161,7 @@ def clear(folder: Path) -> None:
 
 
 def collect(library: Path, folder: Path, most: int | None) -> None:
-    """Write the library's files as JSON lines and hold out one in twenty.
-
-    The hashes of their paths give the order.
-    """
+    """Write the library's files as JSON lines, in an order by hash; hold out one in twenty."""
     texts = {}
     for path in library.rglob("*.py"):
         name = path.relative_to(library).as_posix()
@@ -188,10 +171,8 @@ def collect(library: Path, folder: Path, most: int | None) -> None:
     names = sorted((n for n in texts if texts[n].strip()), key=lambda n: hashlib.sha256(n.encode()).digest())[:most]
     border = len(names) // 20
     if not border:
-        raise UserError(
-            f"{library} has {len(names)} usable .py files, but 20 are needed; use a full installation of Python",
-            BAD_DATA,
-        )
+        shortage = f"{library} has {len(names)} usable .py files, but 20 are needed"
+        raise UserError(f"{shortage}; use a full installation of Python", BAD_DATA)
     for side, part in (("held_out", names[:border]), ("train", names[border:])):
         lines = (json.dumps({"text": texts[name], "path": name}) + "\n" for name in part)
         (folder / f"{side}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -240,18 +221,13 @@ def call(log: Path, argv: list[str], show: Callable[[str], str | None] = str, st
             raise
     if status != expected:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-        raise UserError(
-            f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}",
-            status if status > 0 else UNEXPECTED,
-        )
+        message = f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}"
+        raise UserError(message, status if status > 0 else UNEXPECTED)
     return printed
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a command.
-
-    This model gains nothing from more than eight threads.
-    """
+    """Return the environment of a command: at most eight threads, which is enough here."""
     few = {"OMP_NUM_THREADS": "8"} if (os.cpu_count() or 1) > 8 else {}
     return {**few, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 

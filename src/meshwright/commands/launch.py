@@ -25,10 +25,7 @@ def main(argv: list[str]) -> int:
 
 
 def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
-    """Start `argv` as --num-gpus-per-node times --num-nodes ranks; return its exit status.
-
-    Return None if this process is the run itself or one of its ranks.
-    """
+    """Start `argv` on OneFlow's number of ranks and return the status; None if this is a rank."""
     words = wanted(parallel)
     return None if words is None else main([*words, *argv])
 

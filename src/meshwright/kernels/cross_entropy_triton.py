@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# With 4 and 8 warps the fastest of 20 variants on an H200: 1.2 and 1.9 ms for
-# 32,768 rows of 50,304.
+# With 4 and 8 warps the fastest of 20 variants on an H200: 1.2 and 1.9 ms for 32,768 x 50,304.
 BLOCK = 2048
 
 

@@ -35,10 +35,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def rows(seed: int, *coordinates: Tensor) -> Tensor:
-    """Return one 32-bit hash per row.
-
-    Coordinates are int64 tensors that broadcast, such as samples [B, 1] and positions [T].
-    """
+    """Hash rows to 32 bits; coordinates broadcast, such as samples [B, 1] and positions [T]."""
     h = _mix(torch.full((1,), seed & _LOW, dtype=torch.int64, device=coordinates[0].device))
     h = _mix(h ^ (seed >> 32 & _LOW) ^ 0x9E3779B9)
     for c in coordinates:
@@ -53,10 +50,7 @@ def _as_int32(x: Tensor) -> Tensor:
 
 
 def at_sites(rows: Tensor, count: int) -> Tensor:
-    """Return the rows' hashes at sites 0 to count - 1, [count, *rows.shape].
-
-    Nothing is copied from the host, which would wait for the device.
-    """
+    """Return the rows' hashes at sites 0 to count - 1, [count, *rows.shape], without the host."""
     sites = torch.arange(count, device=rows.device).view(-1, *[1] * rows.ndim)
     return at_site(rows, sites)
 

@@ -39,15 +39,9 @@ def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(columns)
+    threshold, warps = round(p * 2**32) - 2**31, min(8, max(1, block // 256))
     with torch.accelerator.device_index(x.device.index):
         _kernel[(x.numel() // columns,)](
-            x,
-            rows.contiguous(),
-            out,
-            columns,
-            round(p * 2**32) - 2**31,
-            1.0 / (1.0 - p),
-            block,
-            num_warps=min(8, max(1, block // 256)),
+            x, rows.contiguous(), out, columns, threshold, 1.0 / (1.0 - p), block, num_warps=warps
         )
     return out

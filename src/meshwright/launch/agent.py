@@ -1,9 +1,8 @@
 """Start the ranks of a launch, watch them, and say how they ended.
 
 torch's elastic agent does the work. Added to torchrun are: the exit status of the rank that failed
-(torchrun turns every status into 1), retries according to that status, ranks that end with their
-launcher even if it is killed, and plain errors for a port in use, a machine that does not come and
-a rank that fails. This module imports torch; `launcher` does not.
+(torchrun's is 1), retries according to it, ranks that end with their launcher even if it is killed,
+and plain errors for a port in use, a missing machine and a failed rank. This module imports torch.
 """
 
 from __future__ import annotations
@@ -142,9 +141,7 @@ class Agent(LocalElasticAgent):
         self.signals = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Wait for the cause, and for ranks that still save, before all are stopped after a
-        failure.
-        """
+        """After a failure, wait for its cause and for ranks that still save; then stop all."""
         started = getattr(self._pcontext, "subprocess_handlers", {})
         codes = {worker_group.workers[n].global_rank: one.proc.poll() for n, one in started.items()}
         self.failed = {rank: code for rank, code in codes.items() if code}
@@ -166,10 +163,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """Keep machine 0's store until all are done.
-
-        Torch's barrier would wait on a closed store.
-        """
+        """Keep machine 0's store until all are done; torch's barrier waits on a closed store."""
         until = time.monotonic() + GRACE
         others = [f"done/{n}" for n in range(1, self.plan.nodes)]
         while self.plan.node == 0 and not self.store.check(others) and time.monotonic() < until:
@@ -200,6 +194,10 @@ MEANING = {
     errors.IO: "reading or writing failed",
     HANG: "another rank did not answer",
 }
+HINTS: dict[int, str] = {
+    signal.SIGKILL: " (as the system does when memory runs out)",
+    signal.SIGABRT: " (as NCCL does when another rank does not answer)",
+}
 
 
 def find_cause(failed: Mapping[int, int]) -> tuple[int, int]:
@@ -209,10 +207,8 @@ def find_cause(failed: Mapping[int, int]) -> tuple[int, int]:
     """
 
     def weight(code: int) -> int:
-        if code in LOST:
-            return 3
-        if code in STOPPED:
-            return 2
+        if code in LOST + STOPPED:
+            return 3 if code in LOST else 2
         return 0 if code < 0 or code in MEANING and code not in RETRIED else 1
 
     return min(failed.items(), key=lambda pair: weight(pair[1]))
@@ -226,22 +222,15 @@ def patience(code: int) -> float:
 
 
 def exit_status(code: int) -> int:
-    """Return the status as a shell gives it.
-
-    A rank that NCCL aborted waited too long for another.
-    """
-    if code == -signal.SIGABRT:
+    """Return the status as a shell gives it."""
+    if code == -signal.SIGABRT:  # NCCL's, after waiting too long for another rank
         return HANG
     return code if code >= 0 else 128 - code
 
 
 def describe_end(code: int) -> str:
     if code < 0:
-        hints: dict[int, str] = {
-            signal.SIGKILL: " (as the system does when memory runs out)",
-            signal.SIGABRT: " (as NCCL does when another rank does not answer)",
-        }
         names = {int(s): s.name for s in signal.Signals}
-        return f"was killed by {names.get(-code, f'signal {-code}')}{hints.get(-code, '')}"
+        return f"was killed by {names.get(-code, f'signal {-code}')}{HINTS.get(-code, '')}"
     meaning = f" ({MEANING[code]})" if code in MEANING else ""
     return f"ended with status {code}{meaning}"

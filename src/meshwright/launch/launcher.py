@@ -69,9 +69,7 @@ def build_program(words: list[str]) -> list[str]:
             raise UserError(f"there is no script {name} in {Path.cwd()}")
         return ["-u", *words]
     if name.startswith("-"):
-        raise UserError(
-            f"launch has no flag {name} (`meshwright launch --help` lists them); put COMMAND's flags after it"
-        )
+        raise UserError(f"launch has no flag {name} (see `meshwright launch --help`); put COMMAND's flags after it")
     raise UserError(f"{name} is neither one of {', '.join(TOGETHER)} nor a Python script (NAME.py)")
 
 
@@ -84,14 +82,10 @@ def make_plan(given: LaunchConfig) -> Plan:
     if ips and len(ips) != nodes:
         raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}; give one for each machine")
     if ips and given.master_addr not in (None, ips[0]):
-        raise UserError(
-            f"--master-addr {given.master_addr} is not the first of --node-ips, {ips[0]}; give one of the two flags"
-        )
+        raise UserError(f"--master-addr {given.master_addr} is not the first of --node-ips, {ips[0]}; give only one")
     address, node = given.master_addr or (ips[0] if ips else None), given.node_rank
     if nodes > 1 and address is None:
-        raise UserError(
-            f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips, so that the machines can meet"
-        )
+        raise UserError(f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips")
     if nodes > 1 and node is None:
         if not ips:
             raise UserError(f"--nnodes {nodes} needs --node-rank, the number of this machine from 0 to {nodes - 1}")
@@ -130,9 +124,7 @@ def find_own_place(addresses: list[str]) -> int:
     mine = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(mine) != 1:
         found = f"{len(mine)} of --node-ips are" if mine else f"none of --node-ips {','.join(addresses)} is"
-        raise UserError(
-            f"{found} an address of this machine ({socket.gethostname()}); give this machine's number with --node-rank"
-        )
+        raise UserError(f"{found} an address of this machine ({socket.gethostname()}); give its number as --node-rank")
     return mine[0]
 
 

@@ -1,8 +1,8 @@
 """How the processes of a run connect, check that they agree, and find out that one is gone.
 
-torch.distributed carries everything. What it lacks is written by hand: if something goes wrong at
-the start, it is silent for minutes and then prints a C++ trace. Here the ranks count one another on
-the store before they connect, so that a missing rank is named within START_SECONDS.
+torch.distributed carries everything, but if something goes wrong at the start, it is silent for
+minutes and then prints a C++ trace. Here the ranks first count one another on the store, so that a
+missing rank is named within START_SECONDS.
 """
 
 from __future__ import annotations
@@ -80,16 +80,15 @@ def join(
             probe = dist.ProcessGroupGloo(PrefixStore(f"{prefix}/probe", store), world.rank, world.size, left)
         if bound is not None:
             torch.accelerator.set_device_index(bound)
-        # No device_id: with it, messages between two ranks would wait for those of their whole
-        # group.
+        # No device_id: with it, messages between two ranks would wait for those of their group.
         run = PrefixStore(f"{prefix}/run", store)
         dist.init_process_group(backend, store=run, rank=world.rank, world_size=world.size, timeout=timeout())
     except RuntimeError as error:
         if explain_lost_rank(error) is None:
             raise
         raise UserError(
-            f"rank {world.rank} reached the store at {world.address}:{world.port} but could not connect to every other "
-            f"rank; open all ports between the nodes ({_first_line(error)})",
+            f"rank {world.rank} reached the store at {world.address}:{world.port} but not every other rank; open all "
+            f"ports between the nodes ({_first_line(error)})",
             HANG,
         ) from None
     del probe  # not earlier: others may still have been connecting to it
@@ -100,10 +99,7 @@ def join(
 
 
 def _open_store(world: World, until: float) -> tuple[TCPStore, str]:
-    """Meet all ranks on the store of rank 0 or of torch's agent.
-
-    Return it and a prefix for keys.
-    """
+    """Meet all ranks on the store of rank 0 or of torch's agent; return it and a key prefix."""
     global _joined
     assert world.address is not None and world.port is not None
     hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -114,8 +110,7 @@ def _open_store(world: World, until: float) -> tuple[TCPStore, str]:
 
     from torch._C._distributed_c10d import PrefixStore
 
-    # A restarted run meets on the same store; a rank of another job with the wrong port must not
-    # be counted.
+    # A restarted run meets on the same store; ranks of other jobs must not be counted.
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     prefix = "/".join(["meshwright", *(os.environ.get(n, "0") for n in names), str(_joined)])
     _joined += 1
@@ -138,8 +133,8 @@ def require_own_devices(team: Team, device: torch.device) -> None:
     where, ranks = max(holders.items(), key=lambda item: len(item[1]))
     if len(ranks) > 1:
         raise UserError(
-            f"ranks {format_ranks(ranks)} share one {device.type} device, {where}; start one rank per device, and "
-            f"check whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
+            f"ranks {format_ranks(ranks)} share one {device.type} device, {where}; start one rank per device, or check "
+            f"whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
             everywhere=True,
         )
 
@@ -152,7 +147,7 @@ def timeout() -> datetime.timedelta:
 def leave() -> None:
     """Close the connections, after an error too: otherwise torch aborts the process at its end."""
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if dist is None or not dist.is_initialized():
         return
 
     def destroy() -> None:
@@ -168,12 +163,8 @@ def leave() -> None:
 
 
 def deadline(seconds: float) -> float:
-    """Return when `seconds` since this process's start are over, on time.monotonic().
-
-    The time to import torch counts, but at least a third of the seconds is left.
-    """
-    now = time.monotonic()
-    began = now
+    """Return the time.monotonic() of this process's age of `seconds`, or a third from now."""
+    began = now = time.monotonic()
     with contextlib.suppress(OSError, AttributeError, ValueError, IndexError), open("/proc/self/stat") as f:
         ticks = int(f.read().rpartition(")")[2].split()[19])
         began -= time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -198,8 +189,7 @@ def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCP
 
         left = datetime.timedelta(seconds=max(until - time.monotonic(), 1.0))
         try:
-            # multi_tenant: torch's agent in this process gets the same store when it asks for the
-            # port
+            # multi_tenant: torch's agent in this process gets the same store when it asks for it
             made.append(TCPStore(address, port, None, hosts, left, wait_for_workers=False, multi_tenant=True))
         except RuntimeError as error:
             failed.append(error)
@@ -216,13 +206,12 @@ def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCP
         raise _occupied(port)
     if hosts:
         raise UserError(
-            f"this is {who}, but it cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address "
-            f"of this machine ({socket.gethostname()})",
+            f"this is {who}, but cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address of "
+            f"this machine ({socket.gethostname()})",
             UNAVAILABLE,
         )
     raise UserError(
-        f"{address}:{port} answers, but not as {who} of this run: another program uses the port; choose another "
-        "MASTER_PORT or --master-port",
+        f"{address}:{port} answers, but not as {who} of this run; choose another MASTER_PORT or --master-port",
         UNAVAILABLE,
     )
 
@@ -243,8 +232,7 @@ def _require_free(port: int) -> None:
 
 def _occupied(port: int) -> UserError:
     return UserError(
-        f"port {port} of this machine ({socket.gethostname()}) is in use, perhaps by another run; choose another "
-        "MASTER_PORT or --master-port",
+        f"port {port} of this machine ({socket.gethostname()}) is in use; choose another MASTER_PORT or --master-port",
         UNAVAILABLE,
     )
 
@@ -263,8 +251,7 @@ def _require_reached(address: str, port: int, until: float, who: str) -> None:
         if time.monotonic() > until - 0.2:
             raise UserError(
                 f"{who} at {address}:{port} could not be reached within {time.monotonic() - began:.0f} s: {why}; check "
-                "that it was started, that MASTER_ADDR and MASTER_PORT are the same everywhere, and that no firewall "
-                "blocks the port",
+                "that it was started, with the same MASTER_ADDR and MASTER_PORT, and that no firewall blocks the port",
                 UNAVAILABLE,
             )
         time.sleep(min(0.2, max(left, 0.0)))
@@ -290,10 +277,8 @@ def _await_verdict(store: Store, me: int, size: int, until: float, noun: str) ->
     began = time.monotonic()
     theirs = int(store.compare_set("size", "", str(size)))
     if theirs != size:
-        problem = (
-            f"{noun} {me} was started as one of {size} {noun}s, others as one of {theirs}; give all the same number"
-        )
-        _set_verdict(store, problem, USAGE)
+        problem = f"{noun} {me} was started as one of {size} {noun}s, others as one of {theirs}"
+        _set_verdict(store, f"{problem}; give all the same number", USAGE)
     elif store.add(f"arrived/{me}", 1) > 1:
         problem = f"two processes came as {noun} {me} of {size}; give each its own number"
         _set_verdict(store, f"{problem}, or choose another port if another run uses this one")
@@ -317,16 +302,13 @@ def _set_verdict(store: Store, problem: str, status: int = UNAVAILABLE) -> None:
 def _choose_interface(address: str, port: int) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless the user chose one.
 
-    gloo itself takes the address of the machine's name, which is often 127.0.1.1 or belongs to
-    another network.
+    gloo itself takes that of the machine's name, often 127.0.1.1 or of another network.
     """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        names = {name for _, name in socket.if_nameindex()}
-        if not names & set(chosen.split(",")):
-            raise UserError(
-                f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, which has "
-                f"{', '.join(sorted(names))}"
-            )
+        names = sorted(name for _, name in socket.if_nameindex())
+        if not {*names} & {*chosen.split(",")}:
+            has = f"which has {', '.join(names)}"
+            raise UserError(f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, {has}")
     if chosen or not sys.platform.startswith("linux"):
         return
     import fcntl
@@ -357,10 +339,7 @@ def no_stderr() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Let this rank end with our launcher even if that is killed.
-
-    Otherwise it could train beside the next run.
-    """
+    """End with our launcher even if it is killed; we might train on beside the next run."""
     text = os.environ.pop(LAUNCHER_PID, None)  # children of this process are not the launcher's
     if not text or not text.isdigit():
         return
@@ -369,18 +348,11 @@ def die_with_parent() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher and not _is_alive(launcher):  # it ended before this was set
-        os._exit(UNEXPECTED)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    if os.getppid() != launcher:
+        try:
+            os.kill(launcher, 0)
+        except OSError:  # it ended before this was set
+            os._exit(UNEXPECTED)
 
 
 # Comparing
@@ -403,9 +375,7 @@ def require_equal(team: Team, mine: dict[str, Any]) -> None:
         for rank, values in enumerate(everyone):
             holders.setdefault(_shown(values[name]) if name in values else "nothing", []).append(rank)
         if len(holders) > 1:
-            each = [
-                f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}" for value, ranks in holders.items()
-            ]
+            each = [f"{value} on rank{'s' * (len(r) > 1)} {format_ranks(r)}" for value, r in holders.items()]
             differing.append(f"{name}: {', '.join(each)}")
     if not differing:
         return
@@ -440,15 +410,13 @@ def explain_lost_rank(error: BaseException) -> UserError | None:
 
     text = str(error)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-        gone = True
+        is_gone = True
     elif isinstance(error, dist.DistBackendError):  # NCCL's, wrong usage included
-        gone = bool(_NCCL.search(text))
+        is_gone = bool(_NCCL.search(text))
     else:
-        gone = "gloo/" in text and "enforce fail" not in text and bool(_GLOO.search(text))
-        gone |= text.startswith(
-            "Application timeout caused pair closure"
-        )  # gloo's too, for operations that waited beside it
-    if not gone:
+        is_gone = "gloo/" in text and "enforce fail" not in text and bool(_GLOO.search(text))
+        is_gone |= text.startswith("Application timeout caused pair closure")  # gloo's, for others that waited
+    if not is_gone:
         return None
     return UserError(
         f"another rank ended, or did not answer within --distributed-timeout-minutes {_minutes:g}; its own error, if "

@@ -1,8 +1,6 @@
-"""What all ranks of a run exchange besides tensors: small JSON values, and the outcome of an
-action.
+"""Exchange of small JSON values, and of the outcome of an action, between all ranks of a run.
 
-`Team()` is the team of one process: everything here then returns at once and sends nothing. Nothing
-is pickled.
+`Team()` is the team of one process, which sends nothing. Nothing is pickled.
 """
 
 from __future__ import annotations

@@ -28,26 +28,23 @@ class World:
 
 
 def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> World:
-    """Return this process's place from its environment.
+    """Return this process's place; `local_rank` is the flag of some launchers, LOCAL_RANK wins.
 
-    `local_rank` is the flag that some launchers pass; LOCAL_RANK wins. torchrun's variables come
-    first, because srun or mpirun may start torchrun itself; then MPI's, whose processes may run
-    inside a SLURM step of other sizes; then srun's.
+    torchrun's variables come first, because srun or mpirun may start torchrun itself; then MPI's,
+    whose processes may run inside a SLURM step of other sizes; then srun's.
     """
     if "RANK" in environ:
         return _by_torch(environ, local_rank)
     if "OMPI_COMM_WORLD_RANK" in environ:
-        return _by_mpi(environ, "OpenMPI", "OMPI_COMM_WORLD_", "LOCAL_RANK", "LOCAL_SIZE")
+        return _by_mpi(environ, "OpenMPI", "OMPI_COMM_WORLD_")
     pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
     if pmi[0] is not None and pmi != (environ.get("SLURM_PROCID"), environ.get("SLURM_NTASKS")):
-        return _by_mpi(environ, "MPI", "PMI_", "LOCAL_RANK", "LOCAL_SIZE")
+        return _by_mpi(environ, "MPI", "PMI_")
     if _in_srun(environ):
         return _by_slurm(environ)
     if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") > 1:
-        raise UserError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set and RANK is not; set RANK for each process, as torchrun does, "
-            "or unset WORLD_SIZE"
-        )
+        size = environ["WORLD_SIZE"]
+        raise UserError(f"WORLD_SIZE={size} is set and RANK is not; set RANK for each process, or unset WORLD_SIZE")
     return World(local_rank=local_rank or 0)
 
 
@@ -58,11 +55,9 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     address, port = _master(environ)
     if size > 1:
-        missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None]
+        missing = " and ".join(n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None)
         if missing:
-            raise UserError(
-                f"WORLD_SIZE={size} is set, but {' and '.join(missing)} is not; set them to where rank 0 listens"
-            )
+            raise UserError(f"WORLD_SIZE={size} is set, but {missing} is not; set them to where rank 0 listens")
     one_node = address in ("localhost", "127.0.0.1", "::1")
     name = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in environ), None)
     local_size = _number(environ, name) if name else size if one_node else 1
@@ -77,41 +72,34 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     return _checked(World(rank, size, local_rank, local_size, address, port, by), "RANK", "WORLD_SIZE")
 
 
-def _by_mpi(environ: Mapping[str, str], by: str, prefix: str, local_rank: str, local_size: str) -> World:
+def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
     if f"{prefix}SIZE" not in environ:
         raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
     rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
-    places = [prefix + local_rank, "MPI_LOCALRANKID"]  # Hydra's, the launcher of MPICH and Intel MPI
-    counts = [prefix + local_size, "MPI_LOCALNRANKS"]
-    place = next((_number(environ, n) for n in places if n in environ), None)
-    count = next((_number(environ, n) for n in counts if n in environ), None)
+    # The second names are Hydra's, the launcher of MPICH and Intel MPI.
+    place = next((_number(environ, n) for n in (f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID") if n in environ), None)
+    count = next((_number(environ, n) for n in (f"{prefix}LOCAL_SIZE", "MPI_LOCALNRANKS") if n in environ), None)
     address, port = _master(environ)
     here = count is None or count == size  # unless it is known to be otherwise
     if size > 1 and address is None:
         if not here:
             raise UserError(
-                f"{by} started {size} ranks, {count} of them on this node; set MASTER_ADDR to the address of rank 0's "
-                "node and pass it on (mpirun -x MASTER_ADDR, or -genv)"
+                f"{by} started {size} ranks, {count} of them on this node; set MASTER_ADDR to rank 0's node and pass "
+                "it on (mpirun -x MASTER_ADDR, or -genv)"
             )
         address = "127.0.0.1"
     if size > 1 and port is None:
-        job = next(
-            (environ[n] for n in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID") if n in environ), ""
-        )
+        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+        job = next((environ[n] for n in names if n in environ), "")
         if not (job or here):
-            raise UserError(
-                f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port of rank 0's node"
-            )
+            raise UserError(f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there")
         port = _port(job or str(os.getppid()))
     found = World(rank, size, rank if place is None else place, size if count is None else count, address, port, by)
     return _checked(found, f"{prefix}RANK", f"{prefix}SIZE")
 
 
 def _in_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process.
-
-    A batch script is one process, but has such variables too.
-    """
+    """Return whether srun started this process; a batch script has such variables too."""
     if "SLURM_PROCID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
         return False
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
@@ -124,13 +112,11 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST")))
     if address is None:
         if not nodes:
-            raise UserError(
-                f"srun started {size} ranks, but SLURM_NODELIST is not set; set MASTER_ADDR to rank 0's node"
-            )
+            raise UserError(f"srun started {size} ranks without SLURM_NODELIST; set MASTER_ADDR to rank 0's node")
         address = first_host(nodes)
     if port is None:
-        job = [environ.get(n, "0") for n in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-        port = _port(".".join(job))  # steps of one job may run side by side
+        # Steps of one job may run side by side.
+        port = _port(".".join(environ.get(n, "0") for n in ("SLURM_JOB_ID", "SLURM_STEP_ID")))
     local_rank = _number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else 0
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
     if per_node is not None:
@@ -188,12 +174,10 @@ def _checked(world: World, rank: str, size: str) -> World:
     if world.rank >= world.size:
         raise UserError(f"{rank}={world.rank} does not fit {size}={world.size}: ranks count from 0 to {world.size - 1}")
     if world.local_size > world.size:
-        raise UserError(
-            f"{world.local_size} ranks on this node, but {size}={world.size} in all: the launcher's variables disagree"
-        )
+        raise UserError(f"{world.local_size} ranks on this node, but {size}={world.size}: the variables disagree")
     if world.local_rank >= world.local_size:
         raise UserError(
-            f"local rank {world.local_rank} does not fit {world.local_size} ranks on this node: they count from 0"
+            f"local rank {world.local_rank} does not fit {world.local_size} ranks on this node; count from 0"
         )
     return world
 
@@ -203,16 +187,13 @@ def require_world_size(world: World, wanted: int | None) -> None:
     if wanted is not None and wanted != world.size:
         by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
         raise UserError(
-            f"--world-size {wanted}, but started as {by}; start {wanted}, for example with meshwright launch "
-            f"--nproc-per-node {wanted}, or change --world-size to {world.size}"
+            f"--world-size {wanted}, but started as {by}; start {wanted}, as with meshwright launch --nproc-per-node "
+            f"{wanted}, or change --world-size to {world.size}"
         )
 
 
 def is_first_process(work: str) -> bool:
-    """Return whether this is rank 0, which does `work` alone; otherwise say so.
-
-    No address is needed.
-    """
+    """Return whether this is rank 0, which does `work` alone; otherwise say so."""
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
     if rank is None:
         rank = str(find_world({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)

@@ -105,10 +105,7 @@ class Attention(nn.Module):
 
 
 class Attend(nn.Module):
-    """The attention kernel, without weights.
-
-    Maps queries [B, T, heads, d] and keys and values [B, S, groups, d] to outputs [B, T, heads, d].
-    """
+    """The attention kernel: q [B, T, heads, d], k and v [B, S, groups, d] to [B, T, heads, d]."""
 
     def __init__(self, m: Model, layer: int, recompute: bool) -> None:
         super().__init__()
@@ -128,10 +125,7 @@ class Attend(nn.Module):
 
 
 def is_reference(impl: str, p: float, device: torch.device) -> bool:
-    """Whether the reference attention runs.
-
-    On a CPU the fused kernel's dropout is no faster, and would depend on the micro-batch.
-    """
+    """Whether the reference runs: on a CPU, fused dropout is as slow and sees the micro-batch."""
     return impl == "reference" or (impl == "auto" and p > 0 and device.type == "cpu")
 
 
@@ -175,10 +169,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: 
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     upcast = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = torch.einsum("btnd,bsnd->bnts", q.to(upcast), k.to(upcast)) * q.shape[-1] ** -0.5
-    if shared.mask is None:
-        seen: Any = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
-    else:
-        seen = shared.mask
+    seen: Any = shared.mask
+    if seen is None:
+        seen = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
     scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype is torch.bool else scores + seen
     probabilities = scores.softmax(-1)
     if p > 0:

@@ -18,10 +18,7 @@ def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:
 
 
 def parameters(m: Model, vocab: int, positions: int) -> int:
-    """Count weights and biases.
-
-    `vocab` is the padded size for the count that Megatron prints, the true size for a saved model.
-    """
+    """Count weights and biases; `vocab` is padded in Megatron's line, the true size when saved."""
     assert m.num_layers and m.hidden_size
     h, norm = m.hidden_size, 2 if m.normalization == "LayerNorm" else 1  # a norm's parameters per column
     layer = 2 * norm * h + (2 * norm * m.head_dim if m.qk_layernorm else 0)

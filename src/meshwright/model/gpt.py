@@ -66,10 +66,7 @@ class Block(nn.Module):
 
 
 def join(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float) -> Tensor:
-    """Return residual + dropout(pending); after the embedding there is no residual yet.
-
-    A float32 residual stays float32.
-    """
+    """Return residual + dropout(pending), float32 if the residual is; the embedding has none."""
     if rows is not None:
         pending = dropout.dropout(pending, rows, p)
     return pending if residual is None else residual + pending

@@ -46,11 +46,7 @@ class LossScale:
             self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
-        """Whether an overflow at this scale only skips a step.
-
-        A dynamic scale at its minimum cannot be lowered; a constant one may overflow 19 times in
-        a row.
-        """
+        """Whether an overflow only skips a step: not at the minimum, nor 20 times in a row."""
         return scale > self.p.min_loss_scale if self.dynamic else self.in_a_row < 20
 
     def state(self) -> dict[str, Any]:

@@ -39,14 +39,8 @@ def make(o: Optimizer, kind: Rule, parameters: list[nn.Parameter]) -> torch.opti
     """Make torch's optimizer; learning rate and weight decay are set before each step."""
     group: list[dict[str, Any]] = [{"params": parameters}]
     if kind == "muon":  # updates of AdamW's size, so that one learning rate serves both
-        return torch.optim.Muon(
-            group,
-            lr=0.0,
-            weight_decay=0.0,
-            momentum=o.muon_momentum,
-            ns_steps=o.muon_num_ns_steps,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        own: Any = {"momentum": o.muon_momentum, "ns_steps": o.muon_num_ns_steps}
+        return torch.optim.Muon(group, lr=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", **own)
     if kind == "sgd":
         return torch.optim.SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
     return torch.optim.AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)

@@ -92,10 +92,7 @@ _CALLED = {
     "style": ("learning rate decay style", "--lr-decay-style"),
     "start_wd": ("start weight decay", "--weight-decay or --start-weight-decay"),
     "end_wd": ("end weight decay", "--weight-decay or --end-weight-decay"),
-    "wd_samples": (
-        "total number of weight decay iterations",
-        "--train-iters or --train-samples or --global-batch-size",
-    ),
+    "wd_samples": ("total number of weight decay iterations", "--train-iters, --train-samples or --global-batch-size"),
     "wd_style": ("weight decay incr style", "--weight-decay-incr-style"),
 }
 # Values that Megatron does not have; reported only if they differ.
@@ -136,10 +133,10 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         matters = name != "wd_samples" or ramp  # a constant has no length
         if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
             size = c.global_batch
-            shown = [
-                f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" if name in _LENGTHS else x
-                for x in (theirs, mine)
-            ]
+            both = (theirs, mine)
+            shown = (
+                [f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" for x in both] if name in _LENGTHS else both
+            )
             if name == "decay" and c.samples is not None:
                 by = f"--lr-decay-samples {theirs} keeps the checkpoint's"
             elif name == "decay" and theirs % size == 0:
@@ -149,10 +146,7 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         values[name] = theirs if matters else mine
         lines.append(f" > using checkpoint value {theirs} for {called}")
     if different:
-        raise UserError(
-            "the schedule differs from the checkpoint's:\n  "
-            + "\n  ".join(different)
-            + "\n  to continue with the flags, "
-            "add --override-opt_param-scheduler; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
-        )
+        ways = "--override-opt_param-scheduler; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
+        lines = ["the schedule differs from the checkpoint's:", *different, f"to continue with the flags, add {ways}"]
+        raise UserError("\n  ".join(lines))
     return dataclasses.replace(ours, **values), lines

@@ -88,10 +88,9 @@ class Layout:
 
 
 def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
-    """Return the layout with its process groups; every rank must call this.
+    """Return the layout with its process groups; every rank of an initialised world must call this.
 
-    torch.distributed must be initialised. Without `timeout`, a new group has torch's default, not
-    the default group's.
+    Without `timeout`, a new group has torch's default, not the default group's.
     """
     if layout.world == 1:
         return layout
@@ -107,8 +106,7 @@ def new_group(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | 
     """Create a process group for each list of ranks; return the one of `rank`, if any."""
     import torch.distributed as dist
 
-    # "cpu:gloo,cuda:nccl" would serve both, but these groups send tensors on the device only, and
-    # gloo's connections beside NCCL's would be thousands of sockets in a large run.
+    # "cpu:gloo,cuda:nccl" would open thousands of sockets in a large run, for tensors of no group.
     by_device = dict(one.split(":") for one in str(dist.get_backend_config()).split(","))
     backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)
     mine = None
@@ -123,11 +121,5 @@ def new_group(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | 
 def layout_of(config: TrainConfig, rank: int) -> Layout:
     p = config.parallel
     replicas = p.num_distributed_optimizer_instances
-    return Layout(
-        p.pipeline_model_parallel_size,
-        replicas,
-        config.dp // replicas,
-        p.context_parallel_size,
-        p.tensor_model_parallel_size,
-        rank,
-    )
+    shard, cp, tp = config.dp // replicas, p.context_parallel_size, p.tensor_model_parallel_size
+    return Layout(p.pipeline_model_parallel_size, replicas, shard, cp, tp, rank)

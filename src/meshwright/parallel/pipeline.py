@@ -57,6 +57,7 @@ class Pipeline:
         self.ranks = next(ranks for ranks in layout.members("pp") if layout.rank in ranks)
         self.stages = stages_of(kind, self.rank, self.size, len(parts))
         self.local: dict[tuple[int, int, int], Tensor] = {}  # passed between two stages of this rank
+        self.sent: list[tuple[Any, Tensor]] = []  # messages on their way
 
     def open(self, device: torch.device) -> None:
         """Send a first message on every path, in a fixed order.
@@ -82,7 +83,6 @@ class Pipeline:
         """
         held: dict[tuple[int, int], Held] = {}
         losses: list[Tensor] = []
-        sent: list[tuple[Any, Tensor]] = []
         waiting: dict[tuple[int, int], Waiting] = {}
         actions = actions_of(self.kind, self.size, self.rank, len(batches), len(self.parts))
         is_split = any(action.op in "IW" for action in actions)
@@ -115,20 +115,15 @@ class Pipeline:
                     compute(queue)
                 if source is not None:
                     assert source.grad is not None
-                    self._send_and_keep(source.grad, stage, -1, i, sent)
+                    self._send_and_keep(source.grad, stage, -1, i)
 
-        with contextlib.ExitStack() as stack:
-            if is_split:
-                queue = stack.enter_context(deferred())
+        with deferred() if is_split else contextlib.nullcontext(queue) as queue:
             self._run(actions, batches, run_action)
-        for work, _ in sent:
-            work.wait()
         return losses
 
     def evaluate(self, batches: list[Batch], forward: Forward) -> list[Tensor]:
         """Run forward only; return the last stage's results."""
         results: list[Tensor] = []
-        sent: list[tuple[Any, Tensor]] = []
 
         def run_action(action: Action, received: Tensor | None) -> None:
             part = self.parts[action.chunk]
@@ -136,12 +131,10 @@ class Pipeline:
             if part.last:
                 results.append(output)
             else:
-                self._send_and_keep(output, self.stages[action.chunk], 1, action.microbatch, sent)
+                self._send_and_keep(output, self.stages[action.chunk], 1, action.microbatch)
 
         order = [Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(batches))]
         self._run(order, batches, run_action)
-        for work, _ in sent:
-            work.wait()
         return results
 
     def _run(
@@ -149,6 +142,9 @@ class Pipeline:
     ) -> None:
         for action in actions:
             run_action(action, self._receive(action, batches[action.microbatch]))
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
 
     def _receive(self, action: Action, batch: Batch) -> Tensor | None:
         """Return what an action needs from another stage, if anything."""
@@ -171,16 +167,13 @@ class Pipeline:
             return None
         return dist.isend(x.contiguous(), self.ranks[to], group=self._lane(stage, way))
 
-    def _send_and_keep(self, x: Tensor, stage: int, way: int, microbatch: int, sent: list[tuple[Any, Tensor]]) -> None:
-        """Send `x` and keep it in `sent` until it has arrived.
-
-        This does not wait: the receiver may need something from this rank first.
-        """
+    def _send_and_keep(self, x: Tensor, stage: int, way: int, microbatch: int) -> None:
+        """Send `x`, which is kept until it arrives: the receiver may need something first."""
         work = self._send(x, stage, way, microbatch)
         if work is not None:
-            sent.append((work, x))
-            while sent and sent[0][0].is_completed():
-                sent.pop(0)
+            self.sent.append((work, x))
+            while self.sent and self.sent[0][0].is_completed():
+                self.sent.pop(0)
 
     def rank_of(self, stage: int) -> int:
         turn, place = divmod(stage, self.size)

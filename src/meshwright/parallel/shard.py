@@ -14,6 +14,7 @@ Parameters with other names, such as those of a user's own model, cannot be cut.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal, NamedTuple
 
@@ -59,29 +60,15 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
         return []
     if not shape:
         return [((), ())]
-    inner = 1
-    for n in shape[1:]:
-        inner *= n
-    first, last = begin // inner, (end - 1) // inner
-    if len(shape) == 1:
-        return [((begin,), (end - begin,))]
-    out: list[Box] = []
+    inner = math.prod(shape[1:])
+    complete, last = -(-begin // inner), end // inner  # rows `complete` to `last` - 1 are complete
 
-    def add_row(row: int, low: int, high: int) -> None:
-        out.extend(((row, *o), (1, *n)) for o, n in boxes(shape[1:], low, high))
+    def of_row(row: int, low: int, high: int) -> list[Box]:
+        return [((row, *offset), (1, *size)) for offset, size in boxes(shape[1:], low, high)]
 
-    low, high = begin - first * inner, end - last * inner
-    if first == last:
-        if (low, high) == (0, inner):
-            return [((first, *(0 for _ in shape[1:])), (1, *shape[1:]))]
-        add_row(first, low, high)
-        return out
-    if low:
-        add_row(first, low, inner)
-        first += 1
-    rows = last + (high == inner) - first  # complete ones
-    if rows > 0:
-        out.append(((first, *(0 for _ in shape[1:])), (rows, *shape[1:])))
-    if high != inner:
-        add_row(last, 0, high)
-    return out
+    if complete > last:
+        return of_row(last, begin % inner, end % inner)
+    out = of_row(complete - 1, begin % inner, inner) if begin % inner else []
+    if complete < last:
+        out.append(((complete, *[0] * len(shape[1:])), (last - complete, *shape[1:])))
+    return out + of_row(last, 0, end % inner)

@@ -94,7 +94,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """Everything a parameter store needs to know about a run besides the model."""
+    """What a parameter store needs to know about a run besides the model."""
 
     optimizer: Optimizer
     dtype: torch.dtype  # of weights and activations
@@ -138,7 +138,6 @@ class Store(Parts):
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         """Copy this rank's part of `tensor`, which is this tensor rank's cut of the parameter."""
-        raise NotImplementedError
 
     # Update
 
@@ -154,11 +153,9 @@ class Store(Parts):
 
     def finish_sums(self) -> None:
         """Wait until the gradients are summed over the ranks."""
-        raise NotImplementedError
 
     def publish_weights(self) -> None:
         """Copy masters to weights after a step, an initialisation or a load."""
-        raise NotImplementedError
 
     def summed(self, piece: Piece) -> Tensor:
         """Return a piece's summed gradients, on the training device."""
@@ -188,11 +185,8 @@ class Store(Parts):
             sums.copy_(both[:-1].view_as(sums))
             squares = both[-1]
         norm = (squares.sqrt() / scale).to(self.full)
-        shrink = (
-            norm.new_ones(())
-            if self.optimizer.clip_grad == 0
-            else (self.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        )
+        clip = self.optimizer.clip_grad
+        shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else norm.new_ones(())
         is_finite = norm.isfinite() & sums.view(-1)[0].isfinite()
         self.take_gradients()
         for (rule, decays), update in self.updates.items():
@@ -378,8 +372,7 @@ class ParameterStore(Store):
         self.master[to : to + high - low] = tensor.flatten()[low:high].to(self.home)
 
     def local_range(self, name: str) -> tuple[int, int, int]:
-        """Return where this rank's part of a parameter begins in the sharded buffers, and the range
-        of the parameter's elements that it holds."""
+        """Return where this rank's part is in the sharded buffers, and its range of elements."""
         bucket = self.bucket_of[name]
         first, begin = self.part_offsets(bucket)
         offset, shape = bucket.spans[name]
@@ -387,15 +380,7 @@ class ParameterStore(Store):
         high = max(low, min(offset + shape.numel(), first + bucket.size // self.parts))
         return begin + low - first, low - offset, high - offset
 
-    def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter in full precision, padded rows included; for a single process."""
-        assert self.layout.tp == self.parts == 1
-        for bucket in self.buckets.values():
-            for name, (offset, shape) in bucket.spans.items():
-                yield name, _view(self.master, (bucket.begin + offset, shape))
-
     def publish_weights(self) -> None:
-        """Copy masters to weights after a step, an initialisation or a load."""
         if self.master is self.weights:
             return
         new = self.outgoing.copy_(self.master) if self.offload else self.master  # copy the lower precision
@@ -568,9 +553,8 @@ class ParameterStore(Store):
             if with_optimizer:
                 for key, saved_as in rules.STATE[kind.rule].items():
                     at = to - piece.begin if piece else 0
-                    flats[f"/{saved_as}"] = (
-                        piece.state[key][at : at + high - low] if piece and boxes else self.master[:0]
-                    )
+                    kept = piece.state[key][at : at + high - low] if piece and boxes else self.master[:0]
+                    flats[f"/{saved_as}"] = kept
             for suffix, flat in flats.items():
                 shaped = flat.view(boxes[0][1]) if len(boxes) == 1 else flat
                 out[name + suffix] = (tuple(full), boxes, shaped.detach())

@@ -38,9 +38,9 @@ class FullyShardedStore(Store):
         low = dtype if dtype is not self.full else None
         # The residual stream may be wider than the weights, so inputs are not cast.
         precision = MixedPrecisionPolicy(low, self.full if low else None, cast_forward_inputs=False)
-        more: dict[str, Any] = (
-            {"offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")} if spec.offload else {}
-        )
+        more: dict[str, Any] = {}
+        if spec.offload:
+            more["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         self.shapes: dict[str, torch.Size] = {}  # before the cut into rows
         self.parameters: dict[str, Any] = {}
         more |= {"mesh": mesh, "mp_policy": precision, "shard_placement_fn": lambda p: Shard(self.dimension(p.shape))}
@@ -75,8 +75,7 @@ class FullyShardedStore(Store):
                 model.set_requires_all_reduce(value)
 
     def dimension(self, shape: torch.Size) -> int:
-        """Return the dimension to shard: the first, or the second of a gated MLP's [2, F, H], whose
-        first would give everything to two ranks."""
+        """Return the dimension to shard: the first, but the second of a gated MLP's [2, F, H]."""
         return 1 if len(shape) > 1 and shape[0] < self.ranks and shape[1] % self.ranks == 0 else 0
 
     def _make_pieces(self) -> None:
@@ -120,9 +119,8 @@ class FullyShardedStore(Store):
                 partial.append(piece.master.grad)
         if partial:  # in one collective
             flat = self._total(torch.cat([x.flatten() for x in partial]), "tp")
-            torch._foreach_copy_(
-                [x.view(-1) for x in partial], list(flat.split_with_sizes([x.numel() for x in partial]))
-            )
+            parts = list(flat.split_with_sizes([x.numel() for x in partial]))
+            torch._foreach_copy_([x.view(-1) for x in partial], parts)
         if self.tied and self.layout.group("embedding") is not None:
             table = self.named["wte.weight"].master.grad
             assert table is not None
