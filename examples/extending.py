@@ -1,8 +1,9 @@
-"""A network, a loss and data of one's own: a GPT that learns to add.
+"""Train with your own model, loss and data: a GPT that learns to add.
 
     python examples/extending.py [FOLDER] [STEPS]
 
-It trains STEPS steps in two runs, the second continuing the first, and lets the network work out a few sums. On two ranks:
+It trains STEPS steps in two runs, the second of which continues the first, and then asks the
+network a few sums. On two ranks:
 
     meshwright launch --nproc-per-node 2 examples/extending.py [FOLDER] [STEPS]
 """
@@ -14,21 +15,19 @@ import numpy as np
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.errors import UserError
-from meshwright.generation import engine
+import meshwright
 from meshwright.model.attention import Attention
 from meshwright.model.gpt import GPT, join
 from meshwright.model.layers import MLP, Norm
-from meshwright.settings import schema as config
+from meshwright.settings import schema
 from meshwright.tokenizers import Bytes
-from meshwright.training import run as train
 
 SEQ = 48
-tokenizer = Bytes()  # ids 0 ... 255 are bytes, 256 ends a document
+tokenizer = Bytes()  # ids 0 ... 255 are bytes, 256 is the end of document
 
 
 class Parallel(nn.Module):
-    """Attention and MLP read the same norm and are added together: x + attn(ln(x)) + mlp(ln(x)), as in GPT-J."""
+    """A block that adds attention and MLP of one norm, as GPT-J: x + attn(ln(x)) + mlp(ln(x))."""
 
     def __init__(self, m, layer, options):
         super().__init__()
@@ -38,20 +37,26 @@ class Parallel(nn.Module):
         self.mlp = MLP(m)
 
     def forward(self, residual, pending, shared, before, after):
-        x = join(residual, pending, before, self.p)  # what the block before left open
+        x = join(residual, pending, before, self.p)  # add what the block before left open
         y = self.ln_1(x)
         return x, self.attn(y, shared) + self.mlp(y)  # the next block, or the head, adds them
 
 
 def z_loss(logits, batch):
-    """Cross entropy, and a small pull of the logits' normaliser to 1, which keeps them from drifting (PaLM's z-loss)."""
+    """Return the loss per token: cross entropy and PaLM's z-loss.
+
+    The z-loss pulls the logits' normaliser towards 1, which keeps it from drifting.
+    """
     logits = logits.float()
     entropy = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none").view(batch.labels.shape)
-    return entropy + 1e-4 * logits.logsumexp(-1) ** 2  # [B, T]; masked and averaged by the caller
+    return entropy + 1e-4 * logits.logsumexp(-1) ** 2  # [B, T]; the caller masks and averages it
 
 
 class Sums:
-    """Sample k: `3+14=17`, an end of document, the next sum, and so on, drawn from a generator seeded by k alone."""
+    """Samples of sums: `3+14=17`, an end of document, the next sum, and so on.
+
+    Sample k is drawn from a generator seeded by k.
+    """
 
     def __init__(self, size, seed):
         self.size, self.seed = size, seed
@@ -71,31 +76,26 @@ class Sums:
 
 
 def settings(folder, steps, exit_interval=None):
-    """One field is one flag."""
-    return config.TrainConfig(
-        model=config.Model(
+    """Return the settings; each field is a flag of the same name."""
+    return schema.TrainConfig(
+        model=schema.Model(
             num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
         ),
-        tokenizer=config.Tokenizer(tokenizer_type="ByteTokenizer"),
-        data=config.Data(seq_length=SEQ, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True),
-        training=config.Training(
+        tokenizer=schema.Tokenizer(tokenizer_type="ByteTokenizer"),
+        data=schema.Data(seq_length=SEQ, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True),
+        training=schema.Training(
             micro_batch_size=16, train_iters=steps, exit_interval=exit_interval, eval_interval=100, eval_iters=2
         ),
-        optimizer=config.Optimizer(lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_fraction=0.05),
-        checkpoint=config.Checkpoint(save=folder, load=folder),
-        logging=config.Logging(log_interval=50, tensorboard=False),
+        optimizer=schema.Optimizer(lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_fraction=0.05),
+        checkpoint=schema.Checkpoint(save=folder, load=folder),
+        logging=schema.Logging(log_interval=50, tensorboard=False),
     )
 
 
 def answer(network, question):
-    """The most likely continuation."""
-    network.eval()
-
-    def best(row, logits):
-        return int(logits.argmax())
-
-    ((ids, ended),) = engine.complete(network, [tokenizer.encode(question)], 4, SEQ, tokenizer.eod, best)
-    return tokenizer.decode(ids) if ended else None
+    """Return the most likely continuation."""
+    model = meshwright.LanguageModel(network.eval(), tokenizer, step=0, seq_length=SEQ)
+    return model.generate(question, max_new_tokens=4, greedy=True)
 
 
 def main(folder="sums", steps=600):
@@ -106,16 +106,15 @@ def main(folder="sums", steps=600):
         return networks[-1]
 
     datasets = {"train": Sums(10**9, seed=1), "valid": Sums(10**6, seed=2), "test": None}
-    for exit_interval in (steps // 2, None):  # the first run stops halfway, the second one continues it
+    for exit_interval in (steps // 2, None):  # the first run stops halfway, the second continues it
         try:
-            status = train.run(settings(folder, steps, exit_interval), model, z_loss, datasets)
-        except UserError as error:  # what its user can mend; without words, another rank tells it
-            if str(error):
+            config = settings(folder, steps, exit_interval)
+            meshwright.train(config, model=model, loss=z_loss, datasets=datasets)
+        except meshwright.UserError as error:
+            if str(error):  # empty if another rank reports it
                 print(f"extending: error: {error}", file=sys.stderr)
-            status = error.status
-        if status:
-            return status
-    if os.environ.get("RANK", "0") != "0":  # the weights are the same on every rank: one of them is enough to ask
+            return error.status
+    if os.environ.get("RANK", "0") != "0":  # every rank has the same weights, so one asks
         return 0
     questions = [(7, 5), (12, 7), (3, 14), (19, 19), (0, 8)]
     answers = [answer(networks[-1], f"{a}+{b}=") for a, b in questions]
