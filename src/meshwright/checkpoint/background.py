@@ -1,8 +1,7 @@
 """Save in the background: a step waits for a copy of its tensors in host memory, not for the disk.
 
-A thread of each rank writes its copy, and the threads communicate over a process group of their
-own, so that a save's messages never come between those of a step. One save is in flight at a time;
-the next one waits for it. `failed` reports a failure at once, and `wait` raises it.
+A thread of each rank writes its copy and communicates over a process group of its own, because a
+save's messages must not come between those of a step. One save is in flight at a time.
 """
 
 from __future__ import annotations
@@ -34,12 +33,10 @@ class Background:
         self.pool: ThreadPoolExecutor | None = None
 
     def fits(self, named: Named) -> bool:
-        """Return whether every rank's machine has memory for the copies; all ranks must call this
-        together."""
+        """Return whether every machine has memory for the copies; all ranks call this together."""
         if self.memory is not None:
             return True
-        mine = sum(aligned_size(tensor) for _, _, tensor in named.values())
-        here = self.team.gather([socket.gethostname(), mine])
+        here = self.team.gather([socket.gethostname(), copy_size(named)])
         needed = sum(size for host, size in here if host == socket.gethostname())
         free = devices.free_host_memory()
         machines = self.team.gather([needed, free])
@@ -63,9 +60,7 @@ class Background:
 
     def copy(self, named: Named) -> Named:
         if self.memory is None:
-            self.memory = devices.allocate_pinned(
-                sum(aligned_size(tensor) for _, _, tensor in named.values()), self.device
-            )
+            self.memory = devices.allocate_pinned(copy_size(named), self.device)
         out, at = {}, 0
         for name, (shape, boxes, tensor) in named.items():
             size = tensor.numel() * tensor.element_size()
@@ -89,10 +84,12 @@ class Background:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown()
-            if (
-                self.failed and self.flying is not None
-            ):  # the run ends for another reason, and nothing waits for the save
-                notice(f"the save in flight failed: {self.flying.exception()}")
+        if self.flying is not None and self.failed:  # the run ends for another reason
+            notice(f"the save in flight failed: {self.flying.exception()}")
+
+
+def copy_size(named: Named) -> int:
+    return sum(aligned_size(tensor) for _, _, tensor in named.values())
 
 
 def aligned_size(tensor: torch.Tensor) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 
@@ -43,11 +46,25 @@ def not_empty(low: Shape, high: Shape) -> bool:
     return all(a < b for a, b in zip(low, high, strict=True))
 
 
+def intersection(a: Box, b: Box) -> tuple[Shape, Shape]:
+    """Return the lowest and the highest corner of what both have, if that is `not_empty`."""
+    ends = map(min, plus(a.offset, a.size), plus(b.offset, b.size))
+    return tuple(map(max, a.offset, b.offset)), tuple(ends)
+
+
+def split_boxes(boxes: Iterable[tuple[Shape, Shape]], flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield each box with its part of a flat tensor that holds one box after the other."""
+    start = 0
+    for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
+        end = start + math.prod(box.size)
+        yield box, flat[start:end]
+        start = end
+
+
 def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool:
     """Return whether two of these boxes [n, dimensions] share an element.
 
-    Boxes are compared only where they meet along the dimension with the most cuts: a thousand ranks
-    give a tensor thousands of boxes.
+    Of thousands of boxes, only those are compared that meet along the dimension with most cuts.
     """
     if len(low) < 2 or not low.shape[1]:
         return len(low) > 1

@@ -1,9 +1,4 @@
-"""Convert a checkpoint of any program into another format.
-
-Tensors are converted one at a time, so that a model of any size needs little memory. Where the
-source does not describe its network, `settings` do: `{"num_attention_heads": 16, "vocab_size":
-50257}` for Megatron-LM's 345M release of 2019.
-"""
+"""Convert a checkpoint of any program into another format, one tensor at a time to save memory."""
 
 from __future__ import annotations
 
@@ -14,14 +9,13 @@ import math
 import mmap
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
-from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.formats import huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import Damaged
@@ -85,9 +79,8 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint, or the newest one in a folder, into the new folder `target`.
 
-    `settings` are flags by name (`num_attention_heads`, `vocab_size`, `vocab_file`, `verify`,
-    `trust_pickle`, ...): they complete what the source does not say of itself. Raises UserError if
-    the conversion is impossible.
+    `settings` are flags by name (`num_attention_heads`, `vocab_file`, `verify`, ...); they complete
+    what the source does not say. Raises UserError if the conversion is impossible.
     """
     wanted = Target(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
     return prepare(source, wanted, settings or {}).run()
@@ -142,33 +135,30 @@ def suggest_older(path: Path, source: Source) -> str:
 # The source
 
 
-def complete_source(
-    source: Source, given: Mapping[str, Any], t: Tokenizer
-) -> tuple[Source, tokenizers.Tokenizer | None]:
+Complete = tuple[Source, tokenizers.Tokenizer | None]
+
+
+def complete_source(source: Source, given: Mapping[str, Any], t: Tokenizer) -> Complete:
     """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
     saved, where = describe(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)
-    size = (tokenizer.size if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab
-    if size is None and tokenizer is not None:
-        size = tokenizer.size
+    own = tokenizer.size if tokenizer else None
+    size = (own if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab or own
     most = source.vocab or saved.rows
     may_be_padded = source.vocab is None or source.kind == HUGGING_FACE  # theirs counts padding as ids
     wrong = saved.contradictions(given)
     if size is not None and (size > most or (size < most and not may_be_padded)):
         wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}")
     if wrong:
-        raise UserError(
-            "\n  ".join([f"these flags contradict {where} (what it says itself need not be said):", *wrong]), BAD_DATA
-        )
+        wrong.insert(0, f"these flags contradict {where} (what it says itself need not be said):")
+        raise UserError("\n  ".join(wrong), BAD_DATA)
     if size is None:
         raise UserError(
             f"{where} has {saved.rows:,} rows for tokens and does not say how many are padding: give --true-vocab-size "
             f"(GPT-2: 50257; {saved.rows} if there is none), or the files of its vocabulary"
         )
-    if source.vocab and size < source.vocab:
-        notice(
-            f"{source.vocab - size:,} of {source.vocab:,} rows for tokens are cut off, the vocabulary has {size:,} ids"
-        )
+    if (rows := source.vocab) and size < rows:
+        notice(f"{rows - size:,} of {rows:,} rows for tokens are cut off, the vocabulary has {size:,} ids")
     source = source.of_vocabulary(size)
     source.config = {name: given[name] for name in ARCHITECTURE if name in given} | source.config
     if saved.positions is not None:
@@ -180,15 +170,12 @@ def complete_source(
 
 def find_tokenizer(saved: SavedModel, t: Tokenizer) -> tokenizers.Tokenizer | None:
     """Return the tokenizer of the flags, or the one kept with the checkpoint, if any."""
-    if t.vocab_file or t.merge_file or t.tokenizer_model:
-        return tokenizers.build(t)
-    kept = saved.tokenizer_folder
-    if kept is None:
-        return tokenizers.build(t) if t.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else None
+    kept = None if tokenizers.names_files(t) else saved.tokenizer_folder
     try:
-        return tokenizers.build(dataclasses.replace(t, vocab_size=None), kept)
+        # The size in the flags may be that of a table which is wider than a kept vocabulary.
+        return tokenizers.resolve(dataclasses.replace(t, vocab_size=None) if kept else t, kept)
     except UserError as error:
-        if kept != saved.root:
+        if kept is None or kept != saved.root:
             raise
         notice(f"its tokenizer is left out: {error}")
         return None
@@ -196,17 +183,15 @@ def find_tokenizer(saved: SavedModel, t: Tokenizer) -> tokenizers.Tokenizer | No
 
 @dataclass
 class Selection(Source):
-    """The tensors of another source that are converted, with the type that they get; `advance`
-    counts bytes read."""
+    """The tensors of another source, perhaps without optimizer state or in another `dtype`."""
 
-    inner: Source | None = None
+    inner: Source = field(kw_only=True)
     optimizer: bool = True
-    dtype: str | None = None
-    advance: Callable[[int], None] = field(default=lambda count: None)
+    dtype: str | None = None  # of the weights
+    advance: Callable[[int], None] = lambda count: None  # counts the bytes read
 
     @property
     def tensors(self) -> Mapping[str, Known]:
-        assert self.inner
         return {
             name: Known(known.shape, self.dtype or known.dtype if "/" not in name else known.dtype)
             for name, known in self.inner.tensors.items()
@@ -218,22 +203,11 @@ class Selection(Source):
         return sum(math.prod(known.shape) * native.SIZES[native.NAMES[known.dtype]] for known in self.tensors.values())
 
     def fill(self, want: Named) -> None:
-        assert self.inner
         self.inner.fill(want)
         self.advance(native.bytes_of(want))
 
-    def parts(self, name: str) -> Iterable[tuple[str, Box]]:
-        assert self.inner
-        return self.inner.parts(name)
-
-    def of_vocabulary(self, size: int) -> Selection:
-        assert self.inner
-        return dataclasses.replace(self, vocab=size, inner=self.inner.of_vocabulary(size))
-
 
 def select(source: Source, optimizer: bool = True, dtype: str | None = None) -> Selection:
-    """Select the tensors of a source, with or without optimizer state; `dtype` is for the weights
-    alone."""
     common = {f.name: getattr(source, f.name) for f in dataclasses.fields(Source)}
     return Selection(**common, inner=source, optimizer=optimizer, dtype=dtype)
 
@@ -306,14 +280,12 @@ def native_files(source: Source) -> dict[str, Produce]:
 
 
 def read_extent(source: Source, extent: native.Extent) -> torch.Tensor:
-    """Read a box into memory that returns to the system at once; torch's allocator would keep it
-    between others."""
+    """Read a box into memory that, unlike torch's, returns to the system at once."""
     import torch
 
-    count, size = extent.flat.numel(), extent.flat.element_size()
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default would be memory shared between processes
-    memory = mmap.mmap(-1, max(count, 1) * size, private)
-    tensor = torch.frombuffer(memory, dtype=extent.flat.dtype)[:count]
+    # Python's default would be memory that processes share.
+    memory = mmap.mmap(-1, max(extent.flat.nbytes, 8), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=extent.flat.dtype)[: extent.flat.numel()]
     source.fill({extent.key: (extent.box.size, [(extent.box.offset, extent.box.size)], tensor)})
     return tensor
 

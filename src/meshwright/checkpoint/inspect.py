@@ -1,5 +1,4 @@
-"""Describe in lines of text what a checkpoint of any program holds, whether it is undamaged, and
-how two of them differ."""
+"""Describe what a checkpoint of any program holds, and how two of them differ."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from meshwright.checkpoint import loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import Damaged, verify
 from meshwright.checkpoint.saved_model import model_settings
-from meshwright.checkpoint.sources import Known, Source
+from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.steps import Place
 from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, UserError
@@ -34,8 +33,7 @@ class Detail:
 def describe_folder(
     path: str | Path, step: int | None = None, detail: Detail = Detail(), options: OpenOptions = loading.PLAIN
 ) -> tuple[list[str], bool]:
-    """Describe every step in a folder, or one of them; return the lines and whether all of it is
-    undamaged."""
+    """Describe every step in a folder, or one; return the lines and whether all is undamaged."""
     root, named = steps.split_path(path)
     number = named if step is None else step
     if not root.exists():
@@ -44,9 +42,9 @@ def describe_folder(
     if present and (number is None or number in present):
         return describe_steps(root, number, detail, options)
     if present and step is not None:
-        few = (
-            ", ".join(map(str, present)) if len(present) < 10 else f"{len(present)}, from {present[0]} to {present[-1]}"
-        )
+        few = f"{len(present)}, from {present[0]} to {present[-1]}"
+        if len(present) < 10:
+            few = ", ".join(map(str, present))
         raise UserError(f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}", BAD_DATA)
     folder = Path(path) if step is None else steps.step_folder(root, step)
     if not folder.exists():
@@ -71,8 +69,7 @@ def describe_foreign(source: Source, detail: Detail) -> list[str]:
 
 
 def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOptions) -> tuple[list[str], bool]:
-    """Describe our steps, and the newest undamaged one of them in detail; return also whether all
-    are undamaged."""
+    """Describe our steps, the newest undamaged in detail; also return whether all are undamaged."""
     contents: list[str] | None = None
     undamaged = True
     lines = [f"{root}"]
@@ -97,11 +94,9 @@ def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOp
 
 def summarize(source: Source) -> str:
     parameters = sum(math.prod(known.shape) for name, known in source.tensors.items() if "/" not in name)
-    state = source.state
-    return (
-        f"    iteration {state.get('iteration', source.step)} | consumed samples "
-        f"{state.get('consumed_train_samples', 'not recorded')} | parameters {parameters:,}"
-    )
+    step = source.state.get("iteration", source.step)
+    samples = source.state.get("consumed_train_samples", "not recorded")
+    return f"    iteration {step} | consumed samples {samples} | parameters {parameters:,}"
 
 
 def list_contents(source: Source, detail: Detail) -> list[str]:
@@ -111,7 +106,7 @@ def list_contents(source: Source, detail: Detail) -> list[str]:
     for name, known in sorted(source.tensors.items()) if detail.tensors or detail.boxes else ():
         shape, kept = "x".join(map(str, known.shape)) or "scalar", native.NAMES[known.dtype]
         size = math.prod(known.shape) * native.SIZES[kept]
-        where = list(source.parts(name))
+        where = source.parts(name)
         spread = f"{len(where)} boxes, {len({file for file, _ in where})} files"
         lines.append(f"  {name:40} {shape:>16} {kept:>4} {size:>16,} bytes in {spread}")
         lines += [f"    {file} {native.ranges(box)}" for file, box in where] if detail.boxes else []
@@ -134,8 +129,7 @@ def list_settings(saved: Mapping[str, Any]) -> list[str]:
 
 
 def compare(first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN) -> list[str]:
-    """List the settings and tensors in which two checkpoints differ, reading one tensor at a time;
-    [] if in none."""
+    """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
     a, b = (open_existing(Path(path), options) for path in (first, second))
     lines = []
     one, two = (source.config | resolved_settings(source) for source in (a, b))
@@ -162,27 +156,21 @@ def resolved_settings(source: Source) -> dict[str, Any]:
 
 
 def compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:
+    import torch
+
     one, two = a.tensors.get(name), b.tensors.get(name)
     if one is None or two is None:
         yield f"{name}: only in {(a if two is None else b).folder}"
     elif one.shape != two.shape:
         yield f"{name}: {one.shape} | {two.shape}"
     else:
-        yield from compare_numbers(a, b, name, one, two)
-
-
-def compare_numbers(a: Source, b: Source, name: str, one: Known, two: Known) -> Iterator[str]:
-    import torch
-
-    values = []
-    for source in (a, b):
         dtype = torch.float64 if "float64" in (one.dtype, two.dtype) else torch.float32
-        values.append(torch.empty(one.shape, dtype=dtype))
-        source.fill({name: native.full_entry(values[-1])})
-    types = f", {one.dtype} | {two.dtype}" if one.dtype != two.dtype else ""
-    differ = int((values[0] != values[1]).sum())
-    if differ:
-        furthest = float((values[0] - values[1]).abs().max())
-        yield f"{name}: {differ:,} of {values[0].numel():,} numbers differ, by at most {furthest:.3g}{types}"
-    elif types:
-        yield f"{name}: equal{types}"
+        values = [torch.empty(one.shape, dtype=dtype) for _ in range(2)]
+        for source, value in zip((a, b), values, strict=True):
+            source.fill({name: native.full_entry(value)})
+        types = f", {one.dtype} | {two.dtype}" if one.dtype != two.dtype else ""
+        if differ := int((values[0] != values[1]).sum()):
+            furthest = float((values[0] - values[1]).abs().max())
+            yield f"{name}: {differ:,} of {values[0].numel():,} numbers differ, by at most {furthest:.3g}{types}"
+        elif types:
+            yield f"{name}: equal{types}"

@@ -16,31 +16,15 @@ from typing import Any, NamedTuple
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.checkpoint.manifests import Damaged
 from meshwright.checkpoint.sources import Known, Named, Source
-from meshwright.checkpoint.steps import (
-    DEEPSPEED,
-    HUGGING_FACE,
-    LIBAI,
-    MEGATRON,
-    NATIVE,
-    ONEFLOW,
-    TORCH_DIST,
-    UNIVERSAL,
-    Place,
-)
+from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE, Place
 from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch.team import ALONE, Team
 
 # The reader of each kind, imported when needed: `open(folder, trust, heads, optimizer)`.
-READERS = {
-    MEGATRON: "megatron",
-    TORCH_DIST: "torch_dist",
-    DEEPSPEED: "deepspeed",
-    UNIVERSAL: "deepspeed",
-    HUGGING_FACE: "huggingface",
-    LIBAI: "oneflow",
-    ONEFLOW: "oneflow",
-}
+READERS = {steps.MEGATRON: "megatron", steps.TORCH_DIST: "torch_dist", HUGGING_FACE: "huggingface"}
+READERS |= {steps.DEEPSPEED: "deepspeed", steps.UNIVERSAL: "deepspeed"}
+READERS |= {steps.LIBAI: "oneflow", steps.ONEFLOW: "oneflow"}
 
 
 class Loaded(NamedTuple):
@@ -60,11 +44,11 @@ class OpenOptions(NamedTuple):
 PLAIN = OpenOptions()
 Accept = Callable[[Source], Source]
 Report = Callable[[str], None]
+Found = tuple[Place | None, list[str]]  # and the notes to print
 
 
 def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
-    """Open one step with the reader of its kind; our own files that are not hashed when read are
-    hashed now."""
+    """Open a step with its reader; files of ours that are not hashed when read are hashed now."""
     if options.trust and place.kind != NATIVE and team.is_lead:
         notice(f"--trust-pickle: any code in the files of {place.folder} is run")
     if place.kind == NATIVE:
@@ -77,16 +61,14 @@ def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -
     try:
         source = reader.open(place.folder, options.trust, options.heads, options.optimizer)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{place.folder}: not laid out as {place.kind}'s checkpoints: {error!r:.300}", BAD_DATA
-        ) from error
+        message = f"{place.folder}: not laid out as {place.kind}'s checkpoints: {error!r:.300}"
+        raise UserError(message, BAD_DATA) from error
     source.root, source.step = place.root, place.step if source.state else 0
     return source
 
 
 def open_any(path: str | Path, options: OpenOptions = PLAIN, report: Report = say) -> Source | None:
-    """Open what `load` would read in one process: the newest undamaged step, or None if there is no
-    checkpoint."""
+    """Open what `load` would read in one process; return None if there is no checkpoint."""
     place, notes = steps.find(path)
     while place is not None:
         for note in notes:
@@ -98,9 +80,8 @@ def open_any(path: str | Path, options: OpenOptions = PLAIN, report: Report = sa
     return None
 
 
-def older(path: Path, place: Place, damage: Damaged, report: Report = say) -> tuple[Place | None, list[str]]:
-    """Find the step before one that proved damaged; raise the damage if no other step may be
-    taken."""
+def older(path: Path, place: Place, damage: Damaged, report: Report = say) -> Found:
+    """Find the step before a damaged one; raise the damage if no other may be taken."""
     if not place.ours or path.resolve() == place.folder.resolve():
         raise damage
     report(f"WARNING: skipping {place.folder.name}, it is damaged: {damage}")
@@ -118,12 +99,11 @@ def load(
     accept: Accept = lambda source: source,
     team: Team = ALONE,
 ) -> Loaded | None:
-    """Fill the wanted tensors from what the path means; return None if there is no checkpoint at
-    all.
+    """Fill the wanted tensors from what the path means; return None without any checkpoint.
 
-    If a step of ours proves damaged, a warning is printed and the next older one is loaded. Without
-    `options.optimizer` the optimizer's tensors (`name/exp_avg` ...) may stay unread. `accept` sees
-    the source before any tensor is read; it raises to refuse it, or returns the source to read.
+    If a step of ours proves damaged, the next older one is loaded, with a warning. Without
+    `options.optimizer` the optimizer's tensors (`name/exp_avg` ...) may stay unread. `accept`
+    raises to refuse a source before any tensor is read, or returns the source to read.
     """
     path = Path(path)
     place, notes = find_on_lead(path, lambda: steps.find(path), team)
@@ -138,9 +118,7 @@ def load(
             place, notes = find_on_lead(path, functools.partial(older, path, place, damage), team)
 
 
-def find_on_lead(
-    path: Path, find: Callable[[], tuple[Place | None, list[str]]], team: Team
-) -> tuple[Place | None, list[str]]:
+def find_on_lead(path: Path, find: Callable[[], Found], team: Team) -> Found:
     """Let rank 0 find the place and pass it to all ranks, each below its own path."""
 
     def act() -> Any:
@@ -171,9 +149,8 @@ def load_place(
 
     for rank, (sha256,) in enumerate(digests := team.run_on_all(open_here)):
         if sha256 != digests[0][0]:
-            raise UserError(
-                f"rank {rank} sees another {place.folder} than rank 0; all nodes must share it", BAD_DATA, True
-            )
+            message = f"rank {rank} sees another {place.folder} than rank 0; all nodes must share it"
+            raise UserError(message, BAD_DATA, everywhere=True)
     source = opened[0]
     for note in source.notes:
         say(note)
@@ -192,8 +169,7 @@ def load_place(
 
 
 def check_names(folder: Path, known: Mapping[str, Known], want: Mapping[str, Any], optimizer: bool) -> None:
-    """Compare names and shapes before any tensor is written to, and report all differences
-    together.
+    """Compare names and shapes, and report all differences together.
 
     `want` is the index of all ranks' wanted tensors; each pipeline stage wants only its own part.
     """

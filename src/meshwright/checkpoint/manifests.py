@@ -1,9 +1,7 @@
-"""The manifest of a step, with the size and hashes of each file, and reading that trusts only what
-it has hashed.
+"""`manifest.json`, and reading that trusts only what it has hashed.
 
-`manifest.json` has the size of each file and the SHA-256 of each 16 MiB chunk, so that a slice of a
-large file can be verified without reading the rest. Written by hand because no library offers it:
-safetensors and torch's checkpoints have no checksums.
+It has the size of each file and the SHA-256 of each 16 MiB chunk, so that a slice of a large file
+can be verified without the rest. By hand: safetensors and torch's checkpoints have no checksums.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ class Damaged(UserError):
 
 
 def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
-    """Return Damaged for a missing file, else an I/O error: missing rights or a failing disk say
-    nothing about the bytes."""
+    """Return Damaged for a missing file; without rights or on a failing disk, an I/O error."""
     message = f"{path}: {error.strerror}{rest}"
     return Damaged(message) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(message, IO)
 
@@ -64,8 +61,7 @@ def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode a manifest in its only valid spelling, with a hash of itself, so that any changed byte
-    is noticed."""
+    """Encode a manifest in its only valid spelling, with a hash of itself."""
     files = {name: {"size": file.size, "sha256": file.sha256} for name, file in manifest.items()}
     body: dict[str, Any] = {"format": FORMAT, "chunk": CHUNK, "files": files}
     body["sha256"] = sha256([json.dumps(body, sort_keys=True).encode()])
@@ -82,10 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{path}: written in the format {body['format']!r}, this version reads {FORMAT!r}")
     try:
         manifest = {name: File(file["size"], file["sha256"]) for name, file in body["files"].items()}
-        valid = all(
-            isinstance(file.size, int) and len(file.sha256) == 64 * (-(-file.size // CHUNK))
-            for file in manifest.values()
-        )
+        valid = all(isinstance(n, int) and len(sha) == 64 * (-(-n // CHUNK)) for n, sha in manifest.values())
     except (KeyError, TypeError, AttributeError):
         valid = False
     if not valid or raw != encode_manifest(manifest):
@@ -116,22 +109,27 @@ def verify(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manife
     return manifest
 
 
-def check_size(path: Path, file: File) -> None:
+def plain_size(path: Path, expected: str = "") -> int:
+    """Return the size of a file; raise Damaged for a link or anything else."""
     try:
         found = path.lstat()
     except OSError as error:
-        raise unreadable(path, error, f"; the manifest says {file.size:,} bytes") from error
+        raise unreadable(path, error, expected) from error
     if not stat.S_ISREG(found.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
         raise Damaged(f"{path}: not a plain file (a link, or something else), so it is not read")
-    if found.st_size != file.size:
-        raise Damaged(f"{path}: {found.st_size:,} bytes long, the manifest says {file.size:,}")
+    return found.st_size
+
+
+def check_size(path: Path, file: File) -> None:
+    size = plain_size(path, f"; the manifest says {file.size:,} bytes")
+    if size != file.size:
+        raise Damaged(f"{path}: {size:,} bytes long, the manifest says {file.size:,}")
 
 
 class Reader:
     """Read byte ranges of one file, hashing each chunk before any of it is returned.
 
-    `ahead` lists the chunks that will be needed. `last` keeps the chunk read last, for a caller
-    that opens the file again for its next tensor.
+    `ahead` lists the chunks that will be needed. `last` keeps the last one for the next Reader.
     """
 
     def __init__(self, path: Path, file: File, ahead: Iterable[int] = (), last: Chunks | None = None) -> None:
@@ -154,8 +152,7 @@ class Reader:
         os.close(self.fd)
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return verified bytes, valid until the next read. Within one chunk they are not
-        copied."""
+        """Return verified bytes, valid until the next read; not copied within one chunk."""
         first, last = begin // CHUNK, (end - 1) // CHUNK
         if first == last:
             return memoryview(self.chunk(first))[begin - first * CHUNK : end - first * CHUNK]
@@ -226,12 +223,9 @@ def parse_json(raw: bytes, path: Path) -> Any:
 
 def read_small(path: Path, limit: int) -> bytes:
     """Read a plain file of bounded size."""
+    if (size := plain_size(path)) > limit:
+        raise Damaged(f"{path}: {size:,} bytes, more than {limit:,} are not read")
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{path}: not a plain file (a link, or something else), so it is not read")
-        if found.st_size > limit:
-            raise Damaged(f"{path}: {found.st_size:,} bytes, more than {limit:,} are not read")
         return path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error

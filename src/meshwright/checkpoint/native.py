@@ -1,19 +1,12 @@
 """Our own checkpoint: tensors of any layout in, the same tensors of any other layout out.
 
-`save` takes `{name: (global shape, boxes, tensor)}`: the tensor is contiguous and holds one or more
-boxes of the global one, each box's elements in row order, one box after the other. A full parameter
-is one box; a slice of a flat buffer is at most three. `load` takes the same structure and fills its
-tensors: it intersects boxes and reads, chunk by chunk, only what is needed.
-
-All ranks call `save` and `load` together, each with what it holds or wants. The saved boxes must
-cover every tensor exactly once: where several ranks hold copies, one of them passes the boxes and
-the others none.
+All ranks save and load together, each the boxes (`sources.Named`) that it holds or wants. The saved
+boxes must cover every tensor exactly once: of several ranks with copies, one passes the boxes.
 
 A step folder holds one `rank_00000.safetensors` for each rank that has elements, `index.json` (per
 tensor: global shape, dtype, boxes with file and byte range), `state.json` (counters and schedules)
-and `config.json`. The safetensors files are written by hand, a header and raw bytes, because the
-library cannot hash while it writes, and serialising to memory would double it; any safetensors
-reader reads them. We read by the index alone: it is hashed, and a hostile header is never parsed.
+and `config.json`. The safetensors files are written by hand, because the library cannot hash while
+it writes. We read by the index alone: it is hashed, and a hostile header is never parsed.
 """
 
 from __future__ import annotations
@@ -26,7 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint import manifests, publish
-from meshwright.checkpoint.boxes import Box, Shape, check_cover, inside, minus, not_empty, plus, position, strides
+from meshwright.checkpoint.boxes import (
+    Box,
+    Shape,
+    check_cover,
+    inside,
+    intersection,
+    minus,
+    not_empty,
+    position,
+    split_boxes,
+    strides,
+)
 from meshwright.checkpoint.manifests import Damaged, Manifest, encode_manifest, sha256
 from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.sources import Known, Named, Source, check_state
@@ -37,22 +41,11 @@ from meshwright.launch.team import ALONE, Team
 if TYPE_CHECKING:
     import torch
 
-# safetensors' names, torch's, and bytes of an element
-DTYPES = [
-    ("F64", "float64", 8),
-    ("I64", "int64", 8),
-    ("F32", "float32", 4),
-    ("I32", "int32", 4),
-    ("F16", "float16", 2),
-    ("BF16", "bfloat16", 2),
-    ("I16", "int16", 2),
-    ("I8", "int8", 1),
-    ("U8", "uint8", 1),
-    ("BOOL", "bool", 1),
-]
-TORCH = {name: theirs for name, theirs, _ in DTYPES}
-NAMES = {theirs: name for name, theirs, _ in DTYPES}
-SIZES = {name: size for name, _, size in DTYPES}
+# torch's names of types under those of safetensors, the reverse, and the bytes of an element.
+_DTYPES = "F64 float64 I64 int64 F32 float32 I32 int32 F16 float16 BF16 bfloat16 I16 int16 I8 int8 U8 uint8 BOOL bool"
+TORCH = dict(zip(_DTYPES.split()[::2], _DTYPES.split()[1::2], strict=True))
+NAMES = {theirs: name for name, theirs in TORCH.items()}
+SIZES = dict(zip(TORCH, (8, 8, 4, 4, 2, 2, 2, 1, 1, 1), strict=True))
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 32 << 20  # bytes: about 250,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
@@ -73,8 +66,7 @@ def full_entry(tensor: torch.Tensor) -> Entry:
 
 
 def bytes_of(named: Named, team: Team = ALONE) -> int:
-    """Return the size of a checkpoint of these tensors on all ranks, for
-    `publish.check_writable`."""
+    """Return the size of a checkpoint of these tensors on all ranks."""
     return sum(team.gather(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())))
 
 
@@ -100,10 +92,9 @@ def save(
     team: Team = ALONE,
     run: Path | None = None,
 ) -> None:
-    """Write one step, which must not exist yet.
+    """Write one step, which must not exist yet, with rank 0's state (JSON without NaN) and config.
 
-    Rank 0 must hold `publish.lock(root)`; its `state` and `config` are the ones saved. `state` must
-    be JSON without NaN.
+    Rank 0 must hold `publish.lock(root)`.
     """
     files, size = step_files(named, state, config or {}, team=team)
     publish.write_step(root, step, files, bytes_needed=size, team=team, run=run)
@@ -118,8 +109,7 @@ def step_files(
 ) -> tuple[dict[str, Produce], int]:
     """Return this rank's files of a step, and roughly the size of all ranks' files in bytes.
 
-    `fetch` returns an extent's elements when they are to be written, where `named` has only shapes
-    ("meta" tensors).
+    `fetch` returns an extent's elements, for a `named` of shapes only ("meta" tensors).
     """
     file = f"rank_{team.rank:05d}.safetensors"
     head, extents = b"", list[Extent]()
@@ -153,10 +143,8 @@ def step_files(
 
 def save_messages(root: str | Path, step: int) -> tuple[str, str]:
     """Return the lines of Megatron's log before and after a save, which scripts look for."""
-    return (
-        f"saving checkpoint at iteration {step:7d} to {root}",
-        f"  successfully saved checkpoint at iteration {step:7d} to {root}",
-    )
+    where = f"checkpoint at iteration {step:7d} to {root}"
+    return f"saving {where}", f"  successfully saved {where}"
 
 
 def merge_indexes(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -165,29 +153,24 @@ def merge_indexes(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for rank, part in enumerate(parts):
         for name, mine in part.items():
             known = tensors.setdefault(name, {**mine, "boxes": []})
-            if (tuple(mine["shape"]), mine["dtype"]) != (tuple(known["shape"]), known["dtype"]):
+            here, there = ((list(tensor["shape"]), tensor["dtype"]) for tensor in (mine, known))
+            if here != there:
                 raise ValueError(
-                    f"{name}: {mine['shape']} {mine['dtype']} on rank {rank}, "
-                    f"{known['shape']} {known['dtype']} on an earlier rank"
+                    f"{name}: {here[0]} {here[1]} on rank {rank}, {there[0]} {there[1]} on an earlier rank"
                 )
             known["boxes"] += mine["boxes"]
     return tensors
 
 
 def lay_out(named: Named) -> tuple[bytes, list[Extent]]:
-    """Return the safetensors header and the extents after it, widest types first so that all
-    elements are aligned."""
+    """Return a safetensors header and the extents after it, widest types first to align them."""
     extents = []
     for name, (shape, boxes, tensor) in named.items():
-        flat = flatten(name, shape, boxes, tensor)
-        start = 0
-        for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
-            key = name if box.size == tuple(shape) else name + ranges(box)
-            count = math.prod(box.size)
-            if not count and box.size != tuple(shape):
-                continue  # a rank whose slice of a flat buffer is empty
-            extents.append(Extent(key, dtype_name(tensor), box, flat[start : start + count]))
-            start += count
+        for box, flat in split_boxes(boxes, flatten(name, shape, boxes, tensor)):
+            if box.size == tuple(shape):
+                extents.append(Extent(name, dtype_name(tensor), box, flat))
+            elif flat.numel():  # a rank's slice of a flat buffer may be empty
+                extents.append(Extent(name + ranges(box), dtype_name(tensor), box, flat))
     extents.sort(key=lambda extent: (-SIZES[extent.dtype], extent.key))
     return safetensors_header((extent.key, extent.dtype, extent.box.size) for extent in extents), extents
 
@@ -231,8 +214,7 @@ def flatten(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tenso
 
 
 def byte_views(flat: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a flat tensor: views of CPU memory, or copies of bounded size from a
-    GPU."""
+    """Yield the bytes of a flat tensor: views of CPU memory, or bounded copies from a GPU."""
     import torch
 
     count = PART // flat.element_size()
@@ -273,8 +255,7 @@ class Copy(NamedTuple):
 
     dtype: str
     stored: StoredBox
-    target: torch.Tensor  # flat
-    start: int  # of the wanted box in the target
+    target: torch.Tensor  # the elements of the wanted box
     wanted: Box
     low: Shape
     high: Shape
@@ -313,11 +294,7 @@ class Native(Source):
 
 
 def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> Native:
-    """Open a step of our own format.
-
-    verify: "read" hashes the chunks that are read, when they are read; "full" hashes every byte
-    now, each rank a share.
-    """
+    """Open a step; with verify="full" every byte is hashed now, each rank a share."""
     manifest = manifests.verify(folder, verify == "full", team)
     state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
     for name, value in ((STATE, state), (CONFIG, config)):
@@ -336,8 +313,7 @@ Pair = tuple["torch.Tensor", "torch.Tensor"]
 def read_pieces(
     folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor], want: Named, last: manifests.Chunks
 ) -> Iterator[Pair]:
-    """Yield the wanted elements piece by piece: those of the file, and their place in our
-    tensor."""
+    """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[Copy]] = {}
     for name, (shape, boxes, tensor) in want.items():
         for copy in plan_copies(folder, name, stored[name], flatten(name, shape, boxes, tensor), boxes):
@@ -362,13 +338,12 @@ def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manife
                 data = torch.frombuffer(reader.read(begin, end), dtype=dtype)
                 size = minus(high, low)
                 theirs = data.as_strided(size, strides(copy.stored.box.size), 0)
-                to = copy.start + position(copy.wanted, low) + copy.target.storage_offset()
+                to = position(copy.wanted, low) + copy.target.storage_offset()
                 yield theirs, copy.target.as_strided(size, strides(copy.wanted.size), to)
 
 
 def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
-    """Cut the box of a copy at the ends of the file's chunks, so that no piece has to be joined
-    from two chunks."""
+    """Cut the box of a copy at the ends of chunks, so that no piece is joined from two."""
     waiting = [(copy.low, copy.high)]
     while waiting:
         low, high = waiting.pop()
@@ -389,25 +364,19 @@ def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
 def plan_copies(
     folder: Path, name: str, stored: StoredTensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
 ) -> list[Copy]:
-    """Plan which part of which stored box fills which part of the wanted boxes; `check_cover` keeps
-    stored ones disjoint."""
+    """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[Copy] = []
-    start = 0
-    for wanted in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
+    for wanted, flat in split_boxes(boxes, target):
         mine = []
         for piece in stored.boxes:
-            low = tuple(map(max, wanted.offset, piece.box.offset))
-            high = tuple(map(min, plus(wanted.offset, wanted.size), plus(piece.box.offset, piece.box.size)))
+            low, high = intersection(wanted, piece.box)
             if not_empty(low, high):
-                mine.append(Copy(stored.dtype, piece, target, start, wanted, low, high))
+                mine.append(Copy(stored.dtype, piece, flat, wanted, low, high))
         found = sum(math.prod(minus(copy.high, copy.low)) for copy in mine)
-        if found != math.prod(wanted.size):
-            raise Damaged(
-                f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}, has {math.prod(wanted.size):,} "
-                f"elements, the stored boxes give {found:,}"
-            )
+        if found != flat.numel():
+            where = f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}"
+            raise Damaged(f"{where}, has {flat.numel():,} elements, the stored boxes give {found:,}")
         copies += mine
-        start += math.prod(wanted.size)
     return copies
 
 
@@ -441,6 +410,5 @@ def parse_sizes(values: Any) -> Shape:
 
 def enclosing(stored: StoredBox, dtype: str, low: Shape, high: Shape) -> tuple[int, int]:
     """Return the byte range from the first to the last element between `low` and `high`."""
-    first = position(stored.box, low)
-    last = position(stored.box, tuple(h - 1 for h in high))
+    first, last = position(stored.box, low), position(stored.box, tuple(h - 1 for h in high))
     return stored.begin + first * SIZES[dtype], stored.begin + (last + 1) * SIZES[dtype]

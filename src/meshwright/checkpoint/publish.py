@@ -1,24 +1,17 @@
 """The commit protocol: a checkpoint is complete or absent. Files and hashes only; nothing here
 knows a model.
 
-A step is a folder `iter_0005000/` of plain files and a `manifest.json` with the size of each file
-and the SHA-256 of each 16 MiB chunk. It is written as `iter_0005000.tmp/`: files and fsync,
-manifest and fsync, rename, fsync of the parent, and last `latest_checkpointed_iteration.txt`,
-Megatron's tracker, by replacement. A process killed at any moment leaves either the complete step
-or a `.tmp` that the next writer removes. Nothing is ever written into a published folder.
-
-Many ranks write one step together: each writes its own files, rank 0 the rest, and a failure of one
-is raised by all. They share the folder through a file system; only names, sizes and hashes pass
-through the `Team`.
-
-The tracker is for other programs, and shows us that another program has written a newer step. This
-is written by hand because no library offers it: torch's checkpoint has no checksums, overwrites in
-place and unpickles on load, and safetensors has no steps.
+A step is written as `iter_0005000.tmp/`: files and fsync, manifest and fsync, rename, fsync of the
+parent, and last Megatron's tracker, by replacement. A process killed at any moment leaves either
+the complete step or a `.tmp` that the next writer removes. Nothing is ever written into a published
+folder. Each rank writes its own files, rank 0 the rest; a failure of one is raised by all. By hand:
+torch's checkpoint has no checksums, overwrites in place and unpickles, safetensors has no steps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -29,17 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.checkpoint import manifests
-from meshwright.checkpoint.manifests import (
-    MANIFEST,
-    MANIFEST_LIMIT,
-    THREADS,
-    Damaged,
-    File,
-    Manifest,
-    encode_manifest,
-    sha256,
-    verify,
-)
+from meshwright.checkpoint.manifests import MANIFEST, THREADS, Damaged, File, Manifest, encode_manifest, sha256, verify
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listing, step_folder, steps
 from meshwright.console import say
 from meshwright.errors import IO, LOCKED, UserError
@@ -111,8 +94,8 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     """Publish the files in `iter_….tmp`."""
     folder, target = root / f"iter_{step:07d}.tmp", step_folder(root, step)
     raw = encode_manifest(manifest)
-    if len(raw) > MANIFEST_LIMIT:
-        raise UserError(f"{folder}: a manifest of {len(raw):,} bytes is above the {MANIFEST_LIMIT:,} we read", IO)
+    if len(raw) > (limit := manifests.MANIFEST_LIMIT):
+        raise UserError(f"{folder}: a manifest of {len(raw):,} bytes is above the {limit:,} we read", IO)
     write_durably(folder / MANIFEST, raw, "manifest_unsynced")
     for inner in {folder, *((folder / name).parent for name in manifest)}:
         sync_folder(inner)
@@ -129,8 +112,7 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
 
 
 def refuse_overwriting(root: Path, step: int, team: Team) -> None:
-    """Refuse to overwrite an existing step unless it is damaged; the ranks share the work of
-    verifying it."""
+    """Refuse to overwrite an existing step unless it is damaged; all ranks verify a share of it."""
     target = step_folder(root, step)
     foreign = team.run_on_lead(lambda: is_foreign(target) if target.exists() else None)
     if foreign is None:
@@ -154,11 +136,9 @@ def wait_until_visible(path: Path, team: Team) -> None:
     until = time.monotonic() + SEEN_WITHIN
     while team.size > 1 and not path.exists():
         if time.monotonic() > until:
-            raise UserError(
-                f"rank {team.rank} on {socket.gethostname()} does not see {path}, which another rank has written; "
-                "the folder must be on a file system that all nodes share",
-                IO,
-            )
+            me = f"rank {team.rank} on {socket.gethostname()}"
+            cure = "the folder must be on a file system that all nodes share"
+            raise UserError(f"{me} does not see {path}, which another rank has written; {cure}", IO)
         time.sleep(0.05)
 
 
@@ -204,13 +184,11 @@ def write_file(path: Path, produce: Produce) -> File:
 def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
     end = begin
     for part in parts:
-        view = part
-        while len(view):
-            done = os.pwrite(fd, view, end)
-            end, view = end + done, view[done:]
+        while len(part):
+            done = os.pwrite(fd, part, end)
+            end, part = end + done, part[done:]
     if hasattr(os, "posix_fadvise"):
-        # Linux starts writing to the disk now rather than all at once in fsync; unwritten pages
-        # stay cached.
+        # Linux writes to the disk now, not all at once in fsync; unwritten pages stay cached.
         os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
     return sha256(parts)
 
@@ -221,10 +199,10 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def write_durably(path: Path, data: bytes, point: str = "") -> None:
-    with naming_file(path), open(path, "wb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(data))
-        if point:
-            reached(point)
+    with naming_file(path), open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        reached(point)
         os.fsync(file.fileno())
 
 
@@ -239,13 +217,12 @@ def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
 
 
 def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
-    """Remove steps before `newest`, which was just saved, and return their numbers; the caller
-    holds the lock.
+    """Remove steps before `newest`, which was just saved, and return their numbers.
 
-    The newest `keep_last` complete steps stay, as do multiples of `keep_every` and the best. A step
-    that is damaged or unreadable is neither counted nor removed, nor is any above `newest`: the run
-    fell back from it, so it may be damaged where only full verification looks. A step is renamed
-    before its files are removed, so that a kill leaves nothing that looks complete.
+    The caller holds the lock. The newest `keep_last` complete steps stay, as do multiples of
+    `keep_every` and the best. A damaged or unreadable step is neither counted nor removed, nor is
+    any above `newest`: the run fell back from it, perhaps for damage that only full verification
+    finds. A step is renamed before its files are removed: a kill leaves none that looks complete.
     """
     root, complete = Path(root), []
     for step in (n for n in steps(root) if n <= newest):
@@ -294,26 +271,21 @@ def explain_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]
     try:
         yield
     except OSError as error:
-        try:
+        newest = None
+        with contextlib.suppress(UserError, OSError):
             newest = latest(root)[0]
-        except (UserError, OSError):
-            newest = None
         if newest is None:
             rest = "there is no earlier checkpoint"
         elif newest == step:
             rest = f"{step_folder(root, step).name} itself is complete"
         else:
             rest = f"the previous checkpoint, {step_folder(root, newest).name}, is intact"
-        raise UserError(
-            f"{error.strerror or error} at {error.filename or root} while saving iteration {step}, "
-            f"which needs {bytes_needed:,} bytes; {rest}",
-            IO,
-        ) from error
+        what = f"{error.strerror or error} at {error.filename or root} while saving iteration {step}"
+        raise UserError(f"{what}, which needs {bytes_needed:,} bytes; {rest}", IO) from error
 
 
 def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2) -> None:
-    """Check before the first step that every rank can write here and sees the others' files, and
-    that `copies` checkpoints fit on the disk."""
+    """Check that all ranks can write here and see each other's files, and that `copies` fit."""
     root = Path(root)
     probe = root / f".write-test-{team.rank}-{os.getpid()}"
 
@@ -382,16 +354,12 @@ def _open_locked(root: Path) -> int:
 
 
 def move_aside(root: str | Path) -> Path:
-    """Move every checkpoint into a new folder `replaced-N` of the same root. The caller holds the
-    lock."""
+    """Move every checkpoint into a new folder `replaced-N`. The caller holds the lock."""
     root = Path(root)
-    number = 1
-    while (aside := root / f"replaced-{number}").exists():
-        number += 1
+    aside = next(path for n in itertools.count(1) if not (path := root / f"replaced-{n}").exists())
     aside.mkdir()
-    names = listing(root)
     # Trackers move first: none may outlive its step.
-    for name in sorted(names, key=lambda name: name.startswith("iter_")):
+    for name in sorted(listing(root), key=lambda name: name.startswith("iter_")):
         (root / name).rename(aside / name)
     sync_folder(root)
     return aside

@@ -1,8 +1,7 @@
 """The model that a checkpoint holds: its settings, vocabulary size, positions and tokenizer.
 
-Resuming, generation, conversion, inspection and the export for Hugging Face all ask here, so that
-they agree about every folder, whichever program wrote it. Nothing here imports torch or reads a
-tensor.
+Every command asks here, so that all agree about every folder, whichever program wrote it. Nothing
+here imports torch or reads a tensor.
 """
 
 from __future__ import annotations
@@ -26,23 +25,14 @@ GPT_NETWORK = "GPT of Block"  # as a state names the network of model/gpt.py
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model in one step of a checkpoint.
-
-    Fields:
-        source: the opened step; `source.fill` reads its tensors.
-        model: the architecture, completed from the caller's flags where the checkpoint is silent.
-        vocab_size: the true size, or None if the checkpoint does not say how many rows are padding.
-        positions: the longest sequence, or None if neither the checkpoint nor the flags say.
-        seq_length: the length of the sequences that it was trained on, or None if unknown.
-        tokenizer_folder: what `tokenizers.resolve` reads, or None if no tokenizer was kept.
-    """
+    """The model in one step of a checkpoint; None is what neither it nor the flags say."""
 
     source: Source
-    model: Model
-    vocab_size: int | None
-    positions: int | None
-    seq_length: int | None
-    tokenizer_folder: Path | None
+    model: Model  # completed from the caller's flags where the checkpoint is silent
+    vocab_size: int | None  # without rows of padding
+    positions: int | None  # the longest sequence
+    seq_length: int | None  # of the sequences that it was trained on
+    tokenizer_folder: Path | None  # what `tokenizers.resolve` reads
 
     @property
     def root(self) -> Path:
@@ -56,16 +46,12 @@ class SavedModel:
 
     def require_positions(self) -> int:
         if self.positions is None:
-            raise UserError(
-                f"{self.source.folder} does not say how long its sequences are; "
-                "give --max-position-embeddings or --seq-length",
-                BAD_DATA,
-            )
+            cure = "give --max-position-embeddings or --seq-length"
+            raise UserError(f"{self.source.folder} does not say how long its sequences are; {cure}", BAD_DATA)
         return self.positions
 
     def contradictions(self, given: Mapping[str, Any]) -> list[str]:
-        """List the architecture flags in `given` that differ from the checkpoint, even if they
-        equal a default."""
+        """List the architecture flags in `given` that differ from the checkpoint."""
         named = {name: given[name] for name in ARCHITECTURE if name in given}
         return checks.contradictions(dataclasses.replace(self.model, **named), self.model, named)
 
@@ -76,10 +62,7 @@ def open_saved(
     options: OpenOptions = loading.PLAIN,
     given: Mapping[str, Any] | None = None,
 ) -> SavedModel:
-    """Open the newest complete step under `path`, or the given one, and describe its model.
-
-    `path` may also be one step's folder. `given` are flags: see `describe`.
-    """
+    """Open the newest complete step under `path`, or the given one, and `describe` its model."""
     path = Path(path) if step is None else steps.step_folder(path, step)
     source = loading.open_any(path, options)
     if source is None:
@@ -88,10 +71,7 @@ def open_saved(
 
 
 def describe(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:
-    """Describe the model of an opened step.
-
-    `given` are flags; they fill in what the checkpoint does not say and never override it.
-    """
+    """Describe the model of a step; the flags in `given` only fill in what it does not say."""
     given = given or {}
     network = source.state.get("network", GPT_NETWORK)
     if network != GPT_NETWORK:
@@ -115,8 +95,7 @@ def describe(source: Source, given: Mapping[str, Any] | None = None) -> SavedMod
 
 
 def recorded_settings(source: Source) -> dict[str, Any]:
-    """Return the settings that a step records, with the number of positions that its state
-    counts."""
+    """Return the settings that a step records, with the positions that its state counts."""
     positions = source.state.get("positions")
     return source.config | ({"max_position_embeddings": positions} if positions else {})
 

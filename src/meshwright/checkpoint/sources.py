@@ -1,9 +1,8 @@
 """An opened checkpoint of any program: its tensors under our names, none of them read yet.
 
 Our own format is `Native` in native.py. Every other one is a `Mapped`: a table from our names to
-pieces, each a view of a mapped file that holds one box of our tensor. A matrix that is transposed
-there, split over ranks, or has its rows in another order is a table of more and smaller views; only
-what is needed is copied, and only when it is needed.
+views of mapped files, each one box of our tensor. A matrix that is transposed there, split over
+ranks, or in another order of rows is a table of more and smaller views.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.checkpoint.boxes import Box, Shape, check_cover, minus, not_empty, plus
+from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard
@@ -66,13 +64,13 @@ class Source(abc.ABC):
     def fill(self, want: Named) -> None:
         """Read the wanted tensors; names and shapes have been compared before."""
 
-    @abc.abstractmethod
-    def parts(self, name: str) -> Iterable[tuple[str, Box]]:
+    def parts(self, name: str) -> list[tuple[str, Box]]:
         """List the boxes of a tensor with the file that each is in."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def of_vocabulary(self, size: int) -> Source:
         """Return this source without the rows that only pad its tables."""
+        raise NotImplementedError
 
     @property
     def identity(self) -> str:
@@ -126,28 +124,23 @@ class Mapped(Source):
 
     @property
     def identity(self) -> str:
-        """With the names, sizes and both ends of the files: other numbers of the same shapes are
-        another checkpoint."""
+        """With the files' names, sizes and ends: other numbers make another checkpoint."""
         return repr((super().identity, [(str(p.relative_to(self.folder)), *edges(p)) for p in files_in(self.folder)]))
 
     def fill(self, want: Named) -> None:
         for name, (_, boxes, tensor) in want.items():
-            flat, start = tensor.detach().view(-1), 0
-            for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
-                end = start + math.prod(box.size)
-                self._fill_box(name, box, flat[start:end].view(box.size))
-                start = end
+            for box, flat in split_boxes(boxes, tensor.detach().view(-1)):
+                self._fill_box(name, box, flat.view(box.size))
 
     def _fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
         for offset, theirs in self.pieces[name]:
-            low = tuple(map(max, box.offset, offset))
-            high = tuple(map(min, plus(box.offset, box.size), plus(offset, tuple(theirs.shape))))
+            low, high = intersection(box, Box(offset, tuple(theirs.shape)))
             if not_empty(low, high):
                 there = tuple(slice(a, b) for a, b in zip(minus(low, offset), minus(high, offset), strict=True))
                 here = tuple(slice(a, b) for a, b in zip(minus(low, box.offset), minus(high, box.offset), strict=True))
                 target[here].copy_(aligned(theirs[there]))
 
-    def parts(self, name: str) -> Iterable[tuple[str, Box]]:
+    def parts(self, name: str) -> list[tuple[str, Box]]:
         return [(self.folder.name, Box(p.offset, tuple(p.tensor.shape))) for p in self.pieces[name]]
 
     def of_vocabulary(self, size: int) -> Mapped:
@@ -167,14 +160,8 @@ def files_in(folder: Path) -> list[Path]:
     """List the first files in the order of their names; a checkpoint may also be a single file."""
     if folder.is_file():
         return [folder]
-    found = (path for path in walk(folder) if path.suffix in ENDINGS and path.name[0] != ".")
+    found = (path for path in sorted(folder.rglob("*")) if path.suffix in ENDINGS and path.name[0] != ".")
     return list(itertools.islice((path for path in found if path.is_file() and os.access(path, os.R_OK)), FILES))
-
-
-def walk(folder: Path) -> Iterator[Path]:
-    for here, folders, files in os.walk(folder):
-        folders.sort()
-        yield from (Path(here, name) for name in sorted(files))
 
 
 def edges(path: Path) -> tuple[int, str]:
@@ -201,8 +188,7 @@ def check_json(value: Any, where: object) -> None:
 
 
 def check_state(state: Any, where: object) -> None:
-    """Refuse a state that is not as resume.State saves it, with the types that a run continues
-    from."""
+    """Refuse a state that is not as resume.State saves it, with the types that a run needs."""
     check_json(state, where)
     wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or n < 0]
     scale, curve = state.get("loss_scale", SCALE), state.get("schedule", {})

@@ -20,16 +20,8 @@ BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest valid
 DEEPSPEED_TRACKER = "latest"
 LIBAI_TRACKER = "last_checkpoint"
 
-NATIVE, MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL, HUGGING_FACE, LIBAI, ONEFLOW = (
-    "native",
-    "Megatron",
-    "Megatron-Core",
-    "DeepSpeed",
-    "universal",
-    "Hugging Face",
-    "LiBai",
-    "OneFlow-GPT",
-)
+NATIVE, MEGATRON, TORCH_DIST, DEEPSPEED = "native", "Megatron", "Megatron-Core", "DeepSpeed"
+UNIVERSAL, HUGGING_FACE, LIBAI, ONEFLOW = "universal", "Hugging Face", "LiBai", "OneFlow-GPT"
 
 # A folder is of the first kind whose patterns all match some name in it.
 PATTERNS = {
@@ -68,11 +60,9 @@ def split_path(path: str | Path) -> tuple[Path, int | None]:
 
 
 def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list[str]]:
-    """Return the step that a path means, or None if there is no checkpoint at all, and the notes to
-    print.
+    """Return the step that a path means, or None without any checkpoint, and the notes to print.
 
-    The path may be a step's folder, a file in it, or a folder of steps: then the newest step is
-    meant, or with `below` the newest one before that.
+    In a folder of steps the newest is meant, or with `below` the newest one before that.
     """
     path = Path(path)
     if path.suffix == ".pt" and path.is_file():  # mp_rank_00/model_optim_rng.pt
@@ -81,14 +71,12 @@ def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list
         path = path.parent
     root, step = split_path(path)
     kind = kind_of(path)
-    if below is None and (
-        step is not None or (kind is not None and not steps(path))
-    ):  # a run may go on in such a folder
-        kind = kind or NATIVE
+    # A run may go on in the folder of another program's step.
+    if below is None and (step is not None or (kind is not None and not steps(path))):
+        if kind == HUGGING_FACE:
+            return Place(kind, path, 0, path), []
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
-        if kind == HUGGING_FACE or number is None:
-            return Place(kind, path, 0, path if kind == HUGGING_FACE else path.parent), []
-        return Place(kind, path, int(number[1]), path.parent), []
+        return Place(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []
     newest, notes = latest(root, below)
     if newest is not None:
         folder = step_folder(root, newest)
@@ -111,8 +99,7 @@ def kind_of(folder: Path) -> str | None:
 
 
 def find_foreign(root: Path) -> Place | None:
-    """Return the step that another program's tracker names; raise if it is missing or none is
-    named."""
+    """Return the step that another program's tracker names; raise if none does."""
     names = foreign_names(root)
     if not names:
         return None
@@ -141,11 +128,8 @@ def place_named_by(root: Path, tracker: str, text: str) -> Place:
         raise UserError(f"{root / tracker} says {text!r}, which is no folder's name", BAD_DATA)
     kind = kind_of(root / name)
     if kind is None:
-        raise UserError(
-            f"{root / tracker} names {text}, but there is no checkpoint in {root / name}; "
-            "remove that file to start again",
-            BAD_DATA,
-        )
+        missing = f"there is no checkpoint in {root / name}; remove that file to start again"
+        raise UserError(f"{root / tracker} names {text}, but {missing}", BAD_DATA)
     number = re.search(r"\d+$", name)
     return Place(kind, root / name, int(number[0]) if number else 0, root)
 
@@ -161,39 +145,38 @@ def read_tracker(path: Path) -> str:
 def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list[str]]:
     """Return our newest step whose manifest and sizes hold, and notes to print about newer ones.
 
-    Return None if no step was ever finished here. It is an error, never a fresh start, if all steps
-    are damaged or if a tracker names something newer than our newest step. `below` considers only
-    older steps, after a damaged read.
+    Return None if none was ever finished. It is an error, never a fresh start, if all are damaged
+    or a tracker names something newer. `below` considers only older steps, after a damaged read.
     """
     root = Path(root)
     names = listing(root)
     notes: list[str] = []
     check_trackers(root, names, notes)
     damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
-    for step in steps(root):
-        if below is not None and step >= below:
-            continue
+    for step in (n for n in steps(root) if below is None or n < below):
         try:
             verify(step_folder(root, step))
             return step, notes
         except Damaged as damage:
             notes.append(f"WARNING: skipping {step_folder(root, step).name}, it is damaged: {damage}")
             damages.append(str(damage))
-    if damages or below is not None:
-        raise Damaged(
-            f"no undamaged checkpoint in {root}: " + "; ".join(damages)
-            if damages
-            else f"there is no older checkpoint in {root}"
-        )
+    if damages:
+        raise Damaged(f"no undamaged checkpoint in {root}: {'; '.join(damages)}")
+    if below is not None:
+        raise Damaged(f"there is no older checkpoint in {root}")
     notes += [f"WARNING: {root / name} was never finished and is ignored" for name in names if name.endswith(".tmp")]
     return None, notes
 
 
 def steps(root: str | Path) -> list[int]:
-    """List our steps, complete or not, newest first: by number, because clocks and copying change
-    times."""
-    found = (re.fullmatch(r"iter_(\d{7,})", name) for name in listing(Path(root)))
-    return sorted((int(m[1]) for m in found if m and not is_foreign(Path(root) / m[0])), reverse=True)
+    """List our steps, complete or not, newest first: by number, because times change."""
+    return sorted(our_numbers(Path(root), r"iter_(\d{7,})"), reverse=True)
+
+
+def our_numbers(root: Path, pattern: str) -> list[int]:
+    """Return the numbers in the names of our steps that match a pattern."""
+    found = (re.fullmatch(pattern, name) for name in listing(root))
+    return [int(m[1]) for m in found if m and not is_foreign(root / m[0])]
 
 
 def listing(root: Path) -> list[str]:
@@ -225,14 +208,8 @@ def is_foreign(folder: Path) -> bool:
 
 
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
-    """Refuse a tracker that names another program's checkpoint newer than ours: it must not be
-    passed over."""
-    ours = [
-        int(m[1])
-        for m in (re.fullmatch(r"iter_(\d+)(\.damaged)?", name) for name in names)
-        if m and not is_foreign(root / m[0])
-    ]
-    newest = max(ours, default=None)
+    """Refuse a tracker that names a checkpoint of another program, newer than ours."""
+    newest = max(our_numbers(root, r"iter_(\d+)(\.damaged)?"), default=None)
     for name, pattern in ((TRACKER, r"(\d{1,15})"), (DEEPSPEED_TRACKER, r"global_step(\d{1,15})")):
         if newest is None or name not in names or not (root / name).is_file():
             continue
@@ -242,11 +219,10 @@ def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
             notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
         elif named and int(named[1]) > newest:
             folder = root / text if name == DEEPSPEED_TRACKER else step_folder(root, int(named[1]))
-            whose = kind_of(folder)
+            whose, path = (f" of {kind}", f", or give the path {folder}") if (kind := kind_of(folder)) else ("", "")
             raise UserError(
-                f"{root / name} names iteration {named[1]}{f' of {whose}' if whose else ''}, but our newest "
-                f"is iteration {newest}: write {newest} into it to continue from there"
-                f"{f', or give the path {folder}' if whose else ''}",
+                f"{root / name} names iteration {named[1]}{whose}, but our newest is iteration {newest}: "
+                f"write {newest} into it to continue from there{path}",
                 BAD_DATA,
             )
 

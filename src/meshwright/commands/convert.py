@@ -1,5 +1,4 @@
-"""`meshwright convert SRC DST --to native|torch|huggingface`: a checkpoint of any program as
-another one's.
+"""`meshwright convert SRC DST --to native|torch|huggingface`.
 
 What the source does not say about its network, the usual flags do: `--num-attention-heads 16
 --true-vocab-size 50257` for the 345M release of 2019.
@@ -23,8 +22,6 @@ ABOUT = "Convert a checkpoint of any program: convert SRC DST --to native|torch|
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is converted into what."""
-
     paths: list[str] = flag([], "SRC DST: a checkpoint or a folder of them, and the folder to write")
     to: Literal["native", "torch", "huggingface"] | None = flag(
         None, "our format, Megatron-LM's tree of torch files, or a folder for transformers"
@@ -37,8 +34,6 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """All settings of a conversion."""
-
     conversion: Conversion = Conversion()
     model: Model = Model()
     tokenizer: Tokenizer = Tokenizer()

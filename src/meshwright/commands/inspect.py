@@ -1,5 +1,4 @@
-"""`meshwright inspect DIR`: what a checkpoint of any program holds, whether it is damaged, and how
-two of them differ."""
+"""`meshwright inspect DIR`: what a checkpoint holds, and how two of them differ."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ from meshwright.settings.schema import MISSING, flag
 
 @dataclass(frozen=True)
 class InspectCheckpointConfig:
-    """Settings of `meshwright inspect`."""
-
     dir: Path = flag(
         MISSING, "a --save folder, the folder of one step in it, or any folder that --load accepts", positional=True
     )
