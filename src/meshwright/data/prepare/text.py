@@ -6,7 +6,7 @@ a plain file or of a table is a place, which the worker reads; a piece of a stre
 be read in order, holds the bytes. Where pieces begin depends on the input alone, so that an
 interrupted run continues at a piece and several machines can share them.
 
-Lines are cut as bytes, so that a line that is not UTF-8 costs no other line (data/records.py).
+Lines are cut as bytes, so that a line that is not UTF-8 costs no other line (records.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
-from meshwright.data import records
-from meshwright.data.prepare import containers, tables
+from meshwright.data.prepare import containers, records, tables
 from meshwright.data.prepare.inputs import Input, inspect_inputs
-from meshwright.data.records import BadLine as BadLine
-from meshwright.data.records import Texts, no_text
+from meshwright.data.prepare.records import BadLine as BadLine
+from meshwright.data.prepare.records import Texts, no_text
 from meshwright.errors import BAD_DATA, IO, UserError
 
 BOM = b"\xef\xbb\xbf"

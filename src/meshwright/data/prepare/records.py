@@ -1,7 +1,8 @@
-"""A line of JSON, or a row of a table, to the texts in it; or what is wrong with it.
+"""Find the texts in a line of JSON or a row of a table, or say what is wrong with it.
 
-A line is parsed by orjson; what orjson refuses, the standard library looks at again: it is laxer (NaN, a lone surrogate in a
-key nobody reads), so no line is lost that Megatron would have kept, and it says better what is wrong with the rest.
+orjson parses a line; the standard library tries what orjson refuses. It is laxer (NaN, a lone
+surrogate in a key that is not read), so no line is lost that Megatron would have kept, and its
+errors say more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Texts = list[str]
 
 
 class BadLine(Exception):
-    """One line that gives no document. `kind` is what is counted, `detail` belongs to this line."""
+    """A line that gives no document: `kind` is counted, `detail` belongs to this line."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind} ({detail})" if detail else kind)
@@ -23,15 +24,15 @@ class BadLine(Exception):
 
 
 def parse(line: memoryview, keys: list[str]) -> Texts | None:
-    """The text under each key; None for a blank line."""
+    """Return the text under each key; None for a blank line."""
     lax = False
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
-        whole = bytes(line)
-        if not whole.strip():
+        content = bytes(line)
+        if not content.strip():
             return None
-        record, lax = parse_laxly(whole), True
+        record, lax = parse_laxly(content), True
     if type(record) is not dict:
         raise BadLine("not a JSON object", f"but a {type(record).__name__}; one object a line is needed")
     texts = []
@@ -56,7 +57,7 @@ def parse_laxly(line: bytes) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise BadLine("not JSON", f"{error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless brackets
         raise BadLine("not JSON", str(error)) from None
 
 
