@@ -1,10 +1,10 @@
-"""Which token files a run reads, in whichever of three ways the flags say it; ValueError says what is wrong.
+"""The token files that a run reads, named by flags in one of three ways.
 
-1. `--data-path` or `--data-args-path`: one blend for all, whose files `--split` divides.
-2. `--train-data-path`, `--valid-data-path`, `--test-data-path` or `--per-split-data-args-path`: a blend of whole files each.
-3. bigscience's `--train-weighted-split-paths` and its sisters: named groups, each a blend of ranges of files.
+1. `--data-path` or `--data-args-path`: one blend, whose files `--split` divides.
+2. `--train-data-path` and its sisters, or `--per-split-data-args-path`: a blend of whole files each.
+3. `--train-weighted-split-paths` and its sisters (bigscience): named groups of ranges of files.
 
-Nothing but the files that the flags name is read, so that settings can be checked before anything is imported.
+Only the files that flags name are read. ValueError says what is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.settings.grammar import blend
 from meshwright.settings.schema import Data, spelling
 
 SPLITS = ("train", "valid", "test")
-# Of each of the three ways the settings; the last of a way names a file that holds what the others would.
+# The settings of each way; the last one names a file that holds the values of the others.
 TOGETHER = ("data_path", "data_args_path")
 APART = (*(f"{split}_data_path" for split in SPLITS), "per_split_data_args_path")
 GROUPS = tuple(f"{split}_weighted_split_paths{end}" for split in SPLITS for end in ("", "_path"))
@@ -31,20 +31,20 @@ GROUPS = tuple(f"{split}_weighted_split_paths{end}" for split in SPLITS for end 
 
 @dataclass(frozen=True)
 class Source:
-    """One pair of token files in a set, and the share of its documents that the set has, unless `--split` says."""
+    """A pair of token files in a set; `begin` and `end` bound the share of its documents."""
 
     prefix: str
-    weight: float | None = None  # none: its tokens are
+    weight: float | None = None  # none: its number of tokens
     begin: float = 0.0
     end: float = 1.0
 
 
 @dataclass(frozen=True)
 class PathSet:
-    """Files that are read as one: for training, or to measure one loss on."""
+    """Files that are read as one, for training or for one loss."""
 
     split: str  # train, valid or test
-    name: str | None  # of a validation or test set that has one
+    name: str | None  # of a named validation or test set
     sources: tuple[Source, ...]
     flag: str  # that names them
     divided: bool = False  # by --split
@@ -55,7 +55,7 @@ class PathSet:
 
 
 def given(d: Data) -> list[str]:
-    """The settings that name token files."""
+    """Return the settings that name token files."""
     return [name for name in (*TOGETHER, *APART, *GROUPS) if getattr(d, name)]
 
 
@@ -65,34 +65,31 @@ def without(d: Data) -> Data:
 
 
 def prefixes(d: Data) -> list[str]:
-    """Every pair of token files that is read, once."""
+    """Return every pair of token files that is read, once."""
     return [] if d.mock_data else list(dict.fromkeys(s.prefix for one in path_sets(d) for s in one.sources))
 
 
 def path_sets(d: Data) -> list[PathSet]:
-    """In the order train, valid, test; of several sets of one split in the order given."""
+    """Return the sets in the order train, valid, test, and those of one split in the given order."""
     named = given(d)
     ways = [[n for n in way if n in named] for way in (TOGETHER, APART, GROUPS)]
-    used = [way for way in ways if way]
+    meanings = ("--split divides", "takes whole files", "names groups")
+    used = [(" and ".join(map(spelling, way)), meaning) for way, meaning in zip(ways, meanings, strict=True) if way]
     if len(used) > 1:
-        said = [" and ".join(map(spelling, way)) for way in used]
-        raise ValueError(f"{said[0]}, which {_says(used[0])}, contradicts {' and '.join(said[1:])}: give either")
-    if ways[0] and len(ways[0]) > 1 or (APART[-1] in ways[1] and len(ways[1]) > 1):
-        raise ValueError(f"{' and '.join(map(spelling, used[0]))} say the same thing twice: give one")
-    out = _together(d) if ways[0] else _apart(d) if ways[1] else _groups(d) if ways[2] else []
+        (first, meaning), *others = used
+        raise ValueError(f"{first}, which {meaning}, contradicts {' and '.join(n for n, _ in others)}; give either")
+    if len(ways[0]) > 1 or (APART[-1] in ways[1] and len(ways[1]) > 1):
+        raise ValueError(f"{used[0][0]} say the same thing twice; give one")
+    out = _together(d) if ways[0] else _apart(d) if ways[1] else _groups(d)
     for one in out:
-        _check(one)
+        _require_once(one)
     _check_validation(d, out)
     return out
 
 
-def _says(way: list[str]) -> str:
-    return "--split divides" if way[0] in TOGETHER else "takes whole files" if way[0] in APART else "names groups"
-
-
 def _together(d: Data) -> list[PathSet]:
     flag = spelling("data_args_path" if d.data_args_path else "data_path")
-    values = read(d.data_args_path, flag).split() if d.data_args_path else d.data_path
+    values = _read(d.data_args_path, flag).split() if d.data_args_path else d.data_path
     sources = _blend(values, flag)
     return [PathSet(split, None, sources, flag, divided=True) for split in SPLITS]
 
@@ -102,7 +99,7 @@ def _apart(d: Data) -> list[PathSet]:
     flags = {split: spelling(f"{split}_data_path") for split in SPLITS}
     if d.per_split_data_args_path:
         flag = spelling("per_split_data_args_path")
-        values, flags = per_split(d.per_split_data_args_path, flag), dict.fromkeys(SPLITS, flag)
+        values, flags = _per_split(d.per_split_data_args_path, flag), dict.fromkeys(SPLITS, flag)
     out = []
     for split in SPLITS:
         sources = _blend(values[split], flags[split]) if values[split] else ()
@@ -114,11 +111,9 @@ def _apart(d: Data) -> list[PathSet]:
 
 
 def _each_alone(sources: tuple[Source, ...], d: Data, flag: str) -> list[PathSet]:
-    """--multiple-validation-sets: every path by itself, under its file's name, or where these are alike its number."""
+    """Return a set for each path, named by its file, or by its number if two names are equal."""
     if any(s.weight is not None for s in sources):
-        raise ValueError(
-            f"{flag} with weights and --multiple-validation-sets: every path is a set of its own; leave them out"
-        )
+        raise ValueError(f"{flag} with weights and --multiple-validation-sets: each path is a set; leave weights out")
     if len(sources) < 2 and not d.validation_set_names:
         return [PathSet("valid", None, sources, flag)] if sources else []
     names = d.validation_set_names or [Path(s.prefix).name for s in sources]
@@ -135,48 +130,51 @@ def _groups(d: Data) -> list[PathSet]:
         name = f"{split}_weighted_split_paths"
         texts, path = getattr(d, name), getattr(d, f"{name}_path")
         if texts and path:
-            raise ValueError(f"{spelling(name)} and {spelling(name)}-path say the same thing twice: give one")
+            raise ValueError(f"{spelling(name)} and {spelling(name)}-path say the same thing twice; give one")
         flag = spelling(f"{name}_path" if path else name)
         if path:
             try:
-                texts = shlex.split(read(path, flag))
+                texts = shlex.split(_read(path, flag))
             except ValueError as error:
                 raise ValueError(f"{flag} {path}: {error}; it holds what {spelling(name)} would, in quotes") from None
         if split == "train" and len(texts) > 1:
-            raise ValueError(f"{flag} names {len(texts)} groups: training has one")
+            raise ValueError(f"{flag} names {len(texts)} groups; training has one")
         for text in texts:
-            group, sources = weighted_group(text, flag)
+            try:
+                group, sources = _weighted_group(text)
+            except ValueError as error:
+                raise ValueError(f"{flag} {text[:200]!r}{error}") from None
             out.append(PathSet(split, None if split == "train" else group, sources, flag))
     return out
 
 
-def weighted_group(text: str, flag: str) -> tuple[str, tuple[Source, ...]]:
-    """`NAME: w1 start:end path1, w2 start:end path2`, or `NAME: path` for all of one."""
-    shown, form = f"{flag} {text[:200]!r}", "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH ..., or NAME: PATH"
+def _weighted_group(text: str) -> tuple[str, tuple[Source, ...]]:
+    """Parse `NAME: WEIGHT START:END PATH, ...`, or `NAME: PATH` for one whole file."""
+    form = "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH ..., or NAME: PATH"
     name, colon, rest = (part.strip() for part in text.partition(":"))
     parts = [part.split() for part in rest.split(",")]
-    if (
-        not (name and colon)
-        or any(len(p) not in (1, 3) for p in parts)
-        or (len(parts) > 1 and any(len(p) == 1 for p in parts))
-    ):
-        raise ValueError(f"{shown} is not of the form {form}")
-    if len(parts[0]) == 1:
+    lengths = [len(part) for part in parts]
+    if not (name and colon and (lengths == [1] or set(lengths) == {3})):
+        raise ValueError(f" is not of the form {form}")
+    if lengths == [1]:
         return name, (Source(parts[0][0]),)
-    sources = []
+    sources, weights = [], []
     for weight, part, prefix in parts:
         try:
             begin, end = (float(x) for x in part.split(":"))
-            number = float(weight)
+            weights.append(float(weight))
         except ValueError:
             raise ValueError(
-                f"{shown}: {weight} {part} is no weight and range, as in 0.3 0:0.95; the form is {form}"
+                f": {weight} {part} is no weight and range, as in 0.3 0:0.95; the form is {form}"
             ) from None
         if not 0 <= begin < end <= 1:
-            raise ValueError(f"{shown}: the range {part} must go up, from 0 or more to 1 or less")
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{shown}: the weight {weight} must be a number not below 0")
-        sources.append(Source(prefix, number if len(parts) > 1 else None, begin, end))  # alone it weighs nothing up
+            raise ValueError(f": the range {part} must go up, from 0 or more to 1 or less")
+        if not 0 <= weights[-1] < math.inf:
+            raise ValueError(f": the weight {weight} must be a number not below 0")
+        # A single source needs no weight.
+        sources.append(Source(prefix, weights[-1] if len(parts) > 1 else None, begin, end))
+    if len(parts) > 1 and not 0 < sum(weights) < math.inf:
+        raise ValueError(f": the weights {' '.join(f'{w:g}' for w in weights)[:200]} must have a finite sum above 0")
     return name, tuple(sources)
 
 
@@ -187,15 +185,13 @@ def _blend(values: list[str], flag: str) -> tuple[Source, ...]:
         raise ValueError(f"{flag}: {error}") from None
     if not paths:
         raise ValueError(f"{flag} names no data")
-    if weights is None:
-        return tuple(map(Source, paths))
-    return tuple(map(Source, paths, weights))
+    return tuple(map(Source, paths, weights or [None] * len(paths)))
 
 
-def per_split(path: str, flag: str) -> dict[str, list[str]]:
-    """The JSON object {"train": [...], "valid": [...], "test": [...]}; each also as one text, as on the command line."""
+def _per_split(path: str, flag: str) -> dict[str, list[str]]:
+    """Read {"train": [...], "valid": [...], "test": [...]}; a value may also be one string."""
     try:
-        found = json.loads(read(path, flag))
+        found = json.loads(_read(path, flag))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{flag} {path} is no JSON: {error}") from None
     form = 'it must be an object {"train": [...], "valid": [...], "test": [...]}'
@@ -203,24 +199,23 @@ def per_split(path: str, flag: str) -> dict[str, list[str]]:
         raise ValueError(f"{flag} {path}: {form}")
     if unknown := [str(key) for key in found if key not in SPLITS]:
         raise ValueError(f"{flag} {path}: unknown key {', '.join(unknown)[:200]}; {form}")
-    return {split: _words(found.get(split), f"{flag} {path}: {split}") for split in SPLITS}
-
-
-def _words(value: Any, where: str) -> list[str]:
-    if value is None:
-        return []
-    words = value.split() if isinstance(value, str) else value
-    if not isinstance(words, list) or any(not isinstance(w, str | int | float) or isinstance(w, bool) for w in words):
-        raise ValueError(f"{where} must be a list of weights and prefixes, or one text of them")
-    return [str(word) for word in words]
+    out = {}
+    for split in SPLITS:
+        value = found.get(split)
+        words = value.split() if isinstance(value, str) else [] if value is None else value
+        if not isinstance(words, list) or any(type(word) not in (str, int, float) for word in words):
+            raise ValueError(f"{flag} {path}: {split} must be a list of weights and prefixes, or one string of them")
+        out[split] = [str(word) for word in words]
+    return out
 
 
 def overlaps(d: Data) -> list[str]:
-    """Validation and test sets that have documents of the training set."""
+    """Report validation and test sets that contain documents of the training set."""
     sets = [] if d.mock_data else path_sets(d)
     train = [s for one in sets if one.split == "train" for s in one.sources]
     return [
-        f"{one.flag}: {s.prefix} is in the training set too, with the same documents: this {one.key} loss is not of unseen text"
+        f"{one.flag}: {s.prefix} is in the training set too, with the same documents: "
+        f"this {one.key} loss is not of unseen text"
         for one in sets
         if one.split != "train" and not one.divided
         for s in one.sources
@@ -228,49 +223,38 @@ def overlaps(d: Data) -> list[str]:
     ]
 
 
-def read(path: str | None, flag: str) -> str:
+def _read(path: str, flag: str) -> str:
     try:
-        return Path(path or "").read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise ValueError(f"{flag} {path} is no UTF-8 text") from None
 
 
-def _check(one: PathSet) -> None:
-    """Weights, and documents that would be read twice."""
-    weights = [s.weight for s in one.sources if s.weight is not None]
-    where = one.flag + (f" {one.name}" if one.name else "")
-    bad = [w for w in weights if not 0 <= w < math.inf]
-    if bad or (weights and not 0 < sum(weights) < math.inf):
-        shown = " ".join(f"{w:g}" for w in bad or weights)[:200]
-        raise ValueError(f"{where}: the weights {shown} must be numbers not below 0, and not all 0")
-    seen: dict[str, Source] = {}
-    files = [
-        (os.path.realpath(s.prefix + ".bin"), s.begin, n) for n, s in enumerate(one.sources)
-    ]  # whatever its spelling
-    for file, _, n in sorted(files):
-        s = one.sources[n]
-        if (before := seen.get(file)) and s.begin < before.end:
+def _require_once(one: PathSet) -> None:
+    """Raise if a document would be read twice, under whichever spelling of its file."""
+    ends: dict[str, float] = {}
+    for s in sorted(one.sources, key=lambda s: s.begin):
+        file = os.path.realpath(s.prefix + ".bin")
+        if s.begin < ends.get(file, 0):
+            where = f"{one.flag} {one.name}" if one.name else one.flag
             raise ValueError(
-                f"{where}: {s.prefix} is there twice, so its documents would come twice: add its weights up"
+                f"{where}: {s.prefix} is there twice, so its documents would come twice; add up its weights"
             )
-        seen[file] = s
+        ends[file] = s.end
 
 
 def _check_validation(d: Data, sets: list[PathSet]) -> None:
     for key, number in Counter(one.key for one in sets).items():
         if number > 1:
-            raise ValueError(f"{number} sets are named {key.partition('/')[2]}: each needs a name of its own")
-    if strange := [one.name for one in sets if one.name and ("/" in one.name or not one.name.isprintable())]:
-        raise ValueError(
-            f"the name {strange[0]!r} of a set cannot be a part of tags: give one of printable letters without /"
-        )
+            raise ValueError(f"{number} sets are named {key.partition('/')[2]}; give each its own name")
+    for one in sets:
+        if one.name and ("/" in one.name or not one.name.isprintable()):
+            raise ValueError(f"the set's name {one.name!r} becomes a part of tags; give printable letters without /")
     if (d.multiple_validation_sets or d.validation_set_names) and not any(n in APART for n in given(d)):
-        said = "--multiple-validation-sets" if d.multiple_validation_sets else "--validation-set-names"
-        raise ValueError(f"{said} needs --valid-data-path, or the valid of --per-split-data-args-path")
-    valid = [one for one in sets if one.split == "valid"]
-    if d.full_validation and any(len(one.sources) > 1 and one.sources[0].weight is not None for one in valid):
-        raise ValueError(
-            "--full-validation reads every sample once, which weights contradict: leave these out for validation"
-        )
+        flag = "--multiple-validation-sets" if d.multiple_validation_sets else "--validation-set-names"
+        raise ValueError(f"{flag} needs --valid-data-path, or the valid of --per-split-data-args-path")
+    blends = [one for one in sets if one.split == "valid" and len(one.sources) > 1]
+    if d.full_validation and any(one.sources[0].weight is not None for one in blends):
+        raise ValueError("--full-validation reads every sample once; leave out the weights of the validation set")
