@@ -1,4 +1,4 @@
-"""How the commands that read a model or text begin."""
+"""Shared beginnings and errors of commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C = TypeVar("C")
 def settings(
     cls: type[C], argv: list[str], name: str, about: str, positional: str | None = None
 ) -> flags.Parsed[C] | None:
-    """A command's settings, what has no effect being told; None if they were only to be printed."""
+    """Return parsed settings after printing notices, or None after --print-config."""
     parsed = flags.parse(cls, argv, f"meshwright {name}", positional=positional, about=about)
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
@@ -28,11 +28,11 @@ def settings(
 
 
 def out_of_memory(error: Exception, less: str) -> UserError | None:
-    """What to do about it, if that is what the error says: of a device, of the host by torch, or by Python and numpy."""
-    said = str(error)
-    if not (device.is_out_of_memory(error) or "can't allocate memory" in said or isinstance(error, MemoryError)):
+    """Return advice if the memory of the device or the host ran out, else None."""
+    message = str(error)
+    if not (device.is_out_of_memory(error) or "can't allocate memory" in message or isinstance(error, MemoryError)):
         return None
-    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", said, re.I | re.M)
+    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", message, re.I | re.M)
     return UserError(f"out of memory{': ' + wanted[0].rstrip('.') if wanted else ''}: {less} needs less")
 
 

@@ -1,7 +1,7 @@
 """The token files that a run reads, named by flags in one of three ways.
 
 1. `--data-path` or `--data-args-path`: one blend, whose files `--split` divides.
-2. `--train-data-path` and its sisters, or `--per-split-data-args-path`: a blend of whole files each.
+2. `--train-data-path` and its sisters, or `--per-split-data-args-path`: a blend of files each.
 3. `--train-weighted-split-paths` and its sisters (bigscience): named groups of ranges of files.
 
 Only the files that flags name are read. ValueError says what is wrong.
@@ -70,7 +70,7 @@ def prefixes(d: Data) -> list[str]:
 
 
 def path_sets(d: Data) -> list[PathSet]:
-    """Return the sets in the order train, valid, test, and those of one split in the given order."""
+    """Return the sets in the order train, valid, test, then in the given order."""
     named = given(d)
     ways = [[n for n in way if n in named] for way in (TOGETHER, APART, GROUPS)]
     meanings = ("--split divides", "takes whole files", "names groups")

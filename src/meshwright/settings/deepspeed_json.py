@@ -1,7 +1,7 @@
 """Read a DeepSpeed JSON file: it fills settings that no flag gives; contradictions are refused.
 
-MAPPED keys are settings here, IDLE keys change no result, and REFUSED keys would change one. "auto" leaves a key to
-the flags. Any other key is an error, whereas DeepSpeed ignores misspelled ones.
+MAPPED keys are settings here, IDLE keys change no result, and REFUSED keys would change one.
+"auto" leaves a key to the flags. Unknown keys are errors, which DeepSpeed ignores.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ OURS = {"optimizer": "--optimizer and its flags", "scheduler": "--lr-decay-style
 def merge(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[str]]:
     """Fill a configuration from --deepspeed_config; return it, notices and every objection.
 
-    `given` are the settings with a source: they never change, and a file that contradicts them is refused.
+    `given` are the settings with a source: they never change, and must agree with the file.
     """
     path = config.parallel.deepspeed_config
     if not path:
@@ -200,16 +200,16 @@ def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[s
     """Fill the configuration; accumulation steps count only if the batch sizes leave them open."""
     steps = taken.pop("num_accumulation_steps", None)
     filled = _replace(config, taken)
-    t = filled.training
+    t, dp = filled.training, filled.dp
     if steps is None:
         return filled
     if not (t.global_batch_size and isinstance(t.micro_batch_size, int) and t.micro_batch_size > 0):
         taken["num_accumulation_steps"] = steps
         return _replace(config, taken)
-    if (unit := t.micro_batch_size * filled.dp) * steps != t.global_batch_size:
+    if (unit := t.micro_batch_size * dp) * steps != t.global_batch_size:
         wrong.append(
             f'"gradient_accumulation_steps" is {steps}, but a batch of {t.global_batch_size} makes '
-            f"{t.global_batch_size / unit:g} steps of {t.micro_batch_size} x {filled.dp} data-parallel ranks; change one"
+            f"{t.global_batch_size / unit:g} steps of {t.micro_batch_size} x {dp} data-parallel ranks; change one"
         )
     return filled
 

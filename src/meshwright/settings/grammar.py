@@ -1,4 +1,4 @@
-"""Settings that are small languages: a blend, ranges of iterations, layers of stages. ValueError says what is wrong."""
+"""Parse settings with a syntax of their own; ValueError says what is wrong."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def split_shares(split: str) -> list[float]:
-    """'949,50,1' or '949/50/1' as three shares; missing ones are 0."""
+    """Parse '949,50,1' or '949/50/1'; missing shares are 0."""
     parts = [float(x) for x in split.replace("/", ",").split(",")]
     return (parts + [0.0] * 3)[: max(3, len(parts))]
 
 
 def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
-    """`w1 p1 w2 p2 ...` as weights and prefixes; prefixes alone have no weights: their sizes decide."""
-    numbers = [as_number(v) for v in values]
+    """Split `w1 p1 w2 p2 ...` into weights and prefixes; prefixes alone have no weights."""
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    numbers = [number(v) for v in values]
     if len(values) < 2 or not any(n is not None for n in numbers):
         return None, values
     weights, prefixes = numbers[::2], values[1::2]
@@ -33,15 +40,8 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
     return kept, prefixes
 
 
-def as_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def skipped(ranges: list[str]) -> list[tuple[int, int]]:
-    """`A-B` ... as pairs in order, both ends skipped."""
+    """Return ranges `A-B` as sorted pairs, of which both ends are skipped."""
     out = []
     for text in ranges:
         first, dash, last = text.partition("-")
@@ -56,7 +56,7 @@ def skipped(ranges: list[str]) -> list[tuple[int, int]]:
 
 
 def allowed_in_a_row(on_nonfinite: str) -> int | None:
-    """How many non-finite steps in a row are skipped; None if it says neither stop nor skip:K."""
+    """Return how many steps `stop` or `skip:K` allows; None if it is neither."""
     word, _, number = on_nonfinite.partition(":")
     if on_nonfinite == "stop":
         return 0
@@ -67,10 +67,10 @@ PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
 
 
 def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
-    """Layers of each stage, in order; ValueError in words if `layout` does not give them."""
+    """Return the number of layers of each stage, in order."""
     if layout is None:
-        # The last stage has the head, the first one the embedding, and under 1F1B the earlier a stage the more
-        # activations wait in it: the layers that are over go to the middle, to the later stages first.
+        # Extra layers go to the middle, later stages first: the last stage has the head, the first
+        # the embedding, and under 1F1B earlier stages hold more activations.
         order = sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, abs(2 * i - stages + 1), -i))
         more = order[: layers % stages]
         return [layers // stages + (i in more) for i in range(stages)]
@@ -98,7 +98,7 @@ def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
 
 
 def stage_numbers(layout: str) -> list[int]:
-    """LiBai's custom_pipeline_stage_id: lists, joined by + and repeated by *, as `[0]*6 + [1]*6`."""
+    """Parse LiBai's custom_pipeline_stage_id, such as `[0]*6 + [1]*6`."""
     out: list[int] = []
     for term in layout.split("+"):
         found = re.fullmatch(r"\s*\[([0-9 ]{1,6}(?:,[0-9 ]{1,6})*)\]\s*(?:\*\s*([0-9]{1,4}))?\s*", term)

@@ -131,7 +131,9 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     """Apply the file of --deepspeed_config, except to settings that are not defaults."""
     defaults = flags.to_dict(TrainConfig())
     given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
-    config, notes = deepspeed_json.apply(config, given)
+    config, notes, wrong = deepspeed_json.merge(config, given)
+    if wrong:
+        raise UserError(flags.listed(wrong))
     for note in notes if prints else ():
         print(f"note: {note}", file=sys.stderr)
     return config

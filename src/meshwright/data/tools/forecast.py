@@ -23,7 +23,7 @@ from meshwright.data.history import Part, SetSpec, find_parts, needed_sets
 from meshwright.data.tools.statistics import text_of
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
-from meshwright.settings import data_paths as datapaths
+from meshwright.settings import data_paths
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 
@@ -44,7 +44,7 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
         return
     from meshwright.data.datasets import build_datasets, cache_folder
 
-    folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in datapaths.prefixes(config.data)))
+    folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in data_paths.prefixes(config.data)))
     there = ", ".join(map(str, folders))
     if dry:
         print(f"would build the indices of {len(needed_sets(config))} sets in {there}")
