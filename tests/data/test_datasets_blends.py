@@ -16,8 +16,7 @@ from meshwright.data.format.indexed import Indexed
 from meshwright.data.history import History
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import UserError
-from meshwright.settings import checks
-from meshwright.settings import data_paths
+from meshwright.settings import checks, data_paths
 from meshwright.settings.data_paths import PathSet, Source, path_sets
 from meshwright.settings.schema import Data, Logging, Tokenizer, TrainConfig, Training
 from meshwright.training.trackers import validation_tags

@@ -381,7 +381,7 @@ def test_named_tests_exist_and_speak_of_their_flag(group):
             assert re.search(rf"--(no-)?{spelled}\b", functions_in(file)[test]), f"{name}: not in {where}"
 
 
-MAKE = "PYTHONPATH=src python -c \"from meshwright import flags; print(flags.reference(), end='')\" > docs/flags.md"
+MAKE = "PYTHONPATH=src python -c \"from meshwright.settings import flags; print(flags.reference(), end='')\" > docs/flags.md"
 
 
 def test_the_page_of_flags_is_up_to_date():

@@ -1,4 +1,4 @@
-"""Flags and settings: where values come from, what is refused, and in which words."""
+"""Flags and settings: where values come from, and what is refused with which message."""
 
 import dataclasses
 import os
@@ -46,14 +46,9 @@ def test_precedence(tmp_path, monkeypatch):
     m, d = got.config.model, got.config.data
     assert (d.seq_length, m.num_layers, m.hidden_size, m.num_attention_heads) == (1024, 3, 64, 2)
     assert m.hidden_dropout == 0.2 and m.attention_dropout == 0.1
-    wanted = {
-        "seq_length": "preset gpt2-117m",
-        "num_layers": str(file),
-        "hidden_size": "environment",
-        "num_attention_heads": "command line",
-        "attention_dropout": "default",
-    }
-    assert {k: got.sources[k] for k in wanted} == wanted
+    names = "seq_length num_layers hidden_size num_attention_heads attention_dropout".split()
+    wanted = ["preset gpt2-117m", str(file), "environment", "command line", "default"]
+    assert [got.sources[name] for name in names] == wanted
 
 
 def test_none_takes_a_value_back(tmp_path):
@@ -74,14 +69,8 @@ def test_yaml(tmp_path, text):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     c = parse("--config", str(file)).config
-    assert (c.optimizer.lr, c.precision.fp16, c.data.data_path, c.data.split, c.training.train_iters) == (
-        1e-4,
-        True,
-        ["a", "b"],
-        "949,50,1",
-        2000,
-    )
-    assert type(c.training.train_iters) is int
+    assert (c.optimizer.lr, c.precision.fp16, c.data.data_path, c.data.split) == (1e-4, True, ["a", "b"], "949,50,1")
+    assert c.training.train_iters == 2000 and type(c.training.train_iters) is int
 
 
 def test_aliases_in_files_and_environment(tmp_path, monkeypatch):
@@ -139,9 +128,8 @@ def test_every_field_has_help_and_no_two_flags_collide():
             assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (MergeConfig, "--datasets")
             assert spelling not in foreign_flags.REFUSED
         if cls is TrainConfig:
-            assert not set(seen) & (
-                set(foreign_flags.NO_EFFECT) - {"--make-vocab-size-divisible-by", "--pad-vocab-size-to"}
-            )
+            padding = {"--make-vocab-size-divisible-by", "--pad-vocab-size-to"}
+            assert not set(seen) & set(foreign_flags.NO_EFFECT) - padding
 
 
 def test_every_alias_sets_its_field():
@@ -169,13 +157,8 @@ def test_both_x_and_no_x():
 
 def test_equals_sign_and_blanks():
     c = parse("--lr=1e-3", "--save=a b=c", "--data-path", "one two", "three", "--split=949, 50, 1", "--seed=1e3").config
-    assert (c.optimizer.lr, c.checkpoint.save, c.data.data_path, c.data.split, c.training.seed) == (
-        1e-3,
-        "a b=c",
-        ["one two", "three"],
-        "949, 50, 1",
-        1000,
-    )
+    assert (c.optimizer.lr, c.checkpoint.save, c.training.seed) == (1e-3, "a b=c", 1000)
+    assert (c.data.data_path, c.data.split) == (["one two", "three"], "949, 50, 1")
 
 
 def test_positional():
@@ -267,6 +250,7 @@ def test_words(argv, words):
         (["--train-iters", "9" * 400], "must be below 2147483648"),
         (["--num-experts", "8"], "--num-experts 8 is not yet in this version; leave it out"),
         (["--cp-comm-type", "p2p"], "not yet in this version; give a2a"),
+        (["--data-impl", "lazy"], "--data-impl lazy is not yet in this version"),
     ],
 )
 def test_words_of_whole_configurations(argv, words):
@@ -281,26 +265,8 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
     file = tmp_path / "c.toml"
     file.write_text("seed = 'x'\nunheard_of = 1\n")
     monkeypatch.setenv("MESHWRIGHT_CLIP_GRAD", "much")
-    argv = [
-        "--config",
-        str(file),
-        "--num-layer",
-        "2",
-        "--lr",
-        "fast",
-        "--batch-size",
-        "4",
-        "--bert-load",
-        "x",
-        "--hidden-size",
-        "30",
-        "--num-attention-heads",
-        "4",
-        "--num-experts",
-        "4",
-        "--mock-data",
-    ]
-    assert main(["train", *argv]) == USAGE
+    argv = "--num-layer 2 --lr fast --batch-size 4 --bert-load x --hidden-size 30 --num-attention-heads 4"
+    assert main(["train", "--config", str(file), *argv.split(), "--num-experts", "4", "--mock-data"]) == USAGE
     err = capsys.readouterr().err
     for words in (
         "--seed in",
@@ -381,15 +347,12 @@ def test_empty_file_is_no_mistake(tmp_path):
 # Flags without effect
 
 
-def test_no_effect_is_told_once(capsys):
+def test_flags_without_effect_are_reported_once(capsys):
     got = parse("--DDP-impl", "local", "--DDP-impl=torch", "--no-bias-dropout-fusion", "--use-rdma")
     flags.print_notices(got)
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and got.config == TrainConfig()
-    assert (
-        err[0]
-        == "note: --DDP-impl is accepted and has no effect: gradients live in one flat buffer, whatever the choice"
-    )
+    assert err[0] == "note: --DDP-impl is accepted and has no effect: gradients are always in one flat buffer"
 
 
 def test_no_effect_takes_its_values():
@@ -418,7 +381,7 @@ def test_padding_is_real_in_training_and_idle_in_preprocessing():
     ("preset", "published", "within"),
     [
         ("gpt2-117m", 124.4e6, 0.001),
-        ("gpt2-345m", 354.87e6, 0.0001),
+        ("gpt2-345m", 354_871_296, 0),
         ("gpt2-762m", 774.0e6, 0.001),
         ("gpt2-1.5b", 1557.6e6, 0.001),
         ("gpt3-1.3b", 1.3e9, 0.02),
@@ -444,8 +407,6 @@ def test_preset_sizes_are_the_published_ones(preset, published, within):
     c = parse("--preset", preset).config
     n = counts.parameters(c.model, 50304, c.model.max_position_embeddings)
     assert n == pytest.approx(published, rel=within)
-    if preset == "gpt2-345m":
-        assert n == 354_871_296
 
 
 def test_presets_say_nothing_about_devices():
@@ -482,7 +443,7 @@ def test_starts_at_once_and_without_torch(argv):
     assert min(times) < 0.5, times
 
 
-def test_help_shows_defaults_and_what_is_not_yet(capsys):
+def test_help_shows_defaults_and_not_yet(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["train", "--help"])
     out = capsys.readouterr().out
@@ -518,7 +479,7 @@ ONEFLOW = (
 
 
 @pytest.mark.parametrize(
-    ("cls", "line", "told"),
+    ("cls", "line", "accepted"),
     [
         (
             TrainConfig,
@@ -547,30 +508,9 @@ ONEFLOW = (
         (GenerateConfig, f"{MODEL} {GENERATE} --num-samples 0", 0),
     ],
 )
-def test_commands_of_the_documents(cls, line, told):
+def test_commands_of_the_documents(cls, line, accepted):
     got = flags.parse(cls, line.split(), "meshwright test")
-    assert sum("is accepted" in n for n in got.notices) == told
-
-
-@pytest.mark.parametrize(
-    ("cls", "line", "words"), [(TrainConfig, "--num-experts 4 --data-impl lazy", "in this version")]
-)
-def test_not_yet_names_the_flag(cls, line, words):
-    flagged = [w for w in line.split() if w.startswith("--")]
-    told = refusal(*line.split(), cls=cls, check=True)
-    for name in flagged:
-        lines = [t for t in told.splitlines() if "not yet" in t and t.split()[0] in spellings(cls, name)]
-        assert len(lines) == 1 and words in lines[0], (name, told)
-
-
-def spellings(cls, name):
-    """The main spelling of a flag given by any of its spellings."""
-    return {
-        s
-        for _, f, _ in flags.fields(cls).values()
-        for s in [settings.spelling(f.name)]
-        if name in (s, "--no-" + s[2:], *f.metadata["aliases"])
-    }
+    assert sum("is accepted" in n for n in got.notices) == accepted
 
 
 # All arguments that Megatron-LM of June 2023 prints at its start, so all the flags it has.
@@ -617,19 +557,11 @@ DUMP = """
     use_rotary_position_embeddings valid_data_path variable_seq_lengths virtual_pipeline_model_parallel_size
     vision_backbone_type vision_pretraining vision_pretraining_type vocab_extra_ids vocab_file vocab_size
     weight_decay weight_decay_incr_style world_size
-""".split()  # noqa: SIM905
+""".split()
 
 # Printed there, computed from other flags: no flag in Megatron either, except where one of ours has that name.
-DERIVED = {
-    "consumed_train_samples",
-    "consumed_valid_samples",
-    "data_parallel_size",
-    "rank",
-    "world_size",
-    "transformer_pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "variable_seq_lengths",
-}
+DERIVED = """consumed_train_samples consumed_valid_samples data_parallel_size rank world_size
+transformer_pipeline_model_parallel_size virtual_pipeline_model_parallel_size variable_seq_lengths""".split()
 
 # Printed under a name that is not the flag's.
 PRINTED_AS = {
@@ -663,21 +595,15 @@ OTHERS = """
     --num-gpus-per-node --num-nodes --log --metric-print-format --save-last --save-init --use-external-dataset --dataset
     --profile-transformer-layer --no-scale-tril-softmax-dropout-fusion --multihead-attention-fusion --learning-rate
     --use-rdma --no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard --log-memory-to-tensorboard
-""".split()  # noqa: SIM905
+""".split()
 
 
 def test_every_name_of_the_argument_dump_is_known():
     assert len(DUMP) == 225 and len(set(DUMP)) == 225
     parser = flags._parser(TrainConfig, "meshwright train", None, "")
     for name in [n for n in DUMP if n not in DERIVED]:
-        flag = PRINTED_AS.get(name) or next(
-            (
-                s
-                for s in (settings.spelling(name), "--" + name.replace("_", "-"), "--DDP-impl")
-                if s in parser._option_string_actions and s.lower()[2:].replace("-", "_") == name.lower()
-            ),
-            "--" + name.replace("_", "-"),
-        )
+        spelled = [PRINTED_AS.get(name), settings.spelling(name), "--" + name.replace("_", "-")]
+        flag = next((s for s in spelled if s in parser._option_string_actions), spelled[0] or spelled[2])
         known = flag in parser._option_string_actions
         assert known or not flags._unknown(flag, parser).startswith("unknown"), name
 

@@ -185,7 +185,7 @@ def _blend(values: list[str], flag: str) -> tuple[Source, ...]:
         raise ValueError(f"{flag}: {error}") from None
     if not paths:
         raise ValueError(f"{flag} names no data")
-    return tuple(map(Source, paths, weights or [None] * len(paths)))
+    return tuple(map(Source, paths, weights)) if weights else tuple(map(Source, paths))
 
 
 def _per_split(path: str, flag: str) -> dict[str, list[str]]:
