@@ -1,4 +1,4 @@
-"""docs/extending.md: its example is the file, learns and resumes; each of its parts is used."""
+"""docs/extending.md: its example is the file, learns and resumes; each part of it is used."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from helpers import free_port, open_step, printed_losses, read_losses
+from helpers import TINY_FLAGS, free_port, open_step, printed_losses, read_losses
 from meshwright.__main__ import main
 from meshwright.data.loader import Mock
 from meshwright.errors import UserError
 from meshwright.model.attention import Where, share
 from meshwright.model.gpt import GPT, Block, Options
 from meshwright.model.layers import Embedding, Linear
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
 from meshwright.training import run as train
 from ranks import run_programs
 
-pytestmark = pytest.mark.whole  # seconds, not moments
+pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "extending.py"
@@ -46,7 +48,7 @@ def tensors(folder, step):
 
 
 def parts(example):
-    """Model, loss and data of the example."""
+    """Return model, loss and data of the example."""
 
     def model(*sizes, options):
         return GPT(*sizes, block=example.Parallel, options=options)
@@ -54,7 +56,7 @@ def parts(example):
     return model, example.z_loss, {"train": example.Sums(10**9, 1), "valid": None, "test": None}
 
 
-def test_the_page_has_the_file():
+def test_page_contains_the_file():
     assert re.findall(r"```python\n(.*?)```\n", PAGE, re.S)[0] == EXAMPLE.read_text()
 
 
@@ -70,13 +72,13 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
     assert abs(first - math.log(257)) < 0.1 and last < 0.7 * first
 
     model, loss, datasets = parts(example)
-    whole = example.settings(str(tmp_path / "whole"), steps)
+    uninterrupted = example.settings(str(tmp_path / "uninterrupted"), steps)
     datasets = datasets | {"valid": example.Sums(10**6, seed=2)}
-    assert train.run(whole, model, loss, datasets) == 0
+    assert train.run(uninterrupted, model, loss, datasets) == 0
     capsys.readouterr()
-    printed = [printed_losses(tmp_path / name) for name in ("sums", "whole")]
+    printed = [printed_losses(tmp_path / name) for name in ("sums", "uninterrupted")]
     assert printed[0] == printed[1] and len(printed[0]) == steps
-    a, b = tensors(tmp_path / "sums", steps), tensors(tmp_path / "whole", steps)
+    a, b = tensors(tmp_path / "sums", steps), tensors(tmp_path / "uninterrupted", steps)
     assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
 
 
@@ -88,7 +90,7 @@ def test_the_example_reports_user_errors(example, tmp_path, capsys):
 
 
 def test_the_example_runs_on_two_ranks(tmp_path):
-    """Under the environment of a launcher, as `meshwright launch` sets it."""
+    """Run it in the environment that `meshwright launch` sets."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environ = [world | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
     statuses, logs = run_programs(EXAMPLE, [[str(tmp_path / "sums"), "4"]] * 2, environ, tmp_path)
@@ -111,33 +113,33 @@ def test_the_block_is_used(example, all_three, tmp_path):
 
 
 def test_the_loss_is_used(example, all_three, tmp_path):
-    """With fresh weights all 257 logits are about 0, so the term is 1e-4 ln(257)^2 = 0.0031."""
+    """Logits are about 0 at the initial weights, so the z-loss is 1e-4 ln(257)^2 = 0.0031."""
     model, loss, datasets = parts(example)
     assert train.run(example.settings(str(tmp_path), 4), model, None, datasets) == 0
     assert read_losses(all_three)[0] - read_losses(tmp_path)[0] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.02)
 
 
 def test_the_data_are_used(example, all_three, tmp_path):
-    """Samples 0 to 63 in order, once each; other data give other losses."""
+    """Samples 0 to 63 are read in order, once each; other data give other losses."""
     model, loss, datasets = parts(example)
-    asked = []
+    read = []
 
     class Recorded(example.Sums):
         def __getitem__(self, k):
-            asked.append(k)
+            read.append(k)
             return super().__getitem__(k)
 
     settings = example.settings(str(tmp_path / "a"), 4)
     settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, num_workers=0))
     assert train.run(settings, model, loss, datasets | {"train": Recorded(10**9, 1)}) == 0
-    assert asked == list(range(64)) and read_losses(tmp_path / "a") == read_losses(all_three)
+    assert read == list(range(64)) and read_losses(tmp_path / "a") == read_losses(all_three)
     other = {"train": Mock(256, 10**6, example.SEQ, 1)}
     assert train.run(example.settings(str(tmp_path / "b"), 4), model, loss, datasets | other) == 0
     assert read_losses(tmp_path / "b") != read_losses(all_three)
 
 
 def test_generate_refuses_another_network(all_three, capsys):
-    """Names and shapes agree, but the text would be that of an untrained network."""
+    """Some names and shapes agree, but the text would be an untrained network's."""
     assert main(["generate", str(all_three), "--device=cpu", "--prompt=1+1="]) == 65
     assert "holds a GPT of Parallel, which only the program that made it builds" in capsys.readouterr().err
 
@@ -168,7 +170,7 @@ def test_state_that_no_checkpoint_holds_is_refused(example, model, words):
         train.run(example.settings(None, 2), model, None, parts(example)[2])
 
 
-def test_no_training_data(example):
+def test_missing_training_data_are_refused(example):
     with pytest.raises(UserError, match='no "train"'):
         train.run(example.settings(None, 2), datasets={})
 
@@ -184,7 +186,7 @@ def test_samples_of_another_length_are_refused(example):
         train.run(example.settings(None, 2), datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)})
 
 
-def test_a_network_without_h_is_compiled_whole(example, monkeypatch):
+def test_a_network_without_h_is_compiled_as_one(example, monkeypatch):
     made = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(type(f.__self__).__name__) or f)
     settings = example.settings(None, 2)
@@ -197,16 +199,16 @@ def test_samples_are_sums(example):
     sums = example.Sums(5, 1)
     assert len(sums) == 5 and sums[3].shape == (example.SEQ + 1,) and sums[3].dtype == np.int64
     text = "".join("\n" if i == 256 else chr(i) for i in sums[3])
-    whole = text.splitlines()[:-1]
-    assert len(whole) >= 4
-    for line in whole:
+    complete = text.splitlines()[:-1]
+    assert len(complete) >= 4
+    for line in complete:
         a, b, c = map(int, re.split(r"[+=]", line))
         assert a + b == c
     assert (sums[3] == example.Sums(5, 1)[3]).all() and (sums[3] != sums[2]).any()
 
 
-def test_the_block_is_what_it_says(example):
-    """x + attn(ln(x)) + mlp(ln(x)), two layers of it, written out."""
+def test_the_block_adds_attention_and_mlp(example):
+    """Two layers of x + attn(ln(x)) + mlp(ln(x)), written out."""
     m = dataclasses.replace(example.settings(None, 4).model, position_embedding_type="rope")
     torch.manual_seed(0)
     network = GPT(m, 257, 257, 8, example.Parallel, Options())
@@ -222,9 +224,9 @@ def test_the_block_is_what_it_says(example):
     torch.testing.assert_close(got, network.head(x))
 
 
-def test_an_answer_is_read_off_the_network(example):
+def test_answer(example):
     class Knows(nn.Module):
-        """Says "42" and an end of document."""
+        """Continue "=" with "42" and an end of document."""
 
         vocab, layers = 257, 0
 
@@ -240,33 +242,31 @@ def test_an_answer_is_read_off_the_network(example):
 
 
 def bigram():
-    """The whole network of the page."""
+    """Return the network of the page that has no blocks."""
     names = {"nn": nn, "Embedding": Embedding, "Linear": Linear}
     exec(re.findall(r"```python\n(.*?)```\n", PAGE, re.S)[1], names)
     return names["Bigram"]
 
 
-def test_a_whole_network(example, tmp_path):
-    """The network of the page resumes exactly, and is initialised and saved by its names."""
+def test_network_without_blocks(example, tmp_path):
+    """The page's network resumes exactly, and is initialised and saved by its names."""
     _, loss, datasets = parts(example)
-    for folder, stops in (("whole", [None]), ("parts", [5, None])):
+    for folder, stops in (("uninterrupted", [None]), ("resumed", [5, None])):
         for stop in stops:
             settings = example.settings(str(tmp_path / folder), 12, stop)
             assert train.run(settings, bigram(), loss, datasets) == 0
-    a, b = tensors(tmp_path / "whole", 12), tensors(tmp_path / "parts", 12)
-    assert (
-        read_losses(tmp_path / "whole") == read_losses(tmp_path / "parts")
-        and len(read_losses(tmp_path / "whole")) == 12
-    )
+    losses = read_losses(tmp_path / "uninterrupted")
+    assert losses == read_losses(tmp_path / "resumed") and len(losses) == 12
+    a, b = tensors(tmp_path / "uninterrupted", 12), tensors(tmp_path / "resumed", 12)
     assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
     names = {n for n in a if "/" not in n}
     assert names == {"wte.weight", "lm_head.weight", "lm_head.bias"}
     assert a["wte.weight"].shape == a["lm_head.weight"].shape == (257, 64)
-    assert read_losses(tmp_path / "whole")[-1] < read_losses(tmp_path / "whole")[0]
+    assert losses[-1] < losses[0]
 
 
 def test_first_weights_are_drawn_by_name(example, tmp_path):
-    """Biases 0, vectors 1, `proj` smaller by sqrt(2 x 2 layers); or by the network's method."""
+    """Biases are 0, vectors 1, `proj` is divided by sqrt(2 x 2 layers); or the network draws."""
     _, loss, datasets = parts(example)
     made = []
 
@@ -289,7 +289,7 @@ def test_first_weights_are_drawn_by_name(example, tmp_path):
                 p.fill_(0.01 * len(name))
 
     for kind in (Named, Own):
-        settings = example.settings(None, 1)  # one step, at the rate 0 of the warm-up's begin
+        settings = example.settings(None, 1)  # one step, at rate 0: the warm-up begins
         assert train.run(settings, kind, loss, datasets) == 0
     weights, own = ({n: p.detach() for n, p in network.named_parameters()} for network in made)
     assert (weights["any.bias"] == 0).all() and (weights["scale"] == 1).all()
@@ -300,8 +300,8 @@ def test_first_weights_are_drawn_by_name(example, tmp_path):
     assert float(own["any.bias"][0]) == pytest.approx(0.08)
 
 
-def test_the_standard_block_is_the_standard(example, all_three, tmp_path):
-    """The three arguments with our own parts are a run without them."""
+def test_our_own_block_as_argument_changes_nothing(example, tmp_path):
+    """A run with our own block as an argument equals one without."""
     settings = example.settings(None, 4)
     settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, mock_data=True))
     runs = []
@@ -332,21 +332,21 @@ def test_untrained_parameters_and_other_dropout_are_refused(example, model, word
         train.run(example.settings(None, 2), model, None, parts(example)[2])
 
 
-@pytest.mark.parametrize("how", ["mean", "sum", "none"])
-def test_a_loss_of_another_shape(example, how):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_of_another_shape_is_refused(example, reduction):
     def loss(logits, batch):
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), reduction=how)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), reduction=reduction)
 
     with pytest.raises(UserError, match="one loss for each token"):
         train.run(example.settings(None, 2), None, loss, parts(example)[2])
 
 
-def test_too_few_samples(example):
+def test_too_few_samples_are_refused(example):
     with pytest.raises(UserError, match="has 100 samples, the run needs 320"):
         train.run(example.settings(None, 20), None, None, {"train": example.Sums(100, 1)})
 
 
-def test_muon_without_layers(example):
+def test_muon_without_layers_is_refused(example):
     settings = example.settings(None, 2)
     settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon"))
     with pytest.raises(UserError, match="of which this model has none"):
@@ -354,11 +354,7 @@ def test_muon_without_layers(example):
 
 
 def test_custom_data_needs_no_files(tmp_path: Path) -> None:
-    """Data paths among the settings are neither opened nor saved."""
-    from helpers import TINY_FLAGS
-    from meshwright.settings import flags
-    from meshwright.settings.schema import TrainConfig
-
+    """Paths of token files in the settings are neither opened nor saved."""
     argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
     config = flags.parse(TrainConfig, argv, "test").config
     data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
