@@ -633,7 +633,7 @@ def test_shares_of_several_ranks_are_complete(tmp_path, monkeypatch):
     inputs = inspect_inputs(paths)
     whole = list(pieces(inputs))
     for size in (1, 2, 3, 5, 50):
-        parts = [list(text.share_of(inputs, rank, size)) for rank in range(size)]
+        parts = [list(text.pieces(inputs, rank, size)) for rank in range(size)]
         assert [piece for part in parts for piece in part] == whole
         if size <= 3:
             assert min(map(len, parts)) > 3

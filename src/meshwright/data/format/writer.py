@@ -37,7 +37,7 @@ class Writer:
     describe.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: Sequence[int] | None = None) -> None:
         """`begun`: tokens, sequences and documents to keep of an interrupted writer's parts."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)

@@ -28,7 +28,7 @@ MAGIC = {
     b"BZh": "bzip2",
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
-    b"\xff\xff\xff\xff": "legacy arrow",
+    b"\xff\xff\xff\xff": "legacy arrow",  # a stream of batches
 }
 SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
@@ -36,7 +36,7 @@ LAYERS = 4  # of compression within compression, at most
 FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 CHUNK = 1 << 18
-SLICE = 1 << 11  # packed bytes at once; zstd returns all they hold, up to 2^17 bytes for each 4
+SLICE = 1 << 11  # packed bytes at once: zstd unpacks 4 of them to up to 2^17, so this bounds the memory
 
 
 class Damaged(Exception):
@@ -47,12 +47,13 @@ DAMAGES = (Damaged, tarfile.TarError)
 
 
 def kind_of(start: bytes) -> str | None:
-    """Return the kind of a file with these first bytes, None for plain text.
-
-    Text may begin as MAGIC does. The last of MAGIC is how a stream of Arrow batches begins.
-    """
-    if _is_text(start):
-        return None
+    """Return the kind of a file with these first bytes; None for text, which may begin as MAGIC."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
+        if not NO_TEXT.search(start):
+            return None
+    except UnicodeDecodeError:
+        pass
     if start[257:262] == b"ustar":
         return "tar"
     if start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5F:
@@ -60,16 +61,8 @@ def kind_of(start: bytes) -> str | None:
     return next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
 
 
-def _is_text(start: bytes) -> bool:
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
-    except UnicodeDecodeError:
-        return False
-    return NO_TEXT.search(start) is None
-
-
 def foreign_encoding(start: bytes) -> str:
-    """Return what to do about text with the byte order mark of another encoding, or \"\"."""
+    """Return what to do about text with the byte order mark of another encoding, else ""."""
     name = next((name for mark, name in FOREIGN.items() if start.startswith(mark)), None)
     return f"is {name}: convert it, for example iconv -f {name} -t UTF-8" if name else ""
 
@@ -82,9 +75,7 @@ def missing(package: str, what: str) -> UserError:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """Return the stream inside, even if it is compressed several times. `file.peek` must show HEAD
-    bytes.
-    """
+    """Return the stream inside, even if it is compressed several times; `file` shows HEAD bytes."""
     for _ in range(LAYERS):
         kind = kind_of(peek(file))
         if kind not in STREAMS:
@@ -107,29 +98,21 @@ def peek(file: BinaryIO) -> bytes:
 def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
     """Yield the contents of one compressed stream after another; zeros may pad each."""
     begin, errors = _library(kind)
-    limit = () if kind == "zstd" else (CHUNK,)
-    stream, packed = None, memoryview(b"")
-    while True:
-        is_full = stream is not None and not getattr(stream, "needs_input", True)
-        if not packed and not is_full:
-            packed = memoryview(cast(Any, file).read1(CHUNK))
-            if not packed:
-                break
+    stream: Any = None
+    packed = memoryview(b"")
+    while packed or (packed := memoryview(cast(Any, file).read1(CHUNK))):
         if stream is None:
             packed = memoryview(bytes(packed).lstrip(b"\0"))
             if not packed:
                 continue
             stream = begin()
-        size = 0 if is_full else SLICE
-        part, packed = packed[:size], packed[size:]
+        part, packed = packed[:SLICE], packed[SLICE:]
         try:
-            data = stream.decompress(part, *limit)
+            data = stream.decompress(part)
         except errors as error:
             raise Damaged(f"{kind}: {error}") from None
-        if left := stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b""):
-            packed = memoryview(left + bytes(packed))
         if stream.eof:
-            stream = None
+            stream, packed = None, memoryview(stream.unused_data + bytes(packed))
         if data:
             yield data
     if stream is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,9 @@ class Encoded:
     units: int = 0  # lines, rows or texts
     documents: int = 0
     bytes: int = 0  # of text and what surrounds it
-    tokens: list[int] = field(default_factory=list)
     sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
-    # int64: number of the piece's sequences up to the end of each document
-    ends: list[Array] = field(default_factory=list)
-    # Kind of bad unit: how many, and the number of the first in the piece.
-    bad: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ends: list[Array] = field(default_factory=list)  # int64: sequences up to the end of each document
+    bad: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind: how many, and number of the first
     first_bad: str = ""  # message
 
 
@@ -53,18 +50,15 @@ class Encoder:
             encoded.units += 1
             if texts is None:
                 continue
-            bad = texts if isinstance(texts, BadLine) else None
-            if not isinstance(texts, BadLine):
-                try:
-                    documents = [self._document(text) for text in texts]
-                except BadLine as error:
-                    bad = error
-            if bad is not None:
+            try:
+                if isinstance(texts, BadLine):
+                    raise texts
+                documents = [self._document(text) for text in texts]
+            except BadLine as bad:
                 count, first = encoded.bad.get(bad.kind, (0, number))
                 encoded.bad[bad.kind] = (count + 1, first)
-                encoded.first_bad = (
-                    encoded.first_bad or f"{bad}{expected_format(bad, not encoded.documents and not piece.begin)}"
-                )
+                hint = expected_format(bad, not encoded.documents and not piece.begin)
+                encoded.first_bad = encoded.first_bad or f"{bad}{hint}"
                 if stop:
                     break
                 continue
@@ -72,13 +66,12 @@ class Encoder:
                 column.add(document, self.end)
             encoded.documents += 1
             if piece.kind in ("parquet", "arrow"):
-                encoded.bytes += sum(len(text) for text in cast(list[str], texts))
+                encoded.bytes += sum(map(len, texts))
         encoded.bytes = encoded.bytes or _bytes_of(piece)
-        arrays = [column.tokens(self.dtype) for column in out]
-        encoded.tokens = [len(array) for array in arrays]
         encoded.sizes = [np.array(column.sizes, np.int32) for column in out]
         encoded.ends = [np.array(column.ends, np.int64) for column in out]
-        return encoded, arrays
+        nothing = np.zeros(0, self.dtype)
+        return encoded, [np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in out]
 
     def _document(self, text: str) -> list[Sequence[int] | Array]:
         try:
@@ -112,11 +105,6 @@ class _Column:
             self.parts.append(end)
             self.sizes[-1] += 1
         self.ends.append(len(self.sizes))
-
-    def tokens(self, dtype: np.dtype[Any]) -> Array:
-        if not self.parts:
-            return np.zeros(0, dtype)
-        return np.concatenate(self.parts, dtype=dtype, casting="unsafe")
 
 
 def _bytes_of(piece: Piece) -> int:

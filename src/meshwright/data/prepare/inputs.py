@@ -1,6 +1,4 @@
-"""Find the inputs of `preprocess`: files, patterns, folders of tables, pipes; the first bytes
-decide the kind, not the name.
-"""
+"""Find the inputs of `preprocess`: files, patterns, folders of tables, pipes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from meshwright.errors import BAD_DATA, IO, UserError
 
 @dataclass(frozen=True)
 class Input:
-    """A file or a pipe. `bytes` is its size, compressed or not; 0 for a pipe."""
+    """A file or a pipe; its first bytes decide the kind. `bytes` is on disk, 0 for a pipe."""
 
     path: str
     kind: Literal["lines", "stream", "parquet", "arrow"]
@@ -25,9 +23,7 @@ class Input:
 
 
 def find_inputs(patterns: list[str]) -> list[str]:
-    """Return files and `-` as given and the matches of patterns sorted; raise if one does not
-    exist.
-    """
+    """Return files and `-` as given, and the matches of patterns sorted; raise if there is none."""
     found = []
     for pattern in patterns:
         matches = [pattern] if pattern == "-" or Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))

@@ -1,4 +1,4 @@
-"""A note of what an interrupted `preprocess` had done, from which the same command continues.
+"""`<prefix>.progress`: what an interrupted `preprocess` had done; the same command continues there.
 
 The first line is a hash of the command and its inputs, each further line the JSON of a state; a
 kill leaves at worst an incomplete last line. Nothing is forced to the disk: if the files are
@@ -26,10 +26,7 @@ LONGEST = 1 << 18  # bytes of a journal, after which it is rewritten
 
 
 class Journal:
-    """An open journal, which holds the lock on the output.
-
-    `state` is the last state noted, None if there is nothing to continue.
-    """
+    """An open journal, which holds the lock on the output; `state` is what to continue from."""
 
     def __init__(self, path: str, identity: dict[str, Any], stderr: TextIO) -> None:
         self.path, self.is_kept = path, True
@@ -41,18 +38,13 @@ class Journal:
         if lines and lines[0] == self.digest:
             self.state = _last_complete(lines[1:])
         elif lines:
-            print(
-                f"{path} is of another command, or its input has changed since; starting from the beginning",
-                file=stderr,
-            )
+            print(f"{path} is of another command, or its input has changed since; starting over", file=stderr)
         if self.state is None:
             self._rewrite()
         self.noted = time.monotonic()
 
     def _rewrite(self) -> None:
-        """Start again with the first line. A kill before `truncate` leaves older states, which are
-        still true.
-        """
+        """Start again; a kill before `truncate` leaves older states, which are still true."""
         self.file.seek(0)
         self._write(self.digest)
         self.file.truncate()
@@ -101,13 +93,10 @@ def _last_complete(lines: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def has_parts(prefix: str, lengths: tuple[int, int, int], itemsize: int) -> bool:
-    """Return whether an interrupted writer's files hold at least these tokens, sequences and
-    documents.
-    """
+def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:
+    """Return whether an interrupted writer's files hold so many tokens, sequences and documents."""
     try:
-        sizes = [os.path.getsize(f"{prefix}{part}.tmp") for part in PARTS]
+        parts = zip(PARTS, lengths, (itemsize, 4, 8), strict=True)
+        return all(os.path.getsize(f"{prefix}{part}.tmp") >= length * size for part, length, size in parts)
     except OSError:
         return False
-    needed = [length * size for length, size in zip(lengths, (itemsize, 4, 8), strict=True)]
-    return all(have >= want for have, want in zip(sizes, needed, strict=True))

@@ -1,9 +1,8 @@
 """`meshwright preprocess`: text to token files, on all cores of one machine or of several.
 
-The input is cut into pieces (text.py), which worker processes encode (workers.py). Progress is
-noted in `<prefix>.progress` (journal.py), so that the same command continues after a kill and ends
-with the same bytes. Started as several ranks, each writes its range of the input as a pair of files
-of its own, and rank 0 merges these pairs as `meshwright data merge` does.
+After a kill the same command continues (journal.py) and ends with the same bytes. Started as
+several ranks, each writes its range of the input as a pair of files of its own, and rank 0 merges
+these pairs as `meshwright data merge` does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from meshwright.data.prepare import sentences
 from meshwright.data.prepare.encoding import Encoded, Encoder
 from meshwright.data.prepare.inputs import Input, find_inputs, inspect_inputs
 from meshwright.data.prepare.journal import Journal, has_parts
-from meshwright.data.prepare.text import Piece, count_lines, damage_message, describe_place, share_of
+from meshwright.data.prepare.text import Piece, count_lines, damage_message, describe_place, pieces
 from meshwright.data.prepare.workers import encode_pieces
 from meshwright.data.tools.merge import merge
 from meshwright.device import cores
@@ -162,11 +161,7 @@ def work_together(team: Team, job: Job) -> None:
         job.totals.before = (job.totals.before[0] + before[0], job.totals.before[1] + before[1])
         for kind, (count, place) in bad.items():
             job.totals.bad.count(kind, count, place)
-    of_ranks = team.gather(job.lengths)
-    job.lengths = [
-        (sum(one[0] for one in ranks), sum(one[1] for one in ranks), sum(one[2] for one in ranks))
-        for ranks in zip(*of_ranks, strict=True)
-    ]
+    job.lengths = np.sum(team.gather(job.lengths), axis=0).tolist()
     try:
         job.require_tokens()
     except UserError as error:
@@ -209,7 +204,7 @@ class Job:
 
         self.totals = Totals()
         self.writers = list[Writer]()
-        self.lengths = [(0, 0, 0)] * len(self.keys)  # tokens, sequences and documents of each key
+        self.lengths = [[0, 0, 0]] * len(self.keys)  # tokens, sequences and documents of each key
         self.position = (-1, 0, 0)  # the current input, its units so far, and the byte at which this rank entered it
         self.state: dict[str, Any] | None = None
         sizes = [max(one.bytes, 1) for one in inputs]
@@ -247,7 +242,7 @@ class Job:
             if state and state["is_complete"]:
                 return
             for prefix, lengths in zip(self.prefixes, self.lengths, strict=True):
-                writer = Writer(prefix + self.suffix, self.dtype, lengths if state else None)
+                writer = Writer(prefix + self.suffix, self.dtype, tuple(lengths) if state else None)
                 writer.is_kept = True
                 self.writers.append(stack.enter_context(writer))
             try:
@@ -286,7 +281,7 @@ class Job:
         t = self.totals
         t.documents, t.bytes = t.before = (state["documents"], state["bytes"])
         t.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
-        self.position, self.lengths, self.state = tuple(state["input"]), [tuple(one) for one in state["lengths"]], state
+        self.position, self.lengths, self.state = tuple(state["input"]), state["lengths"], state
         print(f"continuing after {t.documents:,} documents of an interrupted run", file=self.stderr)
         return state
 
@@ -305,11 +300,11 @@ class Job:
     def encode(self, done: int) -> None:
         """Encode and append all pieces but the first `done`."""
         p = self.config.preprocess
-        pieces = islice(share_of(self.inputs, self.world.rank, self.world.size), done, None)
+        todo = islice(pieces(self.inputs, self.world.rank, self.world.size), done, None)
         make = functools.partial(build_encoder, self.config, self.dtype)
         self.stdout.flush()
         with (
-            closing(encode_pieces(pieces, make, self.worker_count(), p.on_error == "stop")) as results,
+            closing(encode_pieces(todo, make, self.worker_count(), p.on_error == "stop")) as results,
             self.progress() as show,
         ):
             for number, (piece, encoded, tokens) in enumerate(results, done + 1):
@@ -318,7 +313,7 @@ class Job:
                 columns = zip(self.writers, tokens, encoded.sizes, encoded.ends, strict=True)
                 for writer, ids, sizes, ends in columns:
                     writer.append(ids, sizes, ends + writer.sequences)
-                self.lengths = [(w.tokens, w.sequences, w.documents) for w in self.writers]
+                self.lengths = [[w.tokens, w.sequences, w.documents] for w in self.writers]
                 self.state = self.snapshot(number)
                 if self.journal.is_due():
                     for writer in self.writers:

@@ -1,9 +1,7 @@
-"""Parquet and Arrow tables, cut into pieces of similar size whatever their row groups and batches
-are.
+"""Parquet and Arrow tables, cut into pieces of similar size, with pyarrow of the `data` extra.
 
-Each worker reads its own pieces. A table can be entered only at a row group or batch, so each
-process keeps its reader open and reads on: the pieces of one process come in increasing order.
-pyarrow comes with the `data` extra.
+A table can be entered only at a row group or batch, so each process keeps its reader open and reads
+on: its pieces come in increasing order.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
 BUFFER = 1 << 18  # bytes, for a Parquet file
 
 Start = tuple[int, int]  # the row group or batch to enter at, and its first row
-# A row group or batch: its number if the table can be entered there, rows, bytes, and the position
-# in the
-# file after it.
+# A row group or batch: its number if the table can be entered there, rows, bytes, the end.
 Part = tuple[int | None, int, int, int]
 
 
@@ -34,17 +30,13 @@ Part = tuple[int | None, int, int, int]
 
 
 def find_tables(folder: str) -> list[str]:
-    """Return the files of a data set saved by Hugging Face's `datasets`, or all .parquet files,
-    sorted.
-    """
-    splits: Any = _json(Path(folder) / "dataset_dict.json").get("splits")
-    if _are_texts(splits):
+    """Return the files of a data set saved by Hugging Face's `datasets`, or all tables."""
+    splits = _names(Path(folder) / "dataset_dict.json", "splits")
+    if splits:
         one = Path(folder) / splits[0]
         raise UserError(f"--input {folder} holds several data sets; name one of them, such as {one}", BAD_DATA)
-    files = _json(Path(folder) / "state.json").get("_data_files")
-    names = [isinstance(one, dict) and one.get("filename") for one in files] if isinstance(files, list) else []
-    if _are_texts(names):
-        paths = [str(Path(folder) / str(name)) for name in names]
+    paths = [str(Path(folder) / name) for name in _names(Path(folder) / "state.json", "_data_files")]
+    if paths:
         gone = [path for path in paths if not os.path.isfile(path)]
         if gone:
             raise UserError(
@@ -57,17 +49,15 @@ def find_tables(folder: str) -> list[str]:
     return sorted(glob.glob(f"{escaped}/**/*.parquet", recursive=True)) or sorted(glob.glob(f"{escaped}/*.arrow"))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, {} for anything else: other programs have files of these names, too."""
+def _names(path: Path, key: str) -> list[str]:
+    """Return names in a JSON object; [] if there are none: other programs have such files, too."""
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) and value for value in values)
+        values = json.loads(path.read_text("utf-8"))[key]
+        names = [one if isinstance(one, str) else one["filename"] for one in values]
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):
+        return []
+    is_valid = isinstance(values, list) and all(isinstance(name, str) and name for name in names)
+    return names if is_valid else []
 
 
 # Cutting.
@@ -111,7 +101,8 @@ def _parts(path: str, kind: str, size: int) -> Iterator[Part]:
         if kind == "parquet":
             about = pyarrow.parquet.read_metadata(path)
             groups = [about.row_group(number) for number in range(about.num_row_groups)]
-            if sum(group.num_rows for group in groups) != about.num_rows or any(group.num_rows < 0 for group in groups):
+            counts = [group.num_rows for group in groups]
+            if sum(counts) != about.num_rows or min(counts, default=0) < 0:
                 raise ValueError("the rows of its row groups do not add up to those of the file")
             opened, done = True, 0
             for number, group in enumerate(groups):
@@ -212,16 +203,16 @@ class _Reader:
             raise self._damaged(*self.failed[1:])
         if not start[1] <= self.at <= begin:
             self._enter(start)
-        ends: tuple[type[Exception], ...] = (StopIteration, *_errors())
         while self.at < end:
             if self.batch is None:
                 try:
-                    self.batch = next(self.batches)
-                except ends as error:
-                    why = "the file ends here" if isinstance(error, StopIteration) else _first_line(error)
-                    self.failed = (start, self.at, why)
+                    if (batch := next(self.batches, None)) is None:
+                        raise OSError("the file ends here")
+                except _errors() as error:
+                    self.failed = (start, self.at, _first_line(error))
                     self.at = -1
                     raise self._damaged(*self.failed[1:]) from None
+                self.batch = batch
             after = self.at + self.batch.num_rows
             first = max(begin, self.at)
             if after > first:
@@ -243,9 +234,9 @@ class _Reader:
         self.batch = None
         if self.kind == "parquet":
             self.batches = self._group_batches(number)
-            return
-        self.source.seek(0)
-        self.batches = _batches(*_arrow(self.source), number)
+        else:
+            self.source.seek(0)
+            self.batches = _batches(*_arrow(self.source), number)
 
     def _group_batches(self, first: int) -> Iterator[Any]:
         for number in range(first, self.file.num_row_groups):
@@ -260,21 +251,19 @@ class _Reader:
 
 
 def _values(column: Any) -> list[Any]:
-    """Return a column's values, after a check: pyarrow would read a damaged column beyond its
-    memory.
-    """
+    """Return a column's values, checked: pyarrow would read a damaged column beyond its memory."""
     import pyarrow
 
     try:
         column.validate(full=True)
+        return list(column.to_pylist())
     except pyarrow.ArrowInvalid:
-        if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+        types = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+        if column.type not in types:
             raise
-        as_bytes = column.view(pyarrow.binary() if pyarrow.types.is_string(column.type) else pyarrow.large_binary())
-        as_bytes.validate(full=True)
-        return [_decoded(value) for value in as_bytes.to_pylist()]
-    values: list[Any] = column.to_pylist()
-    return values
+    column = column.view(types[column.type])
+    column.validate(full=True)
+    return [_decoded(value) for value in column.to_pylist()]
 
 
 def _decoded(value: bytes | None) -> Any:

@@ -1,12 +1,8 @@
-"""Read documents from JSON lines, plain or compressed, from tables, and from archives of text
-files.
+"""Cut JSON lines, tables and archives of text files into pieces of about a megabyte, and read them.
 
-An input is cut into pieces of about a megabyte, which worker processes turn into tokens. A piece of
-a plain file or of a table is a place, which the worker reads; a piece of a stream, which can only
-be read in order, holds the bytes. Where pieces begin depends on the input alone, so that an
-interrupted run continues at a piece and several machines can share them.
-
-Lines are cut as bytes, so that a line that is not UTF-8 costs no other line (records.py).
+A piece of a plain file or of a table is a place, which the worker reads; a piece of a stream, which
+can only be read in order, holds the bytes. Where pieces begin depends on the input alone, so that
+an interrupted run continues at a piece and several machines can share them.
 """
 
 from __future__ import annotations
@@ -50,34 +46,8 @@ class Piece:
 # Cutting.
 
 
-def pieces(inputs: list[Input]) -> Iterator[Piece]:
-    """Yield all pieces, in the order of the documents."""
-    return share_of(inputs, 0, 1)
-
-
-def _input_pieces(number: int, one: Input) -> Iterator[Piece]:
-    if one.kind == "lines":
-        for begin in range(0, one.bytes, PIECE):
-            end = min(begin + PIECE, one.bytes)
-            yield Piece(number, one.path, "place", begin, end, behind=end)
-    elif one.kind == "stream":
-        yield from _stream_pieces(number, one.path)
-    else:
-        yield from _table_pieces(number, one)
-
-
-def _table_pieces(number: int, one: Input) -> Iterator[Piece]:
-    try:
-        for begin, end, behind, start in tables.spans(one.path, one.kind, one.bytes, PIECE):
-            yield Piece(number, one.path, cast(Any, one.kind), begin, end, start, behind)
-    except containers.Damaged as error:
-        yield Piece(number, one.path, "broken", content=str(error), behind=one.bytes)
-
-
-def share_of(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
-    """Yield one rank's pieces, a range of the bytes: all ranks' pieces in turn are those of
-    `pieces`.
-    """
+def pieces(inputs: list[Input], rank: int = 0, size: int = 1) -> Iterator[Piece]:
+    """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
     total, base = sum(max(one.bytes, 1) for one in inputs), 0
     for number, one in enumerate(inputs):
         if one.kind != "stream":
@@ -91,10 +61,23 @@ def share_of(inputs: list[Input], rank: int, size: int) -> Iterator[Piece]:
         base += max(one.bytes, 1)
 
 
+def _input_pieces(number: int, one: Input) -> Iterator[Piece]:
+    if one.kind == "lines":
+        for begin in range(0, one.bytes, PIECE):
+            end = min(begin + PIECE, one.bytes)
+            yield Piece(number, one.path, "place", begin, end, behind=end)
+    elif one.kind == "stream":
+        yield from _stream_pieces(number, one.path)
+    else:
+        try:
+            for begin, end, behind, start in tables.spans(one.path, one.kind, one.bytes, PIECE):
+                yield Piece(number, one.path, one.kind, begin, end, start, behind)
+        except containers.Damaged as error:
+            yield Piece(number, one.path, "broken", content=str(error), behind=one.bytes)
+
+
 def _stream_pieces(number: int, path: str) -> Iterator[Piece]:
-    """Yield what can be read and, if the stream is cut short or damaged, a last piece that says
-    why.
-    """
+    """Yield what can be read; after damage, a last piece says why."""
     file = open_input(path)
     try:
         stream = containers.unpacked(containers.steady(file))
@@ -125,13 +108,11 @@ def _require_lines(path: str, start: bytes) -> None:
 
 
 def _members(archive: BinaryIO) -> Iterator[tuple[int, list[Text]]]:
-    """Yield texts and JSON lines, about a piece at a time.
-
-    With them comes the number of lines of the first member that an earlier piece holds.
+    """Yield texts and JSON lines, about a piece at a time, and how many lines of the first member
+    earlier pieces hold.
     """
     kept: list[Text] = []
     have = begin = 0
-    damage: Exception | None = None
     try:
         for name, lines, part in _member_parts(archive):
             if kept and lines:
@@ -143,19 +124,18 @@ def _members(archive: BinaryIO) -> Iterator[tuple[int, list[Text]]]:
             if have >= PIECE:
                 yield begin, kept
                 kept, have = [], 0
-    except containers.DAMAGES as error:
-        damage = error
+    except containers.DAMAGES:
+        if kept:
+            yield begin, kept
+        raise
     if kept:
         yield begin, kept
-    if damage:
-        raise damage
 
 
 def _member_parts(archive: BinaryIO) -> Iterator[tuple[str, int, Any]]:
     """Yield name, number of lines before in the same member, and content.
 
-    Damage of a member is reported once the next member begins; without one, the archive itself is
-    cut short.
+    Damage of a member is reported once the next one begins: otherwise the archive is cut short.
     """
     damage: list[tuple[str, int, str]] = []
     for name, stream in containers.members(archive):
@@ -178,7 +158,7 @@ def _parts(name: str, stream: BinaryIO) -> Iterator[bytes]:
     start = containers.peek(stream)
     if containers.foreign_encoding(start):
         yield start  # enough to name the encoding
-    elif is_json(name):
+    elif JSON_NAME.search(name):
         yield from cut(_without_mark(stream), PIECE)
     else:
         parts, have = [], 0
@@ -197,13 +177,9 @@ def _without_mark(stream: BinaryIO) -> Iterator[bytes]:
     return containers.chunks(stream)
 
 
-def is_json(name: str) -> bool:
-    """Whether a member of an archive holds JSON lines."""
-    return JSON_NAME.search(name) is not None
-
-
 def _has_lines(name: str, content: bytes | str) -> bool:
-    return isinstance(content, bytes) and is_json(name) and not containers.foreign_encoding(content)
+    is_json = isinstance(content, bytes) and JSON_NAME.search(name)
+    return bool(is_json) and not containers.foreign_encoding(cast(bytes, content))
 
 
 def open_input(path: str) -> BinaryIO:
@@ -218,9 +194,7 @@ def open_input(path: str) -> BinaryIO:
 
 
 def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """Yield complete lines, about `size` bytes at a time; damage is raised after the lines before
-    it.
-    """
+    """Yield complete lines, about `size` bytes at a time; damage is raised after all of them."""
     kept: list[bytes] = []
     have, ends, too_long = 0, False, False  # `ends`: `kept` contains a line feed
 
@@ -257,10 +231,7 @@ def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
 
 
 def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
-    """Yield one unit for each line, row or text of the piece.
-
-    It is the text under each key, or what is wrong with it, or None for a blank line.
-    """
+    """Yield the texts under the keys of each line, row or text; what is wrong; None if blank."""
     if piece.kind == "place":
         yield from _line_units(read_place(piece.path, piece.begin, piece.end), keys, not piece.begin)
     elif piece.kind == "lines":
@@ -272,7 +243,10 @@ def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
             elif _has_lines(name, content):
                 yield from _line_units((content, 0, len(content)), keys, bool(number) or not piece.begin)
             else:
-                yield _text_unit(content, keys)
+                try:
+                    yield [decode(content)] * len(keys)
+                except BadLine as bad:
+                    yield bad
     elif piece.kind in ("parquet", "arrow"):
         try:
             for row in tables.rows(piece.path, piece.kind, piece.content, piece.begin, piece.end, keys):
@@ -282,43 +256,34 @@ def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
 
 
 def _line_units(lines: Lines, keys: list[str], is_first: bool) -> Iterator[Texts | BadLine | None]:
-    """`is_first`: the lines begin their file."""
     is_array = is_first and ARRAY.match(lines[0], lines[1], lines[2]) is not None
     for line in lines_of(*lines):
-        unit = _parse_line(line, keys)
+        try:
+            unit: Texts | BadLine | None = parse(line, keys)
+        except BadLine as bad:
+            unit = bad
         if is_array and isinstance(unit, BadLine):
             unit = BadLine("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")
             is_array = False
         yield unit
 
 
-def _parse_line(line: memoryview, keys: list[str]) -> Texts | BadLine | None:
-    try:
-        return records.parse(line, keys)
-    except BadLine as bad:
-        return _too_long() if line == TOO_LONG else bad
-
-
 def parse(line: memoryview, keys: list[str]) -> Texts | None:
     """Return the text under each key, None for a blank line; raise BadLine."""
-    unit = _parse_line(line, keys)
-    if isinstance(unit, BadLine):
-        raise unit
-    return unit
+    if line == TOO_LONG:
+        raise BadLine(f"longer than {LONGEST:,} bytes")
+    return records.parse(line, keys)
 
 
-def _too_long() -> BadLine:
-    return BadLine(f"longer than {LONGEST:,} bytes")
-
-
-def _text_unit(content: bytes, keys: list[str]) -> Texts | BadLine:
+def decode(content: bytes) -> str:
+    """Return the text of a file; raise BadLine."""
     if content == TOO_LONG:
-        return _too_long()
+        raise BadLine(f"longer than {LONGEST:,} bytes")
     try:
-        return [content.decode("utf-8")] * len(keys)
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = f"byte 0x{content[error.start]:02x} at {error.start}"
-        return BadLine("not UTF-8", containers.foreign_encoding(content) or byte)
+        raise BadLine("not UTF-8", containers.foreign_encoding(content) or byte) from None
 
 
 def describe_place(piece: Piece, unit: int, first_line: int) -> str:
@@ -355,9 +320,9 @@ def read_place(path: str, begin: int, end: int) -> Lines:
     start = max(begin - 1, 0)
     size = end - start
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             file.seek(start)
-            data = read_fully(file, size + REST)
+            data = file.read(size + REST)
             if len(data) < size:
                 raise UserError(
                     f"{path} has become shorter while it was read: it ends at byte {start + len(data):,} and had at "
@@ -385,26 +350,15 @@ def read_place(path: str, begin: int, end: int) -> Lines:
     return b"".join(parts), first, have
 
 
-def read_fully(file: Any, size: int) -> bytes:
-    parts = []
-    while size > 0 and (part := file.read(size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
 def count_lines(path: str, end: int) -> int:
     """Return how many lines end before this byte."""
-    if not end:
-        return 0
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         return sum(file.read(min(PIECE, end - at)).count(b"\n") for at in range(0, end, PIECE))
 
 
 def read_texts(inputs: list[str], keys: list[str]) -> Iterator[str]:
     """Yield every text of the inputs; raise for the first bad line."""
-    is_start = True
-    lines: dict[int, int] = {}
+    is_start, lines = True, dict[int, int]()
     for piece in pieces(inspect_inputs(inputs)):
         if piece.kind == "broken":
             raise UserError(damage_message(piece), BAD_DATA)

@@ -1,12 +1,15 @@
 """Encode pieces in worker processes and return the results in the order of the input.
 
-Tokens come back through the pool's pipe. Measured with gigatoken, two workers and 50 MB of text
-against workers that write into the file themselves: 1.02 instead of 0.94 s of processor time, and
-1.5 instead of 1.8 s on the clock (best of three, interleaved).
+Tokens come back through the pool's pipe. Two workers and their parent used, median (best) of 4 to 5
+interleaved runs, instead of workers that write into the file themselves: 2.38 (2.27) instead of
+2.29 (1.97) s of processor time for 200 MB with gigatoken, 2.37 (2.14) instead of 1.95 (1.77) s for
+40 MB with ByteTokenizer. Results as bytes or out-of-band buffers, a pipe of 1 MiB, or a file for
+each result changed that by less than 0.1 s.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -16,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing.connection import wait
 
 from meshwright.data.prepare.encoding import Array, Encoded, Encoder
@@ -41,16 +45,14 @@ def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: in
     pool = ProcessPoolExecutor(size, multiprocessing.get_context(method), _start_worker, (make, stop))
     pending: deque[tuple[Piece, Future[tuple[Encoded, list[Array]]]]] = deque()
     workers: set[multiprocessing.process.BaseProcess] = set()
-    is_first = True
+    is_first, left = True, iter(pieces)
     try:
-        for piece in pieces:
-            pending.append((piece, pool.submit(_encode, piece)))
-            workers.update(multiprocessing.active_children())
-            if len(pending) >= AHEAD * size:
-                piece, future = pending.popleft()
-                yield piece, *future.result()
-                is_first = False
-        while pending:
+        while True:
+            for piece in islice(left, AHEAD * size - len(pending)):
+                pending.append((piece, pool.submit(_encode, piece)))
+                workers.update(multiprocessing.active_children())
+            if not pending:
+                return
             piece, future = pending.popleft()
             yield piece, *future.result()
             is_first = False
@@ -69,9 +71,8 @@ def _worker_lost(workers: set[multiprocessing.process.BaseProcess], is_start: bo
     for worker in workers:
         worker.join(5)
     # The pool terminates the other workers with SIGTERM.
-    codes = [worker.exitcode for worker in workers if worker.exitcode not in (0, None, -signal.SIGTERM)]
+    codes = [worker.exitcode for worker in workers if worker.exitcode and worker.exitcode != -signal.SIGTERM]
     code = codes[0] if codes else -signal.SIGTERM
-    assert code is not None
     how = f"by signal {-code}" if code < 0 else f"with status {code}"
     why = ", perhaps for lack of memory (--workers sets their number)" if code == -signal.SIGKILL else ""
     if is_start:
@@ -89,8 +90,7 @@ def _start_worker(make: Callable[[], Encoder], stop: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports an interrupt
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    encoder = make()
-    _encoder = lambda piece: encoder(piece, stop)  # noqa: E731
+    _encoder = functools.partial(make(), stop=stop)
 
 
 def _exit_with_parent() -> None:

@@ -9,18 +9,19 @@ import glob
 import hashlib
 import http.client
 import os
+import re
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
 from meshwright.console import notice
 from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
-from meshwright.files import checksums, make_folder
+from meshwright.files import make_folder
 from meshwright.progress import progress_bar
 from meshwright.settings.command import our_version
 
@@ -86,19 +87,17 @@ def describe_known() -> list[str]:
     for name, known in KNOWN.items():
         size = f"{known.size:,} bytes, SHA-256 known" if known.size else "SHA-256 not known"
         out += [f"  {name:<38} {known.what} ({size})", f"  {'':<38} {known.url}"]
-    out += [f"  {word:<38} {' and '.join(names)}" for word, names in TOGETHER.items()]
-    return out
+    return out + [f"  {word:<38} {' and '.join(names)}" for word, names in TOGETHER.items()]
 
 
 def resolve(names: list[str], sha256: str | None) -> dict[str, Known]:
     """Return what to fetch under each file name, for names of the table and for addresses."""
-    if sha256 and (len(sha256) != 64 or not set(sha256.lower()) <= set("0123456789abcdef")):
+    if sha256 and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UserError(f"--sha256 {sha256} is not 64 hexadecimal digits")
     out = {}
     for name in (n for given in names for n in TOGETHER.get(given, [given])):
-        if name in KNOWN:
-            known = KNOWN[name]
-            out[name] = Known(known.url, known.what, known.size, known.sha256 or sha256)
+        if known := KNOWN.get(name):
+            out[name] = replace(known, sha256=known.sha256 or sha256)
             if sha256 and known.sha256 not in (None, sha256.lower()):
                 raise UserError(f"--sha256 {sha256}, but {name} has {known.sha256}; leave the flag out")
             continue
@@ -146,60 +145,55 @@ def check_present(path: Path, known: Known) -> str:
 
 
 def fetch_missing(path: Path, known: Known) -> str:
-    if begun := find_part(path, known.url):
+    for begun in find_parts(path, known.url):
         notice(f"{begun} has {begun.stat().st_size:,} bytes; continuing from there")
     part = download(known.url, path)
     digest, size = sha256_of(part), part.stat().st_size
-    if known.sha256 and digest != known.sha256.lower():
-        remove_parts(path)
+    is_wrong = known.sha256 is not None and digest != known.sha256.lower()
+    if not is_wrong:
+        os.replace(part, path)
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        left.unlink()
+    if is_wrong:
         wanted_size = f" ({known.size:,} bytes)" if known.size else ""
         raise UserError(
             f"{known.url} gave {size:,} bytes with the SHA-256 {digest}, but {known.sha256}{wanted_size} is expected; "
             "they were removed; another program or page may have answered, so open the address in a browser",
             BAD_DATA,
         )
-    os.replace(part, path)
-    remove_parts(path)
     checked = "SHA-256 verified" if known.sha256 else f"not verified: its SHA-256 is not known; this one has {digest}"
     return f"{path}: {size:,} bytes, {checked}"
 
 
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
-        return checksums(file, True, lambda start, block: None)[1]
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def part_name(path: Path, url: str, version: str) -> str:
-    """Name a part by its address and version, so that bytes of two versions are never mixed."""
-    origin, version = (hashlib.sha256(value.encode()).hexdigest()[:12] for value in (url, version))
-    return f"{path.name}.{origin}-{version}.part"
+def find_parts(path: Path, url: str) -> list[Path]:
+    return list(path.parent.glob(f"{glob.escape(path.name)}.{short_hash(url)}-*.part"))
 
 
-def find_part(path: Path, url: str) -> Path | None:
-    origin = hashlib.sha256(url.encode()).hexdigest()[:12]
-    return next(path.parent.glob(f"{glob.escape(path.name)}.{origin}-*.part"), None)
-
-
-def remove_parts(path: Path) -> None:
-    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
-        part.unlink()
+def short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def download(url: str, path: Path) -> Path:
     """Receive the whole file, trying again as long as there is progress; return its part."""
-    tries, reason, got = 0, "", 0
-    while tries < TRIES:
+    tries, got = 0, 0
+    while True:
         try:
             return receive(url, path)
         except Cut as cut:
             reason = str(cut)
-        part, before = find_part(path, url), got
-        got = part.stat().st_size if part else 0
+        parts, before = find_parts(path, url), got
+        got = parts[0].stat().st_size if parts else 0
         tries = 0 if got > before else tries + 1
-        if tries < TRIES:
-            notice(f"{url}: {reason}; {got:,} bytes are here, trying again")
-            time.sleep(WAIT * 2**tries / 2)
-    kept = f"; {got:,} bytes are kept in {part}, and the same command continues from there" if part else ""
+        if tries == TRIES:
+            break
+        notice(f"{url}: {reason}; {got:,} bytes are here, trying again")
+        time.sleep(WAIT * 2**tries / 2)
+    kept = f"; {got:,} bytes are kept in {parts[0]}, and the same command continues from there" if parts else ""
     raise UserError(
         f"{url} cannot be fetched: {reason}{kept}. On a machine without a network: download that address elsewhere and "
         f"put the file at {path}",
@@ -210,9 +204,10 @@ def download(url: str, path: Path) -> Path:
 def receive(url: str, path: Path) -> Path:
     """Use one connection, from where the part ends; return the complete part.
 
-    Raise Cut for a failure that may pass.
+    Raise Cut for a failure that may pass. The name of a part has hashes of the address and of the
+    file's version, so that bytes of two files are never mixed.
     """
-    begun = find_part(path, url)
+    begun = next(iter(find_parts(path, url)), None)
     # From the last byte that is here: a complete part gets an answer, too, with its version.
     have = max(begun.stat().st_size - 1, 0) if begun else 0
     headers = {"User-Agent": f"meshwright/{our_version()}", "Accept-Encoding": "identity"}
@@ -222,7 +217,7 @@ def receive(url: str, path: Path) -> Path:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
             tag = answer.headers.get("ETag", "")
             version = tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified", "")
-            part = path.with_name(part_name(path, url, version))
+            part = path.with_name(f"{path.name}.{short_hash(url)}-{short_hash(version)}.part")
             is_partial = answer.status == HTTPStatus.PARTIAL_CONTENT
             if begun and (begun != part or (have and not is_partial)):
                 notice(f"{url} starts from the beginning: the server does not continue, or the file has changed")
@@ -230,10 +225,7 @@ def receive(url: str, path: Path) -> Path:
                 if is_partial:
                     raise Cut("the file has changed")
                 have = 0
-            length = answer.headers.get("Content-Length", "")
-            total = have + int(length) if length.isdigit() else None
-            make_folder(path.parent, "--output", (total or have) - have)
-            save(answer, part, have, total)
+            save(answer, part, have)
             return part
     except urllib.error.HTTPError as error:
         if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and begun:
@@ -250,23 +242,19 @@ def receive(url: str, path: Path) -> Path:
         raise Cut(f"{getattr(cause, 'strerror', None) or cause or type(error).__name__}") from None
 
 
-def save(answer: http.client.HTTPResponse, part: Path, have: int, total: int | None) -> None:
+def save(answer: http.client.HTTPResponse, part: Path, have: int) -> None:
+    """Write the answer to the part, from byte `have` on."""
+    length = answer.headers.get("Content-Length", "")
+    total = have + int(length) if length.isdigit() else None
+    make_folder(part.parent, "--output", (total or have) - have)
     with part.open("r+b" if have else "wb") as file, progress_bar(part.name, total) as advance:
         file.seek(have)
         advance(have)
-        got = have
-        while block := _read(answer):
+        while block := answer.read1(BLOCK):
             file.write(block)
-            got += len(block)
             advance(len(block))
+        got = file.tell()
         file.flush()
         os.fsync(file.fileno())
     if total is not None and got < total:
         raise Cut(f"the connection ended after {got:,} of {total:,} bytes")
-
-
-def _read(answer: http.client.HTTPResponse) -> bytes:
-    try:
-        return answer.read1(BLOCK)
-    except http.client.IncompleteRead as error:
-        return error.partial
