@@ -610,7 +610,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tools.merge_json.LONGEST", 10)
+    for room in ("tools.merge_json", "prepare.text"):
+        monkeypatch.setattr(f"meshwright.data.{room}.LONGEST", 10)
     monkeypatch.setattr("meshwright.data.tools.merge_json.PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")

@@ -202,7 +202,7 @@ def start(folder, log, *inputs, delay, **settings):
     def child():
         os.setsid()
         real = encoding.Encoder.__call__
-        encoding.Encoder.__call__ = lambda *given: (time.sleep(delay), real(*given))[1]
+        encoding.Encoder.__call__ = lambda *given, **more: (time.sleep(delay), real(*given, **more))[1]
         try:
             (folder / log).write_text(run(folder, "out", *inputs, **settings))
         except UserError as error:

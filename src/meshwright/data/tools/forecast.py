@@ -1,11 +1,11 @@
 """A training's data before it runs: `meshwright data index`, `data plan`, `data inspect --sample`.
 
-`index` and `inspect` build the same data sets as the training, with the same cache. Only `plan`
-computes from lengths alone and without torch.
+`plan` computes from lengths, without torch; the others build the training's data sets and cache.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 from collections.abc import Iterable, Sequence
@@ -58,11 +58,8 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     needed = list_arrays(build_datasets(config, vocab or ANY_ID).values())
     lost = sum(not is_mapped(array) for array in needed)
     if lost:
-        raise UserError(
-            f"{lost} of {len(needed)} index arrays are in memory alone, not in {there}; see the notice above for "
-            "the reason: the training would build them again",
-            IO,
-        )
+        where = f"{lost} of {len(needed)} index arrays are in memory alone, not in {there}"
+        raise UserError(f"{where}; see the notice above for the reason: the training would build them again", IO)
     after = find_entries(folders)
     new = [record for record in after if after[record] != before.get(record)]
     seconds = perf_counter() - start
@@ -70,10 +67,8 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
         print(f"nothing to build: all {len(needed)} index arrays are in {there} ({seconds:.1f} s)")
         return
     size = sum(p.stat().st_size for record in new for p in record.parent.glob(f"{record.stem}*") if p.is_file())
-    print(
-        f"built {len(new)} indices, {size:,} bytes, in {', '.join(sorted({str(r.parent) for r in new}))} "
-        f"({seconds:.1f} s): the training finds them there"
-    )
+    there = ", ".join(sorted({str(record.parent) for record in new}))
+    print(f"built {len(new)} indices, {size:,} bytes, in {there} ({seconds:.1f} s): the training finds them there")
 
 
 def list_arrays(datasets: Iterable[Any]) -> list[Any]:
@@ -105,11 +100,7 @@ def find_entries(folders: Sequence[Path]) -> dict[Path, int]:
 def print_plan(config: TrainConfig, as_json: bool) -> None:
     if config.data.mock_data:
         raise UserError("--mock-data: random tokens have no source; there is nothing to plan")
-    opened: dict[str, Indexed] = {}
-
-    def indexed(prefix: str) -> Indexed:
-        return opened.setdefault(prefix, opened.get(prefix) or Indexed(prefix))
-
+    indexed = functools.cache(Indexed)
     sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]
     warnings = [line for one in sets for line in one.pop("warnings")]
     if config.data.blend_change_at is not None:
@@ -126,28 +117,16 @@ def plan_set(config: TrainConfig, spec: SetSpec, found: list[Part]) -> dict[str,
     """Count the samples that are read from each source of a set."""
     length = config.data.seq_length or 1
     counts, how = count_samples(spec, found)
-    sources = list[dict[str, Any]]()
+    sources, warnings = list[dict[str, Any]](), list[str]()
     for part, count in zip(found, counts, strict=True):
-        sources.append(
-            {
-                "prefix": part.prefix,
-                "share": part.share,
-                "first_document": part.documents.start,
-                "documents": len(part.documents),
-                "tokens": part.tokens,
-                "samples": count,
-                "tokens_read": count * length,
-                "epochs": count * length / part.tokens,
-            }
-        )
-    name = {"train": "training"}.get(spec.key, spec.key)
-    warnings = [
-        f"{s['prefix']} is read {s['epochs']:.1f} times over in {name}: a smaller weight, more data or "
-        "a shorter run avoids it"
-        for s in sources
-        if spec.key == "train" and s["epochs"] > OFTEN
-    ]
+        source = dict(prefix=part.prefix, share=part.share, first_document=part.documents.start)
+        source |= dict(documents=len(part.documents), tokens=part.tokens, samples=count)
+        sources.append(source | dict(tokens_read=count * length, epochs=count * length / part.tokens))
+        if spec.key == "train" and (epochs := count * length / part.tokens) > OFTEN:
+            advice = "a smaller weight, more data or a shorter run avoids it"
+            warnings.append(f"{part.prefix} is read {epochs:.1f} times over in training: {advice}")
     if not sources:
+        name = {"train": "training"}.get(spec.key, spec.key)
         warnings.append(f"{name} has no document: {spec.paths.flag} leaves none, so there is no such set")
     samples = sum(counts)
     return {"set": spec.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
@@ -170,11 +149,7 @@ def format_table(one: dict[str, Any]) -> list[str]:
     read = sum(source["tokens_read"] for source in one["sources"])
     out = [f"{one['set']}: {one['samples']:,} samples, {read:,} tokens, counted: {one['counted']}"]
     if one["sources"]:
-        names = ("share", "documents", "tokens", "samples", "tokens read", "epochs")
-        out.append(
-            "".join(f"{name:>{width}}" for name, width in zip(names, (10, 14, 20, 16, 20, 10), strict=True))
-            + "  source"
-        )
+        out.append("     share     documents              tokens         samples         tokens read    epochs  source")
     for s in one["sources"]:
         out.append(
             f"{s['share']:>10.4%}{s['documents']:>14,}{s['tokens']:>20,}{s['samples']:>16,}{s['tokens_read']:>20,}"
@@ -204,12 +179,8 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         raise UserError(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA)
     ids, found = [int(i) for i in dataset[number]], find_stretches(dataset, number)
     if as_json:
-        facts = {
-            "set": name,
-            "sample": number,
-            "ids": ids,
-            "pieces": [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in found],
-        }
+        places = [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in found]
+        facts = {"set": name, "sample": number, "ids": ids, "pieces": places}
         print(json.dumps({**facts, "text": text_of(tokenizer, ids)} if tokenizer else facts))
         return
     print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")

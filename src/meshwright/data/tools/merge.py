@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,14 @@ def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
     if any(is_same_pair(prefix, output_prefix) for prefix in prefixes):
         raise UserError(f"--output-prefix {output_prefix} is one of the files that are read; choose another")
     shards = [describe(prefix) for prefix in prefixes]
-    check_alike(shards)
-    dtype = np.dtype(shards[0].dtype)
+    dtype = shards[0].dtype
+    for shard in shards:
+        if shard.dtype != dtype:
+            raise UserError(
+                f"{shards[0].prefix} has {dtype.name} tokens and {shard.prefix} {shard.dtype.name}: their vocabularies "
+                "lie on either side of 65,500 ids; preprocess one of the two with the other's tokenizer",
+                BAD_DATA,
+            )
     size = sum(shard.tokens for shard in shards) * dtype.itemsize
     folder = Path(output_prefix).resolve().parent
     make_folder(folder, "--output-prefix")
@@ -93,16 +100,6 @@ def describe(prefix: str) -> Shard:
     return Shard(prefix, indexed.dtype, len(indexed.tokens), len(indexed), len(indexed.doc_idx) - 1)
 
 
-def check_alike(shards: list[Shard]) -> None:
-    for shard in shards:
-        if shard.dtype != shards[0].dtype:
-            raise UserError(
-                f"{shards[0].prefix} has {shards[0].dtype.name} tokens and {shard.prefix} {shard.dtype.name}: their "
-                "vocabularies lie on either side of 65,500 ids; preprocess one of the two with the other's tokenizer",
-                BAD_DATA,
-            )
-
-
 def append_index(writer: Writer, shard: Shard) -> int:
     """Append lengths and document borders; return the byte where the shard's tokens belong."""
     before, nothing = writer.sequences, np.zeros(0, np.int64)
@@ -120,36 +117,24 @@ def copy_all(shards: list[Shard], places: list[int], target: int, together: bool
     """Copy each shard's bytes to its place, several at a time if `together`."""
     sizes = [shard.tokens * shard.dtype.itemsize for shard in shards]
     with progress_bar("merging", sum(sizes)) as advance, ThreadPoolExecutor(TOGETHER if together else 1) as pool:
-        jobs = [
-            pool.submit(copy, shard.prefix, target, place, size, advance)
-            for shard, place, size in zip(shards, places, sizes, strict=True)
-        ]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        prefixes = [shard.prefix for shard in shards]
+        list(pool.map(copy, prefixes, repeat(target), places, sizes, repeat(advance)))  # an error cancels the rest
 
 
 def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int], None]) -> None:
     with open(f"{prefix}.bin", "rb") as source:
         done, by_kernel = 0, hasattr(os, "copy_file_range")
         while done < size:
-            count = min(STEP if by_kernel else BLOCK, size - done)
-            try:
-                if by_kernel:
-                    copied = os.copy_file_range(source.fileno(), target, count, done, place + done)
-                else:
-                    copied = os.pwrite(target, os.pread(source.fileno(), count, done), place + done)
-            except OSError as error:
-                if by_kernel and error.errno in CANNOT:
-                    by_kernel = False
-                    continue
-                raise
-            if not copied and by_kernel:  # some network disks return 0; reading finds out whether the file is cut
-                by_kernel = False
-                continue
+            copied = 0
+            if by_kernel:
+                try:
+                    copied = os.copy_file_range(source.fileno(), target, min(STEP, size - done), done, place + done)
+                except OSError as error:
+                    if error.errno not in CANNOT:
+                        raise
+                by_kernel = copied > 0  # some network disks return 0
+            if not by_kernel:
+                copied = os.pwrite(target, os.pread(source.fileno(), min(BLOCK, size - done), done), place + done)
             if not copied:
                 raise UserError(f"{prefix}.bin has become shorter: {done:,} of {size:,} bytes", BAD_DATA)
             done += copied

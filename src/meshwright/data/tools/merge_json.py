@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import orjson
 
-from meshwright.data.prepare.text import BOM, LONGEST, PIECE, TOO_LONG, BadLine, parse
+from meshwright.data.prepare.text import BOM, LONGEST, PIECE, TOO_LONG, BadLine, decode, parse
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import replacing
 from meshwright.progress import SkippedLines
@@ -24,7 +24,6 @@ ENDINGS = (".json", ".jsonl", ".txt")
 class Merged:
     files: int = 0
     documents: int = 0
-    blank: int = 0
     bad: SkippedLines = field(default_factory=SkippedLines)
 
     @property
@@ -37,9 +36,8 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
     place, target = Path(folder), Path(output)
     if not place.is_dir():
         raise UserError(f"{folder} is not a folder; --json-path must name the one that holds the files", BAD_DATA)
-    paths = sorted(
-        p for p in place.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != target.resolve()
-    )
+    own = target.resolve()
+    paths = sorted(p for p in place.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own)
     if not paths:
         raise UserError(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file", BAD_DATA)
     out = Merged()
@@ -49,8 +47,7 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
             for path in paths:
                 out.files += 1
                 for line in documents(path, each_line, out):
-                    file.write(line)
-                    file.write(b"\n")
+                    file.write(line + b"\n")
                     out.documents += 1
                 if out.files % 1024 == 0:
                     print("Merging at ", out.files, flush=True)
@@ -64,14 +61,12 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
 
 
 def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
-    """Yield documents as lines of JSON.
-
-    A text file is one document, or one for each line; JSON objects are kept byte for byte.
-    """
+    """Yield documents as lines of JSON; JSON objects are kept byte for byte."""
     is_text = path.suffix == ".txt"
     is_one, convert = is_text and not each_line, text_to_json if is_text else require_object
     with path.open("rb", buffering=PIECE) as file:
-        for number, line in enumerate([read(file, path)] if is_one else lines(file), start=1):
+        content = lines(file) if not is_one else [TOO_LONG if path.stat().st_size > LONGEST else file.read()]
+        for number, line in enumerate(content, start=1):
             try:
                 document = convert(line.removeprefix(BOM) if number == 1 else line)
             except BadLine as bad:
@@ -79,12 +74,6 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
                 continue
             if document:
                 yield document
-            else:
-                out.blank += 1
-
-
-def read(file: BinaryIO, path: Path) -> bytes:
-    return TOO_LONG if path.stat().st_size > LONGEST else file.read()
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:
@@ -102,10 +91,5 @@ def require_object(line: bytes) -> bytes:
 
 
 def text_to_json(text: bytes) -> bytes:
-    if text == TOO_LONG:
-        raise BadLine(f"longer than {LONGEST:,} bytes")
-    try:
-        content = text.decode("utf-8")
-    except UnicodeDecodeError:
-        raise BadLine("not UTF-8") from None
+    content = decode(text)
     return orjson.dumps({"text": content.replace("\r\n", "\n")}) if content and not content.isspace() else b""

@@ -70,16 +70,13 @@ def document_lengths(indexed: Indexed) -> Lengths:
 
 def token_counts(indexed: Indexed) -> Ints:
     """Return how often each id occurs."""
-    counts = np.zeros(0, np.int64)
-    with open(f"{indexed.prefix}.bin", "rb") as file, progress_bar("counting tokens", indexed.tokens.nbytes) as advance:
+    counts, prefix = np.zeros(0, np.int64), indexed.prefix
+    with open(f"{prefix}.bin", "rb") as file, progress_bar("counting tokens", indexed.tokens.nbytes) as advance:
         for _, ids in blocks(Column(file, indexed.dtype, len(indexed.tokens))):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
-                raise UserError(
-                    f"{indexed.prefix}.bin has id {low if low < 0 else high}, which no vocabulary has; `meshwright "
-                    f"data verify {indexed.prefix}` says where",
-                    BAD_DATA,
-                )
+                wrong = f"{prefix}.bin has id {low if low < 0 else high}, which no vocabulary has"
+                raise UserError(f"{wrong}; `meshwright data verify {prefix}` says where", BAD_DATA)
             here = np.bincount(ids, minlength=len(counts))
             here[: len(counts)] += counts
             counts = here
@@ -90,17 +87,10 @@ def token_counts(indexed: Indexed) -> Ints:
 def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return all facts about a pair of files, as JSON can hold them."""
     lengths = document_lengths(indexed)
-    out: dict[str, Any] = {
-        "prefix": indexed.prefix,
-        "dtype": indexed.dtype.name,
-        "documents": len(indexed.doc_idx) - 1,
-        "sequences": len(indexed),
-        "tokens": len(indexed.tokens),
-        "bytes": len(indexed.tokens) * indexed.dtype.itemsize,
-        "mean_length": lengths.mean,
-        "quantiles": {f"{share:g}": lengths.quantile(share) for share in QUANTILES},
-        "histogram": lengths.doubling(),
-    }
+    out: dict[str, Any] = dict(prefix=indexed.prefix, dtype=indexed.dtype.name, documents=len(indexed.doc_idx) - 1)
+    out |= dict(sequences=len(indexed), tokens=len(indexed.tokens), bytes=indexed.tokens.nbytes)
+    out |= dict(mean_length=lengths.mean, quantiles={f"{share:g}": lengths.quantile(share) for share in QUANTILES})
+    out["histogram"] = lengths.doubling()
     if top:
         counts = token_counts(indexed)
         order = np.argsort(-counts, kind="stable")[:top]
@@ -115,13 +105,13 @@ def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of ids, which must be the tokenizer's."""
-    if all(0 <= i < tokenizer.size for i in ids):
-        return tokenizer.decode(ids)
-    wrong = [i for i in ids if not 0 <= i < tokenizer.size]
-    raise UserError(
-        f"id {wrong[0]} is none of the tokenizer's 0 ... {tokenizer.size - 1}; the data was made with another one",
-        BAD_DATA,
-    )
+    for i in ids:
+        if not 0 <= i < tokenizer.size:
+            last = tokenizer.size - 1
+            raise UserError(
+                f"id {i} is none of the tokenizer's 0 ... {last}; the data was made with another one", BAD_DATA
+            )
+    return tokenizer.decode(ids)
 
 
 def table(facts: dict[str, Any]) -> list[str]:
@@ -134,12 +124,10 @@ def table(facts: dict[str, Any]) -> list[str]:
         "  " + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),
         "",
     ]
-    most = max((count for *_, count in facts["histogram"]), default=1)
+    most, documents = max((count for *_, count in facts["histogram"]), default=1), max(facts["documents"], 1)
     for first, last, count in facts["histogram"]:
         length = f"{first:,}" if first == last else f"{first:,}-{last:,}"
-        out.append(
-            f"  {length:>21} {count:>14,} {count / max(facts['documents'], 1):>7.2%} {'#' * round(40 * count / most)}"
-        )
+        out.append(f"  {length:>21} {count:>14,} {count / documents:>7.2%} {'#' * round(40 * count / most)}")
     if "most_frequent" in facts:
         out += ["", f"most frequent of {facts['distinct_tokens']:,} distinct tokens"]
         for one in facts["most_frequent"]:
@@ -172,19 +160,12 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
     """Return a document's place, its ids, and its text if there is a tokenizer."""
     documents = len(indexed.doc_idx) - 1
     if number >= documents:
-        raise UserError(
-            f"--document {number}: {indexed.prefix} has {documents:,} documents, 0 to {documents - 1}", BAD_DATA
-        )
+        have = f"{documents:,} documents, 0 to {documents - 1}"
+        raise UserError(f"--document {number}: {indexed.prefix} has {have}", BAD_DATA)
     first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
     start = indexed.tokens_of(0, first)
     ids = indexed.tokens[start : start + indexed.tokens_of(first, end)].tolist()
-    out = {
-        "document": number,
-        "first_sequence": first,
-        "sequences": end - first,
-        "first_token": start,
-        "tokens": len(ids),
-    }
+    out = dict(document=number, first_sequence=first, sequences=end - first, first_token=start, tokens=len(ids))
     return {**out, "text": text_of(tokenizer, ids)} if tokenizer else {**out, "ids": ids}
 
 

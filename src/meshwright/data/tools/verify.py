@@ -1,12 +1,12 @@
-"""`meshwright data verify`: everything that is wrong with token files.
+"""`meshwright data verify`: report everything that is wrong with token files.
 
-Opening a pair for training refuses it at the first problem; here nothing is taken for granted and
-all problems are reported. Both files are read once, in blocks, so memory does not grow with them.
+Both files are read once, in blocks, so memory does not grow with them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,6 @@ from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import checksums, replacing
 from meshwright.progress import Clock, progress_bar
 
-Advance = Callable[[int], None]
 Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
 
 
@@ -52,7 +51,9 @@ class Findings:
         )
 
 
-def check(prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Advance) -> Findings:
+def check(
+    prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Callable[[int], None]
+) -> Findings:
     """Check one pair of files in full. `hashes`: compute the SHA-256 of both too."""
     found = Findings(prefix)
 
@@ -99,16 +100,16 @@ def check_arrays(header: Header, found: Findings) -> bool:
         backwards.add(start, np.diff(borders, prepend=last) < 0)
         first, last = first if start else int(borders[0]), int(borders[-1])
     problems = [
-        negative.describe("sequence", "has a length below 0", "have"),
-        astray.describe("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
-        backwards.describe("document border", "lies before the one before it", "do"),
+        *negative.describe("sequence", "has a length below 0", "have"),
+        *astray.describe("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
+        *backwards.describe("document border", "lies before the one before it", "do"),
     ]
     if first != 0 or last != found.sequences:
         problems.append(
             f"the document borders run from {first:,} to {last:,}, not from 0 to the {found.sequences:,} sequences"
         )
-    found.problems += [f"{name}: {line}" for line in problems if line]
-    return not any(problems)
+    found.problems += [f"{name}: {line}" for line in problems]
+    return not problems
 
 
 class Tally:
@@ -123,9 +124,9 @@ class Tally:
             self.first = self.first if self.count else start + int(places[0])
             self.count += len(places)
 
-    def describe(self, kind: str, does: str, plural: str) -> str:
+    def describe(self, kind: str, does: str, plural: str) -> list[str]:
         more = f" (and {self.count - 1:,} more {plural} so)" if self.count > 1 else ""
-        return f"{kind} {self.first:,} {does}{more}" if self.count else ""
+        return [f"{kind} {self.first:,} {does}{more}"] if self.count else []
 
 
 def check_tokens(
@@ -144,17 +145,13 @@ def check_tokens(
         )
         is_sound = False
     strange, last = Tally(), Counter[int]()
-    least, most = 0, 0
     ends = document_ends(header) if is_sound else iter(())
     pending = np.zeros(0, np.int64)
 
     def inspect(begin: int, block: bytes) -> None:
-        nonlocal least, most, pending
+        nonlocal pending
         start, ids = begin // itemsize, np.frombuffer(block, header.dtype, len(block) // itemsize)
-        if not len(ids):
-            return
-        least, most = min(least, int(ids.min())), max(most, int(ids.max()))
-        strange.add(start, (ids < 0) | (ids >= (vocab or most + 1)))
+        strange.add(start, (ids < 0) | (ids >= vocab if vocab else False))
         while (not len(pending) or pending[-1] <= start + len(ids)) and (more := next(ends, None)) is not None:
             pending = np.concatenate([pending, more])
         here = int(np.searchsorted(pending, start + len(ids), side="right"))
@@ -177,11 +174,10 @@ def find_uncounted_ends(header: Header, tokens: Column, found: Findings, eod: in
     """Describe the damage of Megatron-LM from 26 June to 5 August 2023, "" if there is none.
 
     It wrote ends of documents into .bin, but into no length: the k-th document with text, counted
-    from 1, ends k tokens later than its index says, and the token there is the end of document. The
-    first thousand documents are enough to see it.
+    from 1, ends k tokens later than its index says. The first thousand documents show it.
     """
     surplus = len(tokens) - found.tokens
-    documents = sum(len(ends) for ends in document_ends(header))
+    documents = sum(map(len, document_ends(header)))
     if surplus != documents or not documents or found.bytes % header.dtype.itemsize:
         return ""
     ends = next(document_ends(header))[:1000]
@@ -225,27 +221,24 @@ def read_checksums(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--checksums {path} cannot be read: {getattr(error, 'strerror', error)}", BAD_DATA) from None
     for number, line in enumerate(lines, start=1):
-        digest, _, name = line.strip().partition(" ")
-        name = name.lstrip(" *")
         if not line.strip() or line.startswith("#"):
             continue
-        if len(digest) != 64 or not set(digest.lower()) <= set("0123456789abcdef") or not name:
-            raise UserError(
-                f"{path}:{number}: {line[:80]!r} is not a line of sha256sum: 64 hexadecimal digits, a name", BAD_DATA
-            )
-        out[str((path.parent / name).resolve())] = digest.lower()
+        match = re.fullmatch(r"([0-9a-fA-F]{64}) [ *]*(.+)", line.strip())
+        if not match:
+            what = f"{line[:80]!r} is not a line of sha256sum: 64 hexadecimal digits, a name"
+            raise UserError(f"{path}:{number}: {what}", BAD_DATA)
+        out[str((path.parent / match[2]).resolve())] = match[1].lower()
     return out
 
 
-def compare_checksums(path: Path, found: list[Findings]) -> None:
+def compare_checksums(path: Path, one: Findings) -> None:
     expected = read_checksums(path)
-    for one in found:
-        for name, digest in one.sha256.items():
-            known = expected.get(str(Path(name).resolve()))
-            if known is None:
-                one.problems.append(f"{name} is not in {path}, the file of checksums")
-            elif known != digest:
-                one.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {known}; it is another file")
+    for name, digest in one.sha256.items():
+        known = expected.get(str(Path(name).resolve()))
+        if known is None:
+            one.problems.append(f"{name} is not in {path}, the file of checksums")
+        elif known != digest:
+            one.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {known}; it is another file")
 
 
 def write_checksums(path: Path, found: list[Findings]) -> None:
@@ -272,11 +265,9 @@ def damaged_caches(folder: Path) -> tuple[int, list[str]]:
 
 
 def run(prefixes: list[str], vocab: int | None, eod: int | None, checksums: Path | None) -> None:
-    """Check all pairs and the index caches beside them, print the results, and raise if anything is
-    wrong.
+    """Check all pairs and the index caches beside them; print the results; raise for any problem.
 
-    The file `checksums` is compared if it exists; otherwise it is written once everything is
-    intact.
+    The file `checksums` is compared if it exists, otherwise written once everything is intact.
     """
     compares = checksums is not None and checksums.exists()
     found = []
@@ -286,7 +277,7 @@ def run(prefixes: list[str], vocab: int | None, eod: int | None, checksums: Path
             one = check(prefix, vocab, eod, checksums is not None, advance)
         found.append(one)
         if compares and checksums:
-            compare_checksums(checksums, [one])
+            compare_checksums(checksums, one)
         for line in one.notes:
             notice(f"note: {line}")
         print("\n".join(one.problems) or one.line(clock.speed(size)), flush=True)
