@@ -1,4 +1,7 @@
-"""docs/tutorial.md: run every command and the Python block, in order, with smaller sizes."""
+"""docs/tutorial.md: run every command and the Python block, in order, with smaller sizes.
+
+Also: links in the documentation lead to files and headings that exist.
+"""
 
 import io
 import re
@@ -14,8 +17,6 @@ from documents import ROOT, environment, smaller
 from helpers import captured_output
 from meshwright.__main__ import main
 from meshwright.errors import DONE, SIGINT
-
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 
 PAGE = ROOT / "docs" / "tutorial.md"
 # Applied to a documented flag where it appears; the other flags stay as documented.
@@ -62,6 +63,8 @@ def interrupt_training(words: list[str]) -> None:
     assert sent and p.returncode == SIGINT
 
 
+@pytest.mark.whole
+@pytest.mark.timeout(120)
 def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
@@ -88,3 +91,23 @@ def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     (program,) = blocks("python")
     exec(program, {})
     assert "Once upon a time" in capsys.readouterr().out
+
+
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
