@@ -162,7 +162,7 @@ def test_paths_from_files(files):
         ({"data_path": ["a"], "blend_change_at": "soon"}, "--blend-change-at 'soon' is neither"),
         (
             {"data_path": ["a"], "blend_change_at": "now", "dataloader_type": "cyclic"},
-            "--blend-change-at does not work with --data",
+            "--blend-change-at with --dataloader-type cyclic",
         ),
     ],
 )

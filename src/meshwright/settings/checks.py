@@ -1,6 +1,4 @@
-"""Checks of a configuration: `problems` lists every error at once, with both numbers and the flag
-to change; `notices` lists flags without effect. Nothing here changes a value or imports torch.
-"""
+"""Check a configuration: `problems` lists every error, `notices` flags without effect; no torch."""
 
 from __future__ import annotations
 
@@ -31,10 +29,7 @@ from meshwright.settings.schema import (
 
 
 def problems(config: Any, needs_data: bool = True) -> list[str]:
-    """Return every objection to a configuration.
-
-    A command's own configuration has a method `problems` for what concerns it alone.
-    """
+    """Return every objection; a command's own configuration adds its method `problems`."""
     out = not_yet(config) + unusable(config)
     if hasattr(config, "problems"):
         out += config.problems()
@@ -53,12 +48,12 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     out += schedule_problems(c, has_length) + recompute_problems(t, c.model) + data_problems(c.data, needs_data)
     out += logging_problems(c.logging)
     if t.seed >= 2**32 - 2:
-        out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy's generators take 32 bits, and up to 2 is added")
+        out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
     if allowed_in_a_row(t.on_nonfinite) is None:
         out.append(f"--on-nonfinite {t.on_nonfinite!r} is neither stop nor skip:K; K is a whole number above 0")
     if k.ckpt_format == "torch" and o.optimizer not in ("adam", "adamw"):
         out.append(
-            f"--ckpt-format torch holds Adam's state, not that of --optimizer {o.optimizer}; give --ckpt-format native"
+            f"--ckpt-format torch holds Adam's state, not {o.optimizer}'s (--optimizer); give --ckpt-format native"
         )
     if k.ckpt_format == "torch" and c.model.qk_layernorm:
         out.append("--ckpt-format torch has no place for --qk-layernorm; give --ckpt-format native")
@@ -78,14 +73,10 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     if t.skip_train and not k.load and not t.eval_iters:
         out.append("--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters")
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
-        out.append(
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other; give one"
-        )
+        out.append("--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler; give one")
     if p.offloads and o.optimizer == "muon":
-        said = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
-        out.append(
-            f"{said} does not work with --optimizer muon, which needs its matrices on the device; give --optimizer adam"
-        )
+        flag = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
+        out.append(f"{flag} with --optimizer muon, which needs its matrices on the device; give --optimizer adam")
     return out
 
 
@@ -98,12 +89,10 @@ def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[str]:
     lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
     if len(lengths) != 1:
         few = f"{' and '.join(map(spelling, lengths))} are given" if lengths else "none is given"
-        out.append(
-            f"one of --train-iters, --train-samples and --train-tokens is needed for the length of the run; {few}"
-        )
+        out.append(f"one of --train-iters, --train-samples and --train-tokens is needed for the length; {few}")
     if t.global_batch_size is None and p.world_size is None and p.model_ranks > 1:
         out.append(
-            f"--global-batch-size or --world-size is needed: a model on {p.model_ranks} ranks will not run on this one"
+            f"--global-batch-size or --world-size is needed: the model will run on {p.model_ranks} ranks or more"
         )
     if t.micro_batch_size in (None, "auto") and t.global_batch_size is None:
         out.append("--global-batch-size or --micro-batch-size is needed: samples of one step")
@@ -116,11 +105,9 @@ def reading_problems(c: Any, command: str) -> list[str]:
     if c.training.micro_batch_size == "auto":
         out.append("--micro-batch-size auto is only for training; give a number")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size")
-    out += naming_problems(p) + [
-        f"{spelling(n)} is {getattr(p, n)}, but {command} runs on one device and loads a checkpoint of any layout; give 1"
-        for n in sizes
-        if (getattr(p, n) or 1) > 1
-    ]
+    reason = f"but {command} runs on one device and loads a checkpoint of any layout; give 1"
+    out += naming_problems(p)
+    out += [f"{spelling(n)} is {getattr(p, n)}, {reason}" for n in sizes if (getattr(p, n) or 1) > 1]
     return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
 
 
@@ -138,7 +125,7 @@ def generation_problems(c: GenerateConfig) -> list[str]:
     return out
 
 
-# Conditions named by `needs` of a flag; the name completes "has no effect without".
+# Conditions in `needs` of flags; a name completes "has no effect without".
 CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--fp16": lambda c: c.precision.fp16,
     "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
@@ -178,26 +165,21 @@ def notices(config: Any) -> list[str]:
         for condition in f.metadata["needs"]
         if getattr(group, f.name) != getattr(type(group)(), f.name) and not CONDITIONS[condition](c)
     ]
+    zero, start = f"--zero-stage {p.zero_stage:g}", f"--profile-step-start {g.profile_step_start}"
+    is_late = g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
     others = {
-        f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {p.zero_stage:g} goes further": (
-            p.use_distributed_optimizer and p.zero_stage > 1
-        ),
+        f"--use-distributed-optimizer is --zero-stage 1; {zero} goes further": p.use_distributed_optimizer
+        and p.zero_stage > 1,
         "--deepspeed-activation-checkpointing recomputes whole layers; Megatron-DeepSpeed does so only with "
         "--checkpoint-activations": t.deepspeed_activation_checkpointing and not t.checkpoint_activations,
-        "--partition-activations has no effect; --sequence-parallel splits activations over the tensor ranks": (
-            p.partition_activations
-        ),
+        "--partition-activations has no effect; --sequence-parallel splits activations": p.partition_activations,
         "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
         "--mock-data: the files of --data-path and similar flags are not read": d.mock_data and data_paths.given(d),
-        "--profile without --run-dir or --save prints a table and keeps no trace": g.profile
-        and not (k.run_dir or k.save),
-        f"--profile-step-start {g.profile_step_start} is after the last step; nothing is profiled": (
-            g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
-        ),
+        "--profile without --run-dir or --save keeps no trace": g.profile and not (k.run_dir or k.save),
+        f"{start} is after the last step; nothing is profiled": is_late,
         "--universal-checkpoint has no effect; --load recognizes the format of a folder": k.universal_checkpoint,
-        "--log-timers-to-tensorboard logs only the time of an iteration with --timing-log-level 0": (
-            g.log_timers_to_tensorboard and g.timing_log_level == "0"
-        ),
+        "--log-timers-to-tensorboard logs only iterations with --timing-log-level 0": g.log_timers_to_tensorboard
+        and g.timing_log_level == "0",
     }
     with contextlib.suppress(ValueError):  # reported as a problem
         out += data_paths.overlaps(d)
@@ -222,21 +204,20 @@ def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITEC
 
 
 def not_yet(config: Any) -> list[str]:
-    """Return values that are planned and not in this release."""
+    """Report values that are planned and not in this release."""
     out = []
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value, only = getattr(group, f.name), f.metadata["only"]
             if only is not None and value not in only:
-                said = spelling(f.name) if value is True else f"{spelling(f.name)} {value}"
+                flag = spelling(f.name) if value is True else f"{spelling(f.name)} {value}"
                 works = ", or ".join(f"give {v}" for v in only if v not in (None, False)) or "leave it out"
-                out.append(f"{said} is not yet in this version; {works}")
+                out.append(f"{flag} is not yet in this version; {works}")
     return out
 
 
 def unusable(config: Any) -> list[str]:
-    """Return values that no setting can have: an empty string, often an unset shell variable, and
-    numbers out of bounds."""
+    """Report empty strings, often unset shell variables, and numbers out of bounds."""
     out = []
     for group in group_values(config):
         out += out_of_bounds(group)
@@ -253,7 +234,7 @@ def unusable(config: Any) -> list[str]:
 
 
 def out_of_bounds(group: Any) -> list[str]:
-    """Numbers that are not where their flag says they must be."""
+    """Report numbers outside the range of their flag."""
     out = []
     for f in dataclasses.fields(group):
         bound, value = f.metadata["bound"], getattr(group, f.name)
@@ -283,9 +264,7 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         )
     h, n = m.hidden_size, m.num_attention_heads
     if h and n and n > 0 and not m.kv_channels and h % n:
-        out.append(
-            f"--hidden-size {h} is not a multiple of --num-attention-heads {n}: change one, or set --kv-channels"
-        )
+        out.append(f"--hidden-size {h} is not a multiple of --num-attention-heads {n}; change one or set --kv-channels")
     if n and m.num_query_groups and m.num_query_groups > 0 and n % m.num_query_groups:
         out.append(f"--num-attention-heads {n} is not a multiple of --num-query-groups {m.num_query_groups}")
     if m.position == "rope" and (m.rotary_percent > 1 or m.rotating % 2 or m.rotating < 2):
@@ -310,22 +289,22 @@ def batch_problems(c: TrainConfig) -> list[str]:
         return ["--micro-batch-size auto needs --global-batch-size, and no --num-accumulation-steps"]
     p = c.parallel
     if micro == "auto" and (p.model_ranks > 1 or p.zero > 1):
-        what = f"ZeRO {p.zero}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
-        return [f"--micro-batch-size auto with {what}: each rank measures alone what fits; give a number"]
+        layout = f"ZeRO {p.zero}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
+        return [f"--micro-batch-size auto with {layout}: each rank measures alone what fits; give a number"]
     out = []
     ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
     if micro is None and not (batch and number):
         out.append("--micro-batch-size is needed: samples of one forward pass (or auto)")
     elif isinstance(micro, int) and batch and number and micro * number * c.dp != batch:
         out.append(
-            f"--micro-batch-size {micro} x --num-accumulation-steps {number}{ranks} is {micro * number * c.dp}, not the "
-            f"--global-batch-size {batch}; leave one of the three out"
+            f"--micro-batch-size {micro} x --num-accumulation-steps {number}{ranks} is {micro * number * c.dp}, "
+            f"not the --global-batch-size {batch}; leave one of the three out"
         )
     elif batch and batch % (unit := (number or 1 if micro is None else c.micro_batch) * c.dp):
-        said = f"--num-accumulation-steps {number}" if micro is None else f"--micro-batch-size {micro}"
-        said += f"{ranks} = {unit}" if ranks else ""
+        product = f"--num-accumulation-steps {number}" if micro is None else f"--micro-batch-size {micro}"
+        product += f"{ranks} = {unit}" if ranks else ""
         nearest = max(1, round(batch / unit)) * unit
-        out.append(f"--global-batch-size {batch} is not a multiple of {said}; the nearest multiple is {nearest}")
+        out.append(f"--global-batch-size {batch} is not a multiple of {product}; the nearest multiple is {nearest}")
     lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
     if not lengths:
         out.append("--train-iters is needed: how many steps (or --train-samples, or --train-tokens)")
@@ -334,29 +313,29 @@ def batch_problems(c: TrainConfig) -> list[str]:
     if t.rampup_batch_size:
         out += rampup_problems(c)
     if not out and lengths[0] != "train_iters" and c.steps == 0:
-        what = f"{spelling(lengths[0])} {getattr(t, lengths[0])}"
-        out.append(f"{what} is less than one global batch of {c.batch(0)} samples; raise it")
+        length = f"{spelling(lengths[0])} {getattr(t, lengths[0])}"
+        out.append(f"{length} is less than one global batch of {c.batch(0)} samples; raise it")
     return out
 
 
 def rampup_problems(c: TrainConfig) -> list[str]:
     ramp, batch, micro = c.training.rampup_batch_size, c.global_batch, c.micro_batch
-    said = f"--rampup-batch-size {' '.join(map(str, ramp))}"
+    flag = f"--rampup-batch-size {' '.join(map(str, ramp))}"
     if len(ramp) != 3 or min(ramp) <= 0:
-        return [f"{said}: give three numbers above 0: START INCREMENT SAMPLES"]
+        return [f"{flag}: give three numbers above 0: START INCREMENT SAMPLES"]
     start, increment, samples = ramp
     out = []
     if c.samples is None:
-        out.append(f"{said} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
+        out.append(f"{flag} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
     if samples / start > 10**6:
-        out.append(f"{said}: up to {samples / start:.0f} steps of ramp-up; give at most a million")
+        out.append(f"{flag}: up to {samples / start:.0f} steps of ramp-up; give at most a million")
     elif start > batch or (batch - start) % increment:
-        out.append(f"{said}: --global-batch-size {batch} is never reached from {start} in steps of {increment}")
+        out.append(f"{flag}: --global-batch-size {batch} is never reached from {start} in steps of {increment}")
     elif start % (micro * c.dp) or increment % (micro * c.dp):
         # auto counts as 1: a divisor of every size is chosen.
         ranks = f" x {c.dp} data-parallel ranks = {micro * c.dp}" if c.dp > 1 else ""
         unit = f"--micro-batch-size {c.training.micro_batch_size or micro}{ranks}"
-        out.append(f"{said}: {start} and {increment} must be multiples of {unit}")
+        out.append(f"{flag}: {start} and {increment} must be multiples of {unit}")
     return out
 
 
@@ -395,18 +374,14 @@ def parallel_problems(c: TrainConfig) -> list[str]:
         ("--seq-length", seq, cp, by_cp),
         ("--sequence-parallel: --seq-length", 0 if seq % cp or not p.sequence_parallel else seq, tp * cp, by_both),
     ]
-    out += [f"{what} {n} is not a multiple of {by}" for what, n, size, by in divided if n % size]
+    out += [f"{flag} {n} is not a multiple of {by}" for flag, n, size, by in divided if n % size]
     if cp > 1 and m.attention_dropout > 0:
-        out.append(
-            f"{by_cp} with --attention-dropout {m.attention_dropout}: its mask would depend on the layout; "
-            "give --attention-dropout 0"
-        )
+        dropout = f"--attention-dropout {m.attention_dropout}"
+        out.append(f"{by_cp} with {dropout}: its mask would depend on the layout; give --attention-dropout 0")
     if c.optimizer.optimizer == "muon" and (tp > 1 or p.zero):
         other = by_tp if tp > 1 else f"ZeRO {p.zero}"
-        out.append(
-            f"--optimizer muon with {other}: Muon needs whole matrices; give --tensor-model-parallel-size 1 and "
-            "--zero-stage 0, or --optimizer adam"
-        )
+        advice = "give --tensor-model-parallel-size 1 and --zero-stage 0, or --optimizer adam"
+        out.append(f"--optimizer muon with {other}: Muon needs whole matrices; {advice}")
     return out + pipeline_problems(c) + zero_problems(c)
 
 
@@ -430,23 +405,23 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
         return [f"{by_pp} is above --num-layers {layers}: a stage would have no layer"]
     kind = p.pipeline_schedule
     if pp > 1 and kind in ("zero-bubble", "zbv"):
-        said = f"--pipeline-schedule {kind}"
+        schedule = f"--pipeline-schedule {kind}"
         if kind == "zbv" and (virtual or layers < 2 * pp):
-            return [
-                f"{said} gives each rank two stages: --num-layers {layers} must be at least 2 x {by_pp}, without "
-                "--num-layers-per-virtual-pipeline-stage"
-            ]
+            rule = (
+                f"--num-layers {layers} must be at least 2 x {by_pp}, without --num-layers-per-virtual-pipeline-stage"
+            )
+            return [f"{schedule} gives each rank two stages: {rule}"]
         if p.zero == 3 or c.training.compile == "on":
             other = "--zero-stage 3" if p.zero == 3 else "--compile on"
-            return [f"{said} with {other}: weight gradients are computed separately; give --pipeline-schedule 1f1b"]
+            return [f"{schedule} with {other}: weight gradients are computed separately; give --pipeline-schedule 1f1b"]
     if virtual:
-        said = f"--num-layers-per-virtual-pipeline-stage {virtual}"
+        by_virtual = f"--num-layers-per-virtual-pipeline-stage {virtual}"
         if pp == 1:
-            return [f"{said} needs --pipeline-model-parallel-size above 1"]
+            return [f"{by_virtual} needs --pipeline-model-parallel-size above 1"]
         if layers % (pp * virtual):
-            return [f"--num-layers {layers} is not a multiple of {by_pp} x {said} = {pp * virtual}"]
-        if c.chunks > 1 and p.pipeline_schedule == "gpipe":
-            return [f"--pipeline-schedule gpipe contradicts {said}, which interleaves 1f1b; leave one out"]
+            return [f"--num-layers {layers} is not a multiple of {by_pp} x {by_virtual} = {pp * virtual}"]
+        if c.chunks > 1 and kind == "gpipe":
+            return [f"--pipeline-schedule gpipe contradicts {by_virtual}, which interleaves 1f1b; leave one out"]
     out = []
     if p.pipeline_layout:
         try:
@@ -459,11 +434,10 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
         for size in sorted({c.global_batch, *t.rampup_batch_size[:2]}):
             number = c.micro_batches(size)
             if number % pp:
-                what = "--rampup-batch-size" if size != c.global_batch else "--global-batch-size"
-                who = "--num-layers-per-virtual-pipeline-stage" if virtual else f"--pipeline-schedule {kind}"
-                out.append(
-                    f"{what} {size} makes {number} micro-batches for each rank, not a multiple of {by_pp}, as {who} needs"
-                )
+                flag = "--rampup-batch-size" if size != c.global_batch else "--global-batch-size"
+                user = "--num-layers-per-virtual-pipeline-stage" if virtual else f"--pipeline-schedule {kind}"
+                count = f"{flag} {size} makes {number} micro-batches for each rank"
+                out.append(f"{count}, not a multiple of {by_pp}, as {user} needs")
     return out
 
 
@@ -482,8 +456,7 @@ def zero_problems(c: TrainConfig) -> list[str]:
 
 
 def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
-    """Check the learning rate, weight decay and the rest of the update; `has_length`: the length of the
-    run is known."""
+    """Check the update and its schedule; `has_length`: the length of the run is known."""
     o, t = c.optimizer, c.training
     out = []
     if o.lr is None and not t.skip_train:
@@ -492,17 +465,8 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
         if o.lr is not None and getattr(o, name) > o.lr:
             out.append(f"{spelling(name)} {getattr(o, name)} is above --lr {o.lr}")
     by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
-    by_samples = [
-        n
-        for n in (
-            "lr_decay_samples",
-            "lr_decay_tokens",
-            "lr_warmup_samples",
-            "lr_warmup_tokens",
-            "lr_wsd_decay_samples",
-        )
-        if getattr(o, n)
-    ]
+    names = "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_samples"
+    by_samples = [n for n in names.split() if getattr(o, n)]
     wrong = by_samples if c.samples is None else by_steps
     if wrong and (t.train_iters or c.samples):
         length = "--train-iters" if c.samples is None else "--train-samples"
@@ -526,17 +490,16 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
         out.append(f"{spelling(warmups[0])}: the warm-up of {warmup} is not below the decay's {decay}; shorten it")
     if o.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
         out.append(
-            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its last part, "
-            "which must lie between the warm-up and the end of the decay"
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its last part "
+            "between the warm-up and the end of the decay"
         )
     if o.weight_decay_incr_style == "constant":
         for name in ("start_weight_decay", "end_weight_decay"):
             if getattr(o, name) is not None:
                 out.append(f"{spelling(name)} needs --weight-decay-incr-style linear or cosine")
     elif o.start_weight_decay is None or o.end_weight_decay is None:
-        out.append(
-            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
-        )
+        style = f"--weight-decay-incr-style {o.weight_decay_incr_style}"
+        out.append(f"{style} needs --start-weight-decay and --end-weight-decay")
     return out
 
 
@@ -565,9 +528,7 @@ def data_problems(d: Data, needed: bool) -> list[str]:
     if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
         out.append(f"--blend-change-at {at!r} is neither a sample number nor now")
     if at is not None and d.dataloader_type == "cyclic":
-        out.append(
-            "--blend-change-at does not work with --dataloader-type cyclic, which reshuffles all samples; give single"
-        )
+        out.append("--blend-change-at with --dataloader-type cyclic, which reshuffles all samples; give single")
     try:
         skipped(d.skip_train_iteration_range)
     except ValueError as error:

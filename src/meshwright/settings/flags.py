@@ -1,13 +1,8 @@
-"""Dataclasses to command-line flags: one field, one flag, one line of help.
+"""Resolve flags: defaults < --preset < --config FILE < MESHWRIGHT_* < command line.
 
-argparse splits the command line. This module adds what argparse lacks and users of Megatron need: exact names with
-aliases, hints for retired and misspelled flags, values from a preset, a file and the environment, the source of each
-value, and a list of all mistakes at once.
-
-Precedence: defaults < --preset < --config FILE < MESHWRIGHT_* < command line.
-
-A configuration is a dataclass of groups, such as `TrainConfig`. A command with flags of its own only, such as `report`,
-has a flat dataclass: its fields are the flags, and it reads neither files nor the environment.
+argparse lacks what users of Megatron need: these layers with the source of each value, hints for
+retired and misspelled flags, and all mistakes at once. A configuration is a dataclass of groups,
+such as `TrainConfig`; a flat one, such as that of `report`, reads no files or environment.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,20 +32,11 @@ from meshwright.settings.schema import TrainConfig, is_flat, spelling
 
 C = TypeVar("C")
 
-# Configurations whose settings a file or the environment may hold, resolved only when a name is unknown to the command
-# that runs.
+# Configurations whose settings a file or the environment may hold, imported when a name is unknown.
 CONFIGS = (
-    "meshwright.settings.schema:TrainConfig",
-    "meshwright.settings.schema:GenerateConfig",
-    "meshwright.data.prepare.preprocess:PreprocessConfig",
-    "meshwright.commands.evaluate:EvaluateConfig",
-    "meshwright.commands.data:VerifyConfig",
-    "meshwright.commands.data:InspectConfig",
-    "meshwright.commands.data:IndexConfig",
-    "meshwright.commands.data:PlanConfig",
-    "meshwright.commands.data:MergeConfig",
-    "meshwright.commands.data:FetchConfig",
-    "meshwright.commands.data:LooseTextConfig",
+    *("meshwright.settings.schema:TrainConfig", "meshwright.settings.schema:GenerateConfig"),
+    *("meshwright.data.prepare.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
+    *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
 )
 
 
@@ -77,7 +63,7 @@ def every_config() -> list[type]:
 
 
 def groups(cls: type) -> dict[str, type]:
-    """Return group name -> dataclass of a configuration class; a flat one is its own only group, named ""."""
+    """Return group name -> dataclass; a flat configuration is its own only group, named ""."""
     if is_flat(cls):
         return {"": cls}
     hints = typing.get_type_hints(cls)
@@ -110,9 +96,8 @@ def parse(
     parser = _parser(cls, prog, positional, about)
     argv, complaints = _without_switch_values(argv, parser)
     namespace, unknown = parser.parse_known_args(argv)
-    cli = vars(namespace)
+    cli, values = vars(namespace), dict(values or {})
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
-    values = dict(values or {})
     control |= {k: values.pop(k) for k in ("preset", "config_file") if k in values}
     reader = _Reader(cls, complaints)
     if positional:
@@ -126,16 +111,7 @@ def parse(
     if unknown and not complaints:
         complaints.append(f"unexpected argument {unknown[0]!r}")
 
-    layers: list[tuple[str, dict[str, Any]]] = []
-    if control["preset"]:
-        if control["preset"] not in PRESETS:  # argparse checks flags
-            raise UserError(f"no preset {control['preset']!r}{did_you_mean(control['preset'], PRESETS)}")
-        preset = {k: v for k, v in PRESETS[control["preset"]].items() if k in reader.known}
-        layers.append((f"preset {control['preset']}", preset))
-    if control["config_file"]:
-        layers.append((control["config_file"], reader.read_file(Path(control["config_file"]))))
-    if not is_flat(cls):
-        layers.append(("environment", reader.read_environment()))
+    layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
@@ -154,10 +130,24 @@ def parse(
     return Parsed(built, sources, reader.notices, bool(control["dry_run"]), bool(control["print_config"]))
 
 
+def _layers_below(reader: _Reader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return the layers that the command line overrides."""
+    layers = []
+    if preset:
+        if preset not in PRESETS:  # argparse checks flags
+            raise UserError(f"no preset {preset!r}{did_you_mean(preset, PRESETS)}")
+        layers.append((f"preset {preset}", {k: v for k, v in PRESETS[preset].items() if k in reader.known}))
+    if file:
+        layers.append((file, reader.read_file(Path(file))))
+    if not is_flat(reader.cls):
+        layers.append(("environment", reader.read_environment()))
+    return layers
+
+
 def _take_positional(
     cls: type, positional: str, cli: dict[str, Any], unknown: list[str], complaints: list[str]
 ) -> list[str]:
-    """Move the arguments without a flag, which may stand before and after flags, to their field; return the others."""
+    """Move arguments without a flag, before or after flags, to their field; return the others."""
     bare = cli.pop("bare", None)
     if is_list(fields(cls)[positional][2]):
         words = [*(bare or []), *(word for word in unknown if not word.startswith("-"))]
@@ -170,7 +160,7 @@ def _take_positional(
 
 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
-    """Report typed flags that the command takes and does not use; a file may be a training's and is not reported."""
+    """Report flags of the command line that the command accepts and does not use."""
     used, known = getattr(cls, "USES", None), fields(cls)
     return [
         f"{spelling(name)} has no effect on this command"
@@ -213,17 +203,10 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
 def _parser(cls: type, prog: str, positional: str | None = None, about: str = "") -> _Parser:
     known = fields(cls)
     names = [positional] if positional else [name for name, (_, f, _) in known.items() if f.metadata["positional"]]
-    # The usage line leaves the flags out: the help lists them all.
     usage = " ".join([prog, "[flags]", *(_shape(*known[name][1:]) for name in names)])
-    more = "The other flags of a training are accepted as well; those without effect are reported."
-    parser = _Parser(
-        prog,
-        usage=usage,
-        allow_abbrev=False,
-        description=about,
-        argument_default=argparse.SUPPRESS,
-        epilog=more if hasattr(cls, "USES") else None,
-    )
+    more = "Other flags of train are accepted; those without effect are reported." if hasattr(cls, "USES") else None
+    settings: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    parser = _Parser(prog, usage=usage, description=about, epilog=more, **settings)
     # -1e-3 is a number too.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     if is_flat(cls):
@@ -242,7 +225,7 @@ def _parser(cls: type, prog: str, positional: str | None = None, about: str = ""
     _add_control(parser)
     used = getattr(cls, "USES", known)
     for group_name, group in groups(cls).items():
-        # Flags that are accepted and not shown stand directly in the parser.
+        # Flags that are accepted without being shown need no section.
         section: Any = parser
         if any(f.name in used for f in dataclasses.fields(group)):
             title = group_name.capitalize().replace("_", " ")
@@ -282,22 +265,20 @@ def _add(section: Any, f: dataclasses.Field[Any], kind: Any, shown: bool) -> Non
         on = [name, *(a for a in aliases if a not in off)]
         if not f.name.startswith("no_"):
             off.insert(0, "--no-" + name[2:])
-        helps = {
-            True: text if shown and default is False else argparse.SUPPRESS,
-            False: "disable: " + text if shown and default else argparse.SUPPRESS,
-        }
-        section.add_argument(*on, dest=f.name, action="store_const", const=True, help=helps[True])
-        if off:
-            section.add_argument(*off, dest=f.name, action="store_const", const=False, help=helps[False])
+        help_on = text if shown and default is False else argparse.SUPPRESS
+        help_off = "disable: " + text if shown and default else argparse.SUPPRESS
+        for names, const, help_text in ((on, True, help_on), (off, False, help_off)):
+            if names:
+                section.add_argument(*names, dest=f.name, action="store_const", const=const, help=help_text)
         return
-    # Values remain strings here: those of all layers are converted, and reported if wrong, in one place.
+    # Values remain strings here; those of all layers are converted in one place.
     more: dict[str, Any] = ({"nargs": "+" if required else "*"} if is_list(kind) else {}) | {"required": required}
     text = text if shown else argparse.SUPPRESS
     section.add_argument(name, *aliases, dest=f.name, help=text, metavar=_metavar(kind), **more)
 
 
 def _word(name: str) -> str:
-    """Return what stands for a positional argument in the help."""
+    """Return the name of a positional argument in the help."""
     return {"load": "DIR", "folders": "DIR"}.get(name, name.rstrip("s").upper())
 
 
@@ -342,14 +323,9 @@ def _metavar(kind: Any) -> str:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Return a value from a flag, a file or the environment as the field's type.
-
-    Raises:
-        argparse.ArgumentTypeError: The value is not of that type.
-    """
+    """Return a value of any layer as the field's type; raise ArgumentTypeError if it is not one."""
     words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
-    if words and value in words[0]:
-        # A word beside numbers, as in `int | Literal["auto"]`.
+    if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
         return value
     choices, inner = _choices(kind), _inner(kind)
     if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
@@ -370,8 +346,7 @@ def convert(kind: Any, value: Any) -> Any:
         return [convert(typing.get_args(inner)[0], v) for v in values]
     try:
         if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():
-            # 1e6 and 2000.0 are whole numbers too.
-            as_float = float(value)
+            as_float = float(value)  # 1e6 and 2000.0 are whole numbers too
             if as_float != int(as_float):
                 raise ValueError
             return int(as_float)
@@ -392,12 +367,12 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value for a message, cut short: a few lines of YAML can stand for gigabytes."""
+    """Return a short form for messages: a few lines of YAML can stand for gigabytes."""
     return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
 
 
 def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Take values of switches out and report them: some programs read `--fp16 False` as true."""
+    """Remove and report values of switches: some programs read `--fp16 False` as true."""
     switches = {name for name, action in parser._option_string_actions.items() if action.nargs == 0}
     kept: list[str] = []
     wrong = []
@@ -502,9 +477,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_toml(config: Any, sources: Mapping[str, str] | None = None) -> str:
-    """Return the configuration as a file that --config reads back, with each value's source as a comment if given.
+    """Return a file that --config reads back, with the sources of values as comments.
 
-    tomllib only reads. JSON's strings, numbers and lists are also TOML's, so writing takes only these lines.
+    tomllib only reads; JSON's strings, numbers and lists are also TOML's.
     """
     lines = []
     for g in dataclasses.fields(config):
@@ -531,17 +506,17 @@ def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, 
     return out
 
 
+REFERENCE_HEAD = """# Flags
+
+Generated from the dataclasses of settings, most of them in `src/meshwright/settings/schema.py`.
+Every flag is also a setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment
+(`MESHWRIGHT_SEQ_LENGTH`). A switch `--x` also has `--no-x`. *Not yet*: only the default works.
+"""
+
+
 def reference() -> str:
     """Return docs/flags.md: a table for each group of settings."""
-    out = [
-        "# Flags",
-        "",
-        "Generated from the dataclasses of settings, most of them in `src/meshwright/settings/schema.py`; a test compares.",
-        "Every flag is also a setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment",
-        "(`MESHWRIGHT_SEQ_LENGTH`). A switch `--x` also has `--no-x`. *Not yet*: only the default works; other values are",
-        "refused with an error.",
-        "",
-    ]
+    out = [REFERENCE_HEAD]
     for name, group in {name: group for cls in every_config() for name, group in groups(cls).items()}.items():
         out += [f"## {name.capitalize().replace('_', ' ')}", "", (group.__doc__ or "").splitlines()[0], ""]
         out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
@@ -555,8 +530,6 @@ def reference() -> str:
     return "\n".join(out)
 
 
-def print_notices(parsed: Parsed[Any], say: Callable[[str], None] | None = None) -> None:
-    """Print what has no effect, to stderr unless `say` takes the lines."""
+def print_notices(parsed: Parsed[Any]) -> None:
     for notice in parsed.notices:
-        line = f"note: {notice}"
-        say(line) if say else print(line, file=sys.stderr)
+        print(f"note: {notice}", file=sys.stderr)
