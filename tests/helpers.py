@@ -28,25 +28,11 @@ from meshwright.settings import schema as settings
 TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
 
 # Flags of a run that takes a fraction of a second.
-TINY_FLAGS = [
-    "--num-layers=2",
-    "--hidden-size=32",
-    "--num-attention-heads=4",
-    "--seq-length=16",
-    "--max-position-embeddings=16",
-    "--micro-batch-size=2",
-    "--global-batch-size=4",
-    "--lr=1e-2",
-    "--train-iters=6",
-    "--eval-interval=3",
-    "--eval-iters=1",
-    "--log-interval=1",
-    "--mock-data",
-    "--vocab-size=64",
-    "--num-workers=0",
-    "--device=cpu",
-    "--no-tensorboard",
-]
+TINY_FLAGS = (
+    "--num-layers=2 --hidden-size=32 --num-attention-heads=4 --seq-length=16 --max-position-embeddings=16 "
+    "--micro-batch-size=2 --global-batch-size=4 --lr=1e-2 --train-iters=6 --eval-interval=3 --eval-iters=1 "
+    "--log-interval=1 --mock-data --vocab-size=64 --num-workers=0 --device=cpu --no-tensorboard"
+).split()
 
 
 def open_step(root: str | os.PathLike[str], step: int) -> native.Native:

@@ -99,7 +99,9 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
     layout = layout_of(config, team.rank) if connect is None else connect(layout_of(config, team.rank))
     _, vocab, padded = vocabulary(config, None)
-    trainer = Trainer(Spec(config, layout, torch.device("cpu"), vocab, padded), team, Timers())
+    trainer = Trainer(
+        Spec(config, layout, torch.device("cpu"), vocab, padded), team, Timers(0, "minmax", torch.device("cpu"), team)
+    )
     trainer.load_or_initialise()
     d = config.data
     marked = d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask

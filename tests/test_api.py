@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -55,7 +56,10 @@ def test_the_page(tmp_path, monkeypatch, capsys):
 
 def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
     assert run.status == 0 and [s.iteration for s in run.history.steps] == [1, 2, 3, 4, 5, 6]
-    again = meshwright.train(run.config)
+    with pytest.raises(meshwright.UserError, match="already holds iter_0000006"):
+        meshwright.train(run.config)
+    checkpoint = dataclasses.replace(run.config.checkpoint, load=str(run.folder))
+    again = meshwright.train(dataclasses.replace(run.config, checkpoint=checkpoint))
     assert again.status == 0  # complete, so nothing is left to do
     words = " ".join(FLAGS)
     other = meshwright.train(words, train_iters=2, run_dir=str(tmp_path / "b"))

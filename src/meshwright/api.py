@@ -1,4 +1,4 @@
-"""The public functions: train, load, generate, evaluate, convert. `meshwright` exports them.
+"""The public functions: train, load, generate, evaluate, convert.
 
 They raise UserError for whatever the caller can correct, never exit the interpreter, and leave
 signals alone unless asked. Keyword settings have the names and values of docs/flags.md.
@@ -109,9 +109,8 @@ def load(
 
     if device is not None:
         settings["device"] = device
-    parsed = flags.parse(
-        GenerateConfig, [], "meshwright.load", values={**settings, "load": os.fspath(path)}, check=False
-    )
+    values = {**settings, "load": os.fspath(path)}
+    parsed = flags.parse(GenerateConfig, [], "meshwright.load", values=values, check=False)
     if not hasattr(torch, dtype):
         raise UserError(f"dtype {dtype!r} is unknown; give float32, bfloat16, float16 or float64")
     c = parsed.config

@@ -49,19 +49,10 @@ def run(tmp_path_factory):
         assert (
             main(
                 [
-                    "train",
-                    "--num-layers=2",
-                    "--hidden-size=32",
-                    "--num-attention-heads=4",
-                    "--eval-iters=0",
+                    *"train --num-layers=2 --hidden-size=32 --num-attention-heads=4 --eval-iters=0".split(),
                     f"--seq-length={LENGTH}",
                     f"--max-position-embeddings={LENGTH}",
-                    "--micro-batch-size=8",
-                    "--lr=1e-2",
-                    "--train-iters=30",
-                    "--num-workers=0",
-                    "--device=cpu",
-                    "--data-path",
+                    *"--micro-batch-size=8 --lr=1e-2 --train-iters=30 --num-workers=0 --device=cpu --data-path".split(),
                     f"{prefix}_text_document",
                     "--save",
                     str(folder / "run"),
@@ -155,17 +146,7 @@ def test_json(run, capsys, tmp_path):
     capsys.readouterr()
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert list(values) == [
-        "step",
-        "documents",
-        "tokens",
-        "bytes",
-        "loss",
-        "perplexity",
-        "bits_per_byte",
-        "sequence_length",
-        "stride",
-    ]
+    assert list(values) == "step documents tokens bytes loss perplexity bits_per_byte sequence_length stride".split()
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path)]) == 0
     table = capsys.readouterr().out
     assert "{" not in table

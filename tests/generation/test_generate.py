@@ -55,13 +55,10 @@ def learn(folder, steps, *tokenizer):
                     "--micro-batch-size=16",
                     "--lr=1e-2",
                     f"--train-iters={steps}",
-                    "--lr-warmup-iters=5",
-                    "--eval-iters=0",
-                    "--num-workers=0",
-                    "--device=cpu",
-                    "--hidden-dropout=0",
-                    "--attention-dropout=0",
-                    "--data-path",
+                    *(
+                        "--lr-warmup-iters=5 --eval-iters=0 --num-workers=0 --device=cpu --hidden-dropout=0 "
+                        "--attention-dropout=0 --data-path"
+                    ).split(),
                     f"{prefix}_text_document",
                     "--save",
                     str(folder / "run"),
@@ -304,14 +301,10 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
                 [
                     "train",
                     *SHAPE,
-                    "--mock-data",
-                    "--vocab-size=20",
-                    "--micro-batch-size=1",
-                    "--lr=1e-3",
-                    "--train-iters=1",
-                    "--eval-iters=0",
-                    "--device=cpu",
-                    "--save",
+                    *(
+                        "--mock-data --vocab-size=20 --micro-batch-size=1 --lr=1e-3 --train-iters=1 "
+                        "--eval-iters=0 --device=cpu --save"
+                    ).split(),
                     str(tmp_path / "r"),
                 ]
             )

@@ -240,13 +240,10 @@ def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, kind):
         ["--cpu-optimizer", "--optimizer=sgd", *FORMATS["bf16"]],
         ["--dataloader-type=cyclic", *FORMATS["bf16"]],
         ["--loss-mean=microbatch", "--num-workers=2"],
-        [
-            "--lr-decay-style=WSD",
-            "--lr-wsd-decay-samples=100",
-            "--weight-decay-incr-style=cosine",
-            "--start-weight-decay=0.01",
-            "--end-weight-decay=0.9",
-        ],
+        (
+            "--lr-decay-style=WSD --lr-wsd-decay-samples=100 --weight-decay-incr-style=cosine "
+            "--start-weight-decay=0.01 --end-weight-decay=0.9"
+        ).split(),
     ],
     ids=lambda more: " ".join(more),
 )
@@ -297,7 +294,7 @@ def forget_moments(monkeypatch):
         def weights(source):
             return {name: entry for name, entry in want(source).items() if "/" not in name}
 
-        return load(path, weights, **more | {"means": more["means"]._replace(optimizer=False)})
+        return load(path, weights, **more | {"options": more["options"]._replace(optimizer=False)})
 
     monkeypatch.setattr("meshwright.checkpoint.loading.load", weights_alone)
 

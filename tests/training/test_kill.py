@@ -35,17 +35,10 @@ FLAGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
  --global-batch-size 4 --lr 1e-2 --lr-warmup-fraction .2 --train-iters {STEPS} --eval-interval 10 --eval-iters 1
  --log-interval 10 --vocab-size 64 --device cpu --save-interval 3 --split 80,10,10""".split()
 
-POINTS = [
-    "begin",
-    "after_mkdir",
-    "written_unsynced",
-    "shard_done",
-    "manifest_unsynced",
-    "before_rename",
-    "after_rename",
-    "before_tracker",
-    "after_tracker",
-]
+POINTS = (
+    "begin after_mkdir written_unsynced shard_done manifest_unsynced before_rename after_rename "
+    "before_tracker after_tracker"
+).split()
 
 
 def _train(folder: Path, point: str | None, control: str | None) -> None:

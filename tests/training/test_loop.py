@@ -252,15 +252,10 @@ def test_use_checkpoint_args(run, tmp_path, capsys):
     save = tmp_path / "a"
     run("--save", save, "--train-iters", 3, "--swiglu", "--position-embedding-type", "rope", "--num-query-groups", 2)
     rest = [
-        "--micro-batch-size=2",
-        "--global-batch-size=4",
-        "--lr=1e-2",
-        "--train-iters=4",
-        "--mock-data",
-        "--eval-iters=0",
-        "--device=cpu",
-        "--use-checkpoint-args",
-        "--load",
+        *(
+            "--micro-batch-size=2 --global-batch-size=4 --lr=1e-2 --train-iters=4 --mock-data --eval-iters=0 "
+            "--device=cpu --use-checkpoint-args --load"
+        ).split(),
         str(save),
         "--override-opt_param-scheduler",
     ]
@@ -332,13 +327,7 @@ def test_tensorboard(run, tmp_path):
     found = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert set(found.Tags()["scalars"]) == {
         "lm loss",
-        "grad-norm",
-        "learning-rate",
-        "batch-size",
-        "world-size",
-        "iteration-time",
-        "forward-backward-time",
-        "optimizer-time",
+        *"grad-norm learning-rate batch-size world-size iteration-time forward-backward-time optimizer-time".split(),
         "lm loss validation",
         "lm loss validation ppl",
         "lm loss test",

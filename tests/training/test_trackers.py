@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from meshwright.errors import UserError
+from meshwright.launch.team import Team
 from meshwright.settings import flags
 from meshwright.settings import schema as config
 from meshwright.training.metrics import Timers
@@ -226,9 +227,9 @@ def test_timers_wait_for_their_own_work_alone(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *a: waited.append("device"))
-    with Timers(1, device=torch.device("cuda", 0)).time("optimizer", 1):
+    with Timers(1, "minmax", torch.device("cuda", 0), Team()).time("optimizer", 1):
         pass
     assert waited == ["stream", "stream"]
-    with Timers(1, device=torch.device("cpu")).time("optimizer", 1):
+    with Timers(1, "minmax", torch.device("cpu"), Team()).time("optimizer", 1):
         pass
     assert len(waited) == 2

@@ -38,20 +38,10 @@ def train(tmp_path, *more, save="run"):
 def test_loss_falls_and_everything_is_written(tmp_path, capsys):
     status, steps = train(
         tmp_path,
-        "--save-interval",
-        "3",
-        "--train-iters",
-        "30",
-        "--lr",
-        "1e-2",
-        "--log-interval",
-        "10",
-        "--vocab-size",
-        "8",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
+        *(
+            "--save-interval 3 --train-iters 30 --lr 1e-2 --log-interval 10 --vocab-size 8 --hidden-dropout 0 "
+            "--attention-dropout 0"
+        ).split(),
     )
     assert status == 0 and len(steps) == 30
     assert sum(s["loss"] for s in steps[-5:]) < sum(s["loss"] for s in steps[:5])
@@ -283,11 +273,7 @@ def test_changed_settings_are_printed(tmp_path, capsys):
             *TINY_FLAGS,
             "--load",
             str(tmp_path / "run"),
-            "--clip-grad",
-            "0.5",
-            "--train-iters",
-            "8",
-            "--override-opt_param-scheduler",
+            *"--clip-grad 0.5 --train-iters 8 --override-opt_param-scheduler".split(),
         ]
     )
     out = capsys.readouterr().out

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from meshwright import console
 from meshwright import device as devices
@@ -16,9 +16,6 @@ from meshwright.evaluation.score import Score, read_documents, score
 from meshwright.launch.world import is_first_process
 from meshwright.settings import checks, command, flags
 from meshwright.settings.schema import READING, Checkpoint, Data, Model, Parallel, Precision, Tokenizer, Training, flag
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -91,17 +88,8 @@ def main(argv: list[str]) -> int:
 
 
 def print_score(s: Score, step: int, length: int, stride: int, as_json: bool) -> None:
-    values = {
-        "step": step,
-        "documents": s.documents,
-        "tokens": s.tokens,
-        "bytes": s.bytes,
-        "loss": s.loss,
-        "perplexity": s.perplexity,
-        "bits_per_byte": s.bits_per_byte,
-        "sequence_length": length,
-        "stride": stride,
-    }
+    values = {"step": step} | {name: getattr(s, name) for name in "documents tokens bytes loss perplexity".split()}
+    values |= {"bits_per_byte": s.bits_per_byte, "sequence_length": length, "stride": stride}
     if as_json:
         print(json.dumps(values))
     else:

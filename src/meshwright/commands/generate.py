@@ -1,4 +1,4 @@
-"""`meshwright generate` and the documents' tools/generate_samples_gpt.py: samples, continuations, dialogue."""
+"""`meshwright generate` and tools/generate_samples_gpt.py: samples, continuations, dialogue."""
 
 from __future__ import annotations
 

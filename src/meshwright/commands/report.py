@@ -1,4 +1,4 @@
-"""`meshwright report`: one page with pictures for a run, or the comparison of several; --losses prints exact numbers."""
+"""`meshwright report`: a page for one run, the comparison of several, or exact losses."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Perplexity and bits per byte of a language model on documents.
 
-Each document is scored alone: after the end-of-document token, every token of the text is predicted
-once, and nothing after it. A longer document is read in windows of the model's length; each window
-after the first starts `stride` tokens later and counts only the new ones, so that they have a
-context. The loss is the mean over tokens and perplexity its exponential. Bits per byte divides the
-same sum by the bytes of the text, so that models with different vocabularies can be compared.
+Each document is scored alone: every token is predicted once, the first after an end of document. A
+long document is read in windows; each after the first starts `stride` tokens later and counts only
+the new ones, so that they have a context. Bits per byte compares different vocabularies.
 """
 
 from __future__ import annotations
@@ -95,14 +93,13 @@ def score(model: GPT, tokenizer: Tokenizer, texts: Iterable[str], length: int, s
     if waiting:
         total += flush()
     if not math.isfinite(total):
-        raise UserError(
-            "the loss is not finite; the model's weights are damaged, or --fp16 overflows (try --bf16)", NON_FINITE
-        )
+        why = "the model's weights are damaged, or --fp16 overflows (try --bf16)"
+        raise UserError(f"the loss is not finite; {why}", NON_FINITE)
     return Score(total, tokens, size, documents)
 
 
 def windows(n: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, first counted, end) over n predictions; each is counted once, in at most `length`."""
+    """Yield (begin, first counted, end) over n predictions: each counted once, in <= `length`."""
     end = min(n, length)
     if n:
         yield 0, 0, end

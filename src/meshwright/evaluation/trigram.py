@@ -21,8 +21,7 @@ def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> 
 
     Witten-Bell smoothing: a context seen n times with t different followers weighs its own counts
     by n / (n + t) and the shorter context by the rest; the shortest adds one to each count. A
-    document begins with two border symbols, which are given and never predicted, like the language
-    model's end-of-document token.
+    document begins with two border symbols, which are never predicted.
     """
     a, b, c = _trigrams(train)
     unigrams = (np.bincount(c, minlength=256) + 1) / (len(c) + 256)  # [256]

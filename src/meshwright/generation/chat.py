@@ -51,9 +51,9 @@ def talk(tokenizer: Tokenizer, continue_: Continue, seq_length: int) -> None:
 
 
 def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Yield text as it comes; a character whose bytes span several tokens waits until it is complete.
+    """Yield text as it comes; a character of several tokens waits until it is complete.
 
-    All tokens are decoded each time, as some vocabularies write a token differently at the start of a text.
+    All tokens are decoded each time: some vocabularies write the first one of a text differently.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     all_ids: list[int] = []
@@ -61,7 +61,7 @@ def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     for i in ids:
         all_ids.append(i)
         raw = tokenizer.decode_bytes(all_ids)
-        # A library that decodes to text ends an incomplete character with the replacement character.
+        # A library that decodes to text puts U+FFFD for an incomplete character.
         if not raw.endswith(b"\xef\xbf\xbd"):
             yield decoder.decode(raw[printed:])
             printed = len(raw)
@@ -76,5 +76,5 @@ def recorded(ids: Iterable[int], into: list[int]) -> Iterator[int]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace the surrogates by which Python represents bytes of a command line that are not UTF-8."""
+    """Replace the surrogates that stand for bytes of a command line that are not UTF-8."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -91,19 +91,13 @@ class LanguageModel:
             raise UserError(f"the prompt has {len(ids)} tokens; the model reads {self.seq_length}, shorten the prompt")
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens {max_new_tokens} must be above 0")
-        ((new, _),) = self.complete([ids], options, max_new_tokens, seed)
+        ((new, _),) = self.complete([ids], options, max_new_tokens, seed, 0, True)
         return self.tokenizer.decode(new)
 
     def decode(
-        self,
-        prompts: list[list[int]],
-        options: sampling.Options,
-        max_new: int,
-        seed: int,
-        first: int = 0,
-        use_cache: bool = True,
+        self, prompts: list[list[int]], options: sampling.Options, max_new: int, seed: int, first: int, use_cache: bool
     ) -> Iterator[list[int | None]]:
-        """Continue prompts, as `decode` does; prompt `i` has sample number `first + i`, which seeds it."""
+        """Continue prompts as `decode` does; prompt `i` is seeded by its number, `first + i`."""
         streams = [sampling.generator(seed, first + row) for row in range(len(prompts))]
         eod = self.tokenizer.eod
 
@@ -113,15 +107,9 @@ class LanguageModel:
         return decode(self.model, [p or [eod] for p in prompts], max_new, self.seq_length, eod, choose, use_cache)
 
     def complete(
-        self,
-        prompts: list[list[int]],
-        options: sampling.Options,
-        max_new: int,
-        seed: int,
-        first: int = 0,
-        use_cache: bool = True,
+        self, prompts: list[list[int]], options: sampling.Options, max_new: int, seed: int, first: int, use_cache: bool
     ) -> list[tuple[list[int], bool]]:
-        """Return each prompt's new tokens without the final end-of-document one, and whether it came."""
+        """Return what `collect` does of the new tokens of each prompt."""
         rows = self.decode(prompts, options, max_new, seed, first, use_cache)
         return collect(rows, len(prompts), self.tokenizer.eod)
 
@@ -149,7 +137,7 @@ class SamplingOptions:
 class Fit:
     """A checkpoint's model, checked against the flags and ready to be built."""
 
-    saved: SavedModel
+    saved: SavedModel  # its source is without the rows that only pad tables
     model: Model
     vocab: int
     padded: int
@@ -158,12 +146,11 @@ class Fit:
 
     @property
     def source(self) -> Source:
-        """The step, without the rows that only pad its tables."""
         return self.saved.source
 
 
 def open_fit(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Fit:
-    """Check the newest complete step under `folder`, or the step that it names, against the flags `given`."""
+    """Check the flags against the step that `folder` names, else its newest complete one."""
     return check_fit(open_saved(folder, options=open_options(given), given=given), given, vocabulary)
 
 
@@ -174,12 +161,10 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
 
 
 def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Fit:
-    """Refuse flags or a vocabulary that contradict the checkpoint, and models of a later version."""
+    """Refuse flags or a vocabulary that contradict the checkpoint, and later versions' models."""
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
-    # A model of a later version must not load as another one.
-    later = checks.not_yet(TrainConfig(model=saved.model))
-    if later:
+    if later := checks.not_yet(TrainConfig(model=saved.model)):
         raise UserError("\n  ".join([f"{where} holds a model that this version cannot run:", *later]), BAD_DATA)
     impl = given.get("attention_impl", saved.model.attention_impl)
     model = dataclasses.replace(saved.model, max_position_embeddings=positions, attention_impl=impl)
@@ -190,17 +175,13 @@ def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: Tokenizer
     if (given.get("seq_length") or 0) > positions:
         wrong.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
     if wrong:
-        raise UserError(
-            "\n  ".join([f"these flags contradict {where}; leave them out, the checkpoint has them:", *wrong]), BAD_DATA
-        )
+        lines = [f"these flags contradict {where}; leave them out, the checkpoint has them:", *wrong]
+        raise UserError("\n  ".join(lines), BAD_DATA)
     if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
         null = ", including --tokenizer-type NullTokenizer's end-of-document id"
-        more = null if tokenizer.name == tokenizers.Null.name else ""
-        raise UserError(
-            f"the vocabulary has {tokenizer.size} ids{more}, the checkpoint {vocab}; {where} was trained with another "
-            "vocabulary",
-            BAD_DATA,
-        )
+        size = f"{tokenizer.size} ids{null if tokenizer.name == tokenizers.Null.name else ''}"
+        message = f"the vocabulary has {size}, the checkpoint {vocab}; {where} was trained with another vocabulary"
+        raise UserError(message, BAD_DATA)
     saved = dataclasses.replace(saved, source=source.of_vocabulary(vocab))
     padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, 1, model.pad_vocab_size_to)
     return Fit(saved, model, vocab, padded, positions, tokenizer)
@@ -219,7 +200,7 @@ def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
 def load(
     folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, dtype: torch.dtype, device: torch.device
 ) -> LanguageModel:
-    """Build the model of a checkpoint and read its weights as `dtype`; skip a damaged newest step."""
+    """Build a checkpoint's model and read its weights as `dtype`; skip a damaged newest step."""
     opened: list[tuple[Fit, GPT]] = []
 
     def accept(source: Source) -> Source:

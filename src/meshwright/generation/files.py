@@ -18,7 +18,7 @@ Complete = Callable[[list[list[int]], int], list[tuple[list[int], bool]]]
 def write_samples(path: str, count: int, tokenizer: Tokenizer, complete: Complete, batch: int) -> None:
     """Write `count` JSON lines {"text", "length", "finished"}, a micro-batch at a time.
 
-    `length` counts the generated tokens before the end-of-document one; `finished` says whether it came.
+    `length` counts the tokens before the end-of-document one; `finished` is whether that came.
     """
     seconds = []
     with open(path, "w", encoding="utf-8") as out:
@@ -46,10 +46,8 @@ def write_continuations(
     long = [f"line {n} has {len(ids)}" for n, ids in enumerate(prompts, 1) if len(ids) >= m.seq_length]
     if long:
         shown = ", ".join(long[:10]) + f" and {len(long) - 10} more" * (len(long) > 10)
-        raise UserError(
-            f"--sample-input-file {source}: {shown} tokens; the model reads {m.seq_length}, shorten these lines",
-            BAD_DATA,
-        )
+        message = f"{shown} tokens; the model reads {m.seq_length}, shorten these lines"
+        raise UserError(f"--sample-input-file {source}: {message}", BAD_DATA)
     with open(output, "w", encoding="utf-8") as out:
         for first in range(0, len(lines), batch):
             done = complete(prompts[first : first + batch], first)

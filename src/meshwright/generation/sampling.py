@@ -1,7 +1,6 @@
-"""Choose the next token from logits: greedy, temperature, top-k, top-p. Pure functions.
+"""Choose the next token from logits: greedy, temperature, top-k, top-p.
 
-The one random number per token is drawn on the CPU, so that a seed gives the same text on every
-device; sorting and summing 50,000 probabilities stays where the logits are.
+The random number of a token is drawn on the CPU, so that a seed gives equal text on every device.
 """
 
 from __future__ import annotations
@@ -72,5 +71,5 @@ def choose(logits: Tensor, s: Options, generator: torch.Generator) -> int:
 
 
 def generator(seed: int, sample: int) -> torch.Generator:
-    """Return a stream of random numbers per sample, so that its text does not depend on batching."""
+    """Return a sample's own stream of random numbers: its text does not depend on batching."""
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + sample * 0xBF58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF)

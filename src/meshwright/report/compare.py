@@ -1,6 +1,4 @@
-"""The comparison of several runs with the first: distances of their loss curves, and settings that
-differ.
-"""
+"""The comparison of several runs with the first: distances of losses, settings that differ."""
 
 from __future__ import annotations
 
@@ -45,11 +43,7 @@ class Run:
         return steps[at - 1].consumed_samples * self.scale if at else 0
 
     def validations(self) -> dict[int, float]:
-        """Return iteration -> mean loss of the validation sets.
-
-        The last iteration may have a second validation, at the end of the run, on other samples:
-        the first counts.
-        """
+        """Return iteration -> mean loss of the validation sets; of the last one's two the first."""
         found: dict[int, dict[str, float]] = {}
         for v in reversed(self.history.validations):
             if v.name != "test":
@@ -125,16 +119,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def figures(r: Run) -> dict[str, Any]:
     """Return the figures of one run."""
     steps, checks = r.history.steps, r.validations()
-    return {
-        "name": r.name,
-        "steps": steps[-1].iteration,
-        "amount": r.amount(steps[-1].iteration),
-        "final_loss": r.final("training"),
-        "final_validation": r.final("validation") if checks else None,
-        "best_validation": min((x for x in checks.values() if not math.isnan(x)), default=None),
-        "tokens_per_second": statistics.median(s.tokens_per_second for s in steps),
-        "seconds": wall_time(r.history.attempts)[1],
-    }
+    last, best = steps[-1].iteration, min((x for x in checks.values() if not math.isnan(x)), default=None)
+    out = {"name": r.name, "steps": last, "amount": r.amount(last), "final_loss": r.final("training")}
+    out |= {"final_validation": r.final("validation") if checks else None, "best_validation": best}
+    speed = statistics.median(s.tokens_per_second for s in steps)
+    return out | {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -198,9 +187,7 @@ def difference(a: Run, b: Run) -> dict[str, Any]:
 
 
 def gap(before: float, after: float) -> float:
-    """Return after - before: 0 for equal bits, even of two NaNs; infinity between a number and a
-    non-number.
-    """
+    """Return after - before: 0 for equal bits, even of two NaNs; inf if only one is a number."""
     if before.hex() == after.hex():
         return 0.0
     return after - before if math.isfinite(after - before) else math.inf
@@ -247,11 +234,10 @@ def distances(found: dict[str, Any]) -> list[list[str]]:
         far, share, checks = d["largest"], d["largest_relative"], d["validation"]
         column = {"common steps": f"{d['common_steps']:,}"}
         if far:
-            mean = d["mean_of_last_tenth"]
+            mean, first = d["mean_of_last_tenth"], d["first"]
+            where = "none: equal to the last bit" if first is None else f"iteration {first:,}"
             column |= {
-                "first difference in any bit": "none: equal to the last bit"
-                if d["first"] is None
-                else f"iteration {d['first']:,}",
+                "first difference in any bit": where,
                 "largest difference": f"{far['loss']:+.4g} at {far['iteration']:,}",
                 "largest relative difference": f"{percentage(share['share'])} at {share['iteration']:,}",
                 "mean difference, last 10% of them": "-" if mean is None else f"{mean:+.4g}",
@@ -318,9 +304,7 @@ def curve(r: Run, column: str, by_amount: bool) -> tuple[Any, Any]:
 
 
 def plots(runs: Sequence[Run]) -> list[str]:
-    """Return losses, their differences and learning rates; over tokens if the runs' steps differ
-    in size.
-    """
+    """Return losses, differences and learning rates; over tokens if the steps differ in size."""
     import numpy as np
 
     by_amount = amounts_differ(runs)

@@ -1,13 +1,11 @@
-"""The history of a run: its steps, validations and attempts from metrics.jsonl, its settings from
-config.toml.
-"""
+"""The history of a run: metrics.jsonl and config.toml."""
 
 from __future__ import annotations
 
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +60,9 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """Read metrics.jsonl. An attempt that starts at iteration N undoes what earlier ones did after
-    N.
+    """Read metrics.jsonl; an attempt that starts at N undoes what earlier ones did after N.
 
-    So the last row of an iteration counts, and a run started anew in the same folder is not mixed
-    with the one before.
+    So the last row of an iteration counts, and a run started anew is not mixed with the one before.
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", USAGE)
@@ -112,21 +108,10 @@ def read_history(folder: Path) -> History:
 
 def _step(row: dict[str, Any]) -> Step:
     # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
-    def optional(name: str) -> float | None:
-        return None if row.get(name) is None else float(row[name])
-
-    return Step(
-        iteration=int(row["iteration"]),
-        consumed_samples=int(row["consumed_samples"]),
-        loss=float(row["loss"]),
-        grad_norm=float(row["grad_norm"]),
-        lr=float(row["lr"]),
-        skipped=bool(row["skipped"]),
-        ms=float(row["ms"]),
-        tokens_per_second=float(row["tokens_per_second"]),
-        mfu=optional("mfu"),
-        memory=optional("memory"),
-    )
+    loss, norm, lr, ms, speed = (float(row[n]) for n in ("loss", "grad_norm", "lr", "ms", "tokens_per_second"))
+    mfu, memory = (None if row.get(n) is None else float(row[n]) for n in ("mfu", "memory"))
+    iteration, consumed = int(row["iteration"]), int(row["consumed_samples"])
+    return Step(iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory)
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
@@ -141,14 +126,6 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     return {group: values for group, values in groups.items() if isinstance(values, dict)}
 
 
-def by_dataset(validations: Iterable[Validation]) -> list[list[Validation]]:
-    """Group validations by their data set."""
-    groups: dict[str, list[Validation]] = {}
-    for v in validations:
-        groups.setdefault(v.dataset, []).append(v)
-    return list(groups.values())
-
-
 def final_loss(values: Sequence[float]) -> float:
     """Return the median of the last fiftieth (one step says little); NaN if none is finite."""
     import statistics
@@ -158,9 +135,7 @@ def final_loss(values: Sequence[float]) -> float:
 
 
 def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:
-    """Return a label and seconds: from start to end if every end is dated, else the known steps
-    and saves.
-    """
+    """Return a label and seconds: start to end if all are dated, else the known steps and saves."""
     dated = [a.end["time"] - a.start["time"] for a in attempts if a.end and "time" in a.end and "time" in a.start]
     if dated and len(dated) == len(attempts):
         return "wall time", sum(dated)

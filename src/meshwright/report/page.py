@@ -8,21 +8,12 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.report import plot
-from meshwright.report.history import (
-    Attempt,
-    History,
-    Step,
-    Validation,
-    by_dataset,
-    read_history,
-    read_settings,
-    wall_time,
-)
+from meshwright.report.history import Attempt, History, Step, Validation, read_history, read_settings, wall_time
 from meshwright.report.html import document, escape, table, write_page
 
 if TYPE_CHECKING:
@@ -39,16 +30,10 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 def page(run_dir: Path, history: History, settings: Settings) -> str:
     name, last = run_dir.resolve().name, history.attempts[-1] if history.attempts else None
     state = "no attempt recorded" if last is None else f"last attempt: {describe_end(last, True)}"
-    attempts = [
-        [
-            str(a.number),
-            date(a.start.get("time")),
-            f"{a.began:,} to {a.last:,}",
-            command_line(a.start.get("command")),
-            describe_end(a, a is last),
-        ]
-        for a in history.attempts
-    ]
+    attempts = []
+    for a in history.attempts:
+        row = [str(a.number), date(a.start.get("time")), f"{a.began:,} to {a.last:,}"]
+        attempts.append([*row, command_line(a.start.get("command")), describe_end(a, a is last)])
     parts = [
         f'<h1>{escape(name)}</h1><p class="quiet">{escape(state)}</p>',
         '<dl class="cards">',
@@ -62,16 +47,16 @@ def page(run_dir: Path, history: History, settings: Settings) -> str:
         '<p class="quiet">If the settings name --save and --load, this continues from the last checkpoint; '
         "give both a new folder to start afresh.</p>",
         f"<details><summary>Settings ({sum(map(len, settings.values()))})</summary>",
-        *(
-            f"<h3>{escape(group)}</h3>"
-            + table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
-            for group, values in settings.items()
-        ),
+        *(f"<h3>{escape(group)}</h3>{settings_table(values)}" for group, values in settings.items()),
         "</details>",
         f'<footer class="quiet">Meshwright {escape(last.start.get("version", "") if last else "")}. Exact numbers: '
         f"<code>meshwright report --losses {escape(shlex.quote(str(run_dir)))}</code></footer>",
     ]
     return document(f"{name}: report", parts)
+
+
+def settings_table(values: dict[str, Any]) -> str:
+    return table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
 
 
 def headlines(history: History, settings: Settings) -> list[tuple[str, str]]:
@@ -106,6 +91,13 @@ def headlines(history: History, settings: Settings) -> list[tuple[str, str]]:
     label, seconds = wall_time(history.attempts)
     out += [(label, duration(seconds)), ("attempts", str(len(history.attempts)))]
     return out + [(k, str(start[k])) for k in ("device", "dtype", "torch") if start.get(k)]
+
+
+def by_dataset(validations: Iterable[Validation]) -> list[list[Validation]]:
+    groups: dict[str, list[Validation]] = {}
+    for v in validations:
+        groups.setdefault(v.dataset, []).append(v)
+    return list(groups.values())
 
 
 def suffix(v: Validation) -> str:
@@ -188,9 +180,7 @@ def resumed_at(history: History) -> list[int]:
 
 
 def draw_column(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1.0, smooth: bool = False) -> int:
-    """Draw a column over the iterations, with crosses where it is not finite; return the width of
-    its running median.
-    """
+    """Draw a column, with crosses where it is not finite; return the width of its median."""
     import numpy as np
 
     x, y = columns(steps, column, scale=scale)

@@ -1,8 +1,4 @@
-"""Line plots for pages: matplotlib figures, embedded as SVG images.
-
-The colours are of medium lightness and the background is transparent, so that a plot reads on
-light and dark pages.
-"""
+"""Line plots for pages: matplotlib figures as SVG images, readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -22,9 +18,7 @@ POINTS = 1000  # per line at most: no picture shows more
 
 
 def new_axes(size: tuple[float, float], resumed: Iterable[int] = (), x: str = "iteration") -> tuple[Figure, Axes]:
-    """Return an empty figure with resumes marked; without pyplot, so that no global state is
-    touched.
-    """
+    """Return an empty figure with resumes marked; without pyplot and its global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -50,9 +44,7 @@ def style(axes: Axes, x: str) -> None:
 
 
 def draw(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: bool = True) -> int:
-    """Draw a line and, if it has more than 20 points, a running median over it; return the
-    median's width.
-    """
+    """Draw a line, with a running median over more than 20 points; return the median's width."""
     if not smooth or len(y) <= 20:
         axes.plot(*thin(x, y), color=colour, ls=line, lw=1.2, marker="." if len(y) <= 30 else "")
         return 1
@@ -63,9 +55,7 @@ def draw(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: bool 
 
 
 def thin(x: Any, y: Any) -> tuple[Any, Any]:
-    """Keep at most POINTS points, the lowest and highest of each stretch, so that a spike still
-    shows.
-    """
+    """Keep at most POINTS points, the lowest and highest of each stretch: a spike still shows."""
     import numpy as np
 
     if len(x) <= POINTS:
@@ -76,11 +66,9 @@ def thin(x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def running_median(x: Any, y: Any, half: int) -> tuple[Any, Any]:
-    """Return the median of up to `half` neighbours on each side; unlike a mean it has no plateau
-    around a spike.
+    """Return the median of up to `half` neighbours on each side, which a spike does not move.
 
-    Near the start it takes as many neighbours after a point as there are before it, so that a
-    steep fall is not flattened.
+    Near the start it takes as many after a point as before it: a steep fall is not flattened.
     """
     import numpy as np
 
@@ -99,9 +87,7 @@ def svg_of(figure: Figure, title: str) -> str:
 
 
 def embed(figure: Figure, title: str, note: str = "", legend: str = "", wide: bool = False) -> str:
-    """Return an HTML figure. The image is a data URI: its ids and styles stay apart from the
-    page's.
-    """
+    """Return an HTML figure; as a data URI, its ids and styles stay apart from the page's."""
     caption = escape(title) + (f' <span class="quiet">{escape(note)}</span>' if note else "")
     keys = f'<div class="legend quiet">{legend}</div>' if legend else ""
     data = base64.b64encode(svg_of(figure, title).encode()).decode()

@@ -1,8 +1,6 @@
-"""The training loop of one rank.
+"""The training loop of one rank: `Trainer.train` is the loop, `Trainer.step` one global batch.
 
-`Trainer.train` is the loop and `Trainer.step` one global batch, in time order: the loader's next
-batch (data/loader.py), train_step (step.py), then what the result changes (`record`). Around the
-steps come validation, saving and the reasons to stop, each a method of its own.
+A step takes the loader's next batch (data/loader.py) to train_step (step.py), then `record`.
 """
 
 from __future__ import annotations
@@ -103,10 +101,9 @@ class Trainer:
         p = self.progress
         self.marks = make_marks(self.config.data, tokenizer)
         at = (p.iteration, p.consumed_train_samples) if self.will_train else None
-        data = self.team.run_lead_first(self.open_files) if datasets is None else datasets
+        self.data = data = self.team.run_lead_first(self.open_files) if datasets is None else datasets
         self.team.run_on_all(lambda: check_datasets(self.config, data, datasets is not None, at))
-        self.data = data
-        self.state.set_epochs(list_epochs(self.data.get("train")))
+        self.state.set_epochs(list_epochs(data.get("train")))
 
     def open_files(self) -> Datasets:
         """Open the data of the flags, with the blends that the checkpoint holds and later ones."""
@@ -131,25 +128,13 @@ class Trainer:
         own = self.net.store.named_state(False, to_save=True)
         parameters = sum(self.team.gather(sum(x.numel() for _, _, x in own.values())))
         attempt = Attempt(p.iteration, p.consumed_train_samples, self.total_steps(), flops)
-        self.metrics = Metrics(folder if self.team.is_lead else None, c, attempt, self.device, self.timers, self.team)
+        self.metrics = Metrics(folder if self.team.is_lead else None, c, attempt, self.timers, self.team)
         # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
         event = "evaluate" if c.training.skip_train else "start"
-        self.metrics.row(
-            event,
-            p.iteration,
-            time=time.time(),
-            command=command,
-            version=our_version(),
-            torch=torch.__version__,
-            python=platform.python_version(),
-            device=devices.name(self.device),
-            host=platform.node(),
-            parameters=parameters,
-            block=self.net.why,
-            dtype=c.precision.dtype,
-            tokens_per_step=c.global_batch * seq,
-            train_iters=c.steps,
-        )
+        row = {"time": time.time(), "command": command, "version": our_version(), "torch": torch.__version__}
+        row |= {"python": platform.python_version(), "device": devices.name(self.device), "host": platform.node()}
+        row |= {"parameters": parameters, "block": self.net.why, "dtype": c.precision.dtype}
+        self.metrics.row(event, p.iteration, **row, tokens_per_step=c.global_batch * seq, train_iters=c.steps)
 
     # The loop
 
@@ -158,7 +143,12 @@ class Trainer:
         if self.config.training.skip_train:
             say("skipping training (--skip-train) ...")
             return ALL_DONE
-        self.begin()
+        say("training ...")
+        say_time("before the start of training step")
+        if self.is_done:
+            say(f" > nothing is left to train: step {self.progress.iteration} of {self.total_steps()} is done")
+        if (c := self.config.checkpoint).save and c.save_at_start and not self.progress.iteration:
+            self.save()
         with contextlib.ExitStack() as held:
             profile = held.enter_context(profiler(self.config.logging, self.metrics.folder, self.device))
             gc.freeze()  # the collector need not look again at what was built so far
@@ -182,28 +172,21 @@ class Trainer:
         with self.timers.time("batch-generator", 2):
             micro_batches = self.next_batch()
         settings = self.step_settings(stop)
-        update = train_step(self.net, micro_batches, settings, self.timers.time)
-        self.record(settings, update)
+        self.record(settings, train_step(self.net, micro_batches, settings, self.timers.time))
 
     def next_batch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch."""
         if self.train_batches is None:
             data = self.data["train"]
             assert data is not None
-            consumed = self.state.progress.consumed_train_samples
-            self.train_batches = self.batches(data, consumed, self.config.batch)
+            self.train_batches = self.batches(data, self.progress.consumed_train_samples, self.config.batch)
         return next(self.train_batches)
 
     def step_settings(self, stop: StopConditions) -> StepSettings:
-        samples, t = self.progress.schedule_samples, self.config.training
-        return StepSettings(
-            seed=t.seed,
-            lr=self.state.schedule.lr(samples),
-            weight_decay=self.state.schedule.wd(samples),
-            scale=self.state.scaler.scale,
-            loss_mean=t.loss_mean,
-            wants_stop=self.team.size > 1 and (stop.reason() is not None or self.state.saver.failed),
-        )
+        samples, t, state = self.progress.schedule_samples, self.config.training, self.state
+        wants_stop = self.team.size > 1 and (stop.reason() is not None or state.saver.failed)
+        lr, weight_decay = state.schedule.lr(samples), state.schedule.wd(samples)
+        return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 
     def record(self, settings: StepSettings, update: Update) -> None:
         """Move the counters and the loss scale on by one step, and log it."""
@@ -229,35 +212,16 @@ class Trainer:
         p.consumed_train_samples += size
         p.schedule_samples += 0 if skipped else size
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
-        now = time.perf_counter()
-        self.metrics.step(
-            p.iteration,
-            p.consumed_train_samples,
-            now - self.last,
-            self.state.schedule.lr(p.schedule_samples),
-            batch=size,
-            loss=loss,
-            grad_norm=norm,
-            lr=settings.lr,
-            loss_scale=settings.scale,
-            skipped=skipped,
-            **shown,
-        )
+        row = {"batch": size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
+        row |= {"skipped": skipped, **shown}
+        now, next_lr = time.perf_counter(), self.state.schedule.lr(p.schedule_samples)
+        self.metrics.step(p.iteration, p.consumed_train_samples, now - self.last, next_lr, row)
         self.last = now
         if p.nonfinite_in_a_row > (allowed_in_a_row(c.training.on_nonfinite) or 0):
             self.record_non_finite_end()
             raise UserError(self.describe_non_finite(loss, norm, settings.scale), NON_FINITE, everywhere=True)
 
     # Around the steps
-
-    def begin(self) -> None:
-        p, c = self.progress, self.config.checkpoint
-        say("training ...")
-        say_time("before the start of training step")
-        if self.is_done:
-            say(f" > nothing is left to train: step {p.iteration} of {self.total_steps()} is done")
-        if c.save and c.save_at_start and not p.iteration:
-            self.save()
 
     @property
     def will_train(self) -> bool:
@@ -290,9 +254,9 @@ class Trainer:
         at_end: Literal["raise", "wrap", "mask"] = "raise",
     ) -> Generator[list[Batch], None, None]:
         """Yield the micro-batches of each step from this sample on, without end."""
-        at, length = self.layout.at, self.config.data.seq_length
+        at, length, cp = self.layout.at, self.config.data.seq_length, self.layout.cp
         assert length
-        columns = length // self.layout.cp
+        columns = None if cp == 1 else slice(at("cp") * length // cp, (at("cp") + 1) * length // cp)
         spec = LoaderSpec(
             self.config.micro_batch,
             step_size,
@@ -301,7 +265,7 @@ class Trainer:
             marks=self.marks,
             rank=at("replicas", "shard"),
             ranks=self.layout.dp,
-            columns=None if self.layout.cp == 1 else slice(at("cp") * columns, (at("cp") + 1) * columns),
+            columns=columns,
             length=length + 1,
             device=self.device,
             at_end=at_end,
@@ -315,10 +279,7 @@ class Trainer:
             self.train_batches = None
 
     def skip_iterations(self) -> bool:
-        """Count a --skip-train-iteration-range that begins here and its samples as done.
-
-        Return whether there was one.
-        """
+        """Count a --skip-train-iteration-range that begins here as done; return whether any."""
         p = self.progress
         for first, last in skipped(self.config.data.skip_train_iteration_range):
             if first <= p.iteration + 1 <= last:
@@ -398,12 +359,9 @@ class Trainer:
         self.metrics.validation(p.iteration, p.consumed_train_samples, shown, prefix, loss, set_name)
         if not math.isfinite(loss) and allowed_in_a_row(t.on_nonfinite) == 0:
             self.record_non_finite_end()
-            raise UserError(
-                f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; lower --lr "
-                f"(now {self.config.optimizer.lr}) or warm up longer",
-                NON_FINITE,
-                everywhere=True,
-            )
+            message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "
+            message += f"lower --lr (now {self.config.optimizer.lr}) or warm up longer"
+            raise UserError(message, NON_FINITE, everywhere=True)
         return loss
 
     def record_non_finite_end(self) -> None:
@@ -413,9 +371,8 @@ class Trainer:
         """Return the error message for a loss or gradient norm that is not finite."""
         c, p = self.config, self.progress
         number = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        at_scale = ""
-        if c.precision.fp16:
-            at_scale = f" at the {'smallest' if c.precision.loss_scale is None else 'constant'} loss scale {scale}"
+        kind = "smallest" if c.precision.loss_scale is None else "constant"
+        at_scale = f" at the {kind} loss scale {scale}" if c.precision.fp16 else ""
         kept = f"; the weights and the checkpoints in {c.checkpoint.save} are unchanged" if c.checkpoint.save else ""
         return (
             f"iteration {p.iteration} (samples up to {p.consumed_train_samples}): {number}{at_scale}, so this step "

@@ -1,9 +1,8 @@
 """`--micro-batch-size auto`: find the largest micro-batch that fits beside weights and optimizer.
 
-Activations grow linearly with the micro-batch. On an accelerator, forward and backward passes of
-one and of two samples give that line; the largest divisor of the global batch below the limit is
-then tried. On a CPU, where running out of memory ends the process, the bytes of the live tensors
-are counted instead, by hand because torch keeps no peak for CPU memory.
+Activations grow linearly. On an accelerator, passes of one and of two samples give that line; the
+largest divisor of the global batch below the limit is then tried. On a CPU, where running out of
+memory ends the process and torch keeps no peak, the bytes of the live tensors are counted instead.
 """
 
 from __future__ import annotations
@@ -82,9 +81,8 @@ def find_largest(
 ) -> tuple[int, str]:
     """Return the largest micro-batch that fits and a log message.
 
-    `attempt` runs forward and backward of that many samples. `batches` are the run's batch sizes
-    per data-parallel rank, which the micro-batch must divide. `preferred` is the size of an earlier
-    attempt of the run, which is kept if it fits.
+    `attempt` runs that many samples. `batches` are the run's batch sizes per data-parallel rank,
+    which the micro-batch must divide. `preferred`, of the run's earlier start, is kept if it fits.
     """
     common = math.gcd(*batches)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
@@ -100,9 +98,8 @@ def find_largest(
     one, two = try_size(attempt, 1, device), try_size(attempt, 2, device)
     if one is None or two is None:
         return 1, "two samples do not fit"
-    message = (
-        f"one sample takes {(two - one) / 2**30:,.2f} GiB beside {(2 * one - two) / 2**30:,.2f}, of {have / 2**30:,.1f}"
-    )
+    each, rest = (two - one) / 2**30, (2 * one - two) / 2**30
+    message = f"one sample takes {each:,.2f} GiB beside {rest:,.2f}, of {have / 2**30:,.1f}"
     for n in reversed(divisors):
         if one + (n - 1) * (two - one) <= SHARE * have and try_size(attempt, n, device) is not None:
             return n, message
@@ -141,14 +138,13 @@ class Peak(TorchDispatchMode):
     def _note(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         if storage not in self.known:
-            size = storage.nbytes()
-            self.known[storage] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, size)
+            self.known[storage] = size = storage.nbytes()
+            self._count(size)
+            weakref.finalize(storage, self._count, -size)
 
-    def _gone(self, size: int) -> None:
-        self.now -= size
+    def _count(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 def peak_bytes(attempt: Callable[[int], None], size: int) -> int:

@@ -26,24 +26,14 @@ from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
-PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H800": 989e12,
-    "L40S": 362e12,
-    "V100": 125e12,
-    "RTX 4090": 165e12,
-    "B200": 2250e12,
-}
+PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
+PEAKS |= dict.fromkeys(("H100", "H200", "H800"), 989e12) | dict.fromkeys(("A100", "A800"), 312e12)
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak; None if unknown, as for CPUs, and no MFU is printed."""
     name = devices.name(device)
-    return next((peak for key, peak in sorted(PEAKS.items(), key=lambda x: -len(x[0])) if key in name), None)
+    return next((peak for key, peak in PEAKS.items() if key in name), None)
 
 
 @dataclass(frozen=True)
@@ -62,21 +52,13 @@ class Metrics:
     Every rank has one. Those that do not lead have no folder and print nothing.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        config: TrainConfig,
-        attempt: Attempt,
-        device: torch.device,
-        timers: Timers,
-        team: Team,
-    ) -> None:
+    def __init__(self, folder: Path | None, config: TrainConfig, attempt: Attempt, timers: Timers, team: Team) -> None:
         assert config.data.seq_length
         self.world = team.size
         self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
         self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
-        self.device, self.timers = device, timers
-        self.peak = peak_flops(device)
+        self.device, self.timers = timers.device, timers
+        self.peak = peak_flops(self.device)
         self.file, self.attempt = -1, 1
         if folder is not None:
             self.attempt = 1 + _count_starts(folder / "metrics.jsonl")
@@ -110,11 +92,10 @@ class Metrics:
         if self.file >= 0:
             os.fsync(self.file)
 
-    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, **values: Any) -> None:
+    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
         """Record one step, and print a line every --log-interval steps.
 
-        The line shows the learning rate of the next step, as Megatron's does. `values` are batch,
-        loss, grad_norm, lr, loss_scale and skipped, and num_zeros and params_norm if asked for.
+        The line shows the learning rate of the next step, as Megatron's does.
         """
         batch, loss = values["batch"], values["loss"]
         self.steps += 1
@@ -134,11 +115,8 @@ class Metrics:
         }
         self.row("step", iteration, consumed_samples=consumed, **row)
         if self.trackers:
-            extra: dict[str, Any] = {
-                "iteration": iteration,
-                "world_size": self.world,
-                "timers": self.timers.times_of_step(),
-            }
+            extra: dict[str, Any] = {"iteration": iteration, "world_size": self.world}
+            extra["timers"] = self.timers.times_of_step()
             if self.g.log_memory_to_tensorboard and memory is not None:
                 stats = devices.memory_stats(self.device)
                 extra |= {
@@ -171,10 +149,8 @@ class Metrics:
         if self.losses:
             parts.append(f"lm loss: {sum(self.losses) / len(self.losses):.6E}")
         parts += [f"loss scale: {values['loss_scale']:.1f}", f"grad norm: {values['grad_norm']:.3f}"]
-        if "num_zeros" in values:
-            parts.append(f"num zeros: {values['num_zeros']:.1f}")
-        if "params_norm" in values:
-            parts.append(f"params norm: {values['params_norm']:.3f}")
+        parts += [f"num zeros: {values['num_zeros']:.1f}"] if "num_zeros" in values else []
+        parts += [f"params norm: {values['params_norm']:.3f}"] if "params_norm" in values else []
         parts += [
             f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {self.nan:3d}",
@@ -184,22 +160,15 @@ class Metrics:
         ]
         if self.peak:
             parts.append(f"MFU: {100 * rate / self.peak:.1f}% of {self.peak / 1e12:.0f} TFLOP/s")
-        memory = devices.peak_memory(self.device)
-        if memory:
+        if memory := devices.peak_memory(self.device):
             parts.append(f"memory (GiB): {memory / 2**30:.2f}")
         say(" | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(max(left, 0)))}"]) + " |")
         if memory is not None and not self.memory_is_printed:
             self.memory_is_printed, stats = True, devices.memory_stats(self.device)
-            mb = {
-                f"{x} {n}": stats[f"{x}_bytes.all.{n}"] / 2**20
-                for x in ("allocated", "reserved")
-                for n in ("current", "peak")
-            }
-            say(
-                f"[Rank 0] (after {iteration} iterations) memory (MB) | allocated: {mb['allocated current']} | "
-                f"max allocated: {mb['allocated peak']} | reserved: {mb['reserved current']} | "
-                f"max reserved: {mb['reserved peak']}"
-            )
+            columns = {"allocated": "allocated_bytes.all.current", "max allocated": "allocated_bytes.all.peak"}
+            columns |= {"reserved": "reserved_bytes.all.current", "max reserved": "reserved_bytes.all.peak"}
+            shown = " | ".join(f"{name}: {stats[key] / 2**20}" for name, key in columns.items())
+            say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
         self.timers.print_means(self.steps)
         self._reset()
 
@@ -253,16 +222,10 @@ def _start_bar(total: int) -> tuple[Any, Any]:
 
 
 class Timers:
-    """Wall time of named phases, printed as Megatron does.
+    """Wall times as Megatron prints them; within a step, those of --timing-log-level."""
 
-    Within a step only the phases of --timing-log-level are timed.
-    """
-
-    def __init__(
-        self, level: int = 0, option: str = "minmax", device: torch.device | None = None, team: Team | None = None
-    ) -> None:
-        self.level, self.option, self.team = level, option, team or Team()
-        self.device = device
+    def __init__(self, level: int, option: str, device: torch.device, team: Team) -> None:
+        self.level, self.option, self.team, self.device = level, option, team, device
         self.phases: dict[str, float] = {}  # ms, of the set-up
         self.steps: dict[str, float] = {}  # ms, summed since the last log line
         self.before: dict[str, float] = {}  # the same sums before the last step
@@ -292,7 +255,7 @@ class Timers:
         Waiting for the whole device would include what other ranks are yet to send, and they may be
         waiting for work that this rank has not launched.
         """
-        if self.device is not None and self.device.type != "cpu":
+        if self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
 
     def times_of_step(self) -> dict[str, float]:
@@ -302,7 +265,6 @@ class Timers:
         return new
 
     def print_means(self, steps: int) -> None:
-        """Print the means of the steps since the last log line."""
         if self.steps:
             self._print({name: ms / steps for name, ms in self.steps.items()})
         self.steps.clear()

@@ -79,17 +79,12 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     names = {n: x for part in parts for n, x in part.named_parameters()}
     report_parameters(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
-        raise UserError(
-            "--optimizer muon updates the matrices of layers named h.*, of which this model has none; "
-            "choose another --optimizer"
-        )
+        layers = "the matrices of layers named h.*, of which this model has none"
+        raise UserError(f"--optimizer muon updates {layers}; choose another --optimizer")
     dtype = dtype_of(config.precision)
     store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied)
-    store: ParameterStore | FullyShardedStore
-    if p.zero == 3 and layout.group("shard") is not None:
-        store = FullyShardedStore(parts, store_spec)
-    else:
-        store = ParameterStore(parts, store_spec)
+    is_sharded = p.zero == 3 and layout.group("shard") is not None
+    store = FullyShardedStore(parts, store_spec) if is_sharded else ParameterStore(parts, store_spec)
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
@@ -114,12 +109,11 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
             return [custom], None, name, f"{'compiled' if options.compiled else 'plain'} {name}, a custom model"
         heads = None
         block, why = pick.pick(m, spec.device, options.compiled)
-        parts = stages(
-            lambda: GPT(m, spec.vocab, spec.padded, spec.positions, block, options),
-            config.stages,
-            layout,
-            config.parallel.pipeline_schedule,
-        )
+
+        def make() -> GPT:
+            return GPT(m, spec.vocab, spec.padded, spec.positions, block, options)
+
+        parts = stages(make, config.stages, layout, config.parallel.pipeline_schedule)
         for part in parts:
             heads = spread(part, layout, spec.sequence, config.data.seq_length // layout.cp)
     return list(parts), heads, GPT_NETWORK, why  # one name for all our blocks, which compute the same
@@ -143,21 +137,16 @@ def refuse_what_is_not_saved(model: nn.Module) -> None:
     """Refuse a custom model that holds more than trained parameters, which are all we save."""
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
-        raise UserError(
-            f"the model has parameters without requires_grad: {', '.join(frozen[:5])}; every parameter must be trained"
-        )
+        names = ", ".join(frozen[:5])
+        raise UserError(f"the model has parameters without requires_grad: {names}; every parameter must be trained")
     drops = [name for name, m in model.named_modules() if "Dropout" in type(m).__name__ and getattr(m, "p", False)]
     if drops:
-        raise UserError(
-            f"the model has {', '.join(drops[:5])}, whose dropout depends on a generator's state and would not resume "
-            "exactly; use model.gpt.join or kernels.dropout"
-        )
+        why = "whose dropout depends on a generator's state and would not resume exactly"
+        raise UserError(f"the model has {', '.join(drops[:5])}, {why}; use model.gpt.join or kernels.dropout")
     buffers = [name for name, _ in model.named_buffers()]
     known = dict(model.named_parameters())
     twice = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in known]
     if buffers or twice:
-        raise UserError(
-            f"the model has {'buffers' if buffers else 'parameters with two names'}: "
-            f"{', '.join((buffers or twice)[:5])}; "
-            + ("compute constants in forward" if buffers else "refer to the one parameter in forward")
-        )
+        kind = "buffers" if buffers else "parameters with two names"
+        advice = "compute constants in forward" if buffers else "refer to the one parameter in forward"
+        raise UserError(f"the model has {kind}: {', '.join((buffers or twice)[:5])}; {advice}")

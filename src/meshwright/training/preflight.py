@@ -62,36 +62,25 @@ def require_equal_settings(team: Team, config: TrainConfig) -> None:
     import numpy
     import torch
 
-    saved = saved_settings(config)
-    files = zip(prefixes(config.data), saved.pop("data_fingerprint"), strict=True)
-    ours = (
-        saved
-        | {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
-        | {
-            "meshwright": our_version(),
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        }
-    )
-    rendezvous.require_equal(team, {name: value for name, value in ours.items() if name != "local_rank"})
+    ours = saved_settings(config)
+    del ours["local_rank"]
+    files = zip(prefixes(config.data), ours.pop("data_fingerprint"), strict=True)
+    ours |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
+    ours |= {"meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    rendezvous.require_equal(team, ours | {"python": platform.python_version()})
 
 
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
     """Return the tokenizer, if the flags name one, and the true and padded vocabulary sizes."""
     t, m = config.tokenizer, config.model
-    bare = t.vocab_size is not None and not tokenizers.names_files(t)
-    loaded, kept = kept_for(config, folder)
-    if (
-        bare
-        and t.tokenizer_type != "ByteTokenizer"
-        and (config.data.mock_data or t.tokenizer_type == "GPT2BPETokenizer")
-    ):
+    kind, loaded = t.tokenizer_type, loaded_folder(config)
+    is_bare = t.vocab_size is not None and not tokenizers.names_files(t) and kind != "ByteTokenizer"
+    if is_bare and (config.data.mock_data or kind == "GPT2BPETokenizer"):
         say(f"> no tokenizer: the vocabulary's size is given, {t.vocab_size}")
         tokenizer, vocab = None, t.vocab_size
     else:
-        say(f"> building {t.tokenizer_type} tokenizer ...")
-        tokenizer = tokenizers.resolve(t, kept)
+        say(f"> building {kind} tokenizer ...")
+        tokenizer = tokenizers.resolve(t, tokenizers.find_saved(folder, loaded))
         if tokenizer is None and loaded and steps.find(loaded)[0]:
             raise tokenizers.missing_error(loaded)
         tokenizer = tokenizer or tokenizers.build(t)  # which raises, naming the missing flags
@@ -103,10 +92,9 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     return tokenizer, vocab, padded
 
 
-def kept_for(config: TrainConfig, folder: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the folder of --load, and a folder with a saved vocabulary, if there is one."""
-    loaded = steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
-    return loaded, tokenizers.find_saved(folder, loaded)
+def loaded_folder(config: TrainConfig) -> Path | None:
+    """Return the folder of --load, without the step that it may name."""
+    return steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
 
 
 def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
@@ -127,8 +115,7 @@ def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team
 
 def dry_run(config: TrainConfig) -> int:
     """Check settings, files and sizes without torch and without writing; print what would run."""
-    problems = checks.problems(config, needs_data=False)
-    if problems:
+    if problems := checks.problems(config, needs_data=False):
         raise UserError(flags.listed(problems), USAGE)
     later = checks.problems(config)
     if config.checkpoint.save:
@@ -143,7 +130,7 @@ def dry_run(config: TrainConfig) -> int:
         print("data: random ids (--mock-data)")
     v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(where) if where else None
-    kept = kept_for(config, folder)[1]
+    kept = tokenizers.find_saved(folder, loaded_folder(config))
     if v.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.names_files(v) or v.vocab_size or kept):
         vocab = 50257
         later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
@@ -163,9 +150,8 @@ def dry_run(config: TrainConfig) -> int:
 
 def print_sizes(config: TrainConfig, vocab: int) -> None:
     """Print the parameters, the work and the memory of the run."""
-    m, seq = config.model, config.data.seq_length
+    m, seq, tp = config.model, config.data.seq_length, config.parallel.tensor_model_parallel_size
     assert seq
-    tp = config.parallel.tensor_model_parallel_size
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     positions = m.max_position_embeddings or seq
     n = counts.parameters(m, padded, positions)
@@ -186,11 +172,10 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
         n = max(each)
         place = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
         sizes = {"context": config.parallel.context_parallel_size, "tensor": tp, "pipeline": len(each)}
-        print(
-            f"{config.world} ranks = {config.dp} data{''.join(f' x {k} {name}' for name, k in sizes.items() if k > 1)}"
-            f"; layers of each stage: {' '.join(map(str, config.stages))}; {n:,} parameters{place}"
-            f"{', the largest' * (len(each) > 1)}"
-        )
+        ranks = "".join(f" x {k} {name}" for name, k in sizes.items() if k > 1)
+        print(f"{config.world} ranks = {config.dp} data{ranks}; ", end="")
+        layers, largest = " ".join(map(str, config.stages)), ", the largest" * (len(each) > 1)
+        print(f"layers of each stage: {layers}; {n:,} parameters{place}{largest}")
     beside = f" and {_bytes(n * host)} in host memory" if host else ""
     print(f"memory of weights, gradients and optimizer: {_bytes(n * here)}{place}{beside}, activations apart")
 

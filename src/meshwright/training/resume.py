@@ -1,8 +1,4 @@
-"""Resume from a checkpoint: take over its state, compare its settings, refuse contradictions.
-
-`State` is everything that a checkpoint keeps and a run continues from. The functions below it run
-before anything is built.
-"""
+"""Resume from a checkpoint: take over its state, compare its settings, refuse contradictions."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ class Progress:
 
 
 class State:
-    """Counters, schedule, loss scale and the network's tensors, as checkpoints hold them."""
+    """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
 
     def __init__(
         self, config: TrainConfig, net: Network, scaler: LossScale, vocab: int, padded: int, positions: int, team: Team
@@ -81,31 +77,28 @@ class State:
         except Damaged as damage:
             hint = "to start anew, give another folder or --save-overwrite"
             raise Damaged(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
-        needs = {
-            "--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint,
-            "--finetune": c.finetune,
-            "--no-load-optim": c.no_load_optim,
-            "--skip-train": self.config.training.skip_train,
-        }
-        if loaded is None and any(needs.values()):
-            flag = next(name for name, given in needs.items() if given)
-            raise UserError(f"--load {c.load}: no checkpoint there, and {flag} needs one", BAD_DATA, everywhere=True)
         if loaded is None:
+            needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune}
+            needs |= {"--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}
+            for flag in (flag for flag, given in needs.items() if given):
+                message = f"--load {c.load}: no checkpoint there, and {flag} needs one"
+                raise UserError(message, BAD_DATA, everywhere=True)
             say(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}")
             say("    will not load any checkpoints and will start from random")
-        if loaded is not None and loaded.state and not c.finetune:
+            return False
+        if loaded.state and not c.finetune:
             self.loaded = loaded.step
             self.saver.kept = loaded.step if self.team.run_on_lead(lambda: is_kept(c, loaded.step)) else None
             self.forget_best()
-        return loaded is not None
+        return True
 
     def accept(self, source: Source) -> Source:
         """Take over a checkpoint's counters before its tensors are read, or refuse it."""
         c, state, saved = self.config.checkpoint, source.state, source.config
-        if state.get("network", GPT_NETWORK) != self.net.name:
+        if (name := state.get("network", GPT_NETWORK)) != self.net.name:
             raise UserError(
-                f"the checkpoint holds a {state.get('network', GPT_NETWORK)}, this run builds a {self.net.name}, "
-                "in which the same weights mean something else; give the program that trained it, or another --load",
+                f"the checkpoint holds a {name}, this run builds a {self.net.name}, in which the same weights mean "
+                "something else; give the program that trained it, or another --load",
                 BAD_DATA,
             )
         for line in differences(self.config, saved):
@@ -135,16 +128,13 @@ class State:
         return cut
 
     def cut_vocabulary(self, source: Source) -> Source:
-        """Return another program's checkpoint without the padding of its tables.
-
-        A vocabulary size that Hugging Face files give may itself include padding.
-        """
+        """Return another program's checkpoint without the padding of its tables."""
         size = self.sizes["true_vocab_size"]
         if source.kind == NATIVE:  # compared with all other shapes
             return source
         if source.vocab not in (None, size):
             message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
-            if source.kind != HUGGING_FACE or size > (source.vocab or 0):
+            if source.kind != HUGGING_FACE or size > (source.vocab or 0):  # whose size may include padding
                 raise UserError(message, BAD_DATA)
             say(f" > note: {message}: the rows beyond are taken for padding")
         return source.of_vocabulary(size)
@@ -167,10 +157,10 @@ class State:
                 " and ".join(f"{n} epoch{'s' * (n != 1)}{', the last one shuffled apart' * apart}" for n, apart in each)
                 for each in (epochs, self.epochs)
             )
-            say(
+            note = (
                 f" > note: the training set is now {now}, at the checkpoint it was {before}: all epochs are shuffled "
-                "together (as in Megatron), so the order has changed, and samples may be seen again"
             )
+            say(f"{note}together (as in Megatron), so the order has changed, and samples may be seen again")
         self.epochs = epochs
 
     def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
@@ -192,19 +182,10 @@ class State:
     def save(self) -> float | None:
         """Save this state, unless --save holds it; return the seconds that the run waited."""
         p = self.progress
-        state = (
-            dataclasses.asdict(p)
-            | self.sizes
-            | {
-                "schedule": dataclasses.asdict(self.schedule),
-                "loss_scale": self.scaler.state(),
-                "skips": self.skips,
-                "optimizer_steps": self.net.store.steps,
-                "network": self.net.name,
-                "epochs": self.epochs,
-                "blends": self.blends.state() if self.blends else None,
-            }
-        )
+        schedule, blends = dataclasses.asdict(self.schedule), self.blends.state() if self.blends else None
+        state = dataclasses.asdict(p) | self.sizes | {"schedule": schedule, "loss_scale": self.scaler.state()}
+        state |= {"skips": self.skips, "optimizer_steps": self.net.store.steps, "network": self.net.name}
+        state |= {"epochs": self.epochs, "blends": blends}
         best = p.best_iteration if self.config.checkpoint.keep_best else None
         return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), best)
 
@@ -240,10 +221,8 @@ def guard_existing(config: TrainConfig) -> None:
     assert c.save
     existing, continues = steps.list_checkpoints(c.save), is_continued(c)
     if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
-        say(
-            f" > note: the Hugging Face model in {c.save} is kept; from the first save on, commands given this folder "
-            "use the run's checkpoints"
-        )
+        note = f" > note: the Hugging Face model in {c.save} is kept; from the first save on, commands given this "
+        say(note + "folder use the run's checkpoints")
     if continues and not c.finetune:
         if c.save_overwrite:
             raise UserError("--save-overwrite starts anew and --load continues the same folder; give only one of them")
@@ -251,17 +230,13 @@ def guard_existing(config: TrainConfig) -> None:
     if not existing or c.save_overwrite:
         return
     if continues:
-        raise UserError(
-            f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder",
-            LOCKED,
-        )
+        message = f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder"
+        raise UserError(message, LOCKED)
     ours = steps.steps(c.save)
     newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
-    raise UserError(
-        f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
-        "move it aside" + (f" and continue from {c.load}" if c.load else " and start anew"),
-        LOCKED,
-    )
+    then = f"continue from {c.load}" if c.load else "start anew"
+    message = f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
+    raise UserError(f"{message}move it aside and {then}", LOCKED)
 
 
 # Settings that may change on resume without a note: they do not change what is computed, or are
@@ -299,14 +274,10 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
     if not equal_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
         out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
-    if (
-        equal_sets
-        and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
-        and saved.get("data_fingerprint") != ours["data_fingerprint"]
-    ):
-        out.append(
-            " > note: the files of --data-path have changed since the checkpoint; the run continues with the new ones"
-        )
+    equal_paths = equal_sets and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
+    if equal_paths and saved.get("data_fingerprint") != ours["data_fingerprint"]:
+        changed = "the files of --data-path have changed since the checkpoint"
+        out.append(f" > note: {changed}; the run continues with the new ones")
     return out
 
 
@@ -333,9 +304,8 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     options = open_options(config)._replace(verify="none")
     source = loading.open_any(c.load, options, report=lambda line: None)  # reported when it is loaded
     if source is None:
-        lacking = [
-            spelling(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(config.model, n)
-        ]
+        needed = ("num_layers", "hidden_size", "num_attention_heads")
+        lacking = [spelling(n) for n in needed if not getattr(config.model, n)]
         needs = {
             "--use-checkpoint-args needs one": c.use_checkpoint_args,
             "--finetune needs one": c.finetune,

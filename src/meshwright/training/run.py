@@ -1,7 +1,4 @@
-"""Pre-train a GPT: `meshwright train`, `pretrain_gpt.py`, or `run(config)` from Python.
-
-`run` prepares one rank, `run_on_rank` has the order of a run, loop.py the loop over batches.
-"""
+"""Pre-train a GPT: `run` prepares one rank, `run_on_rank` has the order of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from meshwright.launch.world import World, find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.settings import checks, data_paths, deepspeed_json, flags
 from meshwright.settings import command as commands
-from meshwright.settings.schema import Data, TrainConfig
+from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.folder import write_report
 from meshwright.training.preflight import build_vocabulary_on_all, pick_backend, require_equal_settings, require_files
@@ -81,9 +78,9 @@ def run(
     if command is None:  # a command line's flags include the file's settings already
         config = apply_deepspeed_file(config, prints=here.rank == 0)
     if datasets is not None:
-        config = dataclasses.replace(config, data=without_files(config.data))
-    problems = checks.problems(config, needs_data=datasets is None)
-    if problems:
+        data = dataclasses.replace(data_paths.without(config.data), multiple_validation_sets=False)
+        config = dataclasses.replace(config, data=dataclasses.replace(data, validation_set_names=[]))
+    if problems := checks.problems(config, needs_data=datasets is None):
         raise UserError(flags.listed(problems))
     require_files(config)
     device = devices.pick(p.device, here.local_rank)
@@ -107,24 +104,20 @@ def error_to_report(error: Exception, config: TrainConfig, here: World) -> Excep
     reported = (rendezvous.explain_lost_rank(error) if here.size > 1 else None) or out_of_memory(error, config) or error
     if not isinstance(reported, UserError) or here.size == 1:
         return reported
+    message = str(reported)
     if not reported.everywhere:
-        message = f"rank {here.rank}: {reported}" if here.rank else str(reported)
+        message = f"rank {here.rank}: {message}" if here.rank else message
     elif here.local_rank:  # the first rank of each machine prints it
         time.sleep(REPORT_SECONDS)
         message = ""
-    else:
-        message = str(reported)
     return UserError(message, reported.status, everywhere=True)
 
 
 def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
     t = config.training
     recompute = "" if t.recompute == "full" else ", or --recompute-granularity full"
-    return commands.out_of_memory(
-        error,
-        f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch}) or --seq-length (now "
-        f"{config.data.seq_length}){recompute}",
-    )
+    micro = f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch})"
+    return commands.out_of_memory(error, f"{micro} or --seq-length (now {config.data.seq_length}){recompute}")
 
 
 def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
@@ -137,11 +130,6 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     for note in notes if prints else ():
         print(f"note: {note}", file=sys.stderr)
     return config
-
-
-def without_files(d: Data) -> Data:
-    """Return the data settings without files, for a run with data sets of its caller."""
-    return dataclasses.replace(data_paths.without(d), multiple_validation_sets=False, validation_set_names=[])
 
 
 def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job) -> int:
@@ -157,8 +145,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     require_equal_settings(team, config)
     layout = connect(layout_of(config, team.rank), rendezvous.timeout())
     c = config.checkpoint
-    root = c.run_dir or c.save
-    folder = Path(root) if root else None
+    folder = Path(root) if (root := c.run_dir or c.save) else None
 
     with contextlib.ExitStack() as held:
         team.run_on_lead(lambda: lock_folders(config, held))
@@ -224,10 +211,8 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
     elif c.save_hf:
-        say(
-            f" > --save-hf: nothing is written before the training is done; `meshwright convert {c.save} {c.save_hf} "
-            "--to huggingface` does it now"
-        )
+        convert = f"`meshwright convert {c.save} {c.save_hf} --to huggingface`"
+        say(f" > --save-hf: nothing is written before the training is done; {convert} does it now")
 
 
 def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:

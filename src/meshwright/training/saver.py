@@ -61,12 +61,8 @@ class Saver:
         if step == self.kept:
             for line in native.save_messages(folder, step):
                 say(line)
-
-            def again() -> None:
-                publish.write_tracker(folder, step)
-                self.tidy(step, best)
-
-            self.team.run_on_lead(again)
+            self.team.run_on_lead(lambda: publish.write_tracker(folder, step))
+            self.team.run_on_lead(lambda: self.tidy(step, best))
             return None
         # The state has lists that the run will append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
@@ -155,9 +151,8 @@ class Saver:
 
             source = loading.open_any(steps.step_folder(c.save, self.kept))
             assert source is not None
-            for note in huggingface_writer.write(
-                source, Path(c.save_hf), tokenizer=tokenizer, run=Path(c.save), again=is_continued(c)
-            ):
+            target, run = Path(c.save_hf), Path(c.save)
+            for note in huggingface_writer.write(source, target, tokenizer=tokenizer, run=run, again=is_continued(c)):
                 say(f" > {note}")
             say(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
 

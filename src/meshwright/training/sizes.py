@@ -8,19 +8,14 @@ from meshwright.settings.schema import TrainConfig
 
 
 def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
-    """Return the bytes of weight, gradient, master copy and moments: device, host.
-
-    The host has none without --cpu-optimizer.
-    """
+    """Return the bytes of weight, gradient, master copy and moments: on the device, on the host."""
     low, full = config.precision.dtype in ("float16", "bfloat16"), 8 if config.precision.dtype == "float64" else 4
-    update: float = full * (
-        2 if config.optimizer.optimizer in ("adam", "adamw") else 1
-    )  # at least: Muon's embeddings have two
+    moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1  # at least: Muon's embeddings have two
     p, weight = config.parallel, float(2 if low else full)
     parts = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero else 1
     gradient = full if p.zero < 2 else full / parts
     weight = weight / parts if p.zero == 3 else weight
-    kept = (update + full * (low or parts > 1 or p.offloads)) / parts  # moments and master copy
+    kept = full * (moments + (low or parts > 1 or p.offloads)) / parts  # moments and master copy
     share = full / parts if 0 < p.zero < 2 and parts > 1 else 0  # of the summed gradients
     if p.offloads:
         leaving = (2 if low else full) / parts if p.zero < 3 else 0  # new weights being copied to the device

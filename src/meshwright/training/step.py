@@ -1,7 +1,6 @@
 """One global batch on one rank: `train_step` updates the weights, `evaluate` returns a mean loss.
 
-`train_step` is the middle of a batch's path: data/loader.py reads it from disk, train_step runs it
-through the model, parallel/zero.py turns its gradients into new weights.
+data/loader.py reads the batch from disk; parallel/zero.py turns its gradients into new weights.
 """
 
 from __future__ import annotations
@@ -132,10 +131,7 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
 
 
 def forward(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
-    """Return logits [B, T, padded vocabulary], or what the next stage continues with.
-
-    Without a seed there is no dropout.
-    """
+    """Return logits [B, T, padded vocabulary] or the next stage's input; no seed, no dropout."""
     where = net.where(batch, seed)
     return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
 
@@ -149,9 +145,9 @@ def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> Loss:
             return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
         losses = custom(logits[..., :vocab], batch)
         if losses.shape != batch.labels.shape:
+            shapes = f"a tensor of shape {tuple(losses.shape)}; return [B, T] = {tuple(batch.labels.shape)}"
             raise UserError(
-                f"the loss function returned a tensor of shape {tuple(losses.shape)}; return [B, T] = "
-                f"{tuple(batch.labels.shape)}, one loss for each token, neither summed nor averaged"
+                f"the loss function returned {shapes}, one loss for each token, neither summed nor averaged"
             )
         return losses
 
@@ -190,8 +186,7 @@ def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable
 
     stopped = False
     for micro_batches in batches:
-        if should_stop():
-            stopped = True
+        if stopped := should_stop():
             break
         if net.pipeline is not None:
             losses = net.pipeline.evaluate([b.to(net.device) for b in micro_batches], compute_loss)
