@@ -19,6 +19,7 @@ from helpers import TINY_FLAGS, captured_output
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
+from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.formats import huggingface_writer, pickles
 from meshwright.checkpoint.sources import Known, Source
@@ -42,16 +43,9 @@ class Made(Source):
             known |= {f"h.{i}.{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
         known |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
         if optimizer:
-            known |= {
-                f"{name}/{moment}": shape for name, shape in known.items() for moment in ("exp_avg", "exp_avg_sq")
-            }
-        config = {
-            "num_layers": layers,
-            "hidden_size": width,
-            "num_attention_heads": heads,
-            "ffn_hidden_size": 4 * width,
-            "max_position_embeddings": positions,
-        }
+            known |= {f"{name}/{kind}": shape for name, shape in known.items() for kind in ("exp_avg", "exp_avg_sq")}
+        config = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+        config |= {"ffn_hidden_size": 4 * width, "max_position_embeddings": positions}
         made = cls("made", Path("made"), 7, config=config, vocab=vocab, state=STATE if optimizer else {})
         made.known = {name: Known(shape, "float32") for name, shape in known.items()}
         return made
@@ -62,53 +56,27 @@ class Made(Source):
 
     def fill(self, want):
         for name, (_, boxes, tensor) in want.items():
-            flat, at, seed = tensor.view(-1), 0, sum(map(ord, name)) % 100
-            for offset, size in boxes:
-                count, columns = torch.Size(size).numel(), torch.zeros(1)
-                rows = torch.arange(offset[0], offset[0] + size[0], dtype=torch.float32)
-                if len(size) > 1:
-                    columns = torch.arange(offset[1], offset[1] + size[1], dtype=torch.float32)
-                flat[at : at + count].view(len(rows), len(columns)).copy_(
-                    torch.outer(rows + seed, 1 / (columns + 3)) / 1e5
-                )
-                at += count
-
-    def parts(self, name):
-        return []
+            seed = sum(map(ord, name)) % 100
+            for box, flat in split_boxes(boxes, tensor.view(-1)):
+                rows, columns = torch.arange(box.size[0], dtype=torch.float32) + box.offset[0], torch.zeros(1)
+                if len(box.size) > 1:
+                    columns = torch.arange(box.size[1], dtype=torch.float32) + box.offset[1]
+                flat.view(len(rows), len(columns)).copy_(torch.outer(rows + seed, 1 / (columns + 3)) / 1e5)
 
     def of_vocabulary(self, size):
         return self
 
 
-SCALE = {"dynamic": False, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 2, "in_a_row": 0}
-STATE = {
-    "iteration": 7,
-    "consumed_train_samples": 28,
-    "schedule_samples": 28,
-    "optimizer_steps": 7,
-    "skips": [],
-    "epochs": None,
-    "nonfinite_in_a_row": 0,
-    "best_iteration": None,
-    "best_loss": None,
-    "loss_scale": SCALE,
-    "true_vocab_size": 61,
-    "padded_vocab_size": 128,
-    "positions": 16,
-    "network": "GPT of Block",
-    "blends": None,
+STATE = json.loads("""{
+    "iteration": 7, "consumed_train_samples": 28, "schedule_samples": 28, "optimizer_steps": 7, "skips": [],
+    "epochs": null, "nonfinite_in_a_row": 0, "best_iteration": null, "best_loss": null, "true_vocab_size": 61,
+    "padded_vocab_size": 128, "positions": 16, "network": "GPT of Block", "blends": null,
+    "loss_scale": {"dynamic": false, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 2, "in_a_row": 0},
     "schedule": {
-        "max_lr": 0.01,
-        "min_lr": 0.0,
-        "warmup": 0.0,
-        "decay": 40,
-        "style": "linear",
-        "start_wd": 0.01,
-        "end_wd": 0.01,
-        "wd_samples": 40,
-        "wd_style": "constant",
-    },
-}
+        "max_lr": 0.01, "min_lr": 0.0, "warmup": 0.0, "decay": 40, "style": "linear", "start_wd": 0.01,
+        "end_wd": 0.01, "wd_samples": 40, "wd_style": "constant"
+    }
+}""")
 
 
 def values(path):
@@ -141,21 +109,15 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_in_a_circle(folder, tmp_path):
-    """Hugging Face -> native -> Megatron over four ranks -> native -> Hugging Face: the same
-    files."""
+FOUR_RANKS = ("--target-tensor-parallel-size=2", "--target-pipeline-parallel-size=2")
+
+
+def test_a_circle_of_conversions_ends_with_the_same_file(folder, tmp_path):
+    """Hugging Face -> native -> Megatron over four ranks -> native -> Hugging Face."""
     (line,), _ = convert(folder, tmp_path / "a", "--to", "native")
-    assert re.fullmatch(
-        r".*hf \(Hugging Face\) -> .*a \(native\): 28 tensors, 111,744 bytes in \d+\.\d s, [\d,]+ MB/s", line
-    )
-    convert(
-        tmp_path / "a",
-        tmp_path / "b",
-        "--to",
-        "torch",
-        "--target-tensor-parallel-size=2",
-        "--target-pipeline-parallel-size=2",
-    )
+    pattern = r".*hf \(Hugging Face\) -> .*a \(native\): 28 tensors, 111,744 bytes in \d+\.\d s, [\d,]+ MB/s"
+    assert re.fullmatch(pattern, line)
+    convert(tmp_path / "a", tmp_path / "b", "--to=torch", *FOUR_RANKS)
     ranks = sorted(p.parent.name for p in (tmp_path / "b").rglob("*.pt"))
     assert ranks == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
     convert(tmp_path / "b", tmp_path / "c", "--to", "native")
@@ -165,15 +127,11 @@ def test_in_a_circle(folder, tmp_path):
     assert filecmp.cmp(folder / "model.safetensors", tmp_path / "d" / "model.safetensors", shallow=False)
 
 
-def test_optimizer_and_counters_go_along(tmp_path):
-    """A run's own checkpoint -> Megatron's tree -> ours: every number, and the run goes on from it
-    as from its own."""
-    flags = [f for f in TINY_FLAGS if "train-iters" not in f]
-    assert main(["train", *flags, "--train-iters=6", "--exit-interval=3", "--save", str(tmp_path / "run")]) == DONE
-    assert (
-        main(["train", *flags, "--train-iters=6", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run")])
-        == DONE
-    )
+def test_optimizer_state_and_counters_are_converted(tmp_path):
+    """A run continues from its checkpoint -> Megatron's tree -> ours as from its own."""
+    run = str(tmp_path / "run")
+    assert main(["train", *TINY_FLAGS, "--exit-interval=3", "--save", run]) == DONE
+    assert main(["train", *TINY_FLAGS, "--load", run, "--save", run]) == DONE
     start = tmp_path / "run" / "iter_0000003"
     convert(start, tmp_path / "torch", "--to=torch", "--target-tensor-parallel-size=2")
     convert(tmp_path / "torch", tmp_path / "back", "--to=native")
@@ -181,7 +139,7 @@ def test_optimizer_and_counters_go_along(tmp_path):
     assert_equal(a[0], b[0])
     assert any("/exp_avg_sq" in name for name in a[0]) and a[1].state == b[1].state and b[1].step == 3
     more = ["--load", str(tmp_path / "back"), "--save", str(tmp_path / "on")]
-    assert main(["train", *flags, "--train-iters=6", *more]) == DONE
+    assert main(["train", *TINY_FLAGS, *more]) == DONE
     assert_equal(values(tmp_path / "run")[0], values(tmp_path / "on")[0])
     convert(start, tmp_path / "bare", "--to=native", "--no-optimizer", "--dtype=bfloat16")
     bare = values(tmp_path / "bare")[0]
@@ -198,19 +156,12 @@ def test_precision(folder, tmp_path):
 
 
 def write_release(weights, root):
-    """As Megatron-LM of 2019: no settings, no version, half precision, a padded table, rows of qkv
-    by kind."""
+    """Write as Megatron-LM of 2019: no settings, half precision, a padded table, qkv by kind."""
     folder = root / "release" / "mp_rank_00"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("release")
-    names = {
-        "attn.qkv": "attention.query_key_value",
-        "attn.proj": "attention.dense",
-        "mlp.fc": "mlp.dense_h_to_4h",
-        "mlp.proj": "mlp.dense_4h_to_h",
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-    }
+    names = {"attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense", "mlp.fc": "mlp.dense_h_to_4h"}
+    names |= {"mlp.proj": "mlp.dense_4h_to_h", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
     inner = {f"final_layernorm.{kind}": weights[f"ln_f.{kind}"].half() for kind in ("weight", "bias")}
     for i in range(2):
         for ours, theirs in names.items():
@@ -226,15 +177,12 @@ def write_release(weights, root):
     torch.save({"model": {"language_model": model}, "iteration": 0}, folder / "model_optim_rng.pt")
 
 
-def test_a_release_of_2019(folder, tmp_path):
-    """It does not describe itself; the flags do."""
-    weights = values(folder)[0]
-    write_release(weights, tmp_path / "release")
-    src = tmp_path / "release"
+def test_flags_describe_a_release_of_2019(folder, tmp_path):
+    weights, src = values(folder)[0], tmp_path / "release"
+    write_release(weights, src)
     assert "--num-attention-heads" in joined(convert(src, tmp_path / "x", "--to=huggingface", status=BAD_DATA))
-    assert "--true-vocab-size" in joined(
-        convert(src, tmp_path / "x", "--to=native", "--num-attention-heads=4", status=USAGE)
-    )
+    said = convert(src, tmp_path / "x", "--to=native", "--num-attention-heads=4", status=USAGE)
+    assert "--true-vocab-size" in joined(said)
     flags = ["--num-attention-heads=4", "--true-vocab-size=61"]
     convert(src, tmp_path / "hf", "--to=huggingface", "--layernorm-epsilon=1e-3", *flags)
     assert_equal(values(tmp_path / "hf")[0], {name: t.half() for name, t in weights.items()})
@@ -248,42 +196,39 @@ def joined(said):
     return "\n".join([*said[0], *said[1]])
 
 
-def test_what_is_refused(folder, tmp_path):
+def test_impossible_conversions_are_refused(folder, tmp_path):
+    new, native = tmp_path / "x", "--to=native"
+    convert(folder, tmp_path / "a", native)
+    two = [folder, new, native, "--num-layers=3", "--hidden-size=8"]
     for words, status, text in [
-        ([folder, tmp_path / "x"], USAGE, "two folders and --to"),
-        ([folder, "--to=native"], USAGE, "two folders and --to"),
-        ([folder, tmp_path / "x", "--to=onnx"], USAGE, "--to"),
-        ([tmp_path / "none", tmp_path / "x", "--to=native"], BAD_DATA, "no checkpoint in"),
-        ([folder, folder, "--to=native"], LOCKED, "already holds"),
+        ([folder, new], USAGE, "two folders and --to"),
+        ([folder, native], USAGE, "two folders and --to"),
+        ([folder, new, "--to=onnx"], USAGE, "--to"),
+        ([tmp_path / "none", new, native], BAD_DATA, "no checkpoint in"),
+        ([folder, folder, native], LOCKED, "already holds"),
+        ([folder, tmp_path / "a", native], LOCKED, "already holds"),
         ([folder, folder, "--to=huggingface"], LOCKED, "not empty"),
-        ([folder, tmp_path / "x", "--to=native", "--num-layers=3"], BAD_DATA, "--num-layers 3, the checkpoint has 2"),
-        ([folder, tmp_path / "x", "--to=native", "--true-vocab-size=62"], BAD_DATA, "a vocabulary of 62 ids"),
-        ([folder, tmp_path / "x", "--to=torch", "--target-tensor-parallel-size=0"], USAGE, "must be above 0"),
+        (two, BAD_DATA, "--num-layers 3, the checkpoint has 2"),
+        (two, BAD_DATA, "--hidden-size 8, the checkpoint has 32"),
+        ([folder, new, native, "--true-vocab-size=62"], BAD_DATA, "a vocabulary of 62 ids"),
+        ([folder, new, "--to=torch", "--target-tensor-parallel-size=0"], USAGE, "must be above 0"),
+        ([saved(tmp_path), new, native, "--dtype=float16"], USAGE, "--no-optimizer"),
+        ([folder, new, native, "--dry-run"], DONE, "nothing was written"),
     ]:
         assert text in joined(convert(*words, status=status)), words
-    two = joined(convert(folder, tmp_path / "x", "--to=native", "--num-layers=3", "--hidden-size=8", status=BAD_DATA))
-    assert "--hidden-size 8, the checkpoint has 32" in two
-    convert(folder, tmp_path / "a", "--to=native")
-    assert "already holds" in joined(convert(folder, tmp_path / "a", "--to=native", status=LOCKED))
-    assert "--no-optimizer" in joined(
-        convert(saved(tmp_path), tmp_path / "x", "--to=native", "--dtype=float16", status=USAGE)
-    )
-    assert not (tmp_path / "x").exists()
-    convert(folder, tmp_path / "x", "--to=native", "--dry-run")
-    assert not (tmp_path / "x").exists()
+        assert not new.exists()
 
 
 def saved(tmp_path):
     source = Made.of(2, 32, 4, 61, 16, optimizer=True)
-    tensors = {name: torch.empty(known.shape) for name, known in source.tensors.items()}
-    source.fill({name: native.full_entry(t) for name, t in tensors.items()})
-    named = {name: native.full_entry(t) for name, t in tensors.items()}
+    named = {name: native.full_entry(torch.empty(known.shape)) for name, known in source.tensors.items()}
+    source.fill(named)
     native.save(tmp_path / "saved", 7, named, STATE, source.config)
     return tmp_path / "saved"
 
 
 def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
-    """Of the steps' formats nothing but the folder that was there, with the name of who had it."""
+    """A folder that was there stays, with only the lock in it."""
 
     def fail(run):
         raise OSError(28, "No space left on device")
@@ -298,14 +243,13 @@ def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
         assert sorted(p.name for p in (tmp_path / to).iterdir()) == [".lock"]
 
 
-def test_an_index_that_we_would_not_read_is_not_written(folder, tmp_path, monkeypatch):
+def test_an_index_too_large_to_read_is_not_written(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "INDEX_LIMIT", 10)
     assert "index.json would have" in joined(convert(folder, tmp_path / "a", "--to=native", status=74))
     assert not (tmp_path / "a").exists()
 
 
-def test_looking_does_not_read_the_numbers(folder, tmp_path):
-    """Of a step in Megatron's form either: what is said to be unchecked is."""
+def test_inspection_of_a_megatron_step_reads_no_numbers_without_full(folder, tmp_path):
     convert(folder, tmp_path / "a", "--to=torch")
     (path,) = (tmp_path / "a").rglob("*.pt")
     wte = values(folder)[0]["wte.weight"].numpy().tobytes()[:100]
@@ -317,9 +261,8 @@ def test_looking_does_not_read_the_numbers(folder, tmp_path):
         assert text in joined(said)
 
 
-def test_a_vocabulary_that_is_told_is_not_cut(folder, tmp_path):
-    """A Hugging Face folder tells the rows of its table, padding and all: there fewer ids may be
-    true."""
+def test_a_known_vocabulary_is_not_cut(folder, tmp_path):
+    """A Hugging Face folder counts the padding of its table, so fewer ids may be true."""
     _, notices = convert(folder, tmp_path / "a", "--to=native", "--true-vocab-size=60")
     assert any("1 of 61 rows for tokens are cut off, the vocabulary has 60 ids" in line for line in notices)
     assert values(tmp_path / "a")[0]["wte.weight"].shape == (60, 32)
@@ -337,25 +280,22 @@ def vocabulary(tmp_path_factory):
     return path
 
 
-def test_the_vocabulary_goes_along(vocabulary, tmp_path):
-    """Named by flags, kept by a run, or in a folder of Hugging Face."""
+def test_the_tokenizer_is_converted(vocabulary, tmp_path):
+    """It is named by flags, kept by a run, or in a Hugging Face folder."""
     files = ["--vocab-file", vocabulary / "vocab.json", "--merge-file", vocabulary / "merges.txt"]
     kept = tokenizers.GPT2BPE(vocabulary / "vocab.json", vocabulary / "merges.txt")
     huggingface_writer.write(Made.of(2, 32, 4, kept.size, 16), tmp_path / "hf")
     _, notices = convert(tmp_path / "hf", tmp_path / "bare", "--to=huggingface")
     assert "no tokenizer is written" in notices[0]
     convert(tmp_path / "hf", tmp_path / "a", "--to=native", *files)
-    assert (
-        tokenizers.is_same(kept, tmp_path / "a" / "tokenizer") and (tmp_path / "a" / "tokenizer" / "meta.json").exists()
-    )
+    assert tokenizers.is_same(kept, tmp_path / "a/tokenizer") and (tmp_path / "a/tokenizer/meta.json").exists()
     convert(tmp_path / "a", tmp_path / "b", "--to=huggingface")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == kept.eod
     convert(tmp_path / "b", tmp_path / "c", "--to=torch")
     assert tokenizers.is_same(kept, tmp_path / "c" / "tokenizer")
     for name in ("a", "b"):
+        words, vocab = ["--out-seq-length=4", "--prompt=the cat", "--device=cpu"], files if name == "b" else []
         with captured_output() as said:
-            words = ["--out-seq-length=4", "--prompt=the cat", "--device=cpu"]
-            vocab = files if name == "b" else []
             assert main(["generate", str(tmp_path / name), *words, *map(str, vocab)]) == DONE, said
     huggingface_writer.write(Made.of(2, 32, 4, 300, 16), tmp_path / "wide")
     said = joined(convert(tmp_path / "wide", tmp_path / "d", "--to=native", *files))
@@ -363,14 +303,14 @@ def test_the_vocabulary_goes_along(vocabulary, tmp_path):
 
 
 def commands_of(page):
-    """Lines of its shell blocks."""
+    """Return the lines of its shell blocks."""
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
     words = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in words if line]
 
 
-def test_the_page_shows_commands_that_work(folder, tmp_path, monkeypatch):
-    """docs/checkpoints.md, in its order, in a folder that has what it speaks of."""
+def test_the_commands_of_docs_checkpoints_work(folder, tmp_path, monkeypatch):
+    """They run in their order, in a folder that has what they name."""
     monkeypatch.chdir(tmp_path)
     flags = ["--tokenizer-type=ByteTokenizer", *(f for f in TINY_FLAGS if "vocab-size" not in f)]
     assert main(["train", *flags, "--save", "run"]) == DONE
@@ -389,16 +329,14 @@ def test_the_page_shows_commands_that_work(folder, tmp_path, monkeypatch):
 
 
 def anonymous(status):
-    """Bytes of memory that is no file's, by what /proc says of a process; 0 when it has ended."""
+    """Return the bytes of memory that is no file's, from a process's status file in /proc."""
     return sum(int(kb) * 1024 for kb in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
 
 
 def most_memory(*words):
-    """Most anonymous memory of the command while it runs, and its seconds."""
-    began, most = time.perf_counter(), 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", *map(str, words)], env=os.environ | {"OMP_NUM_THREADS": "2"}
-    )
+    """Return the most anonymous memory of the command while it runs, and its seconds."""
+    began, most, argv = time.perf_counter(), 0, [sys.executable, "-m", "meshwright", *map(str, words)]
+    process = subprocess.Popen(argv, env=os.environ | {"OMP_NUM_THREADS": "2"})
     while process.poll() is None:
         with contextlib.suppress(OSError):
             most = max(most, anonymous(Path(f"/proc/{process.pid}/status").read_text()))
@@ -408,7 +346,7 @@ def most_memory(*words):
 
 
 def imported():
-    """Of a process that has only imported what the command does."""
+    """Return the anonymous memory of a process that has only imported what the command does."""
     code = (
         "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt;"
         "import meshwright.checkpoint.formats.huggingface;"
@@ -426,38 +364,30 @@ def test_memory(optimizer, tmp_path, record_property):
     if shutil.disk_usage(tmp_path).free < 30e9:
         pytest.skip("30 GB of disk are needed")
     source = Made.of(24, 1152 if optimizer else 2048, 16, 50257, 1024, optimizer)
-    size = sum(torch.Size(known.shape).numel() * 4 for known in source.tensors.values())
-    largest = max(torch.Size(known.shape).numel() * 4 for known in source.tensors.values())
+    sizes = [torch.Size(known.shape).numel() * 4 for known in source.tensors.values()]
+    size, largest = sum(sizes), max(sizes)
     assert size > 5e9
     base, rows = imported(), []
     allowed = base + 2 * largest + 200e6
-    first = tmp_path / "0"
-    if optimizer:
-        write_made(source, first)
-        ways = ["torch", "native"]
-    else:
-        huggingface_writer.write(source, first)
-        ways = ["native", "torch", "huggingface"]
-    before = first
-    for number, to in enumerate(ways, start=1):
+    before = first = tmp_path / "0"
+    (write_made if optimizer else huggingface_writer.write)(source, first)
+    for number, to in enumerate(["torch", "native"] if optimizer else ["native", "torch", "huggingface"], start=1):
         after = tmp_path / str(number)
-        ranks = ["--target-tensor-parallel-size=2", "--target-pipeline-parallel-size=2"] if to == "torch" else []
-        most, took = most_memory("convert", before, after, "--to", to, *ranks)
+        most, took = most_memory("convert", before, after, "--to", to, *(FOUR_RANKS if to == "torch" else ()))
         rows.append(f"to {to:12} {most / 1e6:6.0f} MB of {allowed / 1e6:.0f} allowed, {size / took / 1e6:5.0f} MB/s")
         if before != first:
             shutil.rmtree(before)
         before = after
-    record_property(
-        "table", "\n".join([f"{size:,} bytes, largest tensor {largest:,}, imported {base / 1e6:.0f} MB", *rows])
-    )
+    rows.insert(0, f"{size:,} bytes, largest tensor {largest:,}, imported {base / 1e6:.0f} MB")
+    record_property("table", "\n".join(rows))
     same = sorted(p.relative_to(first) for p in first.rglob("*.safetensors"))
     assert same and all(filecmp.cmp(first / p, before / p, shallow=False) for p in same)
     shutil.rmtree(tmp_path)
-    assert all(int(row.split()[2]) * 1e6 <= allowed for row in rows), rows
+    assert all(int(row.split()[2]) * 1e6 <= allowed for row in rows[1:]), rows
 
 
 def write_made(source, root):
-    """As `native.save` would, one tensor at a time."""
+    """Write as `native.save` would, one tensor at a time."""
     from meshwright.checkpoint import publish
 
     source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import resource
 import shutil
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,8 @@ def save(root: Path, step: int, seed: int = 0) -> dict[str, Entry]:
     return named
 
 
-def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against plain slicing; chunks and pieces small, so that both borders fall everywhere."""
+def test_any_boxes_load_into_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with plain slicing; chunks and pieces are small, so that borders fall everywhere."""
     rng = random.Random(0)
     for trial in range(60):
         monkeypatch.setattr(manifests, "CHUNK", rng.choice([64, 200, 4096]))
@@ -80,7 +81,7 @@ def test_any_boxes_to_any_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / steps.TRACKER).unlink()
 
 
-def test_safetensors_reads_it(tmp_path: Path) -> None:
+def test_safetensors_reads_our_files(tmp_path: Path) -> None:
     named = {f"t.{dtype}": full_entry(random_tensor((3, 5), dtype)) for dtype in DTYPES}
     named |= {"scalar": full_entry(torch.tensor(3.0)), "empty": full_entry(torch.empty(0, 4))}
     full = random_tensor((4, 6), torch.bfloat16)
@@ -100,13 +101,11 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
 def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     with captured_output() as (said, _):
         assert loading.load(tmp_path, {}) is None
-    assert said == []  # who wanted it tells what that means
+    assert said == []  # the caller says what that means
     named = model()
     native.save(tmp_path, 5000, named, state(5000))
-    assert native.save_messages(tmp_path, 5000) == (
-        f"saving checkpoint at iteration    5000 to {tmp_path}",
-        f"  successfully saved checkpoint at iteration    5000 to {tmp_path}",
-    )
+    where = f"checkpoint at iteration    5000 to {tmp_path}"
+    assert native.save_messages(tmp_path, 5000) == (f"saving {where}", f"  successfully saved {where}")
     want = blank(named)
     with captured_output() as (said, _):
         loaded = loading.load(tmp_path, want)
@@ -118,7 +117,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     ]
 
 
-def test_a_step_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     assert "never overwritten" in error_of(lambda: save(tmp_path, 1, seed=3), LOCKED)
     loading.load(tmp_path, want := blank(named))
@@ -126,8 +125,7 @@ def test_a_step_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_200_bit_flips_never_load(tmp_path: Path) -> None:
-    """In whatever file a bit flips, full verification sees it; where a wanted tensor flips, so does
-    reading."""
+    """Full verification sees a flip in any file, reading one in what it reads."""
     rng = random.Random(0)
     good = save(tmp_path, 1)
     save(tmp_path, 2, seed=10)
@@ -173,12 +171,12 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
     assert "wte.weight: the model has (60, 8), the checkpoint (50, 8)" in message
     assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
-    assert not want["wte.weight"].tensor.any()  # told before anything was touched
+    assert not want["wte.weight"].tensor.any()  # compared before anything was read
     message = error_of(lambda: loading.load(tmp_path, want, options=OpenOptions(optimizer=False)))
     assert "ln_f.bias/exp_avg" not in message
 
 
-def test_another_dtype_is_converted_and_said(tmp_path: Path) -> None:
+def test_another_dtype_is_converted_and_reported(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     want = blank(model(dtype=torch.bfloat16))
     with captured_output() as (said, _):
@@ -187,44 +185,36 @@ def test_another_dtype_is_converted_and_said(tmp_path: Path) -> None:
     assert all(torch.equal(want[name].tensor, named[name].tensor.bfloat16()) for name in named)
 
 
-def hostile(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
-    """Somebody edits the index and makes every hash right again."""
+def edit_index(folder: Path, change: dict[str, object]) -> None:
+    """Change the entry of a tensor in the index, and make every hash right again."""
     index = manifests.parse_json((folder / native.INDEX).read_bytes(), folder)
-    change(index["tensors"]["wte.weight"])
+    index["tensors"]["wte.weight"].update(change)
     manifest = manifests.read_manifest(folder)
     (folder / native.INDEX).unlink()
     manifest[native.INDEX] = publish.write_file(folder / native.INDEX, lambda write: write(native.as_json(index)))
     (folder / manifests.MANIFEST).write_bytes(manifests.encode_manifest(manifest))
 
 
-BOX = {"file": "rank_00000.safetensors", "offset": [0, 0]}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"boxes": [{**BOX, "size": [50, 8], "begin": 10**9, "end": 10**9 + 1600}]},  # past the end
-        {"boxes": [{**BOX, "size": [50, 8], "begin": -8, "end": 1592}]},
-        {"boxes": [{**BOX, "size": [50, 8], "begin": 0, "end": 1604}]},  # bytes do not fit
-        {"boxes": [{**BOX, "size": [51, 8], "begin": 0, "end": 1632}]},  # outside the tensor
-        {"boxes": [{**BOX, "size": [49, 8], "begin": 0, "end": 1568}]},  # a hole
-        {"boxes": [{**BOX, "file": "../secret", "size": [50, 8], "begin": 0, "end": 1600}]},
-        {"boxes": [{**BOX, "size": [1e3, 8], "begin": 0, "end": 1600}]},
-        {"boxes": 5},
-        {"dtype": "F128"},
-        {"shape": [10**30, 8]},
-        {"shape": [1] * 1000},
-    ],
-)
-def test_a_hostile_index(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_hostile_index_is_damaged(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
-    hostile(steps.step_folder(tmp_path, 1), lambda tensor: tensor.update(change))
-    assert native.INDEX in error_of(lambda: loading.load(tmp_path, blank(named)))
-
-
-def test_a_billion_rows_are_compared_not_allocated(tmp_path: Path) -> None:
-    named = save(tmp_path, 1)
-    hostile(steps.step_folder(tmp_path, 1), lambda tensor: tensor.update({"shape": [10**9, 10**9]}))
+    good = {"file": "rank_00000.safetensors", "offset": [0, 0], "size": [50, 8], "begin": 0, "end": 1600}
+    index = (steps.step_folder(tmp_path, 1) / native.INDEX).read_text()
+    bad_boxes = [
+        {"begin": 10**9, "end": 10**9 + 1600},  # past the end
+        {"begin": -8, "end": 1592},
+        {"end": 1604},  # bytes do not fit
+        {"size": [51, 8], "end": 1632},  # outside the tensor
+        {"size": [49, 8], "end": 1568},  # a hole
+        {"file": "../secret"},
+        {"size": [1e3, 8]},
+    ]
+    changes = [{"boxes": 5}, {"dtype": "F128"}, {"shape": [10**30, 8]}, {"shape": [1] * 1000}]
+    for change in [{"boxes": [good | bad]} for bad in bad_boxes] + changes:
+        edit_index(steps.step_folder(tmp_path, 1), change)
+        assert native.INDEX in error_of(lambda: loading.load(tmp_path, blank(named))), change
+        edit_index(steps.step_folder(tmp_path, 1), json.loads(index)["tensors"]["wte.weight"])
+    assert loading.load(tmp_path, blank(named))
+    edit_index(steps.step_folder(tmp_path, 1), {"shape": [10**9, 10**9]})  # compared, not allocated
     assert "(1000000000, 1000000000)" in error_of(lambda: loading.load(tmp_path, blank(named)))
 
 
@@ -236,8 +226,7 @@ def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """200 MB saved and loaded as column halves, with the peak of a few chunks above the tensors
-    themselves."""
+    """200 MB are saved whole and loaded as half the columns, with a few chunks more at the peak."""
     big = torch.ones(6250, 8000)
     halves = [((0, 0), (6250, 4000)), ((0, 4000), (6250, 4000))]
     want = torch.full((6250 * 4000,), 2.0)
@@ -249,7 +238,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert grown < 160 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and what threads of 16 cores keep
 
 
-def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
+def test_entries_that_do_not_fit_are_not_saved(tmp_path: Path) -> None:
     for entry in (
         Entry((4,), [((0,), (3,))], torch.zeros(4)),
         Entry((4,), [((2,), (3,))], torch.zeros(3)),
@@ -270,25 +259,19 @@ def test_what_is_saved_is_what_it_says(tmp_path: Path) -> None:
     assert steps.steps(tmp_path) == []
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_steps_tensors_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     assert inspect.main([str(tmp_path)]) == 0
     capsys.readouterr()
     (steps.step_folder(tmp_path, 1) / native.STATE).unlink()
-    error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))  # one damaged step is told, and by the status too
+    error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))  # one damaged step: the status says so too
     shown = capsys.readouterr().out
-    for part in (
-        "iter_0000002  sizes: ok, contents not checked (--full does)",
-        "iter_0000001  verified: NO",
-        "iteration 2 | consumed samples 16",
-        "parameters 600 |",
-        "num_layers 1",
-        "wte.weight/exp_avg",
-        "50x8  F32",
-        "1,600 bytes",
-    ):
+    assert "iter_0000002  sizes: ok, contents not checked (--full does)" in shown
+    assert "iteration 2 | consumed samples 16" in shown
+    for part in ("iter_0000001  verified: NO", "parameters 600 |", "num_layers 1", "wte.weight/exp_avg", "50x8  F32"):
         assert part in shown, part
+    assert "1,600 bytes" in shown
     assert inspect.main([str(tmp_path / "iter_0000002"), "--full"]) == 0
     assert "every byte" in capsys.readouterr().out
     error_of(lambda: inspect.main([str(tmp_path), "--step", "1"]))
@@ -297,8 +280,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"there is no folder {tmp_path}/none" in error_of(lambda: inspect.main([str(tmp_path / "none")]))
     (tmp_path / "tok").mkdir()
     assert f"{tmp_path}/tok holds no checkpoints" in error_of(lambda: inspect.main([str(tmp_path / "tok")]))
-    assert open_step(tmp_path, 2).state == state(2)
-    assert open_step(tmp_path, 2).config == {"num_layers": 1}
+    assert open_step(tmp_path, 2).state == state(2) and open_step(tmp_path, 2).config == {"num_layers": 1}
 
 
 def test_box_arithmetic() -> None:
@@ -308,7 +290,7 @@ def test_box_arithmetic() -> None:
 
 
 def test_overlaps_are_found() -> None:
-    """Against every pair of boxes, and fast enough for the boxes of a thousand ranks."""
+    """Compare with every pair of boxes; be fast enough for the boxes of a thousand ranks."""
 
     def overlapping(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
         low, high = np.array(boxes, np.int64).reshape(len(boxes), 2, -1).transpose(1, 0, 2)

@@ -109,24 +109,18 @@ def any_cutting(root: Path) -> None:
 
 
 def test_any_cutting_to_any_other(tmp_path: Path) -> None:
-    """Saved by one rank or four, read by one, two, three and four; with small chunks, borders fall
-    everywhere."""
+    """Save with one rank or four, read with one to four; the chunks are small."""
     run_ranks(any_cutting, 4, tmp_path)
 
 
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
-    shapes = {
-        "wte.weight": (48, 8),
-        "h.0.mlp.fc.weight": (2, 16, 8),
-        "h.1.mlp.fc.weight": (2, 16, 8),
-        "ln_f.bias": (8,),
-    }
+    shapes = {"wte.weight": (48, 8), "h.0.mlp.fc.weight": (2, 16, 8)}
+    shapes |= {"h.1.mlp.fc.weight": (2, 16, 8), "ln_f.bias": (8,)}  # type: ignore[dict-item]
     return {name: random_tensor(shape, torch.float32, seed + i) for i, (name, shape) in enumerate(shapes.items())}
 
 
 def mine(t: Team, seed: int = 0) -> dict[str, Entry]:
-    """Two stages; the first and the last thing with one rank, a layer with the ranks of its
-    stage."""
+    """Return the entries of a rank of two stages, which share their layer; ln_f has one rank."""
     fulls = model(seed)
     stage, place = divmod(t.rank, t.size // 2)
     fc = f"h.{stage}.mlp.fc.weight"
@@ -142,7 +136,7 @@ def save(root: Path, step: int, named: native.Named) -> None:
     native.save(root, step, named, {"iteration": step}, {"of": team().size}, team=team())
 
 
-def whole_ones(seed: int = 0) -> dict[str, Entry]:
+def full_entries(seed: int = 0) -> dict[str, Entry]:
     return {name: full_entry(full) for name, full in model(seed).items()}
 
 
@@ -151,7 +145,7 @@ def a_step_again(root: Path) -> None:
     save(root, 5, mine(t))
     written = steps.step_folder(root, 5).stat().st_ino
     assert "never overwritten" in error_of(lambda: save(root, 5, mine(t, 1)), LOCKED)
-    assert "never overwritten" in error_of(lambda: save(root, 5, whole_ones() if t.is_lead else {}), LOCKED)
+    assert "never overwritten" in error_of(lambda: save(root, 5, full_entries() if t.is_lead else {}), LOCKED)
     assert steps.step_folder(root, 5).stat().st_ino == written
     t.wait()
     if t.is_lead:
@@ -164,7 +158,7 @@ def a_step_again(root: Path) -> None:
     manifests.verify(steps.step_folder(root, 5), full=True)
 
 
-def test_a_whole_step_is_refused_and_a_damaged_one_written_anew(tmp_path: Path) -> None:
+def test_a_complete_step_stays_and_a_damaged_one_is_written_again(tmp_path: Path) -> None:
     run_ranks(a_step_again, 4, tmp_path)
 
 
@@ -176,16 +170,15 @@ def disk_full(root: Path) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     message = error_of(lambda: save(root, 2, mine(t, 7)), IO)
-    needed = sum(t.gather(sum(e.tensor.numel() * 4 for e in mine(t).values())))
+    needed = native.bytes_of(mine(t), t)
+    assert needed == sum(t.gather(sum(e.tensor.numel() * 4 for e in mine(t).values())))
     assert "iter_0000002.tmp/rank_00002.safetensors while saving iteration 2" in message
     assert "iter_0000001, is intact" in message
     assert needed < int(message.split("needs ")[1].split(" bytes")[0].replace(",", "")) < needed + 8000
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     t.wait()
     assert steps.listing(root) == ["iter_0000001", steps.TRACKER]
-    assert native.bytes_of(mine(t), t) == needed
-    message = error_of(lambda: publish.check_writable(root, 1 << 60, t), IO)
-    assert f"{2 << 60:,}" in message
+    assert f"{2 << 60:,}" in error_of(lambda: publish.check_writable(root, 1 << 60, t), IO)
     t.wait()
     assert not list(root.glob(".write*"))
     save(root, 2, mine(t, 7))
@@ -243,9 +236,8 @@ def loads(root: Path) -> None:
         loaded = loading.load(root, want, accept=accept, team=t)
     assert loaded == (2, {"iteration": 2}) and hold_equal(mine(t, 20), want) and seen == [3, 2]
     assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.is_lead
-    message = error_of(lambda: loading.load(steps.step_folder(root, 3), want, team=t))
-    assert "rank_00002" in message
-    if t.is_lead:  # full verification is shared out, and finds what nobody reads
+    assert "rank_00002" in error_of(lambda: loading.load(steps.step_folder(root, 3), want, team=t))
+    if t.is_lead:  # full verification is shared, and finds what no rank reads
         flip_bit(steps.step_folder(root, 2) / native.CONFIG, 8)
     t.wait()
     assert loading.load(root, want, options=OpenOptions("full"), team=t) == (1, {"iteration": 1})
@@ -281,8 +273,7 @@ def test_all_ranks_load_the_same_step(tmp_path: Path) -> None:
 
 
 def not_shared(root: Path) -> None:
-    """Rank 1 has a folder of the same name that rank 0 does not see: here another one, as on
-    another node."""
+    """Let rank 1 have a folder of its own, as on another node."""
     t = team()
     publish.SEEN_WITHIN = 0.1
     here = root / f"node{t.rank}"
@@ -296,12 +287,12 @@ def not_shared(root: Path) -> None:
         save(here, 1, mine(t))
     t.wait()
     assert not t.is_lead or not list(here.iterdir())  # rank 0 looks: it goes on to save there
-    native.save(root / "node0", 1, whole_ones(), {}) if t.is_lead else None
+    native.save(root / "node0", 1, full_entries(), {}) if t.is_lead else None
     t.wait()
     with pytest.raises(UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"):
         loading.load(here, blank(mine(t)), team=t)
     if t.rank:
-        native.save(here, 1, whole_ones(1), {})
+        native.save(here, 1, full_entries(1), {})
     t.wait()
     with pytest.raises(UserError, match="rank 1 sees another"):
         loading.load(here, blank(mine(t)), team=t)
@@ -313,7 +304,7 @@ def not_shared(root: Path) -> None:
     assert hold_equal(mine(t), want)
 
 
-def test_a_folder_that_nodes_do_not_share_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None:
     run_ranks(not_shared, 2, tmp_path)
 
 
@@ -344,31 +335,23 @@ def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str
     step, _ = steps.latest(root)
     assert step == (2 if point in OF_RANK_0[2:] else 1)
     manifests.verify(steps.step_folder(root, step), full=True)
-    if step == 2:  # as a run does that goes on behind it
-        native.save(root, 3, whole_ones(7), {"iteration": 3})
-    else:
-        native.save(root, 2, whole_ones(7), {"iteration": 2})
-    assert steps.latest(root)[0] in (2, 3) and not list(root.glob("*.tmp"))
-    loading.load(root, want := blank(whole_ones()))
-    assert hold_equal(whole_ones(7), want)
+    native.save(root, step + 1, full_entries(7), {"iteration": step + 1})  # as the run does that continues
+    assert steps.latest(root)[0] == step + 1 and not list(root.glob("*.tmp"))
+    loading.load(root, want := blank(full_entries()))
+    assert hold_equal(full_entries(7), want)
 
 
 def write(root: Path) -> None:
     save(root, 1, mine(team()))
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_boxes_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(write, 4, tmp_path)
     assert inspect.main([str(tmp_path), "--boxes", "--full"]) == 0
     shown = capsys.readouterr().out
-    for part in (
-        "written by 4 ranks",
-        "1,024 bytes in 2 boxes, 2 files",
-        "32 bytes in 1 boxes, 1 files",
-        "rank_00001.safetensors [0:48,4:8]",
-        "rank_00003.safetensors [1:2,0:16,0:8]",
-    ):
-        assert part in shown, (part, shown)
+    assert "written by 4 ranks" in shown and "1,024 bytes in 2 boxes, 2 files" in shown
+    assert "32 bytes in 1 boxes, 1 files" in shown and "rank_00001.safetensors [0:48,4:8]" in shown
+    assert "rank_00003.safetensors [1:2,0:16,0:8]" in shown
     (steps.step_folder(tmp_path, 1) / "rank_00003.safetensors").unlink()
     with pytest.raises(UserError, match="rank_00003"):
         inspect.main([str(tmp_path)])
@@ -376,7 +359,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def other_files(folder: Path) -> None:
-    """Each rank has its own disk: vocabularies and data of one name that are not alike."""
+    """Give each rank its own disk, with other vocabularies and data of one name."""
     t = team()
     os.chdir(folder / f"node{t.rank}")
     given = Tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
@@ -390,7 +373,7 @@ def other_files(folder: Path) -> None:
     assert "none.json does not exist" in error_of(lambda: preflight.build_vocabulary_on_all(shared, None, t))
 
 
-def test_files_that_differ_between_nodes_are_told(tmp_path: Path) -> None:
+def test_files_that_differ_between_nodes_are_refused(tmp_path: Path) -> None:
     for rank, eod in enumerate(["</s>", "<eos>"]):
         (tmp_path / f"node{rank}").mkdir()
         model = {"type": "WordLevel", "vocab": {"x": 0, eod: 1}, "unk_token": "x"}
@@ -401,7 +384,7 @@ def test_files_that_differ_between_nodes_are_told(tmp_path: Path) -> None:
 
 
 def refused_alike(folder: Path) -> None:
-    """What every rank finds out for itself is told by one: it is raised as everybody's."""
+    """An error that every rank finds for itself is raised as everybody's, so one reports it."""
     t = team()
     config = TrainConfig(checkpoint=Checkpoint(load=str(folder), exit_on_missing_checkpoint=True))
     net = SimpleNamespace(store=SimpleNamespace(named_state=lambda optimizer: {}))
@@ -414,5 +397,5 @@ def refused_alike(folder: Path) -> None:
     assert "has no locate" in error_of(lambda: Trainer.open_data(trainer, None, own))  # type: ignore[arg-type]
 
 
-def test_what_every_rank_finds_out_is_told_once(tmp_path: Path) -> None:
+def test_an_error_of_every_rank_is_reported_once(tmp_path: Path) -> None:
     run_ranks(refused_alike, 2, tmp_path)

@@ -15,21 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers import captured_output, error_of
+from helpers import captured_output, error_of, flip_bit
 from meshwright.checkpoint import manifests, publish, steps
 from meshwright.errors import IO, LOCKED, UserError
 
-POINTS = (
-    "begin",
-    "after_mkdir",
-    "written_unsynced",
-    "shard_done",
-    "manifest_unsynced",
-    "before_rename",
-    "after_rename",
-    "before_tracker",
-    "after_tracker",
-)
+POINTS = """
+    begin after_mkdir written_unsynced shard_done manifest_unsynced before_rename after_rename before_tracker
+    after_tracker
+""".split()
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +76,12 @@ def in_child(body: Callable[[], object]) -> int:
 
 def killed_at(point: str, occurrence: int, body: Callable[[], object]) -> bool:
     """Return whether SIGKILL struck when the child reached `point` for the given time."""
-    seen = [0]
+    seen = []
 
     def reached(name: str) -> None:
-        if name == point:
-            seen[0] += 1
-            if seen[0] == occurrence:
-                os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(name)
+        if name == point and seen.count(point) == occurrence:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
         publish.reached = reached
@@ -98,12 +90,6 @@ def killed_at(point: str, occurrence: int, body: Callable[[], object]) -> bool:
     status = in_child(child)
     assert status in (0, signal.SIGKILL)
     return status == signal.SIGKILL
-
-
-def damage(path: Path, offset: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 CASES = [(point, case) for point in POINTS for case in ("first step", "a further step", "a damaged step again")]
@@ -115,7 +101,7 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
         write_step(tmp_path, 1)
     if case == "a damaged step again":
         write_step(tmp_path, 2)
-        damage(steps.step_folder(tmp_path, 2) / "rank_00000.safetensors", 700)
+        flip_bit(steps.step_folder(tmp_path, 2) / "rank_00000.safetensors", 8 * 700)
     kills = 0
     for occurrence in (1, 2):
         if not killed_at(point, occurrence, lambda: publish_if_not_there(tmp_path, 2)):
@@ -139,24 +125,22 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
 def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
-    files = [(path, path.read_bytes()) for path in sorted(folder.iterdir())]
+    files = sorted(folder.iterdir())
     assert len(files) == 3
-    random_ = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        path, data = random_.choice(files)
-        bit = random_.randrange(8 * len(data))
-        bent = bytearray(data)
-        bent[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(bent)
+        path = rng.choice(files)
+        bit = rng.randrange(8 * path.stat().st_size)
+        flip_bit(path, bit)
         error_of(lambda: manifests.verify(folder, full=True))
-        path.write_bytes(data)
+        flip_bit(path, bit)
     manifests.verify(folder, full=True)
 
 
 def test_damage_names_file_and_offset(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
-    damage(folder / "rank_00000.safetensors", 700)
+    flip_bit(folder / "rank_00000.safetensors", 8 * 700)
     assert steps.latest(tmp_path) == (1, [])  # manifest and sizes hold
     assert "rank_00000.safetensors: bytes 640 to 704" in error_of(lambda: manifests.verify(folder, full=True))
 
@@ -165,7 +149,7 @@ def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     whole = path.read_bytes()
-    damage(path, 700)  # in bytes 640 to 704
+    flip_bit(path, 8 * 700)  # in bytes 640 to 704
     file = manifests.verify(path.parent)[path.name]
     with manifests.Reader(path, file, range(3)) as reader:
         assert reader.read(10, 640) == whole[10:640]
@@ -176,7 +160,7 @@ def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.json", manifests.MANIFEST])
 @pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "longer", "link", "folder"])
-def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, harm: str) -> None:
+def test_a_damaged_step_falls_back_to_the_previous_one(tmp_path: Path, name: str, harm: str) -> None:
     write_step(tmp_path, 1)
     write_step(tmp_path, 2)
     path = steps.step_folder(tmp_path, 2) / name
@@ -196,7 +180,7 @@ def test_bent_files_fall_back_to_the_previous_step(tmp_path: Path, name: str, ha
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_what_cannot_be_opened_is_not_damaged(
+def test_a_step_that_cannot_be_opened_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     """No older step is taken instead, and it is not moved aside."""
@@ -225,7 +209,7 @@ def test_what_cannot_be_opened_is_not_damaged(
     assert publish.prune(tmp_path, 2, 1, None, None) == []
 
 
-def test_all_bad_is_no_fresh_start(tmp_path: Path) -> None:
+def test_damage_of_all_steps_is_no_fresh_start(tmp_path: Path) -> None:
     for step in (1, 2):
         write_step(tmp_path, step)
         (steps.step_folder(tmp_path, step) / "state.json").unlink()
@@ -233,7 +217,7 @@ def test_all_bad_is_no_fresh_start(tmp_path: Path) -> None:
     assert "iter_0000001" in message and "iter_0000002" in message
 
 
-def test_the_rest_of_the_disk_is_out_of_reach(tmp_path: Path) -> None:
+def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x" * 10)
     (tmp_path / "iter_0000001").mkdir()
     entry = publish.write_file(tmp_path / "other", lambda write: write(b"x" * 10))
@@ -242,23 +226,13 @@ def test_the_rest_of_the_disk_is_out_of_reach(tmp_path: Path) -> None:
         assert "plain name" in error_of(lambda: manifests.verify(tmp_path / "iter_0000001"))
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"[" * 100_000,
-        b'{"files": NaN}',
-        b'{"files": {"a": {"size": 1e999, "sha256": ""}}}',
-        b'{"files": {"a": {"size": ' + b"9" * 5000 + b', "sha256": ""}}}',
-        b'{"files": {"a": {"size": -1, "sha256": 5}}}',
-        b'{"files": [1]}',
-        b'"\xff"',
-        b"null",
-        b'{"format": "meshwright checkpoint 9"}',
-    ],
-)
-def test_hostile_manifests(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / manifests.MANIFEST).write_bytes(raw)
-    error_of(lambda: manifests.verify(tmp_path))
+def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
+    entries = ['{"size": 1e999, "sha256": ""}', f'{{"size": {"9" * 5000}, "sha256": ""}}', '{"size": -1, "sha256": 5}']
+    bodies = ["NaN", "[1]", *(f'{{"a": {entry}}}' for entry in entries)]
+    texts = ["[" * 100_000, '"\xff"', "null", '{"format": "meshwright checkpoint 9"}']
+    for raw in texts + [f'{{"files": {body}}}' for body in bodies]:
+        (tmp_path / manifests.MANIFEST).write_bytes(raw.encode("latin-1"))
+        error_of(lambda: manifests.verify(tmp_path))
 
 
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
@@ -267,13 +241,12 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     assert "more than" in error_of(lambda: manifests.verify(tmp_path))
 
 
-def test_a_whole_step_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_complete_step_is_never_overwritten(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
     written = folder.stat().st_ino
     message = error_of(lambda: write_step(tmp_path, 1, seed=2), LOCKED)
-    assert "iter_0000001" in message and "--save-overwrite" in message
-    assert folder.stat().st_ino == written
+    assert "iter_0000001" in message and "--save-overwrite" in message and folder.stat().st_ino == written
     manifests.verify(folder, full=True)
 
 
@@ -281,7 +254,7 @@ def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path
     """The manifest of 15 holds, its bytes do not: the run fell back to 10 and went on to 12."""
     for step in (5, 10, 12, 15):
         write_step(tmp_path, step)
-    damage(steps.step_folder(tmp_path, 15) / "rank_00000.safetensors", 700)
+    flip_bit(steps.step_folder(tmp_path, 15) / "rank_00000.safetensors", 8 * 700)
     assert publish.prune(tmp_path, 12, 1, None, None) == [10, 5]
     assert steps.steps(tmp_path) == [15, 12]
     assert publish.prune(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
@@ -289,7 +262,7 @@ def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path
 
 def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
-    damage(steps.step_folder(tmp_path, 1) / "rank_00000.safetensors")
+    flip_bit(steps.step_folder(tmp_path, 1) / "rank_00000.safetensors", 0)
     with captured_output() as (said, _):
         write_step(tmp_path, 1)
     assert len(said) == 1 and "iter_0000001.damaged" in said[0]
@@ -311,7 +284,7 @@ def test_order_is_by_step_and_leftovers_are_cleared(tmp_path: Path) -> None:
     assert steps.latest(tmp_path) == (10_000_000, [])
 
 
-def test_nothing_yet(tmp_path: Path) -> None:
+def test_an_unfinished_step_is_no_checkpoint(tmp_path: Path) -> None:
     assert steps.latest(tmp_path / "none") == (None, [])
     (tmp_path / "iter_0000006.tmp").mkdir()
     step, notes = steps.latest(tmp_path)
@@ -319,7 +292,7 @@ def test_nothing_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "-3", "12x", "\0" * 50, "1" * 100])
-def test_a_tracker_that_says_nothing(tmp_path: Path, text: str) -> None:
+def test_a_tracker_without_a_number_is_ignored_or_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / steps.TRACKER).write_text(text)
     assert "not an iteration" in error_of(lambda: steps.find(tmp_path))
     write_step(tmp_path, 1)
@@ -340,7 +313,7 @@ def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
     assert steps.latest(tmp_path) == (4, [])
 
 
-def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
+def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> None:
     """They are found by tracker or path, never overwritten, never ignored for an older step of
     ours."""
     megatron = tmp_path / "a/iter_0000500"
@@ -380,8 +353,8 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
         (tmp_path / "d").mkdir(exist_ok=True)
         (tmp_path / "d/latest").write_text(text)
         error_of(lambda: steps.find(tmp_path / "d"))
-    (tmp_path / "hf").mkdir()
     for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf").mkdir(exist_ok=True)
         (tmp_path / "hf" / name).touch()
     assert steps.find(tmp_path / "hf")[0] == (steps.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
 
@@ -393,10 +366,8 @@ def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
 
     with publish.lock(tmp_path):
         begin = time.monotonic()
-        assert os.waitstatus_to_exitcode(in_child(second)) == LOCKED
-        assert time.monotonic() - begin < 2
-        message = error_of(second, LOCKED)
-        assert f"process {os.getpid()} on {os.uname().nodename}" in message
+        assert os.waitstatus_to_exitcode(in_child(second)) == LOCKED and time.monotonic() - begin < 2
+        assert f"process {os.getpid()} on {os.uname().nodename}" in error_of(second, LOCKED)
     assert in_child(second) == 0
 
     def dies() -> None:
@@ -407,17 +378,13 @@ def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
     second()
 
 
-def limit_file_size() -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
-
-
-def test_a_write_that_fails_half_way(tmp_path: Path) -> None:
+def test_a_write_that_fails_half_way_leaves_the_previous_step(tmp_path: Path) -> None:
     """With a file size limit: real partial writes, as on a full disk."""
     write_step(tmp_path, 1)
 
     def save() -> None:
-        limit_file_size()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
         write_step(tmp_path, 2)
 
     assert os.waitstatus_to_exitcode(in_child(save)) == IO
@@ -441,7 +408,7 @@ def test_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
 
 
-def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_checked_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish.check_writable(tmp_path / "new", 1000)
     assert not list((tmp_path / "new").iterdir())
     message = error_of(lambda: publish.check_writable(tmp_path, 1 << 60), IO)
@@ -452,17 +419,13 @@ def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error_of(lambda: steps.latest(tmp_path / "file"))
 
 
-def test_moving_aside(tmp_path: Path) -> None:
-    assert steps.list_checkpoints(tmp_path) == []
+def test_checkpoints_are_moved_aside(tmp_path: Path) -> None:
+    assert steps.list_checkpoints(tmp_path) == [] and steps.split_path(tmp_path) == (tmp_path, None)
     write_step(tmp_path, 1)
+    assert steps.split_path(tmp_path / "iter_0000001") == (tmp_path, 1)
     assert steps.list_checkpoints(tmp_path) == ["iter_0000001", steps.TRACKER]
     aside = publish.move_aside(tmp_path)
     assert steps.list_checkpoints(tmp_path) == [] and steps.latest(tmp_path) == (None, [])
     assert steps.latest(aside) == (1, [])
     write_step(tmp_path, 1, seed=2)
     assert publish.move_aside(tmp_path) != aside
-
-
-def test_a_step_folder_may_be_named_itself(tmp_path: Path) -> None:
-    assert steps.split_path(tmp_path / "iter_0000012") == (tmp_path, 12)
-    assert steps.split_path(tmp_path) == (tmp_path, None)

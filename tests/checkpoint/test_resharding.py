@@ -26,37 +26,18 @@ LAYOUTS = {
     "tp2zero1": "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 1",
     "offload": "--world-size 2 --zero-stage 2 --cpu-optimizer",
 }
-FEW = [("tp2pp2", "zero3"), ("one", "tp2zero1"), ("pp2", "cp2")]
-PAIRS = [
-    *FEW,
-    ("zero3", "offload"),
-    ("hybrid", "tp2"),
-    ("dp2", "zero2x4"),
-    ("dp2", "tp2"),
-    ("pp4", "one"),
-    ("one", "tp4"),
-    ("zero3", "tp2pp2"),
-    ("tp4", "zero2x4"),
-    ("zero2x4", "pp4"),
-    ("zero1", "dp2"),
-    ("tp2", "hybrid"),
-    ("interleaved", "uneven"),
-    ("uneven", "interleaved"),
-    ("cp2", "pp2"),
-    ("tp2zero1", "one"),
-    ("offload", "zero3"),
-    ("tp2pp2", "tp2"),
-    ("zero2x4", "one"),
-    ("one", "zero3"),
-]
+FEW = ["tp2>zero3", "pp2>cp2"]  # two ranks before and after, so that they start twice
+PAIRS = """
+    tp2pp2>zero3 one>tp2zero1 zero3>offload hybrid>tp2 dp2>zero2x4 dp2>tp2 pp4>one one>tp4 zero3>tp2pp2 tp4>zero2x4
+    zero2x4>pp4 zero1>dp2 tp2>hybrid interleaved>uneven uneven>interleaved cp2>pp2 tp2zero1>one offload>zero3
+    tp2pp2>tp2 zero2x4>one one>zero3 zero1>interleaved
+""".split()
 STEPS = 5
 MORE = "--global-batch-size 8 --seed 11"
 
 
-def saved(trainer):
-    """Save a checkpoint; return the rows of the first half."""
+def save(trainer):
     trainer.state.save()
-    return rows_of(trainer)[:STEPS]
 
 
 def samples(trainer):
@@ -66,13 +47,13 @@ def samples(trainer):
 
 
 @pytest.mark.parametrize(
-    "pairs", [FEW, pytest.param(PAIRS, marks=pytest.mark.long)], ids=lambda pairs: f"{len(pairs)} pairs"
+    "arrows", [FEW, pytest.param(FEW + PAIRS, marks=pytest.mark.long)], ids=lambda arrows: f"{len(arrows)} pairs"
 )
-def test_pairs(tmp_path, pairs):
-    assert len(set(pairs)) == len(pairs)
+def test_a_checkpoint_continues_in_another_layout(tmp_path, arrows):
+    pairs = {tuple(arrow.split(">")) for arrow in arrows}
     first = {name: parse(f"{MORE} {LAYOUTS[name]} --save {tmp_path / name}") for name, _ in pairs}
     for world in sorted({c.world for c in first.values()}):
-        run_all({n: c for n, c in first.items() if c.world == world}, world, STEPS, read=saved)
+        run_all({n: c for n, c in first.items() if c.world == world}, world, STEPS, read=save)
     second = {
         f"{a} -> {b}": parse(f"{MORE} {LAYOUTS[b]} --load {tmp_path / a} --exit-on-missing-checkpoint")
         for a, b in pairs
