@@ -1,6 +1,7 @@
 """The .bin/.idx pair: every byte, every damage, and the state after a killed or failed writer."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -11,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import tokens_of
+from helpers import error_of, tokens_of
 from meshwright.data.format import indexed as indexed_module
 from meshwright.data.format.indexed import HEADER, Indexed, fingerprint
 from meshwright.data.format.writer import Writer, token_dtype
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError
 
 
 def write(prefix, documents, dtype=np.uint16):
@@ -28,10 +29,8 @@ def write(prefix, documents, dtype=np.uint16):
     return prefix
 
 
-def refused(words, prefix, check=None):
-    with pytest.raises(UserError, match=words) as caught:
-        Indexed(prefix, check)
-    assert caught.value.status == BAD_DATA
+def refused(words, prefix, in_full=False):
+    assert re.search(words, error_of(lambda: Indexed(prefix, in_full)))
 
 
 def test_every_byte(tmp_path):
@@ -71,8 +70,7 @@ def test_nothing_in_it(tmp_path):
 
 
 def test_token_type():
-    assert token_dtype(50257) is np.uint16
-    assert (token_dtype(65499), token_dtype(65500)) == (np.uint16, np.int32)
+    assert [token_dtype(size) for size in (50257, 65499, 65500)] == [np.uint16, np.uint16, np.int32]
 
 
 @pytest.fixture
@@ -81,25 +79,29 @@ def pair(tmp_path):
     return prefix, tmp_path / "x.idx", tmp_path / "x.bin"
 
 
-@pytest.mark.parametrize("check", ["full", "quick"])
-def test_truncated_everywhere(pair, check):
-    prefix, idx, bin_ = pair
+@pytest.fixture(params=[0, 1 << 22])
+def full(request, monkeypatch):
+    """Check in some places, as for a large file, and in full."""
+    monkeypatch.setattr(indexed_module, "FULL", request.param)
 
+
+def test_truncated_everywhere(pair, full):
+    prefix, idx, bin_ = pair
     whole = idx.read_bytes()
     for cut in {len(whole) * n // 16 for n in range(16)} | {8, 9, 33, 34, len(whole) - 1}:
         idx.write_bytes(whole[:cut])
-        refused("x.idx is damaged|x.idx is not", prefix, check)
+        refused("x.idx is damaged|x.idx is not", prefix)
     idx.write_bytes(whole + b"\x00")
-    refused("damaged", prefix, check)
+    refused("damaged", prefix)
     idx.write_bytes(whole)
     tokens = bin_.read_bytes()
     for wrong in (tokens[:-1], tokens + b"\x00\x00", b""):
         bin_.write_bytes(wrong)
-        refused(f"x.bin has {len(wrong)} bytes, but its .idx describes 120", prefix, check)
+        refused(f"x.bin has {len(wrong)} bytes, but its .idx describes 120", prefix)
     bin_.unlink()
-    refused("x.bin cannot be read", prefix, check)
+    refused("x.bin cannot be read", prefix)
     idx.unlink()
-    refused("x.idx does not exist; --data-path is the prefix", prefix, check)
+    refused("x.idx does not exist; --data-path is the prefix", prefix)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +125,12 @@ def test_truncated_everywhere(pair, check):
         (34 + 12 * 20 + 8 * 20, b"\x13", "does not run from 0 to the 20"),
     ],
 )
-@pytest.mark.parametrize("check", ["full", "quick"])
-def test_damaged(pair, offset, value, words, check):
+def test_damaged(pair, offset, value, words, full):
     prefix, idx, _ = pair
     content = bytearray(idx.read_bytes())
     content[offset : offset + len(value)] = value
     idx.write_bytes(content)
-    refused(words, prefix, check)
+    refused(words, prefix)
 
 
 def test_other_inconsistencies(pair):
@@ -164,30 +165,27 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
     reads = []
     real = indexed_module.Column.read
     monkeypatch.setattr(indexed_module.Column, "read", lambda *a: reads.append(len(x := real(*a))) or x)
-    quick = Indexed(prefix, "quick")
+    monkeypatch.setattr(indexed_module, "FULL", 1000)
+    quick = Indexed(prefix)
     assert sum(reads) < 3 * 64 * 9 + 1
-    full = Indexed(prefix, "full")
-    assert np.array_equal(quick.sizes, full.sizes)
+    assert np.array_equal(quick.sizes, Indexed(prefix, in_full=True).sizes)
     for at in range(0, n, 77):
         content = bytearray(whole)
         content[34 + 4 * at] += 1
         idx.write_bytes(content)
-        refused(f"the pointer of sequence {at + 1:,} is not the sum before it", prefix, "full")
-        content = bytearray(whole)
-        pointers = np.frombuffer(content, "<i8", n, 34 + 4 * n)
-        pointers[at + 1 :] += (
-            4  # a length that was changed together with all that follows: only the .bin's length tells
-        )
-        content[34 + 4 * at] += 1
+        refused(f"the pointer of sequence {at + 1:,} is not the sum before it", prefix, in_full=True)
+        # All pointers that follow are changed too: only the length of the .bin shows it.
+        np.frombuffer(content, "<i8", n, 34 + 4 * n)[at + 1 :] += 4
         idx.write_bytes(content)
-        refused("x.bin has 36,000 bytes, but its .idx describes 36,004", prefix, "quick")
+        refused("x.bin has 36,000 bytes, but its .idx describes 36,004", prefix)
         content = bytearray(whole)
         content[34 + 12 * n + 8 * at : 34 + 12 * n + 8 * at + 8] = b"\xff" * 8
         idx.write_bytes(content)
-        refused("goes backwards|does not run from 0", prefix, "full")
-    assert [list(indexed_module.ranges_to_check(m, "quick"))[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
-    assert [first for first, _ in indexed_module.ranges_to_check(5000, None)] == list(range(0, 5000, 100))
-    assert len(list(indexed_module.ranges_to_check(indexed_module.FULL + 1, None))) == 64
+        refused("goes backwards|does not run from 0", prefix, in_full=True)
+    assert [first for first, _ in indexed_module.ranges_to_check(1000, False)] == list(range(0, 1000, 100))
+    assert len(indexed_module.ranges_to_check(1001, False)) == 64
+    monkeypatch.setattr(indexed_module, "FULL", 0)
+    assert [indexed_module.ranges_to_check(m, False)[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
 
 
 def test_a_hundred_million_documents_open_immediately(tmp_path):
@@ -217,10 +215,9 @@ def test_fingerprint_tells_data_apart_but_not_times(tmp_path):
     before = fingerprint(a)
     os.utime(f"{a}.idx", (1, 1))
     assert fingerprint(a) == before
-    lengths = np.ones(100_000, dtype=np.int64)  # an .idx above the size that is hashed whole
     marks = []
     for changed in (0, 50_000, 99_998):
-        lengths[:] = 1
+        lengths = np.ones(100_000, dtype=np.int64)  # an .idx above the size that is hashed in full
         lengths[changed] = 2
         with Writer(tmp_path / "big", np.uint8) as writer:
             writer.append(np.zeros(lengths.sum(), np.uint8), lengths, np.arange(1, len(lengths) + 1))
@@ -260,9 +257,7 @@ def test_disk_full(pair):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written") as caught:
-        Writer(tmp_path / "file" / "x", np.uint16)
-    assert caught.value.status == IO
+    assert "cannot be written" in error_of(lambda: Writer(tmp_path / "file" / "x", np.uint16), IO)
 
 
 KILLED = """
@@ -289,16 +284,13 @@ with Writer(sys.argv[1], np.uint16) as writer:
 def test_killed_at_every_point_of_publishing(pair):
     """There is the old pair, the new pair or no .idx, never an .idx with a .bin of another."""
     prefix, idx, bin_ = pair
-    seen = []
+    seen, environment = [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     for limit in range(1, 20):
         write(prefix, [[[i, i, i]] for i in range(20)])
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
         ended = subprocess.run([sys.executable, "-c", KILLED, str(prefix), str(limit)], env=environment, check=False)
-        state = "no .idx" if not idx.exists() else f"{len(Indexed(prefix))} sequences"
-        seen.append(state)
+        seen.append("no .idx" if not idx.exists() else f"{len(Indexed(prefix))} sequences")
         if ended.returncode == 0:
             break
         assert ended.returncode == -9
-    assert ended.returncode == 0
+    assert ended.returncode == 0 and seen[-1] == "1 sequences"
     assert set(seen) == {"20 sequences", "no .idx", "1 sequences"}
-    assert seen[-1] == "1 sequences"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import say
-from meshwright.data.index_cache import Ints, Room, cached_indices
+from meshwright.data.index_cache import MEMORY, Ints, Room, cached_indices
 from meshwright.data.samples import BLOCK, Dataset, numba_twins, require_sample
 
 VERSION = 1  # of the order: part of the cache's key
@@ -81,7 +81,7 @@ def count_parts(which: Ints, parts: int) -> list[int]:
     counts = np.zeros(parts, np.int64)
     for begin in range(0, len(which), BLOCK):
         counts += np.bincount(which[begin : begin + BLOCK], minlength=parts)
-    return [int(n) for n in counts]
+    return list(map(int, counts))
 
 
 class Chain(Composite):
@@ -128,13 +128,12 @@ def samples_needed(size: int, share: float) -> int:
     return math.ceil(size * share * 1.005)
 
 
-def blend_order(shares: Floats, size: int, room: Room | None = None) -> tuple[Ints, Ints]:
+def blend_order(shares: Floats, size: int, room: Room = MEMORY) -> tuple[Ints, Ints]:
     """Return for each sample its data set, int16, and its number there, int64.
 
     Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x
     max(i, 1) - taken_d, and the first of equals; float64 as in Megatron, so that ties fall alike.
     """
-    room = room or Room()
     which, number = room.array("dataset", size, np.int16), room.array("dataset_sample", size, np.int64)
     twins = numba_twins(size)
     if twins is None:
@@ -147,11 +146,10 @@ def blend_order(shares: Floats, size: int, room: Room | None = None) -> tuple[In
 def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
     """Fill `which` and `number`, a hundred times faster than with one choice after the other.
 
-    Each choice depends on all before it, yet two walks that differ a little soon fall into step. So
-    the walk is cut into pieces, walked side by side from guessed starts; a piece that does not
-    start where the one before it ended is walked again from there, until all fit. The result is
-    exact whatever was guessed: the first piece starts right, so it ends right, and so on. Usually
-    some of the pieces need a second pass.
+    Two walks that differ a little soon fall into step. So the walk is cut into pieces, walked side
+    by side from guessed starts; a piece that does not start where the one before it ended is walked
+    again from there, until all fit. The result is exact whatever was guessed: the first piece
+    starts right, so it ends right, and so on.
     """
     size, taken, done = len(which), np.zeros(len(shares)), 0
     while done < size:

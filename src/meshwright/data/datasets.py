@@ -1,11 +1,9 @@
-"""The data of a run: from the flags to the samples of train, validation and test.
-
-Prints Megatron's lines on the way.
-"""
+"""From the flags to the samples of train, validation and test, with Megatron's lines on the way."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +37,8 @@ TITLES = {"train": "train", "valid": "validation", "test": "test"}
 
 def make_marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
     """Return the effects of document ends that the flags ask for, or None if there are none."""
-    if not (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask):
+    effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
+    if not any(effects):
         return None
     if tokenizer is None:
         raise UserError(
@@ -47,7 +46,7 @@ def make_marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
             "end of a document; give its flags instead of --vocab-size alone",
             everywhere=True,
         )
-    return Marks(tokenizer.eod, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
+    return Marks(tokenizer.eod, *effects)
 
 
 def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int, int] | None) -> None:
@@ -56,8 +55,8 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
     `own`: they are the user's own data sets, not what the flags name. `at`: the iterations and
     samples that are done, None if nothing will be trained.
     """
+    methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
     for name, dataset in data.items() if own else ():
-        methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
         lacking = [shown for shown, method in methods.items() if dataset is not None and not hasattr(dataset, method)]
         if lacking:
             why = f"a {type(dataset).__name__}, has no {' and no '.join(lacking)}"
@@ -97,8 +96,8 @@ def continue_datasets(
     sizes, out = target_sizes(config), dict[str, Dataset | None](dict.fromkeys(TITLES))
     say("> building train, validation, and test datasets ...")
     say(" > datasets target sizes (minimum size):")
-    for title, samples in zip(("train:      ", "validation: ", "test:       "), sizes.values(), strict=True):
-        say(f"    {title}{samples}")
+    for name, samples in sizes.items():
+        say(f"    {TITLES[name] + ':':12}{samples}")
     say("> building train, validation, and test datasets for GPT ...")
     history = None
     if d.mock_data:
@@ -170,16 +169,16 @@ def build_train(
     by_name = dict(zip(unique_names(parts), parts, strict=True))
     if len(history.blends) == 1:
         return build_set(config, spec, [replace(by_name[n], share=share) for n, share in history.blends[0].shares])
-    opened: dict[str, Indexed] = {name: part.indexed for name, part in by_name.items()}
+    opened = {name: part.indexed for name, part in by_name.items()}
 
     def build_more(name: str, made: int) -> Samples:
+        source = history.sources[name]
         if name not in opened:  # no longer in the blend given, but still to be read from
-            opened[name] = open_indexed(history.sources[name].prefix, config.data.mmap_warmup, vocab_size)
-        documents, number = range(*history.sources[name].documents), history.sources[name].samples
+            opened[name] = open_indexed(source.prefix, config.data.mmap_warmup, vocab_size)
+        documents, number = range(*source.documents), source.samples
         if made:
             assert config.data.seq_length
-            tokens = opened[name].tokens_of(documents.start, documents.stop)
-            number = max(1, (tokens - 1) // config.data.seq_length)
+            number = max(1, (opened[name].tokens_of(*source.documents) - 1) // config.data.seq_length)
         return build_samples(config, "train", opened[name], documents, number, made)
 
     return build_phases(history, spec.samples, consumed, build_more, cache_folder(config, parts[0].prefix))
@@ -202,20 +201,19 @@ def build_phases(
     epoch, shuffled with `made` added to the seed. Data sets whose last sample is among the
     `consumed` ones are not opened: their files may be gone.
     """
-    chains: dict[str, Chain] = {}
-    used: dict[str, int] = {}
-    blends = []
+    chains, used, blends = dict[str, Chain](), Counter[str](), []
     phases = [b for b in history.blends if b.begin < size]
     ends = [*(b.begin for b in phases[1:]), size]
     for phase, end in zip(phases, ends, strict=True):
         names = [name for name, _ in phase.shares]
-        tails = [Tail(chains.setdefault(name, Chain([])), used.get(name, 0)) for name in names]
+        tails = [Tail(chains.setdefault(name, Chain([])), used[name]) for name in names]
         blends.append(Blend(tails, [share for _, share in phase.shares], end - phase.begin, folder))
         for name, count in zip(names, blends[-1].count_used(end - phase.begin), strict=True):
-            used[name] = used.get(name, 0) + count
+            used[name] += count
     still_read = {name for phase, end in zip(phases, ends, strict=True) if end > consumed for name, _ in phase.shares}
-    for name in (n for n in used if n in still_read):
-        chain = chains[name]
+    for name, chain in chains.items():
+        if name not in still_read:
+            continue
         chain.append(build_more(name, 0))
         # More samples are needed than the first order has: all of it, then further epochs.
         while len(chain) < used[name]:
@@ -234,11 +232,11 @@ def count_used(dataset: object, consumed: int) -> dict[str, int]:
         blends = [(dataset, [part.indexed.prefix for part in dataset.parts if isinstance(part, Samples)], 0)]
     else:
         return {}
-    out: dict[str, int] = {}
+    out = Counter[str]()
     for blend, prefixes, begin in blends:
         for prefix, n in zip(prefixes, blend.count_used(max(0, consumed - begin)), strict=True):
-            out[prefix] = out.get(prefix, 0) + n
-    return out
+            out[prefix] += n
+    return dict(out)
 
 
 def build_samples(
@@ -275,9 +273,8 @@ def open_indexed(prefix: str, warmup: bool, vocab_size: int) -> Indexed:
         say("    warming up index mmap file...")
         read_through(f"{prefix}.idx")
     indexed = Indexed(prefix)
-    say("    reading sizes...")
-    say("    reading pointers...")
-    say("    reading document index...")
+    for part in ("sizes", "pointers", "document index"):
+        say(f"    reading {part}...")
     if warmup:
         say("    warming up data mmap file...")
         read_through(f"{prefix}.bin")

@@ -1,22 +1,15 @@
 """The data that a run reads: its sets, their files and sizes, and how the training blend changes.
 
-The first half follows from the settings and the lengths of the files alone, and without torch, so
-that samples can be counted ahead of a run.
-
-The second half is what a checkpoint remembers of its training data. From the sample of a change on,
-the new shares hold, and every data set continues at the sample after its last used one, in its own
-order. That order is fixed when the data set first takes part, as Megatron would build it for the
-number of samples needed then. Where a change makes this number larger, all epochs of that order are
-read to their end, and then further epochs, each shuffled apart (datasets.build_phases); Megatron
-would build a longer order, in which some used samples come again and others never come.
-
-A data set is identified by the fingerprint of its files, not by their path.
+From the sample of a change on, the new shares hold, and every data set continues after its last
+used sample, in its own order. That order is fixed when the data set first takes part, as Megatron
+would build it for the number of samples needed then. Where a change needs more, it is read to its
+end, and then further epochs, each shuffled apart (datasets.build_phases); Megatron would build a
+longer order, in which some used samples come again and others never come.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -160,10 +153,7 @@ class KnownSource:
 
 @dataclass(frozen=True)
 class Phase:
-    """A blend that holds from a sample of the run on: a share for each data set.
-
-    The data sets stand in the order that decides between equals.
-    """
+    """A blend from a sample of the run on: shares, in the order that decides between equals."""
 
     begin: int
     shares: tuple[tuple[str, float], ...]
@@ -173,7 +163,7 @@ class Phase:
 class History:
     """The blends of a training set, and the data sets that took part in any of them."""
 
-    sources: dict[str, KnownSource]
+    sources: dict[str, KnownSource]  # by the fingerprint of the files, not by their path
     blends: tuple[Phase, ...]
 
     def state(self) -> dict[str, Any]:
@@ -186,13 +176,8 @@ class History:
         """Return a checkpoint's history; None if it is too old for one, or of random tokens."""
         if state is None:
             return None
-        known = {
-            n: KnownSource(prefix, (first, end), weight, samples)
-            for n, (prefix, (first, end), weight, samples) in state["sources"].items()
-        }
-        return cls(
-            known, tuple(Phase(begin, tuple((n, share) for n, share in pairs)) for begin, pairs in state["blends"])
-        )
+        known = {n: KnownSource(p, (a, b), weight, count) for n, (p, (a, b), weight, count) in state["sources"].items()}
+        return cls(known, tuple(Phase(begin, tuple(map(tuple, pairs))) for begin, pairs in state["blends"]))
 
     def lines(self) -> list[str]:
         """Describe each blend in a line."""
@@ -209,13 +194,9 @@ def first_eight(items: list[str]) -> list[str]:
 
 def unique_names(parts: Sequence[Part]) -> list[str]:
     """Return a name for each part; parts with equal files are numbered in their order."""
-    seen: Counter[str] = Counter()
-    out = []
-    for part in parts:
-        name = fingerprint(part.prefix)
-        seen[name] += 1
-        out.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return out
+    names = [fingerprint(part.prefix) for part in parts]
+    counts = [names[: n + 1].count(name) for n, name in enumerate(names)]
+    return [name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)]
 
 
 def begin_history(parts: Sequence[Part]) -> History:
@@ -268,12 +249,9 @@ def prefixes_and_weights(history: History) -> list[tuple[str, float | None]]:
 
 
 def update_paths(past: History, now: History) -> History:
-    """Return the past with today's paths of its files.
-
-    A run that has had one blend only gets a new order, for the number of samples needed today.
-    """
+    """Return the past with today's paths of its files."""
     if len(past.blends) == 1 and past.blends[0].shares == now.blends[0].shares:
-        return now
+        return now  # with a new order, for the number of samples needed today
     for name, known in now.sources.items():
         require_same_documents(past.sources[name], known)
     if len(past.blends) == 1:  # given in another order: the past order decides between equals

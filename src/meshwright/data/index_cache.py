@@ -1,11 +1,10 @@
 """Index arrays in files: built once a machine, memory-mapped by all processes, rebuilt if damaged.
 
-The arrays lie under a hash of everything that they depend on. A `.json` file, written last, makes
-them a valid entry and holds their sizes and checksums. They are built in memory-mapped files, so
-that billions of samples need little memory of a process. A process that finds no entry waits while
-another process of the machine builds it: on a folder of its own each machine builds once, and on a
-shared one rank 0 has built before the others look. Where a file system has no locks, several
-processes may build the same arrays, and the last one to finish names the files.
+The arrays lie under a hash of everything that they depend on; a `.json` file, written last, makes
+them a valid entry. They are built in memory-mapped files, so that billions of samples need little
+memory. A process that finds no entry waits while another one of the machine builds it; on a shared
+folder, rank 0 has built before the others look. Where a file system has no locks, several processes
+may build the same arrays, and the last one to finish names the files.
 """
 
 from __future__ import annotations
@@ -49,44 +48,34 @@ class Room:
         return out
 
 
+MEMORY = Room()
 Build = Callable[[Room], list[Ints]]
 
 
 class Files(Room):
-    """Arrays in files under temporary names.
-
-    A random word in the names keeps writers on several machines apart.
-    """
+    """Arrays in files under temporary names."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
-        self.paths, word = paths, secrets.token_hex(4)
+        self.paths, word = paths, secrets.token_hex(4)  # the word keeps writers on several machines apart
         self.temporary = {part: path.with_name(f"{path.name}.{word}.tmp") for part, path in paths.items()}
 
     def array(self, part: str, length: int, dtype: npt.DTypeLike) -> Ints:
         path = self.temporary[part]
-        with path.open("wb") as file:
-            begin = self._header(file, (length,), dtype)
-            # Reserve the space: on a full disk, a write to a mapped file kills the process.
-            size = length * np.dtype(dtype).itemsize
-            if size and hasattr(os, "posix_fallocate"):  # macOS lacks it
-                os.posix_fallocate(file.fileno(), begin, size)
-            file.truncate(begin + size)
-        return open_array(path, "r+")
+        array = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (length,))
+        # Reserve the space: on a full disk, a write to a mapped file kills the process.
+        if hasattr(os, "posix_fallocate"):  # macOS lacks it
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        return np.asarray(array)
 
     def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:
         path = self.temporary[part]
         with path.open("wb") as file:
-            self._header(file, shape, dtype)
+            descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+            np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
             for block in blocks:
                 file.write(np.ascontiguousarray(block, dtype).data)
-        return open_array(path, "r")
-
-    @staticmethod
-    def _header(file: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> int:
-        descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
-        np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
-        file.flush()
-        return int(file.tell())
+        return open_array(path)
 
     def publish(self, record: Path, key: dict[str, Any]) -> None:
         for part, path in self.paths.items():
@@ -103,14 +92,14 @@ class Files(Room):
             file.write(json.dumps(facts, indent=1).encode() + b"\n")
 
     def clear(self) -> None:
-        for path in self.temporary.values():
-            with contextlib.suppress(OSError):  # the folder may be what takes no file
-                path.unlink()
+        with contextlib.suppress(OSError):  # the folder may be what takes no file
+            for path in self.temporary.values():
+                path.unlink(missing_ok=True)
 
 
-def open_array(path: Path, mode: Any) -> Ints:
+def open_array(path: Path) -> Ints:
     """Map a file as a plain array: indexing numpy's memmap class is several times slower."""
-    array: Ints = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
+    array: Ints = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     return array
 
 
@@ -120,42 +109,35 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
     Without a folder they are built in memory.
     """
     if folder is None:
-        return build(Room())
+        return build(MEMORY)
     folder = Path(folder)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    paths = {part: array_path(folder / name, part) for part in parts}
     record = folder / f"{name}.json"
     found = find_entry(record, parts)
     if found is not None:
         return found
-    files = Files(paths)
+    files = Files({part: array_path(record, part) for part in parts})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with hold_lock(folder / f"{name}.lock") as is_locked:
             for left in folder.glob(f"{name}_*.tmp") if is_locked else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
             found = find_entry(record, parts)  # another process may have built it meanwhile
-            if found is not None:
-                return found
-            say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
-            built = build(files)
-            files.publish(record, key)
+            if found is None:
+                say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
+                built = build(files)
+                files.publish(record, key)
+                found = find_entry(record, parts) or built  # another process may have removed it
+            return found
     except OSError as error:
         notice(
             f"{folder} takes no index cache ({error.strerror or error}): the indices stay in memory; --data-cache-path "
             "names a folder that takes them"
         )
         files.clear()
-        return build(Room())
+        return build(MEMORY)
     finally:
         files.clear()
-    start = time.perf_counter()
-    try:
-        arrays = [open_array(path, "r") for path in paths.values()]
-    except (OSError, ValueError):  # removed by another process meanwhile
-        return built
-    say_loaded(paths, start)
-    return arrays
 
 
 def find_entry(record: Path, parts: Sequence[str]) -> list[Ints] | None:
@@ -171,7 +153,9 @@ def find_entry(record: Path, parts: Sequence[str]) -> list[Ints] | None:
         with contextlib.suppress(OSError):
             record.unlink()  # so that it is reported once
         return None
-    say_loaded({part: array_path(record, part) for part in parts}, start)
+    for part in parts:
+        say(f" > loading {part}-idx mapping from {array_path(record, part)}")
+    say(f"    loaded indexed file in {time.perf_counter() - start:.3f} seconds")
     return arrays
 
 
@@ -190,7 +174,7 @@ def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
                 raise ValueError(f"the checksum of {path.name} differs")
         elif is_current and size != facts["bytes"][part]:
             raise ValueError(f"{path.name} has {size:,} bytes, not {facts['bytes'][part]:,}")
-        arrays[part] = open_array(path, "r")
+        arrays[part] = open_array(path)
     return arrays
 
 
@@ -198,18 +182,9 @@ def array_path(entry: Path, part: str) -> Path:
     return entry.with_name(f"{entry.stem}_{part}_idx.npy")
 
 
-def say_loaded(paths: dict[str, Path], start: float) -> None:
-    for part, path in paths.items():
-        say(f" > loading {part}-idx mapping from {path}")
-    say(f"    loaded indexed file in {time.perf_counter() - start:.3f} seconds")
-
-
 @contextlib.contextmanager
 def hold_lock(path: Path) -> Iterator[bool]:
-    """Let in one process of this machine at a time, and yield True.
-
-    Where the file system has no locks, let all in and yield False.
-    """
+    """Let in one process of this machine at a time; yield whether the file system has locks."""
     handle, is_locked = open_locked(path, wait=True)
     try:
         yield is_locked

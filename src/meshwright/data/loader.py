@@ -3,11 +3,10 @@
 `Loader.steps` says which samples make a step, `Loader.read_step` picks this rank's share of them,
 `Samples.read` copies their tokens out of the file, and `Loader.make_batch` makes each `Batch`.
 
-There is no state to save: what is read is a pure function of the consumed samples. A step that
-begins after `consumed` samples reads the next `step_size(consumed)` of them; each block of
-micro-batch x ranks consecutive samples is cut into one slice for each rank (Megatron's `single`
-order). A background thread reads ahead: torch releases the interpreter while it computes, so a
-thread is enough, costs no second process, and hands its errors to the loop that asks for the batch.
+There is no state to save: a step that begins after `consumed` samples reads the next
+`step_size(consumed)` of them; each block of micro-batch x ranks consecutive samples is cut into one
+slice for each rank (Megatron's `single` order). A thread reads ahead, which is enough because torch
+releases the interpreter while it computes; the loop that asks for the batch gets its errors.
 """
 
 from __future__ import annotations
@@ -59,17 +58,9 @@ class Samples:
         def build(room: Room) -> list[Ints]:
             return build_indices(indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, room)
 
-        key = {
-            "version": VERSION,
-            "data": fingerprint(indexed.prefix),
-            "name": name,
-            "first": documents.start,
-            "end": documents.stop,
-            "samples": num_samples,
-            "seq_length": seq_length,
-            "seed": seed,
-            "cutoff": cutoff,
-        }
+        key = {"version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "samples": num_samples}
+        key |= {"first": documents.start, "end": documents.stop}
+        key |= {"seq_length": seq_length, "seed": seed, "cutoff": cutoff}
         names = ("doc", "sample", "shuffle")
         self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(cache_dir, key, names, build)
         self.epochs, self.apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
@@ -80,12 +71,9 @@ class Samples:
         return len(self.shuffle_idx)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        tokens, pointers, itemsize = self.indexed.tokens, self.indexed.pointers, self.indexed.dtype.itemsize
-        parts = []
-        for document, offset, length in self.pieces(k):
-            start = int(pointers[document]) // itemsize + offset
-            parts.append(tokens[start : start + length])
-        return np.concatenate(parts, dtype=np.int64)
+        indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
+        places = [(int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)]
+        return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return [samples, S + 1]: many samples in a third of the time of one by one."""
@@ -145,8 +133,7 @@ class Cyclic(Composite):
     """Megatron's `cyclic` order: every epoch reads all samples in a new order. It never runs out.
 
     Megatron gives each data-parallel rank a part of the samples to shuffle; here one order serves
-    all ranks, the one that Megatron has with a single rank and a length that is a multiple of the
-    micro-batch. So the layout changes nothing.
+    all ranks: Megatron's with one rank and a length that is a multiple of the micro-batch.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -219,11 +206,8 @@ class Batch:
         if self.tokens.device == device or (device.index is None and self.tokens.device.type == device.type):
             return self
         pinned = devices.is_accelerator(device)
-        moved: dict[str, Any] = {
-            name: (t.pin_memory() if pinned else t).to(device, non_blocking=pinned)
-            for name, t in vars(self).items()
-            if isinstance(t, Tensor)
-        }
+        held = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: Any = {n: (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for n, x in held.items()}
         return replace(self, **moved)
 
 
@@ -241,9 +225,8 @@ class LoaderSpec:
     columns: slice | None = None  # of each sample, where several ranks share it
     length: int | None = None  # tokens of a sample, including the last label; None: any
     device: torch.device | None = None  # None: batches stay on the host
-    # At the end of the data set: raise an error that names both numbers; or wrap to the first
-    # sample, for validation (sample numbers continue); or wrap, but mask the samples that have been
-    # read before, so that each counts once (--full-validation).
+    # At the end of the data set: raise an error; or wrap to the first sample, for validation
+    # (sample numbers continue); or wrap, but mask what has been read before (--full-validation).
     at_end: Literal["raise", "wrap", "mask"] = "raise"
 
 

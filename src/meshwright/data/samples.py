@@ -3,8 +3,8 @@
 Three index arrays make the order. The documents of a split, repeated for as many epochs as needed,
 are shuffled (`doc_idx`); the shuffled documents are read as one stream of tokens and cut every S
 tokens (`sample_idx`: where each sample begins); the samples are shuffled (`shuffle_idx`). A sample
-takes S + 1 tokens: its last is the first of the next one. Everything is vectorised numpy, so
-nothing compiles; with the extra `fast`, numba's twins of the loops serve large data.
+takes S + 1 tokens: its last is the first of the next one. All is vectorised numpy; with the extra
+`fast`, numba's twins of the loops serve large data.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import say
-from meshwright.data.index_cache import Ints, Room
+from meshwright.data.index_cache import MEMORY, Ints, Room
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings.grammar import split_shares
 
@@ -52,16 +53,10 @@ def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
     shares = split_shares(split)
     parts = [share / sum(shares) for share in shares]
     if arithmetic == "cumulative":
-        sums = [0.0]
-        for part in parts:
-            sums.append(sums[-1] + part)
-        return [int(round(c * float(n))) for c in sums]
-    bounds = [0]
-    for part in parts:
-        bounds.append(bounds[-1] + int(round(part * float(n))))
-    surplus = bounds[-1] - n
+        return [round(share * float(n)) for share in accumulate(parts, initial=0.0)]
+    bounds = list(accumulate(round(part * float(n)) for part in parts))
     # A border below 0 would take documents from the end.
-    return [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
+    return [0] + [max(bound - (bounds[-1] - n), 0) for bound in bounds]
 
 
 def numba_twins(elements: int) -> ModuleType | None:
@@ -83,14 +78,12 @@ def build_indices(
     seq_length: int,
     seed: int,
     cutoff: float,
-    room: Room | None = None,
+    room: Room = MEMORY,
 ) -> list[Ints]:
     """Return doc_idx, sample_idx and shuffle_idx; `tokens` is the documents' number of tokens.
 
-    A second thread fills shuffle_idx meanwhile, and shuffles it as soon as the shuffle of the
-    documents has drawn its random numbers.
+    A second thread fills shuffle_idx meanwhile, and shuffles it once the documents are shuffled.
     """
-    room = room or Room()
     if tokens == 0:
         raise UserError(f"documents {documents.start} to {documents.stop} hold no token", BAD_DATA)
     epochs, apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
@@ -113,11 +106,11 @@ def build_indices(
     with ThreadPoolExecutor(1) as thread:
         filled = thread.submit(fill_rows, shuffle_idx.reshape(1, -1), 0)
 
-        # "elasped" is Megatron's own misspelling; people's scripts read these lines.
         start = time.perf_counter()
         doc_idx = room.array("doc", places, doc_dtype)
         fill_rows(doc_idx.reshape(epochs, -1), documents.start)
         shuffle(rng, doc_idx, places - len(documents) if apart else places, twins)
+        # "elasped" is Megatron's own misspelling; people's scripts read these lines.
         say(f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
         first = before_last if apart else total
@@ -166,7 +159,7 @@ def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float)
     """Return the number of epochs, and whether the last one is shuffled apart from the others.
 
     It is shuffled apart where only a small part of it is needed, so that its documents don't crowd
-    out others. The order of all samples follows from these two.
+    out others.
     """
     # The smallest number of epochs with (epochs x tokens - 1) // S >= num_samples
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
@@ -178,8 +171,7 @@ def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -
     """Yield blocks of rows; row k says at which place of doc_idx and token of it sample k begins.
 
     `sizes` are those of the documents from number `first` on. Sample k begins at token k x S of the
-    stream. Counting the multiples of S inside each document and repeating the document's place as
-    often gives many rows at once; documents are taken in blocks, so memory stays bounded.
+    stream: each document's place is repeated as often as there are multiples of S inside it.
     """
     _, dtype, _ = index_dtypes(0, len(doc_idx), samples)
     yield np.zeros((1, 2), dtype)  # row 0 is (0, 0) even where the first documents are empty, as in Megatron

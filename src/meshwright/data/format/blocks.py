@@ -1,32 +1,24 @@
-"""The arrays of an .idx, read from front to back in blocks.
-
-No file is too large for that, whereas the pages of a memory map count as memory.
-"""
+"""The arrays of an .idx of any size, read in blocks: the pages of a memory map count as memory."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.format.indexed import BLOCK, HEADER, Column, Indexed
+from meshwright.data.format.indexed import BLOCK, Column, Indexed, columns, map_file
 
 Ints = npt.NDArray[np.integer[Any]]
 
 
 class Header(Indexed):
-    """An open .idx with a checked header, whose arrays are read piece by piece."""
+    """An open .idx with a checked header."""
 
     def __init__(self, prefix: str, idx: BinaryIO) -> None:
         self.prefix = prefix
-        empty = not os.fstat(idx.fileno()).st_size  # an empty file cannot be mapped
-        n, m = self._read_header(b"" if empty else mmap.mmap(idx.fileno(), 0, access=mmap.ACCESS_READ))
-        self.lengths, self.begins = Column(idx, "<i4", n, HEADER.size), Column(idx, "<i8", n, HEADER.size + 4 * n)
-        self.borders = Column(idx, "<i8", m, HEADER.size + 12 * n)
+        self.lengths, self.begins, self.borders = columns(idx, *self._read_header(map_file(f"{prefix}.idx")))
 
 
 def blocks(column: Column) -> Iterator[tuple[int, Ints]]:

@@ -11,9 +11,8 @@
                           int64[n]  pointers: its byte offset in .bin
                           int64[m]  document index: 0, then the sequences up to each document's end
 
-A sequence is a document unless documents were cut into sentences. Hand-written because the format
-is 34 bytes and three arrays, and because Megatron's library neither checks a file before use nor
-writes it atomically.
+A sequence is a document unless documents were cut into sentences. Hand-written because Megatron's
+library neither checks a file before use nor writes it atomically.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +35,7 @@ LEGACY_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 BLOCK = 1 << 20  # array elements read at a time, so that checks of a large file need little memory
-FULL = 1 << 22  # up to so many sequences and documents, opening checks all: some hundredths of a second
+FULL = 1 << 22  # up to so many sequences or documents, opening checks all: some hundredths of a second
 PROBES, PROBE = 64, 1 << 12  # in a larger file: places, spread evenly, and elements checked at each
 
 
@@ -62,29 +60,26 @@ class Column:
 class Indexed:
     """A pair of files as read-only memory maps; one that is inconsistent is refused here.
 
-    `check`: "full" checks every length and pointer, "quick" both files' sizes and some places, so
-    that 1e8 documents open immediately; by default the file's length decides. Pointers are running
-    sums: where a length was changed, the pointers after it are wrong, and where a piece was lost,
-    the files' sizes are.
+    Unless `in_full`, a large one is checked in some places, so that 1e8 documents open immediately.
+    Pointers are running sums: where a length was changed, the pointers after it are wrong, and
+    where a piece was lost, the files' sizes are.
     """
 
-    def __init__(self, prefix: str | Path, check: Literal["full", "quick"] | None = None) -> None:
+    def __init__(self, prefix: str | Path, in_full: bool = False) -> None:
         self.prefix = str(prefix)
-        idx = _map(f"{self.prefix}.idx")
+        idx = map_file(f"{self.prefix}.idx")
         n, m = self._read_header(idx)
         self.sizes = np.frombuffer(idx, "<i4", n, HEADER.size)
         self.pointers = np.frombuffer(idx, "<i8", n, HEADER.size + 4 * n)
         self.doc_idx = np.frombuffer(idx, "<i8", m, HEADER.size + 12 * n)
         with open(f"{self.prefix}.idx", "rb") as file:
-            sizes = Column(file, "<i4", n, HEADER.size)
-            pointers = Column(file, "<i8", n, HEADER.size + 4 * n)
-            borders = Column(file, "<i8", m, HEADER.size + 12 * n)
-            for first, stop in ranges_to_check(n, check):
+            sizes, pointers, borders = columns(file, n, m)
+            for first, stop in ranges_to_check(n, in_full):
                 self._check_sequences(sizes, pointers, first, stop)
             self._check_ends()
-            for first, stop in ranges_to_check(m, check):
+            for first, stop in ranges_to_check(m, in_full):
                 self._check_documents(borders.read(first, stop + 1))
-        self.tokens = np.frombuffer(_map(f"{self.prefix}.bin"), self.dtype)
+        self.tokens = np.frombuffer(map_file(f"{self.prefix}.bin"), self.dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -101,11 +96,8 @@ class Indexed:
 
     def _read_header(self, idx: bytes | mmap.mmap) -> tuple[int, int]:
         if idx[:8] == LEGACY_MAGIC:
-            raise UserError(
-                f"{self.prefix}.idx has the older `lazy`/`cached` format, which cannot be read yet; preprocess the "
-                "text again",
-                BAD_DATA,
-            )
+            words = "has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again"
+            raise UserError(f"{self.prefix}.idx {words}", BAD_DATA)
         if len(idx) < HEADER.size:
             raise self._damaged(f"{len(idx)} bytes are less than the header's {HEADER.size}")
         magic, version, code, n, m = HEADER.unpack(idx[: HEADER.size])
@@ -119,9 +111,8 @@ class Indexed:
         self.dtype = np.dtype(CODES[code]).newbyteorder("<")
         expected = HEADER.size + 12 * n + 8 * m
         if len(idx) == expected + n and n:
-            raise UserError(
-                f"{self.prefix}.idx is multimodal (a mode for each sequence), which cannot be read yet", BAD_DATA
-            )
+            words = "is multimodal (a mode for each sequence), which cannot be read yet"
+            raise UserError(f"{self.prefix}.idx {words}", BAD_DATA)
         if len(idx) != expected:
             raise self._damaged(f"{len(idx):,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
         return n, m
@@ -164,15 +155,23 @@ class Indexed:
         return UserError(f"{self.prefix}.idx is damaged: {what}; preprocess again", BAD_DATA)
 
 
-def ranges_to_check(length: int, check: Literal["full", "quick"] | None) -> Iterator[tuple[int, int]]:
-    """Yield the ranges to check: all, in blocks, or some that include the first and the last."""
-    if check == "full" or (check is None and length <= FULL):
-        yield from ((first, min(first + BLOCK, length)) for first in range(0, length, BLOCK))
-    else:
-        last = max(length - PROBE, 0)
-        yield from (
-            (first, min(first + PROBE, length)) for first in sorted({last * n // (PROBES - 1) for n in range(PROBES)})
-        )
+def columns(idx: BinaryIO, n: int, m: int) -> tuple[Column, Column, Column]:
+    """Return the sizes, pointers and document index of an .idx."""
+    offsets = (HEADER.size, HEADER.size + 4 * n, HEADER.size + 12 * n)
+    return Column(idx, "<i4", n, offsets[0]), Column(idx, "<i8", n, offsets[1]), Column(idx, "<i8", m, offsets[2])
+
+
+def ranges_to_check(length: int, in_full: bool) -> list[tuple[int, int]]:
+    """Return the ranges to check: all, in blocks, or some."""
+    if in_full or length <= FULL:
+        return [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
+    return [(first, min(first + PROBE, length)) for first in probes(length)]
+
+
+def probes(length: int) -> list[int]:
+    """Return where probes begin, spread evenly from the first element to the last."""
+    last = max(length - PROBE, 0)
+    return sorted({last * n // (PROBES - 1) for n in range(PROBES)})
 
 
 def fingerprint(prefix: str | Path) -> str:
@@ -194,25 +193,23 @@ def fingerprint(prefix: str | Path) -> str:
     return digest.hexdigest()
 
 
-def check_vocabulary(indexed: Indexed, vocab_size: int, blocks: int = 64, block: int = 4096) -> None:
+def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
     """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
-    last = max(len(indexed.tokens) - block, 0)
     with open(f"{indexed.prefix}.bin", "rb") as file:
         ids = Column(file, indexed.dtype, len(indexed.tokens))
-        for start in sorted({last * n // (blocks - 1) for n in range(blocks)}):
-            tokens = ids.read(start, start + block)
+        for start in probes(len(ids)):
+            tokens = ids.read(start, start + PROBE)
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-            if not len(wrong):
-                continue
-            at = start + int(wrong[0])
-            raise UserError(
-                f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
-                f"tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer",
-                BAD_DATA,
-            )
+            if len(wrong):
+                at = start + int(wrong[0])
+                raise UserError(
+                    f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
+                    f"tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer",
+                    BAD_DATA,
+                )
 
 
-def _map(path: str) -> bytes | mmap.mmap:
+def map_file(path: str) -> bytes | mmap.mmap:
     try:
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:

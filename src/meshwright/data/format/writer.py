@@ -1,8 +1,7 @@
 """Write token files as a stream, in constant memory and without a mismatched pair at any moment.
 
-Lengths and document borders go to files of their own while the tokens are written; the index is put
-together from them at the end, block by block. Hand-written for that reason: Megatron's builder
-holds both as lists of Python numbers.
+Lengths and document borders go to files of their own, from which the index is put together at the
+end. Hand-written for that reason: Megatron's builder holds both as lists of Python numbers.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
 class Writer:
     """A stream into a pair of files, which get their names on a clean exit of the `with` block.
 
-    The .idx is the last to appear, and an older one is removed before the .bin beside it is
-    replaced: whenever the process is killed, no .idx stands beside a .bin that it does not
-    describe.
+    An older .idx is removed before the .bin beside it is replaced, and the new one appears last:
+    whenever the process is killed, no .idx stands beside a .bin that it does not describe.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: Sequence[int] | None = None) -> None:
@@ -45,17 +43,14 @@ class Writer:
         self.is_kept = False  # after an error, keep the parts for another writer to continue
         self.files: dict[str, BinaryIO] = {}
         lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)
-        try:
+        with contextlib.ExitStack() as failed, self.reported():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             for part, length in zip(PARTS, lengths, strict=True):
                 file = open(f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", buffering=1 << 20)
-                self.files[part] = file  # closed in __exit__
+                self.files[part] = failed.enter_context(file)
                 file.truncate(length)
                 file.seek(length)
-        except OSError as error:
-            for file in self.files.values():
-                file.close()
-            raise self.failed(error) from None
+            failed.pop_all()  # closed in __exit__ instead
 
     def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
         """Append one sequence to the current document."""
@@ -66,19 +61,15 @@ class Writer:
 
     def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
         """Append all tokens, each length, and the sequence count at each document end."""
-        try:
+        with self.reported():
             self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        except OSError as error:
-            raise self.failed(error) from None
         self.reserve(len(tokens), sizes, ends)
 
     def reserve(self, tokens: int, sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> int:
         """Append sequences whose tokens another process writes at the returned byte of .bin.tmp."""
-        try:
+        with self.reported():
             self.files[".sizes"].write(np.ascontiguousarray(sizes, dtype="<i4").data)
             self.files[".docs"].write(np.ascontiguousarray(ends, dtype="<i8").data)
-        except OSError as error:
-            raise self.failed(error) from None
         offset = self.tokens * self.dtype.itemsize
         self.tokens += tokens
         self.sequences += len(sizes)
@@ -86,11 +77,9 @@ class Writer:
         return offset
 
     def flush(self) -> None:
-        try:
+        with self.reported():
             for file in self.files.values():
                 file.flush()
-        except OSError as error:
-            raise self.failed(error) from None
 
     def __enter__(self) -> Writer:
         return self
@@ -108,23 +97,25 @@ class Writer:
 
     def finish(self) -> None:
         """Give the files their names, now that all is written."""
-        if self.is_finished:
-            return
-        self.flush()
-        try:
-            publish(self.prefix, self.dtype)
-        except OSError as error:
-            raise self.failed(error) from None
-        self.is_finished = True
+        if not self.is_finished:
+            self.flush()
+            with self.reported():
+                publish(self.prefix, self.dtype)
+            self.is_finished = True
 
-    def failed(self, error: OSError) -> UserError:
-        written = self.tokens * self.dtype.itemsize
-        again = "run the same command to continue" if self.is_kept else "start again"
-        return UserError(
-            f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
-            f"nothing was published: free space and {again}, or choose another --output-prefix",
-            IO,
-        )
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Turn a failed write into an error for the user."""
+        try:
+            yield
+        except OSError as error:
+            written = self.tokens * self.dtype.itemsize
+            again = "run the same command to continue" if self.is_kept else "start again"
+            raise UserError(
+                f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
+                f"nothing was published: free space and {again}, or choose another --output-prefix",
+                IO,
+            ) from None
 
 
 def publish(prefix: str, dtype: np.dtype[Any]) -> None:

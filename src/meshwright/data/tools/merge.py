@@ -86,17 +86,15 @@ def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
         make_folder(folder, "--output-prefix", size + 2 * index)  # leftovers of a killed merge are gone now
         places = [append_index(writer, shard) for shard in shards]
-        try:
+        with writer.reported():
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
-        except OSError as error:
-            raise writer.failed(error) from None
     check_result(shards, output_prefix)
     return Shard(output_prefix, dtype, writer.tokens, writer.sequences, writer.documents)
 
 
 def describe(prefix: str) -> Shard:
     """Open a pair, which checks it in full, and return its sizes."""
-    indexed = Indexed(prefix, check="full")
+    indexed = Indexed(prefix, in_full=True)
     return Shard(prefix, indexed.dtype, len(indexed.tokens), len(indexed), len(indexed.doc_idx) - 1)
 
 
