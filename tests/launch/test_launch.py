@@ -1,6 +1,4 @@
-"""`meshwright launch` and torch's launchers with real processes: exit statuses, signals, retries,
-machines.
-"""
+"""`meshwright launch` and torch's launchers: exit statuses, signals, retries, machines, flags."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from helpers import free_port
 from meshwright.commands import launch as launch_command
 from meshwright.device import cores
 from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
@@ -44,12 +43,6 @@ def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def begin(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 # Real launchers
@@ -86,7 +79,7 @@ def test_our_launcher() -> None:
     "act, status, words",
     [
         ("65", BAD_DATA, "rank 1 ended with status 65 (bad data or checkpoint); the others were stopped"),
-        ("kill", 137, "rank 1 was killed by SIGKILL"),
+        pytest.param("kill", 137, "rank 1 was killed by SIGKILL", marks=pytest.mark.long),
         pytest.param("2", USAGE, "rank 1 ended with status 2 (wrong settings)", marks=pytest.mark.long),
         pytest.param(
             "73", LOCKED, "rank 1 ended with status 73 (a folder that another run owns)", marks=pytest.mark.long
@@ -95,9 +88,7 @@ def test_our_launcher() -> None:
     ],
 )
 def test_exit_status(act: str, status: int, words: str) -> None:
-    """The launcher returns the status of the rank that failed, not of those that lost it, and
-    prints little.
-    """
+    """The launcher has the status of the rank that failed, not of those that lost it."""
     done = run(*LAUNCH, "--nproc_per_node=2", SCRIPT, act, OMP_NUM_THREADS="1")
     assert done.returncode == status, done.stderr
     lines = done.stderr.splitlines()

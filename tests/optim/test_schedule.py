@@ -28,8 +28,9 @@ def settings(batch=2, iters=5000, seq=None, ramp=(), samples=None, tokens=None, 
     return config.TrainConfig(optimizer=o, training=t, data=config.Data(seq_length=seq))
 
 
-def megatron_lr(n, style, w, d, init=0.0, wsd=0, wsd_style="exponential", high=LR, low=LEAST):
+def megatron_lr(n, style, w, d, wsd, rates):
     """Return the rate after n samples, with w of warm-up and d of decay."""
+    (wsd, wsd_style), (init, high, low) = wsd, rates
     if w > 0 and n <= w:
         return init + (high - init) * n / w
     if style == "constant":
@@ -87,7 +88,7 @@ def test_curve(style, wsd, warmup, init):
     assert not [p for p in checks.problems(c) if "--lr" in p]
     s = build_schedule(c)
     for n in range(420):
-        want = megatron_lr(n, style, 4 * warmup, 320, init, 100, wsd)
+        want = megatron_lr(n, style, 4 * warmup, 320, (100, wsd), (init, LR, LEAST))
         assert s.lr(n) == near(want), n
         assert s.wd(n) == 0.01
 
@@ -223,41 +224,15 @@ def test_a_run_that_ends_within_its_ramp():
 
 def test_a_run_follows_schedule_and_ramp(run):
     """Batches are 2 2 4 4 6; a step's rate is that at the samples before it."""
-    got = run(
-        "--train-iters",
-        "none",
-        "--train-samples",
-        "41",
-        "--rampup-batch-size",
-        "2",
-        "2",
-        "8",
-        "--global-batch-size",
-        "6",
-        "--lr-decay-style",
-        "WSD",
-        "--lr-wsd-decay-samples",
-        "14",
-        "--lr-wsd-decay-style",
-        "minus_sqrt",
-        "--lr",
-        "0.01",
-        "--lr-warmup-samples",
-        "5",
-        "--lr-warmup-init",
-        "0.001",
-        "--min-lr",
-        "0.002",
-        "--lr-decay-samples",
-        "37",
-        "--eval-iters",
-        "0",
-    )
+    flags = "--train-iters none --train-samples 41 --rampup-batch-size 2 2 8 --global-batch-size 6 --lr 0.01"
+    flags += " --lr-decay-style WSD --lr-wsd-decay-samples 14 --lr-wsd-decay-style minus_sqrt --lr-warmup-samples 5"
+    flags += " --lr-warmup-init 0.001 --min-lr 0.002 --lr-decay-samples 37 --eval-iters 0"
+    got = run(*flags.split())
     sizes = megatron_batches(2, 2, 8, 6, 41)
     assert sizes == [2, 2, 4, 6, 6, 6, 6, 6]
     before = list(itertools.accumulate(sizes, initial=0))
     assert got.status == 0 and got.column("batch") == sizes and got.column("consumed_samples") == before[1:]
-    want = [megatron_lr(n, "WSD", 5, 37, 0.001, 14, "minus_sqrt", 0.01, 0.002) for n in before[:-1]]
+    want = [megatron_lr(n, "WSD", 5, 37, (14, "minus_sqrt"), (0.001, 0.01, 0.002)) for n in before[:-1]]
     assert got.column("lr") == near(want)
     assert f"iteration {len(sizes):8d}/{len(sizes):8d} | consumed samples: {before[-1]:12d} |" in got.out
 
@@ -282,20 +257,7 @@ def test_resume_prints_megatrons_nine_lines():
     ]
 
 
-FULL = Schedule(
-    max_lr=0.125,
-    min_lr=0.0625,
-    warmup=11,
-    decay=222,
-    style="WSD",
-    start_wd=0.25,
-    end_wd=0.75,
-    wd_samples=333,
-    wd_style="linear",
-    init_lr=0.03125,
-    wsd_samples=44,
-    wsd_style="cosine",
-)
+FULL = Schedule(0.125, 0.0625, 11, 222, "WSD", 0.25, 0.75, 333, "linear", 0.03125, 44, "cosine")
 ONE_BY_ONE = [
     ("max_lr", 0.5, "--lr"),
     ("min_lr", 0.015625, "--min-lr"),
@@ -345,16 +307,11 @@ def test_a_changed_schedule_needs_a_decision():
     with pytest.raises(UserError) as e:
         resume_schedule(build_schedule(ours), saved, ours)
     text = str(e.value)
-    for part in (
-        "0.00015",
-        "0.0003",
-        "(--lr)",
-        "200 samples = 100 steps of 2, the flags say 400 samples = 200 steps",
-        "--lr-decay-iters 100 keeps",
-        "length of the learning rate's decay",
-        "--override-opt_param",
-    ):
-        assert part in text and "iterations" not in text
+    for part in "0.00015 0.0003 (--lr) --override-opt_param".split():
+        assert part in text
+    assert "200 samples = 100 steps of 2, the flags say 400 samples = 200 steps" in text
+    assert "length of the learning rate's decay" in text and "--lr-decay-iters 100 keeps" in text
+    assert "iterations" not in text
     ours = settings(lr=3e-4, override_opt_param_scheduler=True)
     assert resume_schedule(build_schedule(ours), saved, ours)[0].max_lr == 3e-4
     theirs = settings(lr=3e-4, use_checkpoint_opt_param_scheduler=True)
@@ -367,10 +324,8 @@ def test_the_checkpoints_ramp_has_the_checkpoints_length():
     saved = dataclasses.asdict(dataclasses.replace(FULL, wd_style="linear", wd_samples=2000))
     ours = dataclasses.replace(FULL, wd_style="constant", wd_samples=4000)
     kept, lines = resume_schedule(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
-    assert (
-        kept == Schedule(**saved)
-        and " > using checkpoint value 2000 for total number of weight decay iterations" in lines
-    )
+    assert kept == Schedule(**saved)
+    assert " > using checkpoint value 2000 for total number of weight decay iterations" in lines
 
 
 def test_a_longer_run_with_constant_decay_needs_none():

@@ -1,8 +1,9 @@
 """The layout never changes the result: losses, norms and validations equal those of one process.
 
 Runs are in float64, with active clipping and hidden dropout. `make test-long` runs every layout of
-the five sizes for ten steps, `make test` flags that cover every legal pair of values for three: the
-third step's loss depends on two updates. test_defects_are_detected shows that the comparison works.
+the five sizes for ten steps, and flags that cover every legal pair of values for two, after which
+the validation depends on both updates; `make test` runs a part of the latter, mostly on up to four
+ranks. test_defects_are_detected shows that the comparison works.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from layouts import (
     check,
     compared,
     config_of,
+    cost,
     covering_cases,
     furthest,
     line_of,
     make_covering,
     pairs,
     parse,
+    ranks_of,
     rows_of,
     run_all,
     trained,
@@ -84,7 +87,12 @@ def test_every_layout(sizes):
 
 # Every pair of values
 
-PARTS = 4
+
+def halves(lines, quick):
+    """Parametrize by two lists: those whose places are in `quick` for `make test`, and the rest."""
+    chosen, rest = ([line for n, line in enumerate(lines) if (n in quick) == is_quick] for is_quick in (True, False))
+    long = pytest.param(rest, id="rest", marks=pytest.mark.long)
+    return pytest.mark.parametrize("lines", [pytest.param(chosen, id="quick"), long])
 
 
 def test_covering_cases_are_legal():
@@ -103,11 +111,12 @@ def test_every_pair_is_covered():
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.long) for part in (2, 3))])
 def test_layouts(part):
-    """Legal flags that cover every legal pair of values."""
-    lines = [line_of(c) for c in covering_cases()][-1 - part :: -PARTS]
-    print(f"{len(lines)} cases, at most {check(lines, steps=3):.1e} from one process")
+    """Legal flags that cover every legal pair of values; parts 0 and 1 have few of eight ranks."""
+    cases = sorted(covering_cases(), key=lambda case: (ranks_of(case) == MOST_RANKS, cost(case)))
+    lines = [line_of(c) for c in (cases[part:24:2] if part < 2 else cases[22 + part :: 2])]
+    print(f"{len(lines)} cases, at most {check(lines, steps=2):.1e} from one process")
 
 
 MORE = {
@@ -136,19 +145,16 @@ WITH = {
 @pytest.mark.timeout(300)
 def test_one_micro_batch():
     """The schedules work if each stage has only one forward pass to wait for."""
-    check(
-        [
-            "--world-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4",
-            "--world-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 2 --pipeline-schedule gpipe",
-        ],
-        steps=2,
-    )
+    pp2 = "--pipeline-model-parallel-size 2"
+    gpipe = f"--world-size 4 {pp2} --micro-batch-size 2 --pipeline-schedule gpipe"
+    check([f"--world-size 2 {pp2} --micro-batch-size 4", gpipe], steps=2)
 
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-def test_other_rules():
-    check([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], steps=3)
+@halves([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 3, 5, 7))
+def test_other_rules(lines):
+    check(lines, steps=2)
 
 
 # One rank has the first and the last stage, and passes tensors between them to itself.
@@ -167,8 +173,9 @@ V_SHAPED = [
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-def test_zero_bubble():
-    check(V_SHAPED, steps=2)
+@halves(V_SHAPED, (0, 3, 4))
+def test_zero_bubble(lines):
+    check(lines, steps=2)
 
 
 # Compiled layers
@@ -206,22 +213,20 @@ def test_compiled_layers_are_whole_graphs(line):
 
 # A prime vocabulary size
 
-
 UNTIED = "--untie-embeddings-and-output-weights"
+SEQUENCE = f"{UNTIED} --sequence-parallel"
 
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-def test_uneven_vocabulary():
+@halves([(1, ""), (8, SEQUENCE), (32, ""), (32, SEQUENCE)], (0, 3))
+def test_uneven_vocabulary(lines):
     """Split 37 ids over four ranks.
 
     Padded to 40, the last rank has 7 of its 10 rows; to 64, only padding; to 128, the last two do.
     """
-    kinds = ["", f"{UNTIED} --sequence-parallel"]
-    lines = [
-        f"--world-size 4 --tensor-model-parallel-size 4 --global-batch-size 2 --make-vocab-size-divisible-by {n} {kind}"
-        for n, kind in ((1, kinds[0]), (8, kinds[1]), (32, kinds[0]), (32, kinds[1]))
-    ]
+    tp4 = "--world-size 4 --tensor-model-parallel-size 4 --global-batch-size 2"
+    lines = [f"{tp4} --make-vocab-size-divisible-by {n} {kind}" for n, kind in lines]
     (want,) = run_all({"": alone(parse("--global-batch-size 2"))}, 1, 2)[""]
     (untied,) = run_all({"": alone(parse(f"--global-batch-size 2 {UNTIED}"))}, 1, 2)[""]
     per_rank = {1: (40, [0, 0, 0, 3]), 8: (64, [0, 0, 11, 16]), 32: (128, [0, 27, 32, 32])}
@@ -289,8 +294,8 @@ def broken(name, trainer, step):
 @pytest.mark.timeout(300)
 def test_defects_are_detected():
     lines = {name: f"--world-size 2 --micro-batch-size 2 {more}" for name, more in BROKEN.items()}
-    got = run_all({name: parse(line) for name, line in lines.items()}, 2, 3, broken)
-    (want,) = run_all({"": parse("--micro-batch-size 2")}, 1, 3)[""]
+    got = run_all({name: parse(line) for name, line in lines.items()}, 2, 2, broken)
+    (want,) = run_all({"": parse("--micro-batch-size 2")}, 1, 2)[""]
     far = {name: furthest(ranks[0], want) for name, ranks in got.items()}
     assert far.pop("nothing") < NEAR
     assert all(x > 1e3 * NEAR for x in far.values()), far
@@ -299,28 +304,29 @@ def test_defects_are_detected():
 # Attention dropout
 
 
+TP2 = "--world-size 2 --tensor-model-parallel-size 2"
+DROPPED = [
+    f"{TP2} --attention-impl auto",  # the default, which is the reference on a CPU
+    f"{TP2} --sequence-parallel --recompute-granularity selective",
+    "--world-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
+    "--world-size 2 --zero-stage 2",
+    f"{TP2} {PP} --world-size 8 --zero-stage 1 --micro-batch-size 2",
+    f"{TP2} --num-query-groups 2 --position-embedding-type alibi",
+]
+
+
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-def test_attention_dropout():
+@halves(DROPPED, (0, 1, 2, 3))
+def test_attention_dropout(lines):
     """Dropout is exact in the reference attention if every rank has full sequences."""
-    layouts = [
-        "--world-size 2 --tensor-model-parallel-size 2",
-        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective",
-        "--world-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
-        "--world-size 2 --zero-stage 2",
-        "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 "
-        "--micro-batch-size 2",
-        "--world-size 2 --tensor-model-parallel-size 2 --num-query-groups 2 --position-embedding-type alibi",
-    ]
-    check([f"{line} --attention-dropout 0.1 --attention-impl reference" for line in layouts], steps=2)
-    check([f"{layouts[0]} --attention-dropout 0.1"], steps=2)  # the default on a CPU
+    check([f"--attention-impl reference {line} --attention-dropout 0.1" for line in lines], steps=2)
 
 
 def test_attention_dropout_over_context_is_refused():
     line = "--world-size 2 --context-parallel-size 2 --attention-dropout 0.1"
-    with pytest.raises(
-        UserError, match="--context-parallel-size 2 with --attention-dropout 0.1: its mask would depend"
-    ):
+    words = "--context-parallel-size 2 with --attention-dropout 0.1: its mask would depend"
+    with pytest.raises(UserError, match=words):
         parse(line)
 
 
@@ -366,8 +372,9 @@ def infinite(name, trainer, step):
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-def test_an_overflow_on_one_rank_is_skipped_by_all():
-    for line, (ranks, want) in compared([f"{line} {FP16}" for line in OVERFLOWS], 8, infinite).items():
+@halves(OVERFLOWS, (1, 2, 5, 7, 8))
+def test_an_overflow_on_one_rank_is_skipped_by_all(lines):
+    for line, (ranks, want) in compared([f"{line} {FP16}" for line in lines], 8, infinite).items():
         assert all(is_same_record(rows, ranks[0]) for rows in ranks), line
         for (loss, norm, _, *fate), (loss_of_one, norm_of_one, _, *fate_of_one) in zip(ranks[0], want, strict=True):
             assert fate == fate_of_one, (line, ranks[0], want)  # the scale, and whether the step was skipped
@@ -494,13 +501,14 @@ COUNTED = [
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-def test_messages_equal_the_formula(record_property):
+@halves(COUNTED, (1, 2, 4, 6, 8, 10, 12, 14, 15, 18))
+def test_messages_equal_the_formula(record_property, lines):
     """Count the messages of every rank and print a table."""
     from meshwright.parallel.layout import layout_of
 
     table = [f"sent by one rank in a step of {parse('').global_batch} samples:", " ".join(f"{k:>14}" for k in KINDS)]
     for world in (2, 4, 8):
-        configs = {line: parse(line) for line in COUNTED if parse(line).world == world}
+        configs = {line: parse(line) for line in lines if parse(line).world == world}
         for line, ranks in run_all(configs, world, 2, counting, sent_by).items():
             want = [formula(configs[line], layout_of(configs[line], rank)) for rank in range(world)]
             assert ranks == want, (line, ranks, want)
