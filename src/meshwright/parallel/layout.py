@@ -106,9 +106,13 @@ def new_group(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | 
     """Create a process group for each list of ranks; return the one of `rank`, if any."""
     import torch.distributed as dist
 
+    from meshwright.parallel import gloo
+
     # "cpu:gloo,cuda:nccl" would open thousands of sockets in a large run, for tensors of no group.
     by_device = dict(one.split(":") for one in str(dist.get_backend_config()).split(","))
     backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)
+    if backend in (None, "gloo"):
+        backend = gloo.register()
     mine = None
     for ranks in members:
         if len(ranks) > 1:

@@ -1,0 +1,40 @@
+"""Gloo process groups with one worker thread: they avoid a data race in torch 2.11 to 2.13.
+
+torch gives a gloo group two worker threads. After each collective the thread assigns its name to a
+string of the group without a lock (`pgStatus_->lastCompletedWorkName` in
+`ProcessGroupGloo::runLoop`). If both threads finish at once and a name is too long to be stored
+inside the string object, one thread writes into memory that the other has freed, which ends the
+process some time later with "malloc(): unaligned tcache chunk detected". docs/known-issues.md has
+the evidence and a reproducer. One thread cannot race with itself; a group's collectives were
+ordered before, so nothing else changes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+NAME = "gloo_single"  # of the backend in torch's registry
+
+
+def register() -> str:
+    """Register the backend with torch, once per process; return its name."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    return NAME
+
+
+def _create(group: Any, options: Any) -> dist.ProcessGroupGloo:
+    chosen = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    chosen._threads = 1
+    chosen._timeout = group.timeout
+    # As torch's own constructor does:
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    make = dist.ProcessGroupGloo.create_device
+    if interfaces:
+        chosen._devices = [make(interface=name) for name in interfaces.split(",")]
+    else:
+        chosen._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, chosen)
