@@ -1,4 +1,4 @@
-"""Each flag of training changes what it says, seen from outside: in a tiny run's log, rows and files."""
+"""Each flag of training has its effect in a tiny run's log, rows and files."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from meshwright.settings.schema import Tokenizer, TrainConfig
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """The losses without any further flag."""
+    """Return the losses without further flags."""
     folder = tmp_path_factory.mktemp("base")
     assert main(["train", *TINY_FLAGS, "--run-dir", str(folder)]) == 0
     return read_losses(folder)
@@ -74,7 +74,7 @@ RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "-
     ],
 )
 def test_sizes(run, flags, want):
-    """The number of parameters, of the true vocabulary, against a formula written here once more."""
+    """The number of parameters equals a formula written independently."""
     assert run("--train-iters", "1", "--eval-iters", "0", *flags).column("parameters", "start") == [want]
 
 
@@ -132,7 +132,7 @@ def test_changes_the_losses(run, base, flags):
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
-def test_another_word_for_the_same(run, base, flags):
+def test_leaves_the_losses_equal(run, base, flags):
     assert run(*flags).losses == pytest.approx(base, rel=1e-6)
 
 
@@ -169,7 +169,7 @@ def test_changes_the_losses_of_another_run(run, flags, other):
     ids=lambda flags: flags[0].strip("-"),
 )
 def test_lengths_in_samples_and_tokens(run, flags):
-    """The same run as in steps of 4 samples of 16 tokens."""
+    """Equal to a run in steps of 4 samples of 16 tokens."""
     want = run("--lr-decay-iters", "5", "--lr-warmup-iters", "2")
     got = run("--train-iters", "none", *flags)
     assert got.losses == want.losses and got.column("lr") == want.column("lr")
@@ -223,7 +223,7 @@ def test_length_and_validations(run):
     ids=lambda x: x[0].strip("-") if isinstance(x, list) else "",
 )
 def test_learning_rates(run, flags, schedule):
-    """Of each step, at the samples before it; warm-up is linear, then comes the decay of its style."""
+    """A step's rate follows from the samples before it: linear warm-up, then the decay."""
     s = {"max_lr": 0.01, "min_lr": 0.0, "style": "linear", "decay": 24, "warmup": 0} | schedule
     want = []
     for n in range(0, 24, 4):
@@ -263,7 +263,7 @@ def test_least_loss_scale(run):
     ],
 )
 def test_recompute_runs_blocks_again(run, monkeypatch, flags, again):
-    """How many of two layers run a second time; selective recomputation runs the attention alone again."""
+    """Full recomputation runs layers again; selective recomputation only their attention."""
     from meshwright.model import attention, gpt
 
     calls, real = {"block": 0, "attention": 0}, {"block": gpt.Block.forward, "attention": attention.reference}
@@ -293,8 +293,8 @@ def test_compile(run, base, monkeypatch):
     got = run("--compile", "on", *fused)
     assert made == [{"dynamic": False}] * 2 and "running the compiled PyTorch block" in got.out
     assert got.losses == run(*fused).losses
-    told = run("--compile", "on")
-    assert "--compile on has no effect on layers with the reference attention" in told.out and len(made) == 2
+    out = run("--compile", "on").out
+    assert "--compile on has no effect on layers with the reference attention" in out and len(made) == 2
 
 
 def test_loss_mean_weighs_tokens_or_micro_batches():
@@ -333,7 +333,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
 
 @pytest.mark.parametrize("flag", ["--exit-signal-handler", "--no-exit-signal-handler"])
 def test_exit_signal_handler(run, monkeypatch, flag):
-    """Whose handler SIGTERM has during a step; afterwards the old one is back."""
+    """SIGTERM has our handler during a step, and the old one afterwards."""
     from meshwright.training import loop
 
     seen, real, before = [], loop.train_step, signal.getsignal(signal.SIGTERM)
@@ -343,7 +343,7 @@ def test_exit_signal_handler(run, monkeypatch, flag):
 
 
 def test_files(run, tmp_path):
-    """--save holds checkpoints, --run-dir the rest; --save-interval says when, and the end is always saved."""
+    """--save holds checkpoints, --run-dir the rest; the last step is always saved."""
     save = tmp_path / "save"
     assert run("--save", str(save), "--save-interval", "4").status == 0
     shown = sorted(p.name for p in save.iterdir() if not p.name.startswith("."))
@@ -388,7 +388,7 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
 def test_ends_of_documents(run, files, flag):
-    """Each changes the losses, and needs a tokenizer that knows the end of a document."""
+    """Each changes the losses, and needs a tokenizer with an end of document."""
     flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--data-path", str(files / "a_text_document")]
     flags += ["--vocab-size", "none", "--seq-length", "40", "--max-position-embeddings", "40"]
     a, b = run(*flags), run(*flags, flag)

@@ -1,7 +1,6 @@
-"""THE table: each flag and the test that observes what it changes, or "not yet".
+"""The table of flags: for each the test that observes its effect, or "not yet".
 
-A field without an entry, an entry without a field, a test that does not exist, a "not yet" that is not one, and a flag
-of which only the default works that does not say so are failures. The run prints what is not yet there.
+Tests compare it with the fields, the tests that it names and the flags that are refused.
 """
 
 import ast
@@ -19,18 +18,17 @@ from meshwright.settings import schema as settings
 TESTS = Path(__file__).parents[1]
 CONFIGS = flags.every_config()
 E = "test_flag_effects.py::"
-SAME = E + "test_another_word_for_the_same"  # another spelling, or nothing to do for one process: equal losses
+# Another spelling, or no effect on one process: equal losses.
+SAME = E + "test_leaves_the_losses_equal"
 LOSSES = E + "test_changes_the_losses"
-LAYOUTS = "test_same_losses.py::test_layouts"  # which change nothing but where the work is done
+LAYOUTS = "test_same_losses.py::test_layouts"  # these change only where work is done
 
 TABLE = {
     "model": {
         "num_layers": E + "test_sizes",
         "hidden_size": E + "test_sizes",
         "num_attention_heads": LOSSES,
-        "ffn_hidden_size": E + "test_sizes",
-        "kv_channels": E + "test_sizes",
-        "max_position_embeddings": E + "test_sizes",
+        **dict.fromkeys("ffn_hidden_size kv_channels max_position_embeddings".split(), E + "test_sizes"),
         "make_vocab_size_divisible_by": E + "test_padded_vocabulary",
         "pad_vocab_size_to": E + "test_padded_vocabulary",
         "layernorm_epsilon": LOSSES,
@@ -41,10 +39,10 @@ TABLE = {
         "bias_gelu_fusion": LOSSES,
         "openai_gelu": SAME,
         "attention_impl": LOSSES,
-        "num_query_groups": E + "test_sizes",
-        "group_query_attention": E + "test_sizes",
-        "position_embedding_type": E + "test_sizes",
-        "use_rotary_position_embeddings": E + "test_sizes",
+        **dict.fromkeys(
+            """num_query_groups group_query_attention position_embedding_type use_rotary_position_embeddings""".split(),
+            E + "test_sizes",
+        ),
         "rotary_percent": E + "test_changes_the_losses_of_another_run",
         "rotary_base": E + "test_changes_the_losses_of_another_run",
         "swiglu": E + "test_sizes",
@@ -55,9 +53,9 @@ TABLE = {
         "qk_layernorm": LOSSES,
         "add_bias_linear": E + "test_sizes",
         "add_qkv_bias": E + "test_sizes",
-        "embed_layernorm": LOSSES,
-        "apply_residual_connection_post_layernorm": LOSSES,
-        "init_method_xavier_uniform": LOSSES,
+        **dict.fromkeys(
+            """embed_layernorm apply_residual_connection_post_layernorm init_method_xavier_uniform""".split(), LOSSES
+        ),
         "num_experts": "not yet",
     },
     "tokenizer": {
@@ -79,24 +77,22 @@ TABLE = {
         "mmap_warmup": "test_samples.py::test_warm_up_and_cache_path",
         "dataloader_type": LOSSES,
         "num_workers": "test_loader.py::test_reading_ahead_is_bounded_and_in_a_thread_that_ends",
-        "train_data_path": E + "test_data_path_and_split",
-        "valid_data_path": E + "test_data_path_and_split",
-        "test_data_path": E + "test_data_path_and_split",
+        **dict.fromkeys("train_data_path valid_data_path test_data_path".split(), E + "test_data_path_and_split"),
         "data_args_path": "test_datasets_blends.py::test_paths_from_files",
         "per_split_data_args_path": "test_datasets_blends.py::test_paths_from_files",
-        "train_weighted_split_paths": "test_datasets_blends.py::test_groups_are_ranges_of_documents",
-        "valid_weighted_split_paths": "test_datasets_blends.py::test_groups_are_ranges_of_documents",
-        "test_weighted_split_paths": "test_datasets_blends.py::test_groups_are_ranges_of_documents",
-        "train_weighted_split_paths_path": "test_datasets_blends.py::test_groups_from_a_file",
-        "valid_weighted_split_paths_path": "test_datasets_blends.py::test_groups_from_a_file",
-        "test_weighted_split_paths_path": "test_datasets_blends.py::test_groups_from_a_file",
+        **dict.fromkeys(
+            """train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths""".split(),
+            "test_datasets_blends.py::test_groups_are_ranges_of_documents",
+        ),
+        **dict.fromkeys(
+            [f"{split}_weighted_split_paths_path" for split in ("train", "valid", "test")],
+            "test_datasets_blends.py::test_groups_from_a_file",
+        ),
         "multiple_validation_sets": "test_datasets_blends.py::test_multiple_validation_sets",
         "validation_set_names": "test_datasets_blends.py::test_multiple_validation_sets",
         "full_validation": "test_datasets_blends.py::test_full_validation_is_the_mean_over_all",
         "blend_change_at": "test_datasets_blends.py::test_a_resumed_run_goes_on_with_its_blends",
-        "eod_mask_loss": E + "test_ends_of_documents",
-        "reset_position_ids": E + "test_ends_of_documents",
-        "reset_attention_mask": E + "test_ends_of_documents",
+        **dict.fromkeys("eod_mask_loss reset_position_ids reset_attention_mask".split(), E + "test_ends_of_documents"),
         "skip_train_iteration_range": "test_loop.py::test_skipped_iterations_use_up_their_samples",
     },
     "training": {
@@ -117,19 +113,16 @@ TABLE = {
         "skip_train": "test_loop.py::test_evaluation_only",
         "loss_mean": E + "test_loss_mean_weighs_tokens_or_micro_batches",
         "on_nonfinite": "test_precision.py::test_on_nonfinite",
-        "recompute_granularity": E + "test_recompute_runs_blocks_again",
-        "recompute_method": E + "test_recompute_runs_blocks_again",
-        "recompute_num_layers": E + "test_recompute_runs_blocks_again",
-        "checkpoint_activations": E + "test_recompute_runs_blocks_again",
-        "recompute_activations": E + "test_recompute_runs_blocks_again",
-        "deepspeed_activation_checkpointing": E + "test_recompute_runs_blocks_again",
+        **dict.fromkeys(
+            """recompute_granularity recompute_method recompute_num_layers checkpoint_activations
+            recompute_activations deepspeed_activation_checkpointing""".split(),
+            E + "test_recompute_runs_blocks_again",
+        ),
         "compile": E + "test_compile",
     },
     "optimizer": {
         "optimizer": LOSSES,
-        "lr": E + "test_learning_rates",
-        "min_lr": E + "test_learning_rates",
-        "lr_decay_style": E + "test_learning_rates",
+        **dict.fromkeys("lr min_lr lr_decay_style".split(), E + "test_learning_rates"),
         "lr_wsd_decay_style": E + "test_changes_the_losses_of_another_run",
         "lr_wsd_decay_iters": E + "test_changes_the_losses_of_another_run",
         "lr_wsd_decay_samples": E + "test_wsd_in_samples",
@@ -142,23 +135,19 @@ TABLE = {
         "lr_warmup_tokens": E + "test_lengths_in_samples_and_tokens",
         "lr_warmup_init": E + "test_changes_the_losses_of_another_run",
         "weight_decay": LOSSES,
-        "start_weight_decay": E + "test_changes_the_losses_of_another_run",
-        "end_weight_decay": E + "test_changes_the_losses_of_another_run",
-        "weight_decay_incr_style": E + "test_changes_the_losses_of_another_run",
-        "clip_grad": LOSSES,
-        "adam_beta1": LOSSES,
-        "adam_beta2": LOSSES,
-        "adam_eps": LOSSES,
-        "sgd_momentum": E + "test_changes_the_losses_of_another_run",
-        "muon_momentum": E + "test_changes_the_losses_of_another_run",
-        "muon_num_ns_steps": E + "test_changes_the_losses_of_another_run",
+        **dict.fromkeys(
+            "start_weight_decay end_weight_decay weight_decay_incr_style".split(),
+            E + "test_changes_the_losses_of_another_run",
+        ),
+        **dict.fromkeys("clip_grad adam_beta1 adam_beta2 adam_eps".split(), LOSSES),
+        **dict.fromkeys(
+            "sgd_momentum muon_momentum muon_num_ns_steps".split(), E + "test_changes_the_losses_of_another_run"
+        ),
         "override_opt_param_scheduler": "test_schedule.py::test_a_changed_schedule_needs_a_decision",
         "use_checkpoint_opt_param_scheduler": "test_schedule.py::test_a_changed_schedule_needs_a_decision",
     },
     "precision": {
-        "fp16": "test_train.py::test_precisions_agree",
-        "bf16": "test_train.py::test_precisions_agree",
-        "params_dtype": "test_train.py::test_precisions_agree",
+        **dict.fromkeys("fp16 bf16 params_dtype".split(), "test_train.py::test_precisions_agree"),
         "loss_scale": E + "test_constant_loss_scale",
         "initial_loss_scale": E + "test_dynamic_loss_scale",
         "min_loss_scale": E + "test_least_loss_scale",
@@ -168,25 +157,21 @@ TABLE = {
         "fp32_residual_connection": E + "test_changes_the_losses_of_another_run",
     },
     "parallel": {
-        "tensor_model_parallel_size": LAYOUTS,
-        "pipeline_model_parallel_size": LAYOUTS,
-        "context_parallel_size": LAYOUTS,
+        **dict.fromkeys(
+            """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size""".split(), LAYOUTS
+        ),
         "cp_comm_type": "test_flags.py::test_words_of_whole_configurations",
-        "num_layers_per_virtual_pipeline_stage": LAYOUTS,
-        "pipeline_layout": LAYOUTS,
-        "pipeline_schedule": LAYOUTS,
-        "sequence_parallel": LAYOUTS,
-        "use_distributed_optimizer": LAYOUTS,
-        "zero_stage": LAYOUTS,
-        "num_distributed_optimizer_instances": LAYOUTS,
+        **dict.fromkeys(
+            """num_layers_per_virtual_pipeline_stage pipeline_layout pipeline_schedule sequence_parallel
+            use_distributed_optimizer zero_stage num_distributed_optimizer_instances""".split(),
+            LAYOUTS,
+        ),
         "deepspeed": "test_parallel_config.py::test_notices",
         "deepspeed_config": "test_deepspeed_config.py::test_taken",
         "partition_activations": "test_parallel_config.py::test_notices",
         "remote_device": "test_parallel_config.py::test_remote_device",
         "cpu_optimizer": "test_optimizers.py::test_offload",
-        "num_gpus_per_node": "test_launch.py::test_oneflow_flags",
-        "num_nodes": "test_launch.py::test_oneflow_flags",
-        "node_ips": "test_launch.py::test_oneflow_flags",
+        **dict.fromkeys("num_gpus_per_node num_nodes node_ips".split(), "test_launch.py::test_oneflow_flags"),
         "world_size": "test_start.py::test_world_size_flag",
         "device": "test_train.py::test_bad_settings_are_refused",
         "distributed_backend": SAME,
@@ -195,9 +180,7 @@ TABLE = {
         "local_rank": SAME,
     },
     "checkpoint": {
-        "save": E + "test_files",
-        "load": E + "test_files",
-        "save_interval": E + "test_files",
+        **dict.fromkeys("save load save_interval".split(), E + "test_files"),
         "save_overwrite": "test_train.py::test_save_without_load_onto_checkpoints_is_refused",
         "verify": "test_native.py::test_reading_leaves_other_chunks_alone_and_full_does_not",
         "exit_on_missing_checkpoint": "test_train.py::test_missing_checkpoint_can_be_an_error",
@@ -219,27 +202,23 @@ TABLE = {
     "logging": {
         "log_interval": E + "test_length_and_validations",
         "progress": E + "test_progress_bar",
-        "tensorboard": "test_loop.py::test_tensorboard",
-        "tensorboard_dir": "test_loop.py::test_tensorboard",
-        "tensorboard_log_interval": "test_loop.py::test_tensorboard",
-        "tensorboard_queue_size": "test_loop.py::test_tensorboard",
-        "log_timers_to_tensorboard": "test_loop.py::test_tensorboard",
-        "log_batch_size_to_tensorboard": "test_loop.py::test_tensorboard",
+        **dict.fromkeys(
+            """tensorboard tensorboard_dir tensorboard_log_interval tensorboard_queue_size
+            log_timers_to_tensorboard log_batch_size_to_tensorboard""".split(),
+            "test_loop.py::test_tensorboard",
+        ),
         "log_learning_rate_to_tensorboard": "test_trackers.py::test_flags_choose",
-        "log_loss_scale_to_tensorboard": "test_loop.py::test_tensorboard",
-        "log_validation_ppl_to_tensorboard": "test_loop.py::test_tensorboard",
-        "log_memory_to_tensorboard": "test_loop.py::test_tensorboard",
-        "log_world_size_to_tensorboard": "test_loop.py::test_tensorboard",
+        **dict.fromkeys(
+            """log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard
+            log_world_size_to_tensorboard""".split(),
+            "test_loop.py::test_tensorboard",
+        ),
         "log_params_norm": "test_loop.py::test_num_zeros_and_params_norm",
         "log_num_zeros_in_grad": "test_loop.py::test_num_zeros_and_params_norm",
         "timing_log_level": "test_loop.py::test_timers",
         "timing_log_option": "test_loop.py::test_timers",
-        "wandb_project": "test_trackers.py::test_wandb",
-        "wandb_exp_name": "test_trackers.py::test_wandb",
-        "wandb_save_dir": "test_trackers.py::test_wandb",
-        "profile": "test_loop.py::test_profile",
-        "profile_step_start": "test_loop.py::test_profile",
-        "profile_step_end": "test_loop.py::test_profile",
+        **dict.fromkeys("wandb_project wandb_exp_name wandb_save_dir".split(), "test_trackers.py::test_wandb"),
+        **dict.fromkeys("profile profile_step_start profile_step_end".split(), "test_loop.py::test_profile"),
     },
     "sampling": {
         "temperature": "test_generate.py::test_temperature",
@@ -300,27 +279,25 @@ TABLE = {
         "sha256": "test_data_commands.py::test_a_wrong_checksum_leaves_nothing",
     },
     "loose_text": {
-        "json_path": "test_data_commands.py::test_loose_files_become_one",
-        "output_file": "test_data_commands.py::test_loose_files_become_one",
-        "each_line": "test_data_commands.py::test_loose_files_become_one",
+        **dict.fromkeys("json_path output_file each_line".split(), "test_data_commands.py::test_loose_files_become_one")
     },
 }
 
 
 def entries():
-    """(group, field name) -> field, of all commands."""
+    """Return (group, field name) -> field of all commands."""
     return {(g, n): f for cls in CONFIGS for n, (g, f, _) in flags.fields(cls).items()}
 
 
 def file_of(name):
-    """The test file of this name, in whichever folder."""
+    """Return the path of a test file."""
     [path] = TESTS.rglob(name)
     return path
 
 
 @functools.cache
 def functions_in(file):
-    """Top-level function -> its source, decorators included."""
+    """Return top-level function -> source with decorators."""
     text = file_of(file).read_text(encoding="utf-8")
     lines, found = text.splitlines(), {}
     for node in ast.parse(text).body:
@@ -334,14 +311,14 @@ def test_every_flag_has_an_entry_and_no_entry_is_left_over():
     assert {(g, n) for g, names in TABLE.items() for n in names} == set(entries())
 
 
-def test_not_yet_is_said_of_exactly_what_is_not_yet(capsys):
-    said = {(g, n) for g, names in TABLE.items() for n, where in names.items() if where == "not yet"}
+def test_not_yet_marks_exactly_those_flags(capsys):
+    marked = {(g, n) for g, names in TABLE.items() for n, where in names.items() if where == "not yet"}
     true = {key for key, f in entries().items() if flags.is_not_yet(f)}
-    assert said == true
+    assert marked == true
     by_step = {}
     for key in sorted(true):
         by_step.setdefault(entries()[key].metadata["step"], []).append(key[1])
-    with capsys.disabled():  # part of what a test run says
+    with capsys.disabled():
         for step, names in sorted(by_step.items()):
             print(f"\nnot yet, {f'step {step}' if step < 9 else 'no plan'}: {len(names)}: {', '.join(names)}")
 
@@ -364,28 +341,28 @@ def test_not_yet_is_refused_by_name(cls):
         return
     with pytest.raises(UserError) as caught:
         flags.parse(cls, argv, "meshwright test")
-    told = [line.split()[0] for line in str(caught.value).splitlines() if " is not yet in" in line]
-    assert sorted(told) == sorted(wanted)
+    refused = [line.split()[0] for line in str(caught.value).splitlines() if " is not yet in" in line]
+    assert sorted(refused) == sorted(wanted)
 
 
 @pytest.mark.parametrize("group", TABLE)
-def test_named_tests_exist_and_speak_of_their_flag(group):
+def test_named_tests_exist_and_mention_their_flag(group):
     for name, where in TABLE[group].items():
         if where == "not yet":
             continue
         file, test = where.split("::")
         assert test in functions_in(file), f"{name}: no {test} in {file}"
-        # These speak in flags; the others call what a flag sets.
+        # These pass flags; the others call what a flag sets.
         if file in ("test_flag_effects.py", "test_train.py", "test_generate.py"):
             spelled = name.replace("_", "[-_]")
             assert re.search(rf"--(no-)?{spelled}\b", functions_in(file)[test]), f"{name}: not in {where}"
 
 
-MAKE = "PYTHONPATH=src python -c \"from meshwright.settings import flags; print(flags.reference(), end='')\" > docs/flags.md"
+MAKE = "python -c \"from meshwright.settings import flags; print(flags.reference(), end='')\" > docs/flags.md"
 
 
 def test_the_page_of_flags_is_up_to_date():
     page = (TESTS.parent / "docs" / "flags.md").read_text(encoding="utf-8")
-    assert page == flags.reference(), f"docs/flags.md is out of date; make it anew with\n{MAKE}"
+    assert page == flags.reference(), f"docs/flags.md is out of date; regenerate it with\n{MAKE}"
     for _, f in entries().items():
         assert f.metadata["help"].replace("|", "\\|") in page

@@ -1,4 +1,4 @@
-"""Every option of the network, in combinations: against the plain reference, with a cache, recomputed, and counted."""
+"""Combinations of network options against the reference, with a cache, recomputed, and counted."""
 
 from __future__ import annotations
 
@@ -82,20 +82,9 @@ TABLE = [
 ]
 
 # Fields that shape nothing here: sizes that every model has, and what is tested on its own.
-ELSEWHERE = {
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "pad_vocab_size_to",
-    "init_method_std",
-    "init_method_xavier_uniform",
-    "hidden_dropout",
-    "attention_dropout",
-    "attention_impl",
-    "num_experts",
-}
+ELSEWHERE = """num_layers hidden_size num_attention_heads max_position_embeddings make_vocab_size_divisible_by
+pad_vocab_size_to init_method_std init_method_xavier_uniform hidden_dropout attention_dropout attention_impl
+num_experts""".split()
 
 every = pytest.mark.parametrize("words", TABLE)
 impls = pytest.mark.parametrize("impl", ["sdpa", "reference"])
@@ -110,7 +99,7 @@ def config_of(words: str) -> Model:
 
 
 def build(m: Model, options: Options | None = None) -> GPT:
-    """Random everywhere: a bias of 0 or a norm's weight of 1 would hide a mistake, and so would padded rows of 0."""
+    """Return a model with random weights: biases of 0 and norms of 1 would hide mistakes."""
     model = GPT(m, VOCAB, PADDED, POSITIONS, options=options).double()
     random = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -122,7 +111,7 @@ def build(m: Model, options: Options | None = None) -> GPT:
 
 
 def weights(model: GPT) -> reference_gpt.Weights:
-    """By name, the tables without their padding."""
+    """Return weights by name, without the padding of tables."""
     tables = ("wte.weight", "lm_head.weight")
     return {n: p.detach().numpy()[: VOCAB if n in tables else None] for n, p in model.named_parameters()}
 
@@ -140,7 +129,7 @@ def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2, 2]])
 RESTARTED = np.array([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 0, 1, 2]])
 PLACES = {
-    "whole": {},
+    "one document": {},
     "documents": {"doc_ids": DOCUMENTS},
     "restarted": {"position_ids": RESTARTED},
     "both": {"doc_ids": DOCUMENTS, "position_ids": RESTARTED},
@@ -153,12 +142,12 @@ def where_of(places: dict[str, np.ndarray], **more) -> Where:
 
 
 def allowed(m: Model, places: str) -> bool:
-    """A restart without a new document would leave it open whether ALiBi's distance is one of places or of positions."""
+    """Return whether ALiBi's distance is defined: not for restarts within a document."""
     return m.position != "alibi" or places != "restarted"
 
 
 def dropout_factors(m: Model, samples: torch.Tensor) -> dict[int, np.ndarray]:
-    """What the masks multiply by, for the reference's `drop`: as the module's own documentation states them."""
+    """Return the factors of the documented masks, for the reference's `drop`."""
     columns, heads = torch.arange(T), torch.arange(m.num_attention_heads)
     hidden = dropout.rows(SEED, samples[:, None], columns)
     scores = dropout.rows(SEED, samples[:, None, None], heads[:, None], columns)
@@ -175,12 +164,12 @@ def mean_loss(model: GPT, where: Where) -> torch.Tensor:
     return loss_sum(token_losses(model(tokens, where), labels, VOCAB), mask) / mask.sum()
 
 
-def training_loss(model: GPT, places: str = "whole") -> torch.Tensor:
+def training_loss(model: GPT, places: str = "one document") -> torch.Tensor:
     return mean_loss(model.train(), where_of(PLACES[places], samples=torch.arange(3, 3 + B), seed=SEED, first_sample=3))
 
 
 def test_every_option_meets_others():
-    """Each field of Model differs from its default in two combinations at least, with different company; and each word."""
+    """Each field and word appears in at least two different combinations."""
     assert len(TABLE) == len(set(TABLE)) >= 20
     default = Model()
     for f in dataclasses.fields(Model):
@@ -191,19 +180,12 @@ def test_every_option_meets_others():
     for word in WORDS:
         company = [frozenset(words.split()) - {word} for words in TABLE if word in words.split()]
         assert len(set(company)) >= 2, f"{word} is in {len(company)} combinations"
-    assert {config_of(words).activation for words in TABLE} == {
-        "gelu-tanh",
-        "gelu",
-        "squared-relu",
-        "swiglu",
-        "geglu",
-        "reglu",
-        "liglu",
-    }
+    activations = "gelu-tanh gelu squared-relu swiglu geglu reglu liglu".split()
+    assert {config_of(words).activation for words in TABLE} == set(activations)
 
 
 def test_the_reference_differentiates_itself():
-    """Its imaginary step against central differences."""
+    """Its imaginary step agrees with central differences."""
     m = config_of("rope half qknorm liglu mqa")
     tokens, labels, mask = batch()
     w = weights(build(m))
@@ -239,8 +221,8 @@ def test_logits_equal_the_reference(words, impl):
 
 @every
 def test_gradients_equal_the_reference(words):
-    """In training, with dropout, a loss mask, documents and restarted positions: of each parameter three derivatives, in
-    a random direction that meets all its entries, and at two entries."""
+    """With dropout, a loss mask and restarts at documents, compare three derivatives per parameter:
+    in a random direction and at two entries."""
     m = config_of(words)
     model = build(m)
     loss = training_loss(model, "both")
@@ -263,7 +245,7 @@ def test_gradients_equal_the_reference(words):
 
 @every
 def test_dropout_is_where_the_reference_has_it(words):
-    """Without documents, where the attention drops more."""
+    """Without documents attention drops more."""
     m = config_of(words)
     model = build(m)
     where = {"drop": dropout_factors(m, torch.arange(3, 3 + B))}
@@ -281,14 +263,14 @@ def test_a_cache_changes_nothing(words, impl, chunks):
     caches = {i: Cache(B, T) for i in range(m.num_layers)}
     parts, start = [], 0
     with torch.inference_mode():
-        whole = model(tokens, Where())
+        at_once = model(tokens, Where())
         for n in chunks:
             where = Where(columns=torch.arange(start, start + n), caches=caches)
             parts.append(model(tokens[:, start : start + n], where))
             start += n
         last = model(tokens, Where(), last_only=True)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
-    torch.testing.assert_close(last, whole[:, -1:], rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.cat(parts, 1), at_once, rtol=0, atol=1e-10)
+    torch.testing.assert_close(last, at_once[:, -1:], rtol=0, atol=1e-10)
 
 
 RECOMPUTED = {  # Options -> how often each of three layers' attentions runs, and how often their inner part
@@ -334,8 +316,8 @@ def test_recomputation_changes_no_bit(words, impl, monkeypatch):
 
 
 @every
-def test_a_sample_does_not_feel_its_micro_batch(words):
-    """With dropout, and with documents: samples 3 and 4 together as each alone."""
+def test_a_sample_is_independent_of_its_micro_batch(words):
+    """Samples 3 and 4, with dropout and documents, have equal losses together and alone."""
     m = config_of(words)
     model, (tokens, labels, _) = build(m).train(), map(torch.from_numpy, batch())
 
@@ -351,7 +333,7 @@ def test_a_sample_does_not_feel_its_micro_batch(words):
 
 @every
 def test_counts_are_those_of_the_model(words):
-    """The parameters; and the products of a forward pass, a third of a training step's, attention over the full square."""
+    """Parameters and FLOPs; a forward pass is a third of a step, attention a full square."""
     m = config_of(words)
     model = build(m).eval()
     assert counts.parameters(m, PADDED, POSITIONS) == sum(p.numel() for p in model.parameters())
