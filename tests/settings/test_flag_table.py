@@ -240,7 +240,7 @@ TABLE = {
         "json_keys": "test_preprocess.py::test_keys_stay_aligned_when_a_text_is_empty",
         "append_eod": "test_preprocess.py::test_documents_in_order_with_eod",
         "on_error": "test_preprocess.py::test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost",
-        "dataset_impl": "test_preprocess.py::test_notices",
+        "dataset_impl": "test_preprocess.py::test_documents_in_order_with_eod",
         "workers": "test_preprocess_workers.py::test_workers_write_the_bytes_of_one",
         "log_interval": "test_preprocess.py::test_a_bar_on_a_terminal",
         "split_sentences": "test_text.py::test_sentences",

@@ -20,6 +20,7 @@ from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.settings.schema import TrainConfig, flag, spelling
 
 TOP = 20  # default of --top
+USAGE_END = "`meshwright data VERB --help` lists a verb's flags."
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,8 @@ class InspectConfig(TrainConfig):
         for name in ("document", "sample"):
             others = [spelling(other) for other in ("top", "picture") if getattr(i, other) is not None]
             if others and getattr(i, name) is not None:
-                out.append(
-                    f"--{name} shows nothing else, but {' and '.join(others)} covers all documents; leave one out"
-                )
+                flags = " and ".join(others)
+                out.append(f"--{name} shows nothing else, but {flags} covers all documents; leave one out")
         return out if i.sample is None else out + checks.forecast_problems(self, needs_data=not i.prefix)
 
 
@@ -173,24 +173,19 @@ class LooseTextConfig:
 
 def main(argv: list[str]) -> int:
     name = argv[0] if argv else ""
+    lines = [f"  {verb:<12} {about}" for verb, (_, about, _, _) in VERBS.items()]
+    usage = "\n".join(["usage: meshwright data VERB [flags]", "", *lines, "", USAGE_END])
     if name in ("", "-h", "--help", "help"):
-        print(usage())
+        print(usage)
         return DONE if name else USAGE
     if name not in VERBS:
-        print(f"meshwright data: no verb {name!r}{did_you_mean(name, VERBS)}\n{usage()}", file=sys.stderr)
+        print(f"meshwright data: no verb {name!r}{did_you_mean(name, VERBS)}\n{usage}", file=sys.stderr)
         return USAGE
     settings, about, positional, work = VERBS[name]
     parsed = command.settings(settings, argv[1:], f"data {name}", f"{about[0].upper()}{about[1:]}.", positional)
     if parsed is not None:
         work(parsed.config, parsed.dry_run)
     return DONE
-
-
-def usage() -> str:
-    lines = [f"  {name:<12} {about}" for name, (_, about, _, _) in VERBS.items()]
-    return "\n".join(
-        ["usage: meshwright data VERB [flags]", "", *lines, "", "`meshwright data VERB --help` lists a verb's flags."]
-    )
 
 
 def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
@@ -288,10 +283,9 @@ def merge(config: MergeConfig, dry: bool) -> None:
         return
     made = work.merge(prefixes, m.output_prefix, m.merge == "distributed")
     size = made.tokens * made.dtype.itemsize
-    print(
-        f"merged {len(prefixes):,} datasets to {made.prefix}.bin/.idx: {made.documents:,} documents, "
-        f"{made.sequences:,} sequences, {made.tokens:,} tokens, {size:,} bytes ({made.dtype.name}), {clock.speed(size)}"
-    )
+    counts = f"{made.documents:,} documents, {made.sequences:,} sequences, {made.tokens:,} tokens, {size:,} bytes"
+    head = f"merged {len(prefixes):,} datasets to {made.prefix}.bin/.idx"
+    print(f"{head}: {counts} ({made.dtype.name}), {clock.speed(size)}")
 
 
 def merge_json(config: LooseTextConfig, dry: bool) -> None:
@@ -315,12 +309,7 @@ def fetch(config: FetchConfig, dry: bool) -> None:
 # Name: settings, help, the setting that words without a flag give, function.
 VERBS: dict[str, tuple[type[Any], str, str | None, Callable[[Any, bool], None]]] = {
     "verify": (VerifyConfig, "check token files completely and list everything that is wrong", "prefixes", verify),
-    "inspect": (
-        InspectConfig,
-        "counts, lengths, frequent tokens; one document; one training sample",
-        "prefix",
-        inspect,
-    ),
+    "inspect": (InspectConfig, "counts, lengths, frequent tokens; one document or training sample", "prefix", inspect),
     "index": (IndexConfig, "build a training's sample indices ahead of it: give all of its flags", None, index),
     "plan": (PlanConfig, "which source gives how many samples and epochs: give the training's flags", None, plan),
     "merge": (MergeConfig, "join pairs of token files, in the order given", "datasets", merge),

@@ -201,7 +201,6 @@ class Job:
         self.failure_path, self.checked = f"{p.output_prefix}.failed", 0.0
         self.states = [file_state(one) for one in inputs]
         self._identify(tokenizer)
-
         self.totals = Totals()
         self.writers = list[Writer]()
         self.lengths = [[0, 0, 0]] * len(self.keys)  # tokens, sequences and documents of each key
@@ -214,8 +213,7 @@ class Job:
     def _identify(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Set `comparable`, equal on all ranks, and `identity`, equal in a run that continues."""
         p = self.config.preprocess
-        # Without on_error: up to the noted state nothing has stopped the run, or all that is bad is
-        # counted.
+        # Without on_error: the noted state has no bad line, or counts all of them.
         settings = {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input", "on_error")}
         names = [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)]
         self.comparable = {
@@ -287,15 +285,9 @@ class Job:
 
     def snapshot(self, pieces: int) -> dict[str, Any]:
         """Return what the journal notes after so many pieces."""
-        return {
-            "pieces": pieces,
-            "documents": self.totals.documents,
-            "bytes": self.totals.bytes,
-            "input": self.position,
-            "bad": dict(self.totals.bad),
-            "lengths": self.lengths,
-            "is_complete": False,
-        }
+        t = self.totals
+        state = dict(pieces=pieces, documents=t.documents, bytes=t.bytes, input=self.position, bad=dict(t.bad))
+        return {**state, "lengths": self.lengths, "is_complete": False}
 
     def encode(self, done: int) -> None:
         """Encode and append all pieces but the first `done`."""
@@ -310,8 +302,7 @@ class Job:
             for number, (piece, encoded, tokens) in enumerate(results, done + 1):
                 self.check_other_ranks()
                 self.count(piece, encoded)
-                columns = zip(self.writers, tokens, encoded.sizes, encoded.ends, strict=True)
-                for writer, ids, sizes, ends in columns:
+                for writer, ids, sizes, ends in zip(self.writers, tokens, encoded.sizes, encoded.ends, strict=True):
                     writer.append(ids, sizes, ends + writer.sequences)
                 self.lengths = [[w.tokens, w.sequences, w.documents] for w in self.writers]
                 self.state = self.snapshot(number)
@@ -338,14 +329,13 @@ class Job:
             raise UserError(f"{place}: {encoded.first_bad}; mend the line, or {hint}", BAD_DATA)
         if piece.kind == "broken":
             if stop:
-                raise UserError(
-                    f"{damage_message(piece)}; fetch it again, or keep its undamaged part and {hint}", BAD_DATA
-                )
+                why = damage_message(piece)
+                raise UserError(f"{why}; fetch it again, or keep its undamaged part and {hint}", BAD_DATA)
             self.totals.bad.count("input cut short", 1, f"{piece.path} ({piece.content})")
         for kind, (count, unit) in encoded.bad.items():
             self.totals.bad.count(kind, count, "" if kind in self.totals.bad else self.place(piece, unit))
-        number, units, begin = self.position
-        self.position = (number, units + encoded.units, begin)
+        number, count, begin = self.position
+        self.position = (number, count + encoded.units, begin)
         self.totals.documents += encoded.documents
         self.totals.bytes += encoded.bytes
 
@@ -366,13 +356,10 @@ class Job:
         """Raise if a file grew or shrank while it was read: half of it is of another version."""
         for one, state in zip(self.inputs, self.states, strict=True):
             if one.kind != "stream" and file_state(one) != state:
-                size = os.path.getsize(one.path)
+                sizes = f"{state[0]:,} bytes then, {os.path.getsize(one.path):,} now"
                 self.journal.state = None  # start from the beginning next time
-                raise UserError(
-                    f"{one.path} has changed while it was read ({state[0]:,} bytes then, {size:,} now); start again "
-                    "when it is complete",
-                    BAD_DATA,
-                )
+                what = f"{one.path} has changed while it was read ({sizes})"
+                raise UserError(f"{what}; start again when it is complete", BAD_DATA)
 
     def require_tokens(self) -> None:
         for key, (tokens, _, _) in zip(self.keys, self.lengths, strict=True):
@@ -403,7 +390,6 @@ class Job:
 
             yield print_line
             return
-
         total = self.end - self.begin if all(one.bytes for one in self.inputs) else None
         bar, task = new_bar("{task.description}", "bar", "percent", "left", total=total, file=stderr)
         with bar:
@@ -437,8 +423,6 @@ def report(job: Job) -> None:
         print(f"left out {job.totals.bad}", file=job.stderr)
     dtype = np.dtype(job.dtype)
     for prefix, (tokens, sequences, _) in zip(job.prefixes, job.lengths, strict=True):
-        print(
-            f"wrote {prefix}.bin/.idx: {job.totals.documents:,} documents, {sequences:,} sequences, "
-            f"{tokens:,} tokens, {tokens * dtype.itemsize:,} bytes ({dtype.name})",
-            file=job.stdout,
-        )
+        counts = f"{job.totals.documents:,} documents, {sequences:,} sequences, {tokens:,} tokens"
+        size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
+        print(f"wrote {prefix}.bin/.idx: {counts}, {size}", file=job.stdout)
