@@ -22,3 +22,8 @@ class UserError(Exception):
     def __init__(self, message: str, status: int = USAGE, everywhere: bool = False) -> None:
         super().__init__(message)
         self.status, self.everywhere = status, everywhere
+
+
+def bad_data(message: str) -> UserError:
+    """Return the error of a file that is missing, damaged or not what the flags say."""
+    return UserError(message, BAD_DATA)

@@ -52,9 +52,8 @@ def without_gpu() -> None:
     # What releases of 2024 and 2025 find changed in other packages:
     numpy.product = numpy.prod
     sys.modules.setdefault("pkg_resources", types.SimpleNamespace(packaging=packaging))  # type: ignore[arg-type]
-    filesystem._write_item = lambda *a, **k: write(
-        *a, **{"serialization_format": filesystem.SerializationFormat.TORCH_SAVE, **k}
-    )
+    form = {"serialization_format": filesystem.SerializationFormat.TORCH_SAVE}
+    filesystem._write_item = lambda *a, **k: write(*a, **form | k)
     OnCpu().__enter__()
 
 
@@ -88,9 +87,8 @@ def body(folder: str, tp: int, pp: int, options: dict[str, Any]) -> None:
     dist.barrier()
     truth = {"parameters": list(shares(model, optimizer, sharding)), "logits": logits, "tokens": inputs()[0]}
     torch.save(truth, Path(folder) / f"truth_{dist.get_rank()}.pt")
-    dist_checkpointing.save(
-        tree | {"args": arguments(options), "iteration": 10, "checkpoint_version": 3.0}, f"{folder}/iter_0000010"
-    )
+    tree |= {"args": arguments(options), "iteration": 10, "checkpoint_version": 3.0}
+    dist_checkpointing.save(tree, f"{folder}/iter_0000010")
     dist.barrier()
 
 

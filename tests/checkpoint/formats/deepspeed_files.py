@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+Values = dict[str, dict[str, torch.Tensor]]  # by kind and name
+MOMENTS = ("exp_avg", "exp_avg_sq")
 H, F, V, P, L = 8, 14, 16, 5, 3
 SCHEDULER = {
     "max_lr": 1e-3,
@@ -41,20 +43,15 @@ SCHEDULER = {
     "decay_tokens": None,
 }
 ARGS = Namespace(num_attention_heads=2, weight_decay=0.1, consumed_train_samples=24, global_batch_size=8)
-LAYER = {
-    "input_layernorm.weight": (H,),
-    "input_layernorm.bias": (H,),
-    "self_attention.query_key_value.weight": (3 * H, H),
-    "self_attention.query_key_value.bias": (3 * H,),
-    "self_attention.dense.weight": (H, H),
-    "self_attention.dense.bias": (H,),
-    "post_attention_layernorm.weight": (H,),
-    "post_attention_layernorm.bias": (H,),
-    "mlp.dense_h_to_4h.weight": (F, H),
-    "mlp.dense_h_to_4h.bias": (F,),
-    "mlp.dense_4h_to_h.weight": (H, F),
-    "mlp.dense_4h_to_h.bias": (H,),
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    "input_layernorm": (H,),
+    "self_attention.query_key_value": (3 * H, H),
+    "self_attention.dense": (H, H),
+    "post_attention_layernorm": (H,),
+    "mlp.dense_h_to_4h": (F, H),
+    "mlp.dense_4h_to_h": (H, F),
 }
+LAYER = {f"{n}.{kind}": s if kind == "weight" else s[:1] for n, s in WEIGHTS.items() for kind in ("weight", "bias")}
 EMBEDDING = {"word_embeddings.weight": (V, H), "position_embeddings.weight": (P, H)}
 NORM = {"weight": (H,), "bias": (H,)}
 # Which dimension tensor parallelism cuts.
@@ -143,10 +140,8 @@ class Mpu:
     def get_data_parallel_group(self) -> Any:
         return self.data
 
-    get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size = (
-        get_model_parallel_rank,
-        get_model_parallel_world_size,
-    )
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_group = get_model_parallel_group
 
 
@@ -212,20 +207,15 @@ def body(folder: str, stage: int, options: dict[str, Any]) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
     truth = {name: held(p, optimizer, stage, options) for name, p in engine.module.named_parameters()}
     torch.save(truth, Path(folder) / f"truth_{rank}.pt")
-    engine.save_checkpoint(
-        folder, client_state={"iteration": 3, "args": ARGS, "checkpoint_version": 3.0, **settings(tp)}
-    )
+    client_state = {"iteration": 3, "args": ARGS, "checkpoint_version": 3.0, **settings(tp)}
+    engine.save_checkpoint(folder, client_state=client_state)
 
 
 def settings(tp: int) -> dict[str, Any]:
     """Return what Megatron-DeepSpeed states for joining a universal checkpoint."""
     cut = [r".*(dense|dense_4h_to_h)\.weight"]
-    whole_ones = [
-        r".*norm\.(weight|bias)",
-        r"\d+\.(weight|bias)",
-        r".*position_embeddings\.weight",
-        r".*(dense|dense_4h_to_h)\.bias",
-    ]
+    whole_ones = [r".*norm\.(weight|bias)", r"\d+\.(weight|bias)"]
+    whole_ones += [r".*position_embeddings\.weight", r".*(dense|dense_4h_to_h)\.bias"]
     return {
         "universal_checkpoint_info": {
             "universal_checkpoint_version": 0.2,
@@ -243,7 +233,7 @@ def held(p: Any, optimizer: Any, stage: int, options: dict[str, Any]) -> dict[st
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if stage or options.get("float32 accumulation"):
-        out = {kind: safe_get_full_optimizer_state(p, kind) for kind in ("exp_avg", "exp_avg_sq")}
+        out = {kind: safe_get_full_optimizer_state(p, kind) for kind in MOMENTS}
         return {k: v.clone() for k, v in (out | {"": safe_get_full_fp32_param(p)}).items()}
     master = p
     if hasattr(optimizer, "fp32_groups"):
@@ -252,7 +242,7 @@ def held(p: Any, optimizer: Any, stage: int, options: dict[str, Any]) -> dict[st
     if master not in optimizer.optimizer.state if hasattr(optimizer, "optimizer") else False:
         return {"": p.detach().clone()}
     state = (optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer).state[master]
-    return {"": master.detach().clone()} | {kind: state[kind].clone() for kind in ("exp_avg", "exp_avg_sq")}
+    return {"": master.detach().clone()} | {kind: state[kind].clone() for kind in MOMENTS}
 
 
 def full_model(tp: int) -> nn.Module:
@@ -269,15 +259,8 @@ def pipeline(tp: int, pp: int) -> Any:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     embed = TiedLayerSpec("embed", Tree, EMBEDDING, tp, "e", tied_weight_attr="word_embeddings.weight")
-    head = TiedLayerSpec(
-        "embed",
-        Tree,
-        EMBEDDING,
-        tp,
-        "e",
-        forward_fn=lambda module, x: module(x),
-        tied_weight_attr="word_embeddings.weight",
-    )
+    tied = {"forward_fn": lambda module, x: module(x), "tied_weight_attr": "word_embeddings.weight"}
+    head = TiedLayerSpec("embed", Tree, EMBEDDING, tp, "e", **tied)
     layers = [LayerSpec(Tree, LAYER, tp, str(i)) for i in range(L)]
     return PipelineModule(
         [lambda x: x, embed, lambda x: x, *layers, lambda x: x, LayerSpec(Tree, NORM, tp, "n"), head],
@@ -353,9 +336,7 @@ def as_deepspeeds() -> Iterator[None]:
                 sys.modules[module] = was
 
 
-def model(
-    gated: bool = False, untied: bool = False, embedding_norm: bool = False
-) -> dict[str, dict[str, torch.Tensor]]:
+def model(gated: bool = False, untied: bool = False, embedding_norm: bool = False) -> Values:
     """Return values by kind, and by name in a model without a pipeline."""
     shapes = {f"embedding.{name}": shape for name, shape in EMBEDDING.items()}
     if embedding_norm:
@@ -363,18 +344,13 @@ def model(
     for i in range(L):
         shapes |= {f"encoder.layers.{i}.{name}": shape for name, shape in LAYER.items()}
         if gated:
-            shapes |= {
-                f"encoder.layers.{i}.mlp.dense_h_to_4h.{kind}": s
-                for kind, s in (("weight", (2 * F, H)), ("bias", (2 * F,)))
-            }
+            fc = f"encoder.layers.{i}.mlp.dense_h_to_4h"
+            shapes |= {f"{fc}.weight": (2 * F, H), f"{fc}.bias": (2 * F,)}
     shapes |= {f"encoder.final_layernorm.{name}": shape for name, shape in NORM.items()}
     if untied:
         shapes["output_layer.weight"] = (V, H)
     generator = torch.Generator().manual_seed(4)
-    return {
-        kind: {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
-        for kind in ("", "exp_avg", "exp_avg_sq")
-    }
+    return {kind: {n: torch.randn(s, generator=generator) for n, s in shapes.items()} for kind in ("", *MOMENTS)}
 
 
 def of_rank(name: str, tensor: torch.Tensor, tp: int, rank: int, gated: bool) -> torch.Tensor:
@@ -401,7 +377,7 @@ def in_pipeline(name: str) -> tuple[int, str, str]:
 
 def write(
     root: Path,
-    values: dict[str, dict[str, torch.Tensor]],
+    values: Values,
     *,
     tp: int = 1,
     pp: int = 0,
@@ -414,18 +390,14 @@ def write(
     """Write a checkpoint; `pp` 0 means no pipeline, no `mapping` the form before DeepSpeed 0.7."""
     folder = root / "global_step30"
     folder.mkdir()
-    for mp in range(tp * max(pp, 1)):
+    stages = max(pp, 1)
+    for mp in range(tp * stages):
         mine = {
-            kind: {
-                n: of_rank(n, t, tp, mp % tp, gated) for n, t in tensors.items() if on_stage(n, mp // tp, max(pp, 1))
-            }
+            kind: {n: of_rank(n, t, tp, mp % tp, gated) for n, t in tensors.items() if on_stage(n, mp // tp, stages)}
             for kind, tensors in values.items()
         }
         called = {n: in_pipeline(n)[2] if pp else f"language_model.{n}" for n in mine[""]}
-        by_dimension = [
-            [n for n, t in mine[""].items() if t.ndim == 2],
-            [n for n, t in mine[""].items() if t.ndim == 1],
-        ]
+        by_dimension = [[n for n, t in mine[""].items() if t.ndim == ndim] for ndim in (2, 1)]
         shapes = [OrderedDict((called[n], mine[""][n].shape) for n in group) for group in by_dimension]
         weights = {n: t.bfloat16() for n, t in mine[""].items()}
         module = None if pp else {called[n]: torch.empty(0) if stage == 3 else t for n, t in weights.items()}
@@ -474,12 +446,7 @@ def save_layers(folder: Path, weights: dict[str, torch.Tensor], tp: int) -> None
 
 
 def shared(
-    mine: dict[str, dict[str, torch.Tensor]],
-    groups: list[list[str]],
-    called: dict[str, str],
-    rank: int,
-    ranks: int,
-    mapping: bool,
+    mine: Values, groups: list[list[str]], called: dict[str, str], rank: int, ranks: int, mapping: bool
 ) -> dict[str, Any]:
     """Return one data rank's state of ZeRO-1 and -2: an equal part of each group's padded row."""
     masters, states, mappings = [], [], []
@@ -487,11 +454,9 @@ def shared(
         rows = {kind: torch.cat([tensors[n].reshape(-1) for n in group]) for kind, tensors in mine.items()}
         part = -(-len(rows[""]) // (2 * ranks)) * 2
         low, high = rank * part, (rank + 1) * part
-        filled = {
-            kind: torch.nn.functional.pad(row, (0, part * ranks - len(row)))[low:high] for kind, row in rows.items()
-        }
+        filled = {k: nn.functional.pad(row, (0, part * ranks - len(row)))[low:high] for k, row in rows.items()}
         masters.append(rows[""][low:high].clone())
-        states.append({kind: filled[kind].clone() for kind in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(30.0)})
+        states.append({kind: filled[kind].clone() for kind in MOMENTS} | {"step": torch.tensor(30.0)})
         mappings.append(OrderedDict())
         begin = 0
         for n in group:
@@ -506,7 +471,7 @@ def shared(
     return saved | {"base_optimizer_state": states, "base_optimizer_state_step": 30}
 
 
-def third(mine: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int) -> dict[str, Any]:
+def third(mine: Values, rank: int, ranks: int) -> dict[str, Any]:
     """Return state of ZeRO-3: an equal part of each parameter, in groups of five parameters."""
     order = sorted(mine[""], key=lambda n: mine[""][n].ndim, reverse=True)
 
@@ -520,8 +485,7 @@ def third(mine: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int) -> di
 
     groups = [order[i : i + 5] for i in range(0, len(order), 5)]
     states = {
-        i: {kind: row(kind, group) for kind in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(30.0)}
-        for i, group in enumerate(groups)
+        i: {kind: row(kind, group) for kind in MOMENTS} | {"step": torch.tensor(30.0)} for i, group in enumerate(groups)
     }
     return {
         "fp32_flat_groups": [row("", group) for group in groups],
@@ -529,7 +493,7 @@ def third(mine: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int) -> di
     }
 
 
-def joined_by_hand(root: Path, values: dict[str, dict[str, torch.Tensor]]) -> Path:
+def joined_by_hand(root: Path, values: Values) -> Path:
     """Write a universal checkpoint; matrices have the newer form of a file, a dictionary."""
     folder = root / "global_step30_universal"
     for kind, tensors in values.items():

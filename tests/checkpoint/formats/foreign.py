@@ -16,10 +16,8 @@ except ModuleNotFoundError:
 
 def read_tensors(source: Source, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Return every tensor of the source, in its own dtype or this one."""
-    out = {
-        name: torch.empty(known.shape, dtype=dtype or getattr(torch, known.dtype))
-        for name, known in source.tensors.items()
-    }
+    known = source.tensors.items()
+    out = {name: torch.empty(of.shape, dtype=dtype or getattr(torch, of.dtype)) for name, of in known}
     source.fill({name: native.full_entry(tensor) for name, tensor in out.items()})
     return out
 

@@ -120,9 +120,8 @@ def forward(f: Form, p: Plain, tokens: Tensor) -> Tensor:
         y = norm(x, f"{i}.norm1")
         q, k, v = (linear(y, f"{i}.{s}").view(b, t, -1, f.head_dim).transpose(1, 2) for s in "qkv")
         k, v = (each.repeat_interleave(f.heads // f.groups, dim=1) for each in (k, v))
-        scores = (q @ k.transpose(2, 3) / math.sqrt(f.head_dim)).masked_fill(
-            torch.ones(t, t).triu(1).bool(), float("-inf")
-        )
+        later = torch.ones(t, t).triu(1).bool()
+        scores = (q @ k.transpose(2, 3) / math.sqrt(f.head_dim)).masked_fill(later, float("-inf"))
         x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, -1), f"{i}.o")
         y = norm(x, f"{i}.norm2")
         up = linear(y, f"{i}.up")
@@ -254,9 +253,8 @@ def nested(f: Form, tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
     for name, tensor in tensors:
         if name.startswith("language_model.embedding."):
             _, _, which, end = name.split(".", 3)
-            out.setdefault("language_model", {}).setdefault("embedding", {}).setdefault(which, OrderedDict())[end] = (
-                tensor
-            )
+            embedding = out.setdefault("language_model", {}).setdefault("embedding", {})
+            embedding.setdefault(which, OrderedDict())[end] = tensor
         elif name.startswith("language_model."):
             _, which, end = name.split(".", 2)
             out.setdefault("language_model", {}).setdefault(which, OrderedDict())[end] = tensor
@@ -302,10 +300,8 @@ def write_rank(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]
             tree |= optimizer(folder, f, chunks)
         folder.mkdir(parents=True, exist_ok=True)
         if f.state == "sharded":
-            torch.save(
-                {k: x for k, x in tree.items() if k not in ("optimizer", "opt_param_scheduler")},
-                folder / "model_rng.pt",
-            )
+            beside = ("optimizer", "opt_param_scheduler")
+            torch.save({k: x for k, x in tree.items() if k not in beside}, folder / "model_rng.pt")
         else:
             torch.save(tree, folder / "model_optim_rng.pt", _use_new_zipfile_serialization=f.words != "2019")
 
@@ -332,11 +328,8 @@ def arguments(f: Form) -> argparse.Namespace:
         return args
     args.global_batch_size, args.micro_batch_size, args.consumed_train_samples = 8, 4, f.iteration * 8
     args.train_iters, args.kv_channels, args.swiglu, args.true_vocab_size = 100, f.head_dim, f.gated, f.vocab
-    args.group_query_attention, args.num_query_groups, args.bias_gelu_fusion = (
-        f.groups != f.heads,
-        f.groups,
-        not f.gated,
-    )
+    args.group_query_attention, args.num_query_groups = f.groups != f.heads, f.groups
+    args.bias_gelu_fusion = not f.gated
     if f.bigscience:
         del args.swiglu, args.true_vocab_size
         args.glu_activation = "geglu" if f.gated else None
@@ -417,15 +410,13 @@ def optimizer_of_2019(groups: list[list[Three]]) -> dict[str, Any]:
     keys = iter(range(140_000_000_000_000, 140_000_000_100_000, 48))
     numbered = [[(next(keys), x) for x in group] for group in groups]
     state = {key: {"step": 6, "exp_avg": x[1], "exp_avg_sq": x[2]} for group in numbered for key, x in group}
+    param_groups = [SETTINGS | {"params": [key for key, _ in group]} for group in numbered]
     return {
         "loss_scaler": old,
         "dynamic_loss_scale": True,
         "overflow": False,
         "first_closure_call_this_step": True,
-        "optimizer_state_dict": {
-            "state": state,
-            "param_groups": [SETTINGS | {"params": [key for key, _ in g]} for g in numbered],
-        },
+        "optimizer_state_dict": {"state": state, "param_groups": param_groups},
         "fp32_from_fp16": [[x[0] for x in group] for group in groups],
     }
 

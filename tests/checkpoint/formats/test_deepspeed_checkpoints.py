@@ -89,10 +89,10 @@ def join_ranks(truths, options):
 
 
 def our_name(name):
-    name = (
-        name.removeprefix("language_model.").replace("encoder.layers.", "h.").replace("tied_modules.embed", "embedding")
-    )
+    name = name.removeprefix("language_model.")
     for theirs, mine in {
+        "encoder.layers.": "h.",
+        "tied_modules.embed": "embedding",
         "embedding.word_embeddings": "wte",
         "embedding.position_embeddings": "wpe",
         "encoder.final_layernorm": "ln_f",
@@ -277,10 +277,7 @@ DAMAGES = {
     "a parameter": (changed(FILE, lambda t: t.pop("mlp.dense_h_to_4h.weight")), "mlp.fc.weight"),
     "rows": (changed(FILE, lambda t: t.update({"mlp.dense_4h_to_h.bias": torch.ones(5)})), "mlp.proj.bias"),
     "what no GPT has": (changed(FILE, lambda t: t.update({"mlp.gate.wg": torch.ones(5)})), "mlp.gate"),
-    "another order": (
-        changed(SHARE, lambda t: state(t)["single_partition_of_fp32_groups"][0].neg_()),
-        "not those of the model",
-    ),
+    "another order": (changed(SHARE, lambda t: state(t)["single_partition_of_fp32_groups"][0].neg_()), "not those of"),
     "a buffer cut short": (
         changed(SHARE, lambda t: state(t)["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3))),
         "not laid out",

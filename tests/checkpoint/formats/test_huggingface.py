@@ -175,9 +175,8 @@ def test_nothing_is_read_when_it_is_opened(tmp_path):
     theirs("llama-grouped").save_pretrained(tmp_path)
     source = huggingface.open(tmp_path)
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    mapped = [
-        [int(x, 16) for x in line[0].split("-")] for line in maps if line[-1] == str(tmp_path / "model.safetensors")
-    ]
+    path = str(tmp_path / "model.safetensors")
+    mapped = [[int(x, 16) for x in line[0].split("-")] for line in maps if line[-1] == path]
     starts = [p.tensor.data_ptr() for pieces in source.pieces.values() for p in pieces]
     assert mapped and all(any(low <= start < high for low, high in mapped) for start in starts)
 
@@ -240,11 +239,7 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("gpt2", {"vocab_size": 62}, "wte.weight has 61 rows, the vocabulary 62"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
         ("llama", {"rope_parameters": long}, "kind of rotation .*llama3"),
-        (
-            "llama",
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
-            "kind of rotation .*linear",
-        ),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotation .*linear"),
         ("llama", {"rope_parameters": None, "rope_scaling": "default"}, "kind of rotation .*is default"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -260,11 +255,7 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         change_config(tmp_path / "x", **changes)
         with pytest.raises(UserError, match=said) as refusal:
             huggingface.open(tmp_path / "x")
-        assert (
-            refusal.value.status == BAD_DATA
-            and "config.json" in str(refusal.value)
-            or str(tmp_path) in str(refusal.value)
-        )
+        assert refusal.value.status == BAD_DATA and str(tmp_path) in str(refusal.value)
         shutil.rmtree(tmp_path / "x")
     change_config(tmp_path / "llama", model_type="mistral", sliding_window=LENGTH, rope_parameters=None, rope_theta=5.0)
     assert huggingface.open(tmp_path / "llama").config["rotary_base"] == 5.0
@@ -327,11 +318,7 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
     theirs("llama-grouped").save_pretrained(tmp_path / "llama")
     for folder, changes, listed in [
         ("gpt2", {"position_embedding_type": "alibi", "embed_layernorm": True}, ["type alibi", "--embed-layernorm"]),
-        (
-            "gpt2",
-            {"normalization": "RMSNorm", "squared_relu": True},
-            ["--normalization RMSNorm", "activation squared-relu"],
-        ),
+        ("gpt2", {"normalization": "RMSNorm", "squared_relu": True}, ["--normalization RMSNorm", "squared-relu"]),
         ("gpt2", {"glu_activation": "geglu", "apply_layernorm_1p": True}, ["activation geglu", "layernorm-1p"]),
         ("gpt2", {"qk_layernorm": True, "num_query_groups": 2}, ["--qk-layernorm", "2 groups of 4 heads"]),
         ("gpt2", {"kv_channels": 16, "add_bias_linear": False}, ["4 heads of 16", "--disable-bias-linear"]),
@@ -374,11 +361,8 @@ def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "b").stat().st_mode == (tmp_path / "a").stat().st_mode
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "b.tmp", "link"]
     assert [p.name for p in (tmp_path / "b.tmp").iterdir()] == ["mine"]
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
+    files = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == files
 
 
 TEXT = "the cat sat on the mat. Ein Bär, 12 mats…\n\n  the cat"
@@ -415,21 +399,8 @@ def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
     assert text.startswith("the cat") and len(text) > len("the cat\n")
     assert cli.main(["generate", *load, *said, "--vocab-file", "nosuch", "--merge-file", "nosuch"]) != 0
     assert "nosuch" in capsys.readouterr().err
-    more = [
-        "--mock-data",
-        "--micro-batch-size",
-        "1",
-        "--train-iters",
-        "1",
-        "--lr",
-        "1e-3",
-        "--eval-iters",
-        "0",
-        "--num-workers",
-        "0",
-        "--device",
-        "cpu",
-    ]
+    more = "--mock-data --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0".split()
+    more += ["--device", "cpu"]
     assert cli.main(["train", *load, *more, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert f"(vocabulary {tokenizer.size} padded to 384)" in printed and f"one step: {LENGTH} tokens" in printed
@@ -451,10 +422,8 @@ def check_tokenizer(folder, tokenizer):
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     assert loaded(TEXT)["input_ids"] == tokenizer.encode(TEXT)
     assert loaded.decode(tokenizer.encode(TEXT)) == TEXT
-    special = {
-        t["content"] for t in json.loads((folder / "tokenizer.json").read_text())["added_tokens"] if t["special"]
-    }
-    assert special == {"<|endoftext|>"}
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    assert {t["content"] for t in added if t["special"]} == {"<|endoftext|>"}
     assert loaded.eos_token_id == tokenizer.eod == loaded.convert_tokens_to_ids("<|endoftext|>")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eod

@@ -70,9 +70,8 @@ def write_variable(folder, array, stride=False):
     array = np.ascontiguousarray(array)
     (folder / "out").write_bytes(array.tobytes())
     dims = "".join(f"  dim: {n}\n" for n in array.shape)
-    strides = (
-        f"stride {{\n{''.join(f'  dim: {s // array.itemsize}{chr(10)}' for s in array.strides)}}}\n" if stride else ""
-    )
+    strides = "".join(f"  dim: {s // array.itemsize}\n" for s in array.strides)
+    strides = f"stride {{\n{strides}}}\n" if stride else ""
     kind = {"float32": "kFloat", "float16": "kFloat16", "int64": "kInt64"}[str(array.dtype)]
     (folder / "meta").write_text(f"shape {{\n{dims}}}\n{strides}data_type: {kind}\n")
 
@@ -217,12 +216,8 @@ def test_heads_come_from_the_flags_if_no_file_states_them(weights, flow_tensor, 
     folder = write_libai(tmp_path, libai_state(weights, True), flow_tensor, "folders", yaml=False)
     assert "num_attention_heads" not in oneflow.open(folder).config
     assert oneflow.open(folder, heads=HEADS).config["num_attention_heads"] == HEADS
-    for text in (
-        "model: !!python/object:os.system {}",
-        "[" * 10_000,
-        "model: 3",
-        "model: {cfg: {num_attention_heads: x}}",
-    ):
+    bad = "model: !!python/object:os.system {}"
+    for text in (bad, "[" * 10_000, "model: 3", "model: {cfg: {num_attention_heads: x}}"):
         (tmp_path / "config.yaml").write_text(text)
         source = oneflow.open(folder)
         assert "cannot be read" in source.notes[0] and "num_attention_heads" not in source.config
@@ -246,6 +241,7 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
         (folder / qkv / "out").symlink_to(folder.parent / "elsewhere")
 
     state, inner = libai_state(weights, True), "GPT_model.transformer."
+    norm = inner + "layers.{}.input_layernorm.bias"
     outside = {"protocol_version": 1, "data": {next(iter(state)): flow_tensor(path="../../elsewhere")}}
     for how, said in [
         (lambda f: shutil.rmtree(f / qkv), r"h.0.attn.qkv.weight: missing"),
@@ -260,14 +256,8 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
         (lambda f: write_variable(f / "model-h0-gate-weight", weights["wpe"]), "no place in a GPT"),
         (lambda f: (f / "model-h1-mlp-c_fc-bias").rename(f / "model-h7-mlp-c_fc-bias"), "h.1.mlp.fc.bias: missing"),
         (libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}), "ln_f.bias: .3., expected .24."),
-        (
-            libai(state | {f"{inner}layers.{10**12}.input_layernorm.bias": state[f"{inner}layernorm_f.bias"]}),
-            "no place",
-        ),
-        (
-            libai(state | {f"{inner}layers.{'9' * 5000}.input_layernorm.bias": np.ones(24)}, "pickle"),
-            "no place|as a key",
-        ),
+        (libai(state | {norm.format(10**12): state[f"{inner}layernorm_f.bias"]}), "no place"),
+        (libai(state | {norm.format("9" * 5000): np.ones(24)}, "pickle"), "no place|as a key"),
         (libai(state, pickled_data=pickle.dumps({"protocol_version": 2, "data": {}})), "not what flow.save wrote"),
         (libai(state, pickled_data=pickle.dumps({"protocol_version": 1, "data": {"x": 3}})), "not one of OneFlow's"),
         (libai(state, pickled_data=pickle.dumps(outside)), "not a plain folder"),

@@ -39,9 +39,7 @@ def tree() -> dict[str, Any]:
         "transposed": w.t(),
         "row": w[2],
         "parameter": torch.nn.Parameter(torch.ones(3)),
-        "dtypes": [
-            torch.arange(3).to(dtype) for dtype in (torch.bfloat16, torch.half, torch.double, torch.int, torch.bool)
-        ],
+        "dtypes": [torch.arange(3).to(getattr(torch, name)) for name in "bfloat16 half double int bool".split()],
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(3.0),
         "bytes": torch.get_rng_state()[:9],
@@ -69,11 +67,8 @@ def equals(a: Any, b: Any) -> bool:
     if isinstance(b, dict):
         return type(a) is dict and list(a) == list(b) and all(equals(a[key], b[key]) for key in b)
     if isinstance(b, (list, tuple)):
-        return (
-            len(a) == len(b)
-            and isinstance(a, type(b) if type(b) is not torch.Size else tuple)
-            and all(map(equals, a, b))
-        )
+        kind = tuple if type(b) is torch.Size else type(b)
+        return len(a) == len(b) and isinstance(a, kind) and all(map(equals, a, b))
     return type(a) is type(b) and a == b if not isinstance(b, np.floating) else a == b.item()
 
 
@@ -90,9 +85,7 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
     mapped = [[int(x, 16) for x in line.split()[0].split("-")] for line in lines if line.endswith(str(path))]
     for tensor in (read["w"], read["row"], *read["dtypes"]):
         assert any(low <= tensor.data_ptr() < high for low, high in mapped)
-    assert len(mapped) == 1 and pickles.load(path)["w"].data_ptr() == read["w"].data_ptr(), (
-        "mapped once for all readers"
-    )
+    assert len(mapped) == 1 and pickles.load(path)["w"].data_ptr() == read["w"].data_ptr()  # mapped once
 
 
 @pytest.mark.parametrize("protocol", (2, 3, 4, 5))
@@ -188,11 +181,8 @@ def test_every_damage_is_refused(tmp_path: Path) -> None:
     """Files cut anywhere or with any byte changed are read, or refused by name."""
     good = {True: tmp_path / "new", False: tmp_path / "old"}
     for zipped, path in good.items():
-        torch.save(
-            {"w": torch.ones(5), "n": [1, "x"], "a": argparse.Namespace(b=2)},
-            path,
-            _use_new_zipfile_serialization=zipped,
-        )
+        saved = {"w": torch.ones(5), "n": [1, "x"], "a": argparse.Namespace(b=2)}
+        torch.save(saved, path, _use_new_zipfile_serialization=zipped)
     rng, refused = random.Random(5), 0
     for attempt in range(400):
         raw = bytearray(good[attempt % 2 == 0].read_bytes())
@@ -289,13 +279,8 @@ def written(path: Path, body: Any) -> Path:
 
 
 def test_torch_load_reads_what_we_write(tmp_path: Path) -> None:
-    body = {
-        key: value
-        for key, value in tree().items()
-        if key not in ("numpy", "numpy_scalar", "fortran", "default", "size")
-    }
-    body |= {"later": pickles.Later((2, 3), torch.half, lambda: torch.ones(2, 3).half())}
-    for key in ("parameter", "ordered", "set", (torch.float32, 0), "raw"):
+    body = tree() | {"later": pickles.Later((2, 3), torch.half, lambda: torch.ones(2, 3).half())}
+    for key in (*"numpy numpy_scalar fortran default size parameter ordered set raw".split(), (torch.float32, 0)):
         del body[key]
     path = written(tmp_path / "ours.pt", body)
     expected = body | {"later": torch.ones(2, 3).half()}

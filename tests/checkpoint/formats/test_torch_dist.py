@@ -61,10 +61,8 @@ FIRST = ("Llama", "tp2 Llama by parameter", "tp2 pp2 as in memory", "tp2 dp2 Lla
 @pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_what_megatron_core_writes(case, tmp_path):
     tp, pp, dp, options = CASES[case]
-    if (options.get("optimizer") == STRETCHES) != (VERSION < "0.14") and options.get("optimizer") not in (
-        None,
-        "whole",
-    ):
+    kind = options.get("optimizer")
+    if (kind == STRETCHES) != (VERSION < "0.14") and kind not in (None, "whole"):
         pytest.skip(f"megatron-core {VERSION} does not write {options['optimizer']}")
     run_ranks(core_files.body, tp * pp * dp, str(tmp_path), tp, pp, options)
     source = torch_dist.open(tmp_path / "iter_0000010")
@@ -156,20 +154,16 @@ def small(gated=False):
     """Return the weights of all layers under megatron-core's names."""
     rows = 2 * F if gated else F
     layer = {
-        "self_attention.linear_qkv.layer_norm_weight": (H,),
-        "self_attention.linear_qkv.layer_norm_bias": (H,),
-        "self_attention.linear_qkv.weight": (3 * H, H),
-        "self_attention.linear_qkv.bias": (3 * H,),
-        "self_attention.linear_proj.weight": (H, H),
-        "self_attention.linear_proj.bias": (H,),
-        "mlp.linear_fc1.layer_norm_weight": (H,),
-        "mlp.linear_fc1.layer_norm_bias": (H,),
-        "mlp.linear_fc1.weight": (rows, H),
-        "mlp.linear_fc1.bias": (rows,),
-        "mlp.linear_fc2.weight": (H, F),
-        "mlp.linear_fc2.bias": (H,),
+        "self_attention.linear_qkv.layer_norm_": (H,),
+        "self_attention.linear_qkv.": (3 * H, H),
+        "self_attention.linear_proj.": (H, H),
+        "mlp.linear_fc1.layer_norm_": (H,),
+        "mlp.linear_fc1.": (rows, H),
+        "mlp.linear_fc2.": (H, F),
     }
-    out = {f"decoder.layers.{name}": noise(L, *shape) for name, shape in layer.items()}
+    out = {}
+    for name, (n, *columns) in layer.items():
+        out[f"decoder.layers.{name}weight"], out[f"decoder.layers.{name}bias"] = noise(L, n, *columns), noise(L, n)
     return out | {
         "embedding.word_embeddings.weight": noise(V, H),
         "embedding.position_embeddings.weight": noise(P, H),
@@ -197,14 +191,9 @@ def write(folder, tree, common=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that this is one process
         dcp.save(tree, checkpoint_id=folder, planner=Planner(flatten_state_dict=False), no_dist=True)
-    settings = {
-        "args": Namespace(num_attention_heads=2, global_batch_size=4, weight_decay=0.1, consumed_train_samples=40)
-    }
-    settings |= {
-        "iteration": 10,
-        "opt_param_scheduler": core_files.SCHEDULER,
-        "optimizer": {"param_groups": [{"step": 10}]},
-    }
+    args = Namespace(num_attention_heads=2, global_batch_size=4, weight_decay=0.1, consumed_train_samples=40)
+    settings = {"args": args, "iteration": 10, "optimizer": {"param_groups": [{"step": 10}]}}
+    settings |= {"opt_param_scheduler": core_files.SCHEDULER}
     torch.save(settings if common is None else common, folder / "common.pt")
     return folder
 
@@ -226,10 +215,8 @@ def test_names_of_equal_and_different_layers(prefix, tmp_path):
     for n, t in weights.items():
         for layer in range(L):
             apart[prefix + n.replace("layers.", f"layers.{layer}.")] = t[layer] if "layers." in n else t
-    names = {
-        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-    }
+    names = {"self_attention.linear_qkv.layer_norm_": "input_layernorm."}
+    names |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
     for theirs, local in names.items():
         apart = {n.replace(theirs, local): t for n, t in apart.items()}
     source = torch_dist.open(write(tmp_path, apart, {"args": Namespace(num_attention_heads=2), "iteration": 10}))
@@ -250,20 +237,16 @@ def test_optimizer_by_parameter_and_in_stretches(tmp_path):
         for name, t in tensors.items():
             shares = [1] * t.ndim
             if "layers." in name:
-                shares = [
-                    L,
-                    4 if "fc1" in name and t.shape[1] > H else 1,
-                    *[2 if "fc2.w" in name else 1] * (t.ndim - 2),
-                ]
+                rows = 4 if "fc1" in name and t.shape[1] > H else 1
+                shares = [L, rows, *[2 if "fc2.w" in name else 1] * (t.ndim - 2)]
             pieces = list(cut(t, shares))
             by_parameter[f"optimizer.state.{kind}.{name}"] = Boxes(t.shape, [(at, piece) for _, at, piece in pieces])
             flat = []
             for which, _, piece in pieces:
                 row = piece.reshape(-1)
                 border = 1 + row.numel() // 3
-                flat += [
-                    ([*which, a], row[a:b].view(*[1] * t.ndim, -1)) for a, b in ((0, border), (border, row.numel()))
-                ]
+                for a, part in ((0, row[:border]), (border, row[border:])):
+                    flat.append(([*which, a], part.view(*[1] * t.ndim, -1)))
             shape = (*shares, t.numel() // prod(shares))
             stretches[f"chained_0.optimizer.state.{kind}.{name}"] = Boxes(shape, flat)
     for tree in (by_parameter, stretches):
@@ -298,11 +281,8 @@ def in_memory(kinds, borders):
         names = [n for n in kinds["param"] if "embedding" in n] if stage == 0 else []
         layer = [n for n in kinds["param"] if "layers." in n]
         names += sorted(layer, key=lambda n: (min(i for i, m in enumerate(MODULES) if m in n), "bias" in n))
-        names += [
-            "decoder.final_layernorm.weight",
-            "decoder.final_layernorm.bias",
-            "embedding.word_embeddings.weight",
-        ] * stage
+        last = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "embedding.word_embeddings.weight"]
+        names += last * stage
         for kind, tensors in kinds.items():
             rows = [torch.zeros(0)]
             for n in reversed(names):
@@ -318,9 +298,8 @@ def in_memory(kinds, borders):
 
 def test_buffers_of_the_distributed_optimizer(tmp_path):
     weights = small()
-    kinds = {"param": weights} | {
-        k: {n: torch.randn_like(t) for n, t in weights.items()} for k in ("exp_avg", "exp_avg_sq")
-    }
+    m, v = ({n: torch.randn_like(t) for n, t in weights.items()} for _ in range(2))
+    kinds = {"param": weights, "exp_avg": m, "exp_avg_sq": v}
     half = {n: t.bfloat16() for n, t in weights.items()}
     step = {"optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": [{"param_groups": [{"step": 12}]}]}
     tree = half | in_memory(kinds, ["word_embeddings", "fc2.weight"]) | step

@@ -45,7 +45,7 @@ from meshwright.checkpoint.formats.megatron_ranks import (
     one_box,
 )
 from meshwright.checkpoint.sources import Mapped
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
     import torch
@@ -98,18 +98,17 @@ def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer:
 
 def matching(folder: Path, pattern: re.Pattern[str]) -> Files:
     """Return the files by the numbers in their names, in numerical order."""
-    found = sorted(
-        (tuple(map(int, m.groups())), path) for path in folder.iterdir() if (m := pattern.fullmatch(path.name))
-    )
+    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    found = sorted((tuple(map(int, match.groups())), path) for match, path in matches if match)
     if len(dict(found)) < len(found):
-        raise UserError(f"{folder}: two files like {found[0][1].name} have the same numbers", BAD_DATA)
+        raise bad_data(f"{folder}: two files like {found[0][1].name} have the same numbers")
     return dict(found)
 
 
 def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
     missing = sorted(set(range(len(numbers))) - set(numbers))
     if missing or not numbers:
-        raise UserError(f"{folder}: there is no file for {what} {missing[0] if missing else 0}", BAD_DATA)
+        raise bad_data(f"{folder}: there is no file for {what} {missing[0] if missing else 0}")
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -154,7 +153,7 @@ def parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequen
             continue
         name = our_name(key, layers)
         if name is None:
-            raise UserError(f"{folder}: {key[:200]} is not a known parameter of a GPT", BAD_DATA)
+            raise bad_data(f"{folder}: {key[:200]} is not a known parameter of a GPT")
         if name.full() not in seen and name.ours != COPY:
             seen.add(name.full())
             yield Parameter(name.full(), name.ours, tensor)
@@ -168,7 +167,7 @@ def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: boo
     files = matching(folder, LAYER)
     count = 1 + max((tp for _, tp in files), default=len(models) - 1)
     if len(models) % count:
-        raise UserError(f"{folder}: files of {len(models)} ranks, not a multiple of {count} tensor ranks", BAD_DATA)
+        raise bad_data(f"{folder}: files of {len(models)} ranks, not a multiple of {count} tensor ranks")
     ranks, layers = [], list[int]()
     for tp in range(count):
         if files:
@@ -218,10 +217,9 @@ def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
             continue
         saved = pickles.load(path, trust=trust)
         if not isinstance(saved, dict) or (saved.get("param_n_sub_params") != 2 and "sub_param_shape" not in saved):
-            raise UserError(
+            raise bad_data(
                 f"{path}: the MLP is gated, and without param_n_sub_params its halves are mixed by tensor rank; name "
-                "it in parameter_with_2_sub_params_cat_dim_0 and convert again, or load the original checkpoint",
-                BAD_DATA,
+                "it in parameter_with_2_sub_params_cat_dim_0 and convert again, or load the original checkpoint"
             )
 
 
@@ -288,14 +286,14 @@ def optimizer_states(
     for rank in ranks if beside else ():
         check_filled(folder, rank)
     if not beside and ranks[0].parameters[0].tensor.is_meta:
-        raise UserError(f"{folder}: ZeRO-3 keeps the weights in *_optim_states.pt, and there is no such file", BAD_DATA)
+        raise bad_data(f"{folder}: ZeRO-3 keeps the weights in *_optim_states.pt, and there is no such file")
     return beside
 
 
 def state_dict(path: Path, tree: Any) -> dict[str, Any]:
     found = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
     if not isinstance(found, dict):
-        raise UserError(f"{path}: holds no optimizer state; {WITHOUT}", BAD_DATA)
+        raise bad_data(f"{path}: holds no optimizer state; {WITHOUT}")
     return found
 
 
@@ -304,10 +302,9 @@ def check_filled(folder: Path, rank: Rank) -> None:
         for kind in KINDS:
             held = sum(values.numel() for _, values in p.values.get(kind, ()))
             if held != prod(p.shape):
-                raise UserError(
+                raise bad_data(
                     f"{folder}: of {p.name} {p.shape} the optimizer's files hold {held:,} elements "
-                    f"of {kind or 'the master'}; {WITHOUT}",
-                    BAD_DATA,
+                    f"of {kind or 'the master'}; {WITHOUT}"
                 )
         if not p.tensor.is_meta:
             check_values(rank, p)
@@ -334,14 +331,12 @@ def from_shares(
         elif "param_slice_mappings" in tree:
             stretches = mapped_stretches(known, tree["param_slice_mappings"], at)
         else:
-            stretches = ordered_stretches(
-                known, shapes, number, [[len(b) for b in flat_buffers(t, is_zero3)[""]] for t in trees]
-            )
+            sizes = [[len(b) for b in flat_buffers(t, is_zero3)[""]] for t in trees]
+            stretches = ordered_stretches(known, shapes, number, sizes)
         for p, begin, group, start, count in stretches:
             for kind in KINDS:
-                p.values.setdefault(kind, []).extend(
-                    as_boxes(p, begin, begin + count, buffers[kind][group][start : start + count])
-                )
+                values = buffers[kind][group][start : start + count]
+                p.values.setdefault(kind, []).extend(as_boxes(p, begin, begin + count, values))
 
 
 def flat_buffers(tree: Mapping[str, Any], is_zero3: bool) -> dict[str, list[torch.Tensor]]:

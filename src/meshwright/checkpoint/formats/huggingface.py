@@ -17,7 +17,7 @@ from meshwright.checkpoint.formats import pickles
 from meshwright.checkpoint.manifests import parse_json, read_small
 from meshwright.checkpoint.sources import Mapped, Piece
 from meshwright.checkpoint.steps import HUGGING_FACE
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 
 if TYPE_CHECKING:
     import torch
@@ -34,47 +34,42 @@ Pieces = dict[str, list[Piece]]
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
     """Open the folder; its heads are config.json's, and loading compares them with the flags."""
     folder = Path(folder)
-    config = read_config(folder)
+    config = read_object(inside(folder, CONFIG))
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
         raise refused(folder, f"it is a {kind!r} model", f"{', '.join(READERS)} can be loaded")
-    notes: list[str] = []
-    given = Given(folder, config, dict(tensors_of(folder, trust)), notes)
+    given = Given(folder, config, dict(tensors_of(folder, trust)))
     settings, pieces = READERS[kind](given)
     given.check_used()
-    source = Mapped(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=notes, pieces=pieces)
+    source = Mapped(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=given.notes, pieces=pieces)
     return source.of_vocabulary(given.number("vocab_size"))
 
 
 def refused(folder: Path, what: str, cure: str) -> UserError:
-    return UserError(f"{folder / CONFIG}: {what}, which this package does not compute; {cure}", BAD_DATA)
+    return bad_data(f"{folder / CONFIG}: {what}, which this package does not compute; {cure}")
 
 
 # Files
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    return read_object(inside(folder, CONFIG))
-
-
 def read_object(path: Path) -> dict[str, Any]:
     value = parse_json(read_small(path, JSON_LIMIT), path)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object", BAD_DATA)
+        raise bad_data(f"{path}: not a JSON object")
     return value
 
 
 def inside(folder: Path, name: str) -> Path:
     """Return the plain file of that name; links may lead within the folder or the hub's cache."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise UserError(f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read", BAD_DATA)
+        raise bad_data(f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read")
     real = folder.resolve()
     cache = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real  # where its links lead
     path = (folder / name).resolve()
     if not any(path.is_relative_to(root) for root in (real, cache)):
-        raise UserError(f"{folder / name} leads to {path}; nothing outside the folder is read", BAD_DATA)
+        raise bad_data(f"{folder / name} leads to {path}; nothing outside the folder is read")
     if not path.is_file():
-        raise UserError(f"{folder / name}: there is no such file", BAD_DATA)
+        raise bad_data(f"{folder / name}: there is no such file")
     return path
 
 
@@ -88,16 +83,16 @@ def tensors_of(folder: Path, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
             index = inside(folder, f"{single}.index.json")
             yield from indexed(folder, index, read_object(index).get("weight_map"), trust)
             return
-    raise UserError(f"{folder} has neither {' nor '.join(SINGLE)}, nor an index of parts of one", BAD_DATA)
+    raise bad_data(f"{folder} has neither {' nor '.join(SINGLE)}, nor an index of parts of one")
 
 
 def indexed(folder: Path, index: Path, where: Any, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise UserError(f"{index}: weight_map does not give each tensor a file", BAD_DATA)
+        raise bad_data(f"{index}: weight_map does not give each tensor a file")
     files = {name: read_file(inside(folder, name), trust) for name in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:
-            raise UserError(f"{folder / file} lacks {name}, which {index.name} puts there", BAD_DATA)
+            raise bad_data(f"{folder / file} lacks {name}, which {index.name} puts there")
         yield name, files[file][name]
 
 
@@ -108,13 +103,13 @@ def read_file(path: Path, trust: bool) -> Tensors:
     if path.suffix == ".bin" or not is_safetensors(path):
         tree = pickles.load(path, trust=trust)
         if not isinstance(tree, dict) or not all(isinstance(t, torch.Tensor) for t in tree.values()):
-            raise UserError(f"{path}: not a state dict of tensors alone", BAD_DATA)
+            raise bad_data(f"{path}: not a state dict of tensors alone")
         return tree
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in list(file.keys())}  # views: no byte is read
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a complete safetensors file: {str(error)[:200]}", BAD_DATA) from error
+        raise bad_data(f"{path}: not a complete safetensors file: {str(error)[:200]}") from error
 
 
 def is_safetensors(path: Path) -> bool:
@@ -123,15 +118,12 @@ def is_safetensors(path: Path) -> bool:
         begin = file.read(9)
     if begin[8:] != b"{":
         if path.suffix == ".safetensors":
-            raise UserError(
-                f"{path}: not a safetensors file, it {f'begins with {begin[:9]!r}' if begin else 'is empty'}", BAD_DATA
-            )
+            found = f"begins with {begin!r}" if begin else "is empty"
+            raise bad_data(f"{path}: not a safetensors file, it {found}")
         return False
     length = int.from_bytes(begin[:8], "little")
     if length > HEADER_LIMIT:
-        raise UserError(
-            f"{path}: its list of tensors has {length:,} bytes; at most {HEADER_LIMIT:,} are read", BAD_DATA
-        )
+        raise bad_data(f"{path}: its list of tensors has {length:,} bytes; at most {HEADER_LIMIT:,} are read")
     return True
 
 
@@ -141,27 +133,22 @@ def is_safetensors(path: Path) -> bool:
 class Given:
     """A folder's settings and tensors; each is requested by name and checked."""
 
-    def __init__(
-        self, folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: list[str]
-    ) -> None:
-        self.folder, self.config, self.tensors, self.notes = folder, config, tensors, notes
+    def __init__(self, folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
+        self.folder, self.config, self.tensors = folder, config, tensors
+        self.notes: list[str] = []
         self.used: set[str] = set()
 
     def number(self, key: str, default: int | None = None) -> int:
         value = self.config.get(key)
         value = default if value is None else value
         if type(value) is not int or not 0 < value < 1 << 31:
-            raise UserError(
-                f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be an integer of at least 1", BAD_DATA
-            )
+            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be an integer of at least 1")
         return value
 
     def real(self, key: str, default: float, among: Mapping[str, Any] | None = None) -> float:
         value = (self.config if among is None else among).get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise UserError(
-                f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be a number above 0", BAD_DATA
-            )
+            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be a number above 0")
         return float(value)
 
     def want(self, key: str, *good: Any, default: Any = None) -> Any:
@@ -177,14 +164,14 @@ class Given:
     def take(self, name: str, *shape: int | None) -> torch.Tensor:
         """Return a tensor of this shape; None stands for any size."""
         if name not in self.tensors:
-            raise UserError(f"{self.folder} has no tensor {name}", BAD_DATA)
+            raise bad_data(f"{self.folder} has no tensor {name}")
         tensor = self.tensors[name]
         self.used.add(name)
         if len(shape) != tensor.ndim or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)):
             wanted = [size or "any" for size in shape]
-            raise UserError(f"{self.folder}: {name} is {list(tensor.shape)}, by {CONFIG} it is {wanted}", BAD_DATA)
+            raise bad_data(f"{self.folder}: {name} is {list(tensor.shape)}, by {CONFIG} it is {wanted}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UserError(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read", BAD_DATA)
+            raise bad_data(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read")
         return tensor
 
     def check_used(self) -> None:
@@ -193,21 +180,15 @@ class Given:
         left = [name for name in self.tensors if name not in self.used and not re.fullmatch(buffer, name)]
         if left:
             shown = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
-            raise UserError(f"{self.folder}: {len(left)} tensors have no place in this network: {shown}", BAD_DATA)
+            raise bad_data(f"{self.folder}: {len(left)} tensors have no place in this network: {shown}")
 
 
 # Settings that are equal in every folder of these kinds.
-FIXED: dict[str, Any] = {
-    "embed_layernorm": False,
-    "apply_layernorm_1p": False,
-    "apply_residual_connection_post_layernorm": False,
-    "squared_relu": False,
-    "glu_activation": None,
-    "qk_layernorm": False,
-    "use_rotary_position_embeddings": False,
-    "openai_gelu": False,
-    "rotary_percent": 1.0,
-}
+OFF = (
+    "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm "
+    "use_rotary_position_embeddings openai_gelu"
+)
+FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
 
 
 def one_piece(tensor: torch.Tensor) -> list[Piece]:
@@ -234,7 +215,7 @@ def head_of(given: Given, pieces: Pieces, wte: torch.Tensor, tied: bool) -> bool
         if theirs.dtype == wte.dtype and theirs.equal(wte):
             return False
         given.notes.append(
-            "config.json ties the output table to the embedding, but their numbers differ: they stay separate"
+            "config.json ties the output table to the embedding; their numbers differ: they stay separate"
         )
     pieces["lm_head.weight"] = one_piece(theirs)
     return True
@@ -248,13 +229,12 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
     given.want("scale_attn_weights", True, default=True)
     given.want("scale_attn_by_inverse_layer_idx", False, default=False)
     given.want("add_cross_attention", False, default=False)
-    activation = given.want(
-        "activation_function", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", default="gelu_new"
-    )
+    kinds = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
+    activation = given.want("activation_function", *kinds, default="gelu_new")
     h, layers, heads = (given.number(key) for key in ("n_embd", "n_layer", "n_head"))
     f, positions = given.number("n_inner", 4 * h), given.number("n_positions", 1024)
     if h % heads:
-        raise UserError(f"{given.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}", BAD_DATA)
+        raise bad_data(f"{given.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
     prefix = "transformer." if given.has("transformer.wte.weight") else ""
     wte = given.take(f"{prefix}wte.weight", None, h)
     pieces = {"wte.weight": one_piece(wte), "wpe.weight": one_piece(given.take(f"{prefix}wpe.weight", positions, h))}
@@ -299,6 +279,10 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
     }, pieces
 
 
+LLAMA_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
+LLAMA_NORMS |= {"attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}
+
+
 class Sizes(NamedTuple):
     hidden: int
     ffn: int
@@ -318,9 +302,7 @@ def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
     groups, head = given.number("num_key_value_heads", heads), given.number("head_dim", h // heads or None)
     sizes = Sizes(h, given.number("intermediate_size"), heads, groups, head)
     if heads % groups:
-        raise UserError(
-            f"{given.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads", BAD_DATA
-        )
+        raise bad_data(f"{given.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
     positions = given.number("max_position_embeddings", 2048)
     check_window(given, positions)
     wte = given.take("model.embed_tokens.weight", None, h)
@@ -334,10 +316,10 @@ def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
         given.notes.append("only some of its linear layers have biases: the others get zeros")
     for i in range(layers):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
-        norms = {"ln_1": ("input_layernorm", h), "ln_2": ("post_attention_layernorm", h)}
-        norms |= {"attn.ln_q": ("self_attn.q_norm", head), "attn.ln_k": ("self_attn.k_norm", head)} if qk_norm else {}
-        for name, (their_name, size) in norms.items():
-            pieces[f"{ours}.{name}.weight"] = one_piece(given.take(f"{theirs}.{their_name}.weight", size))
+        for name, norm in LLAMA_NORMS.items():
+            if qk_norm or not name.startswith("attn."):
+                size = head if name.startswith("attn.") else h
+                pieces[f"{ours}.{name}.weight"] = one_piece(given.take(f"{theirs}.{norm}.weight", size))
         for name, linear in linears(given, sizes, theirs, "weight"):
             pieces[f"{ours}.{name}.weight"] = linear
         for name, bias in linears(given, sizes, theirs, "bias") if qkv_bias or all_biases else ():
@@ -375,9 +357,8 @@ def linears(given: Given, s: Sizes, layer: str, end: str) -> Iterator[tuple[str,
             return given.take(name, rows)
         return given.tensors["model.norm.weight"].new_zeros(1).expand(rows)
 
-    q, k, v = (
-        get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in (("q", s.heads), ("k", s.groups), ("v", s.groups))
-    )
+    heads = {"q": s.heads, "k": s.groups, "v": s.groups}
+    q, k, v = (get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in heads.items())
     yield "attn.qkv", qkv_rows(q, k, v, s.groups, s.head)
     yield "attn.proj", one_piece(get("self_attn.o", s.hidden, s.heads * s.head))
     gate, up = (get(f"mlp.{x}", s.ffn, s.hidden)[None] for x in ("gate", "up"))
@@ -403,21 +384,13 @@ def rotary_base(given: Given) -> float:
     rope = given.config.get("rope_parameters") or given.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     if kind != "default" or any(isinstance(value, dict) for value in rope.values()):
-        raise refused(
-            given.folder,
-            f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}",
-            "default would do",
-        )
+        what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
+        raise refused(given.folder, what, "default would do")
     share = rope.get("partial_rotary_factor", given.config.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise refused(given.folder, f"partial_rotary_factor is {share}", "1.0 would do")
     return given.real("rope_theta", 10000.0, rope if "rope_theta" in rope else None)
 
 
-READERS: dict[str, Callable[[Given], tuple[dict[str, Any], Pieces]]] = {
-    "gpt2": gpt2,
-    "llama": llama,
-    "mistral": llama,
-    "qwen2": llama,
-    "qwen3": llama,
-}
+READERS: dict[str, Callable[[Given], tuple[dict[str, Any], Pieces]]]
+READERS = {"gpt2": gpt2, "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}

@@ -13,18 +13,19 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint import saved_model
 from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.formats.huggingface import LLAMA_NORMS
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
 from meshwright.checkpoint.publish import naming_file, sync_folder, write_all, write_durably
 from meshwright.checkpoint.saved_model import SavedModel
 from meshwright.checkpoint.sources import Source
-from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
+from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
 from meshwright.settings.schema import Model
 from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
 
@@ -35,6 +36,7 @@ MAX_SHARD = 5_000_000_000  # bytes, the limit that transformers has used for yea
 MARK = "meshwright.json"  # in a run's export: which run, and the files as written
 Boxes = list[tuple[Shape, Shape]]
 Spans = list[tuple[int, int]]
+Ids = dict[str, int | None]
 
 
 class Part(NamedTuple):
@@ -75,7 +77,7 @@ def write(
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, its target is filled
     refuse_full(folder, run if again else None)
-    parts = list(FORMS[kind](Plan(source, m, dtype)))
+    parts = list((gpt2 if kind == "gpt2" else llama)(Plan(source, m, dtype)))
     notes: list[str] = []
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
@@ -278,25 +280,13 @@ def llama(plan: Plan) -> Iterator[Part]:
             if f"{ours}.mlp.fc{end}" in plan.source.tensors:
                 for which, x in enumerate(("gate", "up")):
                     yield plan.half(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", which)
-        names = {
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
-            "attn.proj": "self_attn.o_proj",
-            "mlp.proj": "mlp.down_proj",
-            "attn.ln_q": "self_attn.q_norm",
-            "attn.ln_k": "self_attn.k_norm",
-        }
+        names = LLAMA_NORMS | {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
         yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
     yield from plan.copies({"lm_head": "lm_head"})
 
 
-ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-FORMS: dict[str, Callable[[Plan], Iterator[Part]]] = {"gpt2": gpt2, "llama": llama, "qwen2": llama, "qwen3": llama}
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel"}
+ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")}
 
 
 # Files
@@ -359,9 +349,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_durably(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
 
 
-def write_tokenizer(
-    folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]
-) -> dict[str, int | None]:
+def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]) -> Ids:
     """Write what `AutoTokenizer` reads; return the ids at the begin and end of a text.
 
     Without a tokenizer both are None: the library's default would end a text at an ordinary id.
@@ -371,11 +359,9 @@ def write_tokenizer(
         return {"bos_token_id": None, "eos_token_id": None}
     rows = source.tensors["wte.weight"].shape[0]
     if tokenizer.size > rows:
-        raise UserError(
-            f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows; give the model's own tokenizer",
-            BAD_DATA,
-        )
-    ids: dict[str, int | None] = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+        what = f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows"
+        raise bad_data(f"{what}; give the model's own tokenizer")
+    ids: Ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     library = as_library(tokenizer)
     if library is None:
         notes.append(f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}")

@@ -39,7 +39,7 @@ from meshwright.checkpoint.formats.megatron_ranks import (
     one_box,
 )
 from meshwright.checkpoint.sources import Mapped, aligned, check_json, check_state
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ def read_own(rank: Rank) -> dict[str, Any] | None:
         return None
     vocab = own.get("vocab", "") if isinstance(own, dict) else ""
     if not (vocab is None or (type(vocab) is int and vocab > 0)):
-        raise UserError(f"{rank.path}: its entry `meshwright` is not what Meshwright writes", BAD_DATA)
+        raise bad_data(f"{rank.path}: its entry `meshwright` is not what Meshwright writes")
     check_state(own.get("state"), rank.path)
     check_json(own.get("config"), rank.path)
     return own
@@ -107,22 +107,20 @@ def files(folder: Path) -> dict[tuple[int, int], Path]:
         if at and path.name in (MODEL, MODEL_ALONE):
             other = found.setdefault((int(at[1]), int(at[2] or 0)), path)
             if other != path:
-                raise UserError(f"{path} and {other} belong to the same rank; remove one of them", BAD_DATA)
+                raise bad_data(f"{path} and {other} belong to the same rank; remove one of them")
     if not found:
-        raise UserError(f"{folder}: no mp_rank_*/{MODEL} in it", BAD_DATA)
+        raise bad_data(f"{folder}: no mp_rank_*/{MODEL} in it")
     t, p = (1 + max(n) for n in zip(*found, strict=True))
     missing = [f"{tp}, {pp}" for tp, pp in product(range(t), range(p)) if (tp, pp) not in found]
     if missing:
-        raise UserError(
-            f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})", BAD_DATA
-        )
+        raise bad_data(f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})")
     return found
 
 
 def read(path: Path, trust: bool) -> dict[str, Any]:
     tree = pickles.load(path, trust=trust)
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: holds a {type(tree).__name__}, not the dictionary of a Megatron checkpoint", BAD_DATA)
+        raise bad_data(f"{path}: holds a {type(tree).__name__}, not the dictionary of a Megatron checkpoint")
     return tree
 
 
@@ -130,7 +128,7 @@ def shards(rank: Rank) -> list[Path]:
     """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
     found = sorted(rank.path.parent.parent.glob(f"{rank.path.parent.name}_*/{SHARD}"))
     if [path.parent.name for path in found] != [f"{rank.path.parent.name}_{d:03d}" for d in range(len(found))]:
-        raise UserError(f"{rank.path.parent}_*/{SHARD}: data ranks are missing; {WITHOUT}", BAD_DATA)
+        raise bad_data(f"{rank.path.parent}_*/{SHARD}: data ranks are missing; {WITHOUT}")
     return found
 
 
@@ -140,11 +138,9 @@ def require_equal(ranks: Sequence[Rank], key: str) -> Any:
     (path, value), *others = values.items()
     for other, another in others:
         if another != value:
-            raise UserError(
-                f"{path} has {key} {value}, {other} has {another}: they are not of one checkpoint", BAD_DATA
-            )
+            raise bad_data(f"{path} has {key} {value}, {other} has {another}: they are not of one checkpoint")
     if type(value) not in (int, float):
-        raise UserError(f"{path}: {key} is {value!r}, not a number", BAD_DATA)
+        raise bad_data(f"{path}: {key} is {value!r}, not a number")
     return value
 
 
@@ -159,16 +155,16 @@ def name_parameters(folder: Path, ranks: Sequence[Rank], stated: Any) -> int:
     trees = {(rank.tp, rank.pp): [flat(rank, tree) for tree in models(rank)] for rank in ranks}
     stages, chunks = 1 + ranks[-1].pp, len(trees[0, 0])
     if any(len(each) != chunks for each in trees.values()):
-        raise UserError(f"{folder}: the ranks have different numbers of virtual stages", BAD_DATA)
+        raise bad_data(f"{folder}: the ranks have different numbers of virtual stages")
     begin, begins = 0, {}
     for chunk, pp in product(range(chunks), range(stages)):
         begins[pp, chunk] = begin
         numbers = {name.layer for name, _ in trees[0, pp][chunk] if name.layer is not None}
         if numbers != set(range(len(numbers))):
-            raise UserError(f"{folder}: layers are missing on stage {pp}, it has {sorted(numbers)}", BAD_DATA)
+            raise bad_data(f"{folder}: layers are missing on stage {pp}, it has {sorted(numbers)}")
         begin += len(numbers)
     if isinstance(stated, int) and stated != begin:
-        raise UserError(f"{folder}: has {begin} layers in its files and {stated} in its arguments", BAD_DATA)
+        raise bad_data(f"{folder}: has {begin} layers in its files and {stated} in its arguments")
     for rank in ranks:
         for chunk, tree in enumerate(trees[rank.tp, rank.pp]):
             rank.chunks.append([parameter(name, tensor, begins[rank.pp, chunk]) for name, tensor in tree])
@@ -185,7 +181,7 @@ def models(rank: Rank) -> list[Any]:
         return [rank.tree["model"]]
     count = next(n for n in range(len(rank.tree) + 1) if f"model{n}" not in rank.tree)
     if not count:
-        raise UserError(f"{rank.path}: has no model, only {sorted(map(str, rank.tree))[:20]}", BAD_DATA)
+        raise bad_data(f"{rank.path}: has no model, only {sorted(map(str, rank.tree))[:20]}")
     return [rank.tree[f"model{n}"] for n in range(count)]
 
 
@@ -196,7 +192,7 @@ def flat(rank: Rank, tree: Any) -> list[tuple[names.Name, torch.Tensor]]:
         if not names.NO_PARAMETER.fullmatch(key):
             name = names.parse_name(key)
             if name is None:
-                raise UserError(f"{rank.path}: {key[:200]} is not a known parameter of a GPT", BAD_DATA)
+                raise bad_data(f"{rank.path}: {key[:200]} is not a known parameter of a GPT")
             out.append((name, tensor.detach()))
     return out
 
@@ -232,10 +228,9 @@ def check_copies(ranks: Sequence[Rank], notes: list[str]) -> None:
             some = slice(None, None, max(p.shape[0] // 64, 1) if p.part == COPY else 1)
             error = difference(tensor[some], p.tensor[some])
             if not error <= DRIFT:
-                raise UserError(
+                raise bad_data(
                     f"{other.path} and {rank.path} must hold the same {p.name}, and differ by {error:.2g} of its norm: "
-                    "they are not of one checkpoint, or it is damaged",
-                    BAD_DATA,
+                    "they are not of one checkpoint, or it is damaged"
                 )
             differ += [p.name] * (error > 0)
     if differ:
@@ -286,7 +281,7 @@ def inner_state(path: Path, tree: Any) -> dict[str, Any]:
 
 
 def unknown(path: Path, why: str) -> UserError:
-    return UserError(f"{path}: the optimizer's state cannot be read, {why}; {WITHOUT}", BAD_DATA)
+    return bad_data(f"{path}: the optimizer's state cannot be read, {why}; {WITHOUT}")
 
 
 def decayed_first(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -347,9 +342,7 @@ def from_flat(rank: Rank, path: Path, tree: dict[Any, Any]) -> None:
                 p.values[kind] = one_box(view)
 
 
-def in_buckets(
-    path: Path, buckets: Sequence[Any], waiting: Sequence[Parameter]
-) -> Iterator[tuple[Parameter, torch.Tensor]]:
+def in_buckets(path: Path, buckets: list[Any], waiting: list[Parameter]) -> Iterator[tuple[Parameter, torch.Tensor]]:
     """Yield each waiting parameter with its values from the buckets."""
     import torch
 

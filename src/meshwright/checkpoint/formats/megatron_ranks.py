@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.sources import Piece, aligned
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 from meshwright.parallel import shard
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ def check_complete(folder: Path, ranks: Sequence[Rank], layers: int) -> None:
         mine = [p.name for p in rank.parameters]
         differ = sorted(set(by_stage.setdefault(rank.pp, mine)) ^ set(mine))
         if differ:
-            raise UserError(f"{rank.path}: {differ[0]} is not on all tensor ranks of this stage", BAD_DATA)
+            raise bad_data(f"{rank.path}: {differ[0]} is not on all tensor ranks of this stage")
     held = [p.name for rank in ranks if rank.tp == 0 for p in rank.parameters]
     needed = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight", "ln_1.weight", "ln_2.weight"}
     parts = needed | {name.split(".", 2)[2] for name in held if name.startswith("h.")}
     want = {"wte.weight", "ln_f.weight", *(f"h.{i}.{part}" for i in range(layers) for part in parts)}
     if missing := sorted(want - set(held)):
-        raise UserError(f"{folder}: {', '.join(missing[:8])} {'are' if missing[1:] else 'is'} missing", BAD_DATA)
+        raise bad_data(f"{folder}: {', '.join(missing[:8])} {'are' if missing[1:] else 'is'} missing")
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,14 @@ class Sizes:
         shapes = {p.part: p.shape for rank in ranks for p in rank.parameters}
         qkv, wte = shapes.get("attn.qkv.weight", (0, 0)), shapes["wte.weight"]
         if any(len(shape) != 2 for shape in (qkv, wte, shapes["mlp.fc.weight"], shapes["mlp.proj.weight"])):
-            raise UserError(f"{first.path}: a weight that should be a matrix is not one", BAD_DATA)
+            raise bad_data(f"{first.path}: a weight that should be a matrix is not one")
         heads = args.get("num_attention_heads", heads)
         t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
         if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
             width = projection[-1] * t
             if heads is None:
-                raise UserError(
-                    f"{first.path} does not say how many heads there are: give --num-attention-heads", BAD_DATA
-                )
-            raise UserError(
-                f"{first.path} has {width} columns for its heads, not a multiple of --num-attention-heads {heads}",
-                BAD_DATA,
-            )
+                raise bad_data(f"{first.path} does not say how many heads there are: give --num-attention-heads")
+            raise bad_data(f"{first.path} has {width} columns, not a multiple of --num-attention-heads {heads}")
         head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t
         return cls(
             t=t,
@@ -184,9 +179,7 @@ class Sizes:
         return out
 
 
-def measure_model(
-    folder: Path, ranks: Sequence[Rank], layers: int, args: Mapping[str, Any], heads: int | None
-) -> Sizes:
+def measure_model(folder: Path, ranks: list[Rank], layers: int, args: Mapping[str, Any], heads: int | None) -> Sizes:
     """Return the model's sizes once every tensor is there and fits them."""
     check_complete(folder, ranks, layers)
     sizes = Sizes.from_shapes(ranks, args, heads)
@@ -199,11 +192,10 @@ def check_shapes(ranks: Sequence[Rank], sizes: Sizes) -> None:
         for p in rank.parameters:
             want = sizes.rank_shape("wte.weight" if p.part == COPY else p.part)
             if p.shape != want:
-                raise UserError(
+                raise bad_data(
                     f"{rank.path}: {p.name} is {p.shape}, but "
                     f"{want} follows from {sizes.heads} heads of {sizes.head_dim} "
-                    "and the other shapes; is --num-attention-heads right?",
-                    BAD_DATA,
+                    "and the other shapes; is --num-attention-heads right?"
                 )
 
 

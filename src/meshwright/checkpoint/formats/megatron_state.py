@@ -11,28 +11,14 @@ from meshwright.checkpoint.formats.megatron_ranks import Rank, Sizes, lay_out
 from meshwright.checkpoint.sources import Mapped
 from meshwright.optim.schedule import Schedule
 
+Values = Mapping[str, Any]
+
 # Settings that mean the same there and here.
 COMMON = (
-    "layernorm_epsilon",
-    "init_method_std",
-    "hidden_dropout",
-    "attention_dropout",
-    "bias_gelu_fusion",
-    "openai_gelu",
-    "rotary_percent",
-    "rotary_base",
-    "squared_relu",
-    "swiglu",
-    "glu_activation",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "make_vocab_size_divisible_by",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "fp16",
-    "bf16",
-)
+    "layernorm_epsilon init_method_std hidden_dropout attention_dropout bias_gelu_fusion openai_gelu rotary_percent "
+    "rotary_base squared_relu swiglu glu_activation apply_layernorm_1p apply_residual_connection_post_layernorm "
+    "make_vocab_size_divisible_by seq_length micro_batch_size global_batch_size fp16 bf16"
+).split()
 # BigScience's enumeration of positions.
 POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 # Names of the schedule's values in Megatron of 2022 and 2023, of 2021, and of 2020 and before, when
@@ -108,9 +94,7 @@ def positions(args: Mapping[str, Any], sizes: Sizes, notes: list[str]) -> dict[s
         return {"position_embedding_type": "rope"}
     if kind in ("alibi", "none"):
         return {"position_embedding_type": kind}
-    notes.append(
-        " > note: it has no table of positions and does not say what replaces it: give --position-embedding-type"
-    )
+    notes.append(" > note: it has no table of positions and does not name a substitute: give --position-embedding-type")
     return {}
 
 
@@ -126,9 +110,7 @@ def true_vocabulary(tree: Mapping[str, Any], args: Mapping[str, Any]) -> int | N
 # Where a run was
 
 
-def state(
-    tree: Mapping[str, Any], args: Mapping[str, Any], iteration: int, rows: int | None, notes: list[str]
-) -> dict[str, Any]:
+def state(tree: Values, args: Values, iteration: int, rows: int | None, notes: list[str]) -> dict[str, Any]:
     """Return the run's state as resume.State saves it.
 
     Empty if the file holds weights alone, or does not say how many samples the run has consumed.
@@ -137,14 +119,13 @@ def state(
     optimizer = tree.get("optimizer")
     if not isinstance(optimizer, dict):
         return {}
-    saved: dict[str, Any] = next(
-        (tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {}
-    )
+    schedules = (tree.get(key) for key in ("opt_param_scheduler", "lr_scheduler"))
+    saved: dict[str, Any] = next((found for found in schedules if isinstance(found, dict)), {})
     batch = batch_size(args)
     consumed = args.get("consumed_train_samples") or iteration * batch
     if not consumed and iteration:
         notes.append(
-            " > note: it does not say how many samples it has consumed, so only the weights are used; add --finetune"
+            " > note: it does not say how many samples it consumed, so only the weights are used; add --finetune"
         )
         return {}
     curve = schedule(saved, args, optimizer, batch)
@@ -157,14 +138,11 @@ def state(
         "consumed_train_samples": int(consumed),
         "schedule_samples": int(done),
         "nonfinite_in_a_row": 0,
-        "best_iteration": None,
-        "best_loss": None,
+        **dict.fromkeys(("best_iteration", "best_loss", "epochs", "blends")),
         "padded_vocab_size": args.get("padded_vocab_size"),
         "positions": rows or args.get("max_position_embeddings"),
         "loss_scale": loss_scale(optimizer),
         "skips": [],
-        "epochs": None,
-        "blends": None,
         "optimizer_steps": iteration,
     }
     return out | ({"schedule": dataclasses.asdict(Schedule(**curve))} if curve else {})
@@ -176,9 +154,7 @@ def batch_size(args: Mapping[str, Any]) -> int:
     return int(args.get("global_batch_size", args.get("batch_size", 0) * ranks))  # the latter in 2019 and 2020
 
 
-def schedule(
-    saved: Mapping[str, Any], args: Mapping[str, Any], optimizer: Mapping[str, Any], batch: int
-) -> dict[str, Any] | None:
+def schedule(saved: Values, args: Values, optimizer: Values, batch: int) -> dict[str, Any] | None:
     """Return the fields of our Schedule, and its samples as `done`; None if some are unknown."""
     out = {name: next((saved[key] for key in keys if key in saved), None) for name, keys in SCHEDULE.items()}
     if out["start_wd"] is None:
@@ -187,9 +163,8 @@ def schedule(
         out |= {name: (out[name] or 0) * batch for name in ("warmup", "decay", "done")}
     if not out["decay"] or any(out[name] is None for name in ("max_lr", "min_lr", "style", "warmup", "done", "end_wd")):
         return None
-    out["wd_samples"] = (
-        out["wd_samples"] or args.get("train_samples", args.get("train_iters", 0) * batch) or out["decay"]
-    )
+    samples = args.get("train_samples", args.get("train_iters", 0) * batch)
+    out["wd_samples"] = out["wd_samples"] or samples or out["decay"]
     return out | {
         "wd_style": out["wd_style"] or "constant",
         "init_lr": args.get("lr_warmup_init", 0.0),
@@ -214,18 +189,11 @@ def loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     elif old is not None and hasattr(old, "scale_window"):
         dynamic, scale, hysteresis = True, old.cur_scale, getattr(old, "cur_hysteresis", 1)
         clean = max(old.cur_iter - old.last_overflow_iter - 1, 0) % max(old.scale_window, 1)
-    return {
-        "dynamic": dynamic,
-        "scale": float(scale),
-        "growth_tracker": int(clean),
-        "hysteresis_tracker": int(hysteresis),
-        "in_a_row": 0,
-    }
+    trackers = {"growth_tracker": int(clean), "hysteresis_tracker": int(hysteresis), "in_a_row": 0}
+    return {"dynamic": dynamic, "scale": float(scale), **trackers}
 
 
-def state_beside_weights(
-    tree: dict[str, Any], args: Mapping[str, Any], rows: int | None, notes: list[str]
-) -> dict[str, Any]:
+def state_beside_weights(tree: Values, args: Values, rows: int | None, notes: list[str]) -> dict[str, Any]:
     """Return as much of the run's state as is known; without a schedule the flags give it."""
     optimizer = tree.get("optimizer")
     if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):  # one of several in a chain

@@ -74,25 +74,17 @@ class Target:
         return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def files(
-    source: Source, tensor_parallel: int, pipeline_parallel: int, padded_vocab: int, with_optimizer: bool
-) -> dict[str, Produce]:
+def files(source: Source, t: int, p: int, padded: int, with_optimizer: bool) -> dict[str, Produce]:
     """Return what writes each file of the step's folder; ranks can share them."""
     config = {f.name: source.config[f.name] for f in fields(Model) if f.name in source.config}
     optimizer = with_optimizer and source.has_optimizer and bool(source.state)
     if optimizer and "schedule" not in source.state:
-        notice(
-            f"{source.folder} does not state its schedule: Megatron-LM will need --no-load-optim; Meshwright will not"
-        )
-    target = Target(
-        source, source.tensors, Model(**config), tensor_parallel, pipeline_parallel, padded_vocab, optimizer
-    )
+        notice(f"{source.folder} does not state its schedule: Megatron-LM needs --no-load-optim; Meshwright does not")
+    target = Target(source, source.tensors, Model(**config), t, p, padded, optimizer)
     check(target)
     return {
-        f"mp_rank_{tp:02d}{f'_{pp:03d}' if pipeline_parallel > 1 else ''}/{MODEL}": functools.partial(
-            write, target, tp, pp
-        )
-        for tp, pp in product(range(tensor_parallel), range(pipeline_parallel))
+        f"mp_rank_{tp:02d}{f'_{pp:03d}' * (p > 1)}/{MODEL}": functools.partial(write, target, tp, pp)
+        for tp, pp in product(range(t), range(p))
     }
 
 
@@ -255,10 +247,8 @@ def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
         common | {"params": list(n), "wd_mult": share, "weight_decay": decay * share}
         for n, share in zip(numbers, (1.0, 0.0), strict=True)
     ]
-    moments = {
-        i: {kind: part(target, f"{ours}/{kind}", tp) for kind in MOMENTS}
-        for i, ours in enumerate(groups[0] + groups[1])
-    }
+    order = enumerate(groups[0] + plain)
+    moments = {i: {kind: part(target, f"{ours}/{kind}", tp) for kind in MOMENTS} for i, ours in order}
     inner = {"state": moments, "param_groups": param_groups}
     if target.dtype == getattr(torch, target.tensors["wte.weight"].dtype):
         return inner

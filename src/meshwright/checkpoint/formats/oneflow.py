@@ -29,7 +29,7 @@ from meshwright.checkpoint.formats import pickles
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.sources import Mapped, Piece
 from meshwright.checkpoint.steps import LIBAI, ONEFLOW
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,11 @@ LIKE_MEGATRON = {
     "embeddings.position_embeddings.": "embedding.position_embeddings.",
     "transformer.layernorm_f.": "transformer.final_layernorm.",
 }
+
+
+OFF = "bias_gelu_fusion openai_gelu swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm"
+FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
+FIXED |= {"normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute"}
 
 
 def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
@@ -91,20 +96,19 @@ def variable(folder: Path, name: str) -> torch.Tensor:
     import torch
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
-        raise UserError(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read", BAD_DATA)
+        raise bad_data(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read")
     path, meta = folder / name / "out", folder / name / "meta"
     text = read_small(meta, META_LIMIT).decode(errors="replace")
     parts = META.fullmatch(text)
     if not parts or parts[2] not in TYPES:
-        raise UserError(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}", BAD_DATA)
+        raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
     shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
     count = math.prod(shape)
     found = path.lstat() if path.exists() else None
     if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != count * dtype.itemsize or not count:
-        size = (
-            "there is no plain file" if found is None or not stat.S_ISREG(found.st_mode) else f"{found.st_size:,} bytes"
-        )
-        raise UserError(f"{path}: {size}, by {meta.name} it has {count * dtype.itemsize:,} bytes", BAD_DATA)
+        is_file = found is not None and stat.S_ISREG(found.st_mode)
+        size = f"{found.st_size:,} bytes" if found and is_file else "there is no plain file"
+        raise bad_data(f"{path}: {size}, by {meta.name} it has {count * dtype.itemsize:,} bytes")
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
 
 
@@ -118,7 +122,7 @@ def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
     tree = pickles.load(file, trust=trust)
     data = tree.get("data") if isinstance(tree, dict) else None
     if not isinstance(data, dict) or tree.get("protocol_version") != 1:
-        raise UserError(f"{file}: not what flow.save wrote, a dict with protocol_version 1", BAD_DATA)
+        raise bad_data(f"{file}: not what flow.save wrote, a dict with protocol_version 1")
     out = {}
     for name, tensor in data.items():
         state = getattr(tensor, "state", None)
@@ -128,7 +132,7 @@ def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
         elif isinstance(held, torch.Tensor) and held.is_floating_point():
             out[str(name)] = held
         else:
-            raise UserError(f"{file}: {str(name)[:100]} is not one of OneFlow's tensors", BAD_DATA)
+            raise bad_data(f"{file}: {str(name)[:100]} is not one of OneFlow's tensors")
     return out
 
 
@@ -177,7 +181,7 @@ def by_our_names(folder: Path, theirs: Mapping[str, torch.Tensor], ours: Any) ->
     unknown = [key for key, name in found.items() if name is None]
     if unknown or not any(name == "wte.weight" and theirs[key].ndim == 2 for key, name in found.items()):
         what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "it has no table of tokens"
-        raise UserError(f"{folder}: not a GPT of LiBai or OneFlow-GPT: {what}", BAD_DATA)
+        raise bad_data(f"{folder}: not a GPT of LiBai or OneFlow-GPT: {what}")
     return {name: theirs[key] for key, name in found.items() if name is not None}
 
 
@@ -218,21 +222,10 @@ def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any
         if name not in weights or tuple(weights[name].shape) != shape
     ]
     if wrong:
-        raise UserError("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]), BAD_DATA)
+        raise bad_data("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]))
     return {
         "num_layers": layers,
         "hidden_size": width,
         "ffn_hidden_size": ffn,
         "max_position_embeddings": positions,
-        "bias_gelu_fusion": False,
-        "openai_gelu": False,
-        "swiglu": False,
-        "squared_relu": False,
-        "glu_activation": None,
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "position_embedding_type": "learned_absolute",
-        "untie_embeddings_and_output_weights": False,
-        "num_query_groups": None,
-        "embed_layernorm": False,
-    }, weights
+    } | FIXED, weights

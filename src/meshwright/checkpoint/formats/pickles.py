@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.formats import archive
 from meshwright.checkpoint.formats.unpickler import STORAGES, Name, Reader, Stub
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def load(path: str | Path, begin: int = 0, length: int | None = None, trust: boo
     full = memoryview(mapped(path))
     end = len(full) if length is None else begin + length
     if not 0 <= begin < end <= len(full):
-        raise UserError(f"{path}: it has {len(full):,} bytes, and bytes {begin:,} to {end:,} are wanted", BAD_DATA)
+        raise bad_data(f"{path}: it has {len(full):,} bytes, and bytes {begin:,} to {end:,} are wanted")
     data = full[begin:end]
     try:
         if trust:
@@ -62,7 +62,7 @@ def load(path: str | Path, begin: int = 0, length: int | None = None, trust: boo
         return read_archive(data) if bytes(data[:4]) == b"PK\3\4" else read_stream(data)
     except Exception as error:  # damaged, hostile and trusted files can fail in any way
         reason = str(error) if type(error) in (ValueError, *ValueError.__subclasses__()) else f"damaged: {error!r:.300}"
-        raise UserError(f"{path}: not a checkpoint that can be read: {reason}", BAD_DATA) from error
+        raise bad_data(f"{path}: not a checkpoint that can be read: {reason}") from error
 
 
 def mapped(path: Path) -> mmap.mmap:
@@ -70,18 +70,17 @@ def mapped(path: Path) -> mmap.mmap:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or not found.st_size:
-            raise UserError(f"{path}: {'empty' if stat.S_ISREG(found.st_mode) else 'not a file'}", BAD_DATA)
+            raise bad_data(f"{path}: {'empty' if stat.S_ISREG(found.st_mode) else 'not a file'}")
         key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         known = mappings.get(key)
         if known is None:
+            flags, access = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             with open(path, "rb") as file:
-                known = mmap.mmap(
-                    file.fileno(), found.st_size, mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-                )
+                known = mmap.mmap(file.fileno(), found.st_size, flags, access)
             mappings[key] = known
         return known
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}", BAD_DATA) from error
+        raise bad_data(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def run(path: Path, part: memoryview | None) -> Any:
@@ -133,9 +132,8 @@ def read_stream(data: memoryview) -> Any:
         return first
     version, system = reader.load(), reader.load()
     if version != PROTOCOL or type(system) is not dict or not system.get("little_endian"):
-        raise ValueError(
-            f"torch's old form in version {version!r:.20}, or big-endian; load it with torch.load and save it again"
-        )
+        what = f"torch's old form in version {version!r:.20}, or big-endian"
+        raise ValueError(f"{what}; load it with torch.load and save it again")
     begin, sizes, places = reader.position, dict[str, int](), dict[str, int]()
 
     def announce(key: str, size: int) -> None:
@@ -152,9 +150,8 @@ def read_stream(data: memoryview) -> Any:
         (count,) = struct.unpack("<q", data[at : at + 8])
         places[key], at = at + 8, at + 8 + sizes[key]
         if at > len(data) or (count and sizes[key] % count) or (not count and sizes[key]):
-            raise ValueError(
-                f"the storage {key!r} of {sizes[key]:,} bytes is cut short, or declared to have {count:,} numbers"
-            )
+            what = f"the storage {key!r} of {sizes[key]:,} bytes"
+            raise ValueError(f"{what} is cut short, or declared to have {count:,} numbers")
     reader.place, reader.position = lambda key, size: places[key], begin
     return reader.load()
 
@@ -209,9 +206,8 @@ class Pickler(pickle.Pickler):
 def storage_classes() -> dict[torch.dtype, Any]:
     import torch
 
-    return {
-        getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items() if name != "Untyped"
-    }
+    typed = {name: dtype for name, dtype in STORAGES.items() if name != "Untyped"}
+    return {getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in typed.items()}
 
 
 def numel(value: torch.Tensor | Later, after: int = 0) -> int:
@@ -237,8 +233,7 @@ def bytes_of(tensor: torch.Tensor | Later) -> memoryview:
 
     made = tensor.make() if isinstance(tensor, Later) else tensor
     if tuple(made.shape) != tuple(tensor.shape) or made.dtype != tensor.dtype:
-        raise ValueError(
-            f"{tuple(tensor.shape)} {tensor.dtype} was promised, {tuple(made.shape)} {made.dtype} was made"
-        )
+        promised = f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise ValueError(f"{promised} was promised, {tuple(made.shape)} {made.dtype} was made")
     flat = made.detach().cpu().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

@@ -26,15 +26,13 @@ from meshwright.checkpoint.formats import core_buffers, megatron_state, pickles
 from meshwright.checkpoint.formats import megatron_names as names
 from meshwright.checkpoint.formats.megatron_ranks import Boxes, Parameter, Rank, empty, measure_model
 from meshwright.checkpoint.sources import Mapped
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 from meshwright.parallel import shard
 
 PREFIX = re.compile(r"(?:(?:model|module)\d*\.)*")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-BESIDE = re.compile(
-    r".*_extra_state.*|.*inv_freq|(rng_state|rerun_state|optimizer|opt_param_scheduler|iteration|args)\b.*"
-)
+BESIDE = re.compile(r".*(_extra_state.*|inv_freq)|((rng|rerun)_state|optimizer|opt_param_scheduler|iteration|args)\b.*")
 # Options of networks that we do not build, and their values that change nothing.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
@@ -83,7 +81,7 @@ def from_tensors(folder: Path, common: dict[str, Any], tensors: dict[str, Stored
     args, notes = megatron_state.namespace(common.get("args")), list[str]()
     for option, harmless in OTHERS.items():
         if args.get(option) is not None and args[option] not in harmless:
-            raise UserError(f"{folder}: its model has {option} {args[option]}, which we do not build", BAD_DATA)
+            raise bad_data(f"{folder}: its model has {option} {args[option]}, which we do not build")
     rank = Rank(folder, 0, 0, common, [list(parameters(folder, tensors))])
     layers = {int(p.name.split(".")[1]) for p in rank.parameters if p.name.startswith("h.")}
     sizes = measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
@@ -117,26 +115,20 @@ def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[st
     if not optimizer:
         found = {key: tensor for key, tensor in found.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
     for index, info in metadata.storage_data.items():
-        tensor = found.get(index.fqn)
-        if tensor is None or not (
-            STATE.fullmatch(index.fqn) or core_buffers.KEY.fullmatch(index.fqn) or meaning(index.fqn)
-        ):
+        key, tensor = index.fqn, found.get(index.fqn)
+        if tensor is None or not (STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or meaning(key)):
             continue
         if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(info, "transform_descriptors", None):
-            raise UserError(
-                f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}", BAD_DATA
-            )
+            raise bad_data(f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}")
         view = pickles.load(folder / info.relative_path, info.offset, info.length, trust)
         at = tuple(index.offset) if index.offset is not None else (0,) * view.ndim
         if not inside(Box(at, tuple(view.shape)), tensor.shape):
-            raise UserError(f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}", BAD_DATA)
+            raise bad_data(f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}")
         tensor.boxes.append((at, view))
     for key, tensor in found.items():
         held = sum(view.numel() for _, view in tensor.boxes)
         if tensor.boxes and held != prod(tensor.shape):
-            raise UserError(
-                f"{folder}: parts of {key} {tensor.shape} are missing or duplicated: {held:,} elements", BAD_DATA
-            )
+            raise bad_data(f"{folder}: parts of {key} {tensor.shape} are missing or duplicated: {held:,} elements")
     return found
 
 
@@ -167,7 +159,7 @@ def parameters(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[Paramete
     found: dict[str, Parameter] = {}
     strange = [key for key in tensors if not (STATE.fullmatch(key) or meaning(key) or BESIDE.fullmatch(key))]
     if strange:
-        raise UserError(f"{folder}: {strange[0][:200]} is not a known parameter of a GPT", BAD_DATA)
+        raise bad_data(f"{folder}: {strange[0][:200]} is not a known parameter of a GPT")
     for key, tensor in tensors.items():
         if not STATE.fullmatch(key) and (means := meaning(key)):
             add(found, "", means, tensor)
@@ -228,6 +220,4 @@ def complete_optimizer(rank: Rank) -> None:
 
 def tensor_ranks(tensors: Mapping[str, Stored]) -> int:
     """Return over how many ranks the table of tokens is cut."""
-    return next(
-        len(tensor.boxes) for key, tensor in tensors.items() if key.endswith("embedding.word_embeddings.weight")
-    )
+    return next(len(t.boxes) for key, t in tensors.items() if key.endswith("embedding.word_embeddings.weight"))

@@ -45,23 +45,15 @@ INERT_NAMES = {
     *(f"builtins.{name}" for name in ("list", "dict", "tuple", "int", "float", "str", "bool")),
     *("torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"),
 }
-DTYPES = {
-    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"),
-    *("uint64", "bool", "float8_e4m3fn", "float8_e5m2"),
-}
-STORAGES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "Untyped": "uint8",
-}
+DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool".split()
+DTYPES += ["float8_e4m3fn", "float8_e5m2"]
+STORAGES = dict(
+    pair.split(":")
+    for pair in (
+        "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 "
+        "Byte:uint8 Bool:bool Untyped:uint8"
+    ).split()
+)
 # NumPy's codes: kind and bytes, such as f8.
 NUMPY = {f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
@@ -148,6 +140,7 @@ COSTS |= dict.fromkeys(codes("INT LONG BININT BININT1 BININT2 BINFLOAT"), 32)
 COSTS |= dict.fromkeys(codes("TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST"), 72)
 COSTS |= dict.fromkeys(LONGS | TEXTS | STRINGS | BYTES, 72)
 COSTS |= {pickle.EMPTY_DICT[0]: 80, pickle.EMPTY_SET[0]: 232}
+PLAIN = {code: STEP + cost for code, cost in COSTS.items() if not LENGTHS[code] and code != STOP}
 
 # Instructions that are replaced: how the operands become a tuple, and the Reader method for it.
 CALLS = {
@@ -222,6 +215,10 @@ class Reader:
         while code != STOP:
             start = at
             code = data[at] if at < end else -1
+            if code in PLAIN:
+                self.charge(PLAIN[code])
+                at += 1
+                continue
             replaced, length = REPLACED.get(code), LENGTHS.get(code, 0)
             if replaced is None and code not in COSTS:
                 self.check_end(at, 1)
@@ -428,9 +425,8 @@ class Reader:
         count = math.prod(size)
         last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if (count and last >= storage.count) or count > storage.count:
-            raise Refused(
-                f"a tensor of {size}, strides {stride}, from {offset:,} on a storage of {storage.count:,} numbers"
-            )
+            what = f"a tensor of {size}, strides {stride}, from {offset:,}"
+            raise Refused(f"{what} on a storage of {storage.count:,} numbers")
         if not count:
             return torch.empty(size, dtype=storage.dtype)
         place = storage.dtype, storage.begin
@@ -438,10 +434,9 @@ class Reader:
             self.flat[place] = torch.frombuffer(self.data, dtype=place[0], count=storage.count, offset=place[1])
         return self.flat[place].as_strided(size, stride, offset)
 
-    def tensor_of_bytes(
-        self, storage: Any, offset: Any, size: Any, stride: Any, _g: Any, _h: Any, dtype: Any, *_: Any
-    ) -> torch.Tensor:
+    def tensor_of_bytes(self, storage: Any, *args: Any) -> torch.Tensor:
         """Return a tensor on a storage of bytes; strides and offset count elements."""
+        offset, size, stride, _, _, dtype, *_ = args
         if not isinstance(storage, Storage) or not is_dtype(dtype):
             raise Refused("a tensor without a storage or type")
         count = storage.count * storage.dtype.itemsize // dtype.itemsize
@@ -529,10 +524,7 @@ class Reader:
     # The finished tree
 
     def measure(self, value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
-        """Return how many values a walk meets, and how deep.
-
-        A few lists that hold each other make billions.
-        """
+        """Return how many values a walk meets, and how deep; few lists can hold billions."""
         children: Iterable[Any]
         if isinstance(value, (list, tuple, set)):
             children = value
@@ -563,9 +555,8 @@ def is_dtype(value: Any) -> bool:
 
 
 def are_sizes(values: Any) -> bool:
-    return (
-        type(values) in (tuple, list) and len(values) <= 16 and all(type(v) is int and 0 <= v < 1 << 60 for v in values)
-    )
+    is_short = type(values) in (tuple, list) and len(values) <= 16
+    return is_short and all(type(v) is int and 0 <= v < 1 << 60 for v in values)
 
 
 FUNCTIONS = {
