@@ -106,18 +106,12 @@ def held(source: Mapped, order: Sequence[str], place: range) -> Iterator[tuple[s
     first, last = place.start == 0, len(place) == 1
     layers = 1 + max(int(name.split(".")[1]) for name in source.tensors if name.startswith("h."))
     here = range(place.start * layers // place.stop, (place.start + 1) * layers // place.stop)
-    if first:
-        yield from ((name, False) for name in ("wte.weight", "wpe.weight") if name in source.tensors)
-    for layer in here:
-        for part in order:
-            names = (f"h.{layer}.{part}.{kind}" for kind in ("weight", "bias"))
-            yield from ((name, False) for name in names if name in source.tensors)
-    if last:
-        yield from ((name, False) for name in ("ln_f.weight", "ln_f.bias") if name in source.tensors)
-        if "lm_head.weight" in source.tensors:
-            yield "lm_head.weight", False
-        elif not first:
-            yield "wte.weight", True
+    names = ["wte.weight", "wpe.weight"] * first
+    names += [f"h.{layer}.{part}.{kind}" for layer in here for part in order for kind in ("weight", "bias")]
+    names += ["ln_f.weight", "ln_f.bias", "lm_head.weight"] * last
+    yield from ((name, False) for name in names if name in source.tensors)
+    if last and not first and "lm_head.weight" not in source.tensors:
+        yield "wte.weight", True
 
 
 def share(name: str, shape: Shape, tensor_ranks: int) -> Shape:

@@ -201,8 +201,7 @@ def read_universal(folder: Path, trust: bool) -> tuple[list[Rank], list[int]]:
 
 def read_tensor(path: Path, trust: bool) -> torch.Tensor:
     value = pickles.load(path, trust=trust)
-    tensor: torch.Tensor = value["param"] if isinstance(value, dict) else value
-    return tensor
+    return value["param"] if isinstance(value, dict) else value  # type: ignore[no-any-return]
 
 
 def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
@@ -255,12 +254,7 @@ class Stretch(NamedTuple):
 
 
 def optimizer_states(
-    folder: Path,
-    ranks: Sequence[Rank],
-    layers: Sequence[int],
-    models: Sequence[dict[str, Any]],
-    trust: bool,
-    notes: list[str],
+    folder: Path, ranks: list[Rank], layers: list[int], models: list[dict[str, Any]], trust: bool, notes: list[str]
 ) -> dict[str, Any]:
     """Fill the parameters' values, stage by stage, without later copies of the embedding."""
     files, beside = matching(folder, SHARE), dict[str, Any]()

@@ -139,8 +139,7 @@ class Given:
         self.used: set[str] = set()
 
     def number(self, key: str, default: int | None = None) -> int:
-        value = self.config.get(key)
-        value = default if value is None else value
+        value = default if self.config.get(key) is None else self.config[key]
         if type(value) is not int or not 0 < value < 1 << 31:
             raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be an integer of at least 1")
         return value

@@ -173,14 +173,9 @@ def choose(m: Model) -> tuple[str, list[str]]:
 def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
     """Return the contents of config.json."""
     m = saved.model
-    common = {
-        "model_type": kind,
-        "architectures": [ARCHITECTURES[kind]],
-        "vocab_size": wte.shape[0],
-        "tie_word_embeddings": "lm_head.weight" not in saved.source.tensors,
-        "initializer_range": m.init_method_std,
-        "torch_dtype": TORCH[wte.dtype],
-    }
+    common = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
+    common |= {"initializer_range": m.init_method_std, "torch_dtype": TORCH[wte.dtype]}
+    common["tie_word_embeddings"] = "lm_head.weight" not in saved.source.tensors
     if kind == "gpt2":
         return common | {
             "n_embd": m.hidden_size,
@@ -190,8 +185,7 @@ def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
             "n_positions": saved.require_positions(),
             "layer_norm_epsilon": m.layernorm_epsilon,
             "activation_function": "gelu" if m.activation == "gelu" else "gelu_new",
-            "embd_pdrop": m.hidden_dropout,
-            "resid_pdrop": m.hidden_dropout,
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), m.hidden_dropout),
             "attn_pdrop": m.attention_dropout,
         }
     return common | {
@@ -204,8 +198,7 @@ def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": saved.require_positions(),
         "rms_norm_eps": m.layernorm_epsilon,
-        "attention_bias": m.add_bias_linear,
-        "mlp_bias": m.add_bias_linear,
+        **dict.fromkeys(("attention_bias", "mlp_bias"), m.add_bias_linear),
         "attention_dropout": m.attention_dropout,
         "rope_theta": m.rotary_base,
         # transformers 4 reads rope_theta, 5 this:
@@ -230,11 +223,6 @@ class Plan:
         boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
         read = (sum(end - begin for begin, end in spans), *inner)
         return Part(name, ours, boxes, read, NAMES[self.dtype or known.dtype], transposed and len(read) == 2)
-
-    def half(self, name: str, ours: str, which: int) -> Part:
-        """Return one half of a gated MLP's first product."""
-        part = self.part(name, ours, [(which, which + 1)])
-        return part._replace(read=part.read[1:])
 
     def copies(self, names: dict[str, str], transposed: bool = False) -> Iterator[Part]:
         """Yield the weights and biases that exist."""
@@ -279,7 +267,8 @@ def llama(plan: Plan) -> Iterator[Part]:
                     yield plan.part(f"{theirs}.self_attn.{x}_proj{end}", f"{ours}.attn.qkv{end}", rows)
             if f"{ours}.mlp.fc{end}" in plan.source.tensors:
                 for which, x in enumerate(("gate", "up")):
-                    yield plan.half(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", which)
+                    part = plan.part(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", [(which, which + 1)])
+                    yield part._replace(read=part.read[1:])  # without the dimension of the halves
         names = LLAMA_NORMS | {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
         yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
     yield from plan.copies({"lm_head": "lm_head"})

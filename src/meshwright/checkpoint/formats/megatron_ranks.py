@@ -115,10 +115,10 @@ class Sizes:
         heads = args.get("num_attention_heads", heads)
         t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
         if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
-            width = projection[-1] * t
             if heads is None:
                 raise bad_data(f"{first.path} does not say how many heads there are: give --num-attention-heads")
-            raise bad_data(f"{first.path} has {width} columns, not a multiple of --num-attention-heads {heads}")
+            what = f"{projection[-1] * t} columns for its heads, not a multiple of --num-attention-heads {heads}"
+            raise bad_data(f"{first.path} has {what}")
         head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t
         return cls(
             t=t,
@@ -192,11 +192,8 @@ def check_shapes(ranks: Sequence[Rank], sizes: Sizes) -> None:
         for p in rank.parameters:
             want = sizes.rank_shape("wte.weight" if p.part == COPY else p.part)
             if p.shape != want:
-                raise bad_data(
-                    f"{rank.path}: {p.name} is {p.shape}, but "
-                    f"{want} follows from {sizes.heads} heads of {sizes.head_dim} "
-                    "and the other shapes; is --num-attention-heads right?"
-                )
+                why = f"{sizes.heads} heads of {sizes.head_dim} and the other shapes; is --num-attention-heads right?"
+                raise bad_data(f"{rank.path}: {p.name} is {p.shape}, but {want} follows from {why}")
 
 
 def one_box(tensor: torch.Tensor) -> Boxes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,7 @@ def namespace(args: Any) -> dict[str, Any]:
 
 
 def as_source(
-    kind: str,
-    folder: Path,
-    ranks: Sequence[Rank],
-    sizes: Sizes,
-    args: Mapping[str, Any],
-    notes: list[str],
-    version: float = 3.0,
+    kind: str, folder: Path, ranks: list[Rank], sizes: Sizes, args: Values, notes: list[str], version: float = 3.0
 ) -> Mapped:
     """Return the ranks' parameters as a source, with the settings that their files state."""
     pieces = lay_out(ranks, sizes, version)
@@ -120,7 +114,7 @@ def state(tree: Values, args: Values, iteration: int, rows: int | None, notes: l
     if not isinstance(optimizer, dict):
         return {}
     schedules = (tree.get(key) for key in ("opt_param_scheduler", "lr_scheduler"))
-    saved: dict[str, Any] = next((found for found in schedules if isinstance(found, dict)), {})
+    saved: Values = next((found for found in schedules if isinstance(found, dict)), {})
     batch = batch_size(args)
     consumed = args.get("consumed_train_samples") or iteration * batch
     if not consumed and iteration:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from meshwright.checkpoint.formats import megatron_names as names
 from meshwright.checkpoint.formats import pickles
 from meshwright.checkpoint.formats.megatron import MODEL
 from meshwright.checkpoint.formats.megatron_ranks import MOMENTS
+from meshwright.checkpoint.formats.megatron_state import SCHEDULE
 from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.console import notice
@@ -35,12 +36,11 @@ if TYPE_CHECKING:
     import torch
 
 PARTS = ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")  # in Megatron's order
-EMBEDDING, ENCODER = ("language_model", "embedding"), ("language_model", "encoder")
+ENCODER, WORDS = ("language_model", "encoder"), ("language_model", "embedding", "word_embeddings")
 BEFORE: dict[tuple[str, ...], str] = {
-    (*EMBEDDING, "word_embeddings", "weight"): "wte.weight",
-    (*EMBEDDING, "word_embeddings", "norm.weight"): "ln_emb.weight",
-    (*EMBEDDING, "word_embeddings", "norm.bias"): "ln_emb.bias",
-    (*EMBEDDING, "position_embeddings", "weight"): "wpe.weight",
+    (*WORDS, "weight"): "wte.weight",
+    **{(*WORDS, f"norm.{kind}"): f"ln_emb.{kind}" for kind in ("weight", "bias")},
+    ("language_model", "embedding", "position_embeddings", "weight"): "wpe.weight",
 }
 BEHIND: dict[tuple[str, ...], str] = {
     (*ENCODER, "final_layernorm.weight"): "ln_f.weight",
@@ -67,10 +67,9 @@ class Target:
         """The dtype of the weights: the run's if masters are stored too, else the source's."""
         import torch
 
-        config, known = self.source.config, self.tensors["wte.weight"].dtype
-        if not self.optimizer:
-            return getattr(torch, known)  # type: ignore[no-any-return]
-        name = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else known
+        config, name = self.source.config, self.tensors["wte.weight"].dtype
+        if self.optimizer:
+            name = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else name
         return getattr(torch, name)  # type: ignore[no-any-return]
 
 
@@ -241,11 +240,11 @@ def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
         "lr_mult": 1.0,
         "step": state.get("optimizer_steps", state.get("iteration", 0)),
     }
-    decay, first = curve.wd(at) if curve else config.get("weight_decay") or 0.0, len(groups[0])
-    numbers = (range(first), range(first, len(held)))
+    decay, numbers = curve.wd(at) if curve else config.get("weight_decay") or 0.0, list(range(len(held)))
+    cut = len(groups[0])
     param_groups = [
-        common | {"params": list(n), "wd_mult": share, "weight_decay": decay * share}
-        for n, share in zip(numbers, (1.0, 0.0), strict=True)
+        common | {"params": params, "wd_mult": share, "weight_decay": decay * share}
+        for params, share in ((numbers[:cut], 1.0), (numbers[cut:], 0.0))
     ]
     order = enumerate(groups[0] + plain)
     moments = {i: {kind: part(target, f"{ours}/{kind}", tp) for kind in MOMENTS} for i, ours in order}
@@ -266,15 +265,6 @@ def schedule_of(state: dict[str, Any]) -> Schedule | None:
 
 
 def scheduler(curve: Schedule, samples: int) -> dict[str, Any]:
-    return {
-        "max_lr": curve.max_lr,
-        "min_lr": curve.min_lr,
-        "lr_warmup_steps": curve.warmup,
-        "num_steps": samples,
-        "lr_decay_style": curve.style,
-        "lr_decay_steps": curve.decay,
-        "start_wd": curve.start_wd,
-        "end_wd": curve.end_wd,
-        "wd_incr_style": curve.wd_style,
-        "wd_incr_steps": curve.wd_samples,
-    }
+    """Return the schedule under the names of 2022 and 2023."""
+    values = {"done": samples, **asdict(curve)}
+    return {theirs[0]: values[ours] for ours, theirs in SCHEDULE.items()}

@@ -200,21 +200,12 @@ def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any
     }
     fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
     ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
-    shapes: dict[str, tuple[int, ...]] = {
-        "wte.weight": (rows, width),
-        "wpe.weight": (positions, width),
-        "ln_f.weight": (width,),
-        "ln_f.bias": (width,),
-    }
-    for i in range(layers):
-        for name, (out, into) in {
-            "attn.qkv": (3 * width, width),
-            "attn.proj": (width, width),
-            "mlp.fc": (ffn, width),
-            "mlp.proj": (width, ffn),
-        }.items():
-            shapes |= {f"h.{i}.{name}.weight": (out, into), f"h.{i}.{name}.bias": (out,)}
-        shapes |= {f"h.{i}.{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+    parts: dict[str, tuple[int, ...]] = {"ln_1": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width)}
+    parts |= {"ln_2": (width,), "mlp.fc": (ffn, width), "mlp.proj": (width, ffn)}
+    full = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()} | {"ln_f": (width,)}
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, width), "wpe.weight": (positions, width)}
+    for name, shape in full.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     wrong = [f"{name} has no place" for name in weights if name not in shapes]
     wrong += [
         f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, expected {list(shape)}"

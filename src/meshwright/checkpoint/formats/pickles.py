@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import io
+import math
 import mmap
 import pickle
 import stat
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.checkpoint.boxes import strides
 from meshwright.checkpoint.formats import archive
 from meshwright.checkpoint.formats.unpickler import STORAGES, Name, Reader, Stub
 from meshwright.errors import bad_data
@@ -188,10 +190,9 @@ class Pickler(pickle.Pickler):
 
         if isinstance(value, (torch.Tensor, Later)):
             shape = tuple(value.shape)
-            stored = Stored(str(len(self.tensors)), value.dtype, numel(value))
+            stored = Stored(str(len(self.tensors)), value.dtype, math.prod(shape))
             self.tensors.append(value)
-            strides = tuple(numel(value, after) for after in range(1, len(shape) + 1))
-            return torch._utils._rebuild_tensor_v2, (stored, 0, shape, strides, False, OrderedDict())
+            return torch._utils._rebuild_tensor_v2, (stored, 0, shape, strides(shape), False, OrderedDict())
         allowed = (torch._utils._rebuild_tensor_v2, OrderedDict, argparse.Namespace, *storage_classes().values())
         if type(value) in (argparse.Namespace, OrderedDict, torch.dtype) or any(value is known for known in allowed):
             return NotImplemented
@@ -208,13 +209,6 @@ def storage_classes() -> dict[torch.dtype, Any]:
 
     typed = {name: dtype for name, dtype in STORAGES.items() if name != "Untyped"}
     return {getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in typed.items()}
-
-
-def numel(value: torch.Tensor | Later, after: int = 0) -> int:
-    count = 1
-    for size in value.shape[after:]:
-        count *= size
-    return count
 
 
 def write(tree: Any, write: Write) -> None:

@@ -34,17 +34,12 @@ STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp3
 BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 BESIDE = re.compile(r".*(_extra_state.*|inv_freq)|((rng|rerun)_state|optimizer|opt_param_scheduler|iteration|args)\b.*")
 # Options of networks that we do not build, and their values that change nothing.
+OFF = "multi_latent_attention mtp_num_layers hybrid_attention_ratio rotary_interleaved use_rope_scaling quick_geglu"
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (False,),
-    "mtp_num_layers": (0,),
-    "hybrid_attention_ratio": (0.0,),
-    "rotary_interleaved": (False,),
-    "use_rope_scaling": (False,),
+    **dict.fromkeys(OFF.split(), (False,)),  # or 0
+    **dict.fromkeys(("window_size", "no_rope_freq"), ()),
     "rotary_seq_len_interpolation_factor": (1,),
     "softmax_type": ("vanilla",),
-    "window_size": (),
-    "no_rope_freq": (),
-    "quick_geglu": (False,),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
 }
 
@@ -190,8 +185,7 @@ def join_shares(tensor: Stored, shape: Shape) -> Stored:
 
 def add(found: dict[str, Parameter], kind: str, means: Meaning, tensor: Stored) -> None:
     """Give the parameter, or each layer's, its boxes of this kind."""
-    layers = tensor.shape[0] if means.stacked else 1
-    shape = tensor.shape[1:] if means.stacked else tensor.shape
+    layers, shape = (tensor.shape[0], tensor.shape[1:]) if means.stacked else (1, tensor.shape)
     rows = shape[0] if means.half is not None else 0
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
