@@ -92,18 +92,8 @@ def body(folder: str, tp: int, pp: int, options: dict[str, Any]) -> None:
     dist.barrier()
 
 
-SCHEDULER = {
-    "max_lr": 1e-3,
-    "lr_warmup_steps": 16,
-    "num_steps": 80,
-    "lr_decay_style": "cosine",
-    "lr_decay_steps": 800,
-    "min_lr": 1e-5,
-    "start_wd": 0.1,
-    "end_wd": 0.1,
-    "wd_incr_style": "constant",
-    "wd_incr_steps": 800,
-}
+SCHEDULER = {"max_lr": 1e-3, "min_lr": 1e-5, "lr_warmup_steps": 16, "num_steps": 80, "lr_decay_style": "cosine"}
+SCHEDULER |= {"lr_decay_steps": 800, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 800}
 
 
 def arguments(options: dict[str, Any]) -> Namespace:
@@ -186,17 +176,9 @@ def trained(model: Any, config: Any, options: dict[str, Any]) -> Any:
         DistributedDataParallelConfig(use_distributed_optimizer=distributed, bucket_size=options.get("bucket")),
         model,
     )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-3,
-            weight_decay=0.1,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=distributed,
-        ),
-        [wrapped],
-    )
+    adam = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.1}
+    precision = {"bf16": config.bf16, "params_dtype": config.params_dtype, "use_distributed_optimizer": distributed}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**adam, **precision), [wrapped])
     for step in range(2):
         noise = torch.Generator().manual_seed(step)
         for p in model.parameters():

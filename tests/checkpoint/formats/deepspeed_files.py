@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,17 +32,8 @@ from torch import nn
 Values = dict[str, dict[str, torch.Tensor]]  # by kind and name
 MOMENTS = ("exp_avg", "exp_avg_sq")
 H, F, V, P, L = 8, 14, 16, 5, 3
-SCHEDULER = {
-    "max_lr": 1e-3,
-    "warmup_steps": 16,
-    "num_steps": 24,
-    "decay_style": "cosine",
-    "decay_steps": 800,
-    "min_lr": 1e-5,
-    "warmup_tokens": 0,
-    "num_tokens": 0,
-    "decay_tokens": None,
-}
+SCHEDULER = {"max_lr": 1e-3, "min_lr": 1e-5, "warmup_steps": 16, "num_steps": 24, "decay_style": "cosine"}
+SCHEDULER |= {"decay_steps": 800, "warmup_tokens": 0, "num_tokens": 0, "decay_tokens": None}
 ARGS = Namespace(num_attention_heads=2, weight_decay=0.1, consumed_train_samples=24, global_batch_size=8)
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "input_layernorm": (H,),
@@ -276,17 +268,9 @@ def universal(folder: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.checkpoint import ds_to_universal
 
-    ds_to_universal.main(
-        Namespace(
-            input_folder=folder,
-            output_folder=f"{folder}_universal",
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=False,
-            inject_missing_state=False,
-        )
-    )
+    folders = {"input_folder": folder, "output_folder": f"{folder}_universal"}
+    off = {"keep_temp_folder": False, "strict": False, "inject_missing_state": False}
+    ds_to_universal.main(Namespace(**folders, **off, num_extract_workers=1, num_merge_workers=1))
 
 
 def zero_to_fp32(folder: str) -> None:
@@ -299,6 +283,8 @@ def zero_to_fp32(folder: str) -> None:
 
 
 # By hand
+
+SAVED = {"args": ARGS, "iteration": 30, "lr_scheduler": SCHEDULER, "checkpoint_version": 3.0}
 
 
 class Address:
@@ -322,18 +308,13 @@ def as_deepspeeds() -> Iterator[None]:
         "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", Scaler),
     }
     parents = ["deepspeed", "deepspeed.utils", "deepspeed.runtime", "deepspeed.runtime.fp16"]
-    before = {module: sys.modules.get(module) for module in (*parents, *here)}
-    try:
-        sys.modules |= {module: types.ModuleType(module) for module in before}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (*parents, *here):
+            patch.setitem(sys.modules, module, types.ModuleType(module))
         for module, (name, theirs) in here.items():
             setattr(sys.modules[module], name, theirs)
             theirs.__module__, theirs.__qualname__, theirs.__name__ = module, name, name
         yield
-    finally:
-        for module, was in before.items():
-            del sys.modules[module]
-            if was is not None:
-                sys.modules[module] = was
 
 
 def model(gated: bool = False, untied: bool = False, embedding_norm: bool = False) -> Values:
@@ -401,17 +382,8 @@ def write(
         shapes = [OrderedDict((called[n], mine[""][n].shape) for n in group) for group in by_dimension]
         weights = {n: t.bfloat16() for n, t in mine[""].items()}
         module = None if pp else {called[n]: torch.empty(0) if stage == 3 else t for n, t in weights.items()}
-        state = {
-            "module": module,
-            "param_shapes": shapes,
-            "args": ARGS,
-            "iteration": 30,
-            "checkpoint_version": 3.0,
-            "lr_scheduler": SCHEDULER,
-            "checkpoint_info": {"original_vocab_size": V - 3},
-        }
-        if only_weights:
-            state["param_shapes"] = None
+        state = {"module": module, "param_shapes": None if only_weights else shapes, **SAVED}
+        state["checkpoint_info"] = {"original_vocab_size": V - 3}
         if pp:
             save_layers(folder, weights, mp % tp)
         for d in range(dp if stage == 3 else 1):
@@ -502,6 +474,5 @@ def joined_by_hand(root: Path, values: Values) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"param": t, "cat_dim": 0} if t.ndim == 2 else t, path)
             torch.save(torch.tensor(30.0), path.with_name("step.pt"))
-    saved = {"args": ARGS, "iteration": 30, "lr_scheduler": SCHEDULER, "checkpoint_version": 3.0}
-    torch.save(saved, folder / "mp_rank_00_model_states.pt")
+    torch.save(SAVED, folder / "mp_rank_00_model_states.pt")
     return folder

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -348,30 +349,15 @@ def megatron_classes() -> Iterator[None]:
     )
     parents = {name: types.ModuleType(name) for name in ("megatron", "megatron.fp16")}
     added = parents | {module.__name__: module for module in (scaler, enums)}
-    before = {name: sys.modules.get(name) for name in added}
-    sys.modules.update(added)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in added.items():
+            patch.setitem(sys.modules, name, module)
         yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-CURVE = {
-    "max_lr": 1e-3,
-    "min_lr": 1e-5,
-    "lr_warmup_steps": 16.0,
-    "num_steps": 48,
-    "lr_decay_style": "cosine",
-    "lr_decay_steps": 800,
-    "start_wd": 0.01,
-    "end_wd": 0.01,
-    "wd_incr_style": "constant",
-}
+CURVE = {"max_lr": 1e-3, "min_lr": 1e-5, "lr_warmup_steps": 16.0, "num_steps": 48, "lr_decay_style": "cosine"}
+CURVE |= {"lr_decay_steps": 800, "start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "constant"}
 CURVE_2019 = {"start_lr": 1e-3, "min_lr": 1e-5, "warmup_iter": 2, "num_iters": 6}
 CURVE_2019 |= {"decay_style": "cosine", "end_iter": 100}
 Three = tuple[Tensor, Tensor, Tensor]  # a weight and its moments

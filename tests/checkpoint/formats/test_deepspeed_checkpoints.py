@@ -187,15 +187,9 @@ def test_fp16_of_fused_adam_without_zero(tmp_path):
     groups = [[n for n, t in values[""].items() if (t.ndim == 1) == norms] for norms in (False, True)]
     rows = {kind: [torch.cat([t[n].reshape(-1) for n in group]) for group in groups] for kind, t in values.items()}
     states = {i: {kind: rows[kind][i] for kind in ("exp_avg", "exp_avg_sq")} for i in (0, 1)}
-    optimizer = {
-        "optimizer_state_dict": {"state": states, "param_groups": [{"params": [i], "step": 30} for i in (0, 1)]},
-        "fp32_groups_flat": rows[""],
-        "dynamic_loss_scale": True,
-        "cur_scale": 64.0,
-        "cur_iter": 30,
-        "last_overflow_iter": 9,
-        "scale_window": 1000,
-    }
+    inner = {"state": states, "param_groups": [{"params": [i], "step": 30} for i in (0, 1)]}
+    scale = {"cur_scale": 64.0, "cur_iter": 30, "last_overflow_iter": 9, "scale_window": 1000}
+    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": rows[""], "dynamic_loss_scale": True, **scale}
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=optimizer))
     source = deepspeed.open(folder)
     assert_reads(source, expected_tensors(values))

@@ -4,18 +4,21 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from foreign import assert_reads, read_tensors
 
+from helpers import error_of
 from meshwright import __main__ as cli
 from meshwright import tokenizers
 from meshwright.checkpoint import native
 from meshwright.checkpoint.formats import huggingface, huggingface_writer
 from meshwright.checkpoint.formats.huggingface_writer import write
-from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.errors import LOCKED, UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model, Tokenizer
@@ -24,27 +27,10 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.whole, pytest.mark.filterwarnings("ignore")]
 
 VOCAB, LENGTH = 61, 16
-GPT2 = {
-    "vocab_size": VOCAB,
-    "n_positions": LENGTH,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "resid_pdrop": 0,
-    "embd_pdrop": 0,
-    "attn_pdrop": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-LLAMA = {
-    "vocab_size": VOCAB,
-    "max_position_embeddings": LENGTH,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+ZEROS = dict.fromkeys("resid_pdrop embd_pdrop attn_pdrop bos_token_id eos_token_id".split(), 0)
+GPT2 = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, **ZEROS}
+LLAMA = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 40}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 THEIRS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied-erf": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
@@ -92,23 +78,9 @@ def assert_same_logits(mine, other, length=LENGTH):
     torch.testing.assert_close(mine(x, Where()), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
-def values(source):
-    out = {}
-    for name, known in source.tensors.items():
-        out[name] = torch.empty(known.shape, dtype=getattr(torch, known.dtype))
-    source.fill({name: native.full_entry(t) for name, t in out.items()})
-    return out
-
-
-def assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
-
-
 def as_native(root, source):
     """Save the source in our own format and open it."""
-    named = {name: native.full_entry(t) for name, t in values(source).items()}
+    named = {name: native.full_entry(t) for name, t in read_tensors(source).items()}
     state = {"true_vocab_size": source.vocab, "positions": source.config["max_position_embeddings"]}
     native.save(root, 7, named, state, source.config)
     return native.open_step(root / "iter_0000007", 7)
@@ -124,7 +96,7 @@ def test_both_ways(name, tmp_path):
     stored = as_native(tmp_path / "native", source)
     write(stored, tmp_path / "b")
     back = huggingface.open(tmp_path / "b")
-    assert_equal(values(back), values(source))
+    assert_reads(back, read_tensors(source))
     assert back.config == source.config
     said = json.loads((tmp_path / "b" / "config.json").read_text())
     assert said["tie_word_embeddings"] is not source.config["untie_embeddings_and_output_weights"]
@@ -144,9 +116,9 @@ def test_files_of_every_kind(tmp_path):
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     model.transformer.save_pretrained(tmp_path / "bare")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    want = values(huggingface.open(tmp_path / "one"))
+    want = read_tensors(huggingface.open(tmp_path / "one"))
     for name in ("many", "bare"):
-        assert_equal(values(huggingface.open(tmp_path / name)), want)
+        assert_reads(huggingface.open(tmp_path / name), want)
     state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)  # as versions before 4.28 had it
     for name in ("pickle", "pickles"):
@@ -160,10 +132,11 @@ def test_files_of_every_kind(tmp_path):
         where |= dict.fromkeys(half, f"pytorch_model-{i}.bin")
     (tmp_path / "pickles" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
     for name in ("pickle", "pickles"):
-        assert_equal(values(huggingface.open(tmp_path / name)), want)
+        assert_reads(huggingface.open(tmp_path / name), want)
     write(huggingface.open(tmp_path / "one"), tmp_path / "half", dtype="bfloat16", max_shard=20_000)
-    half = values(huggingface.open(tmp_path / "half"))
-    assert_equal(half, {k: v.bfloat16() for k, v in want.items()})
+    source = huggingface.open(tmp_path / "half")
+    half = read_tensors(source)
+    assert_reads(source, {k: v.bfloat16() for k, v in want.items()})
     index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
@@ -212,7 +185,7 @@ def test_a_table_with_more_rows_than_ids_and_one_that_differs(tmp_path):
     save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     source = huggingface.open(tmp_path)
     assert source.config["untie_embeddings_and_output_weights"] and "stay separate" in source.notes[0]
-    assert torch.equal(values(source)["lm_head.weight"], head)
+    assert torch.equal(read_tensors(source)["lm_head.weight"], head)
 
 
 def change_config(folder, **changes):
@@ -253,9 +226,8 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
     ]:
         shutil.copytree(tmp_path / folder, tmp_path / "x")
         change_config(tmp_path / "x", **changes)
-        with pytest.raises(UserError, match=said) as refusal:
-            huggingface.open(tmp_path / "x")
-        assert refusal.value.status == BAD_DATA and str(tmp_path) in str(refusal.value)
+        message = error_of(lambda: huggingface.open(tmp_path / "x"))
+        assert re.search(said, message) and str(tmp_path) in message
         shutil.rmtree(tmp_path / "x")
     change_config(tmp_path / "llama", model_type="mistral", sliding_window=LENGTH, rope_parameters=None, rope_theta=5.0)
     assert huggingface.open(tmp_path / "llama").config["rotary_base"] == 5.0
@@ -300,9 +272,7 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
         break_it(tmp_path / "x", how)
-        with pytest.raises(UserError, match=said) as refusal:
-            huggingface.open(tmp_path / "x")
-        assert refusal.value.status == BAD_DATA
+        assert re.search(said, error_of(lambda: huggingface.open(tmp_path / "x")))
         shutil.rmtree(tmp_path / "x")
     cache = tmp_path / "models--a--b"  # as the library's cache has it: links to ../../blobs
     (cache / "blobs").mkdir(parents=True)
@@ -310,7 +280,7 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     for file in ("config.json", tensors):
         shutil.copy(tmp_path / "good" / file, cache / "blobs" / f"of-{len(file)}")
         (cache / "snapshots" / "1" / file).symlink_to(f"../../blobs/of-{len(file)}")
-    assert_equal(values(huggingface.open(cache / "snapshots" / "1")), values(huggingface.open(tmp_path / "good")))
+    assert_reads(huggingface.open(cache / "snapshots" / "1"), read_tensors(huggingface.open(tmp_path / "good")))
 
 
 def test_settings_they_cannot_express_are_listed(tmp_path):
@@ -328,10 +298,8 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
     ]:
         source = huggingface.open(tmp_path / folder)
         source.config |= changes
-        with pytest.raises(UserError) as refusal:
-            write(source, tmp_path / "out")
-        assert refusal.value.status == BAD_DATA and all(words in str(refusal.value) for words in listed), refusal.value
-        assert len(str(refusal.value).splitlines()) == 1 + len(listed)
+        message = error_of(lambda source=source: write(source, tmp_path / "out"))
+        assert all(words in message for words in listed) and len(message.splitlines()) == 1 + len(listed), message
     source = huggingface.open(tmp_path / "gpt2")
     source.state["network"] = "Mine"
     with pytest.raises(UserError, match="a Mine"):
@@ -342,9 +310,7 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
 def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
     theirs("gpt2").save_pretrained(tmp_path / "a")
     source = huggingface.open(tmp_path / "a")
-    with pytest.raises(UserError, match="not empty") as refusal:
-        write(source, tmp_path / "a")
-    assert refusal.value.status == LOCKED
+    assert "not empty" in error_of(lambda: write(source, tmp_path / "a"), LOCKED)
     (tmp_path / "b").mkdir()
     (tmp_path / "b.tmp").mkdir()
     (tmp_path / "b.tmp" / "mine").write_text("nothing of ours")

@@ -149,15 +149,8 @@ def test_the_generator_is_gpt2(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     f = Form(dtype=torch.float32)
     p = plain(f)
-    config = transformers.GPT2Config(
-        vocab_size=f.vocab,
-        n_positions=f.positions,
-        n_embd=f.hidden,
-        n_layer=f.layers,
-        n_head=f.heads,
-        n_inner=f.ffn,
-        attn_implementation="eager",
-    )
+    sizes = {"n_positions": f.positions, "n_embd": f.hidden, "n_layer": f.layers, "n_head": f.heads, "n_inner": f.ffn}
+    config = transformers.GPT2Config(vocab_size=f.vocab, **sizes, attn_implementation="eager")
     theirs = transformers.GPT2LMHeadModel(config).eval()
     state = {"transformer.wpe.weight": p["positions"]}
     state |= dict.fromkeys(("transformer.wte.weight", "lm_head.weight"), p["tokens"])
@@ -207,16 +200,9 @@ def test_settings_from_arguments(tmp_path: Path) -> None:
     f = Form(bigscience=True, embed_norm=True, gated=True)
     folder = write(tmp_path / "iter_0000007", f, plain(f))
     source = megatron.open(folder)
-    stated = {
-        "glu_activation": "geglu",
-        "position_embedding_type": "learned_absolute",
-        "embed_layernorm": True,
-        "fp16": True,
-        "seq_length": 16,
-        "layernorm_epsilon": 1e-5,
-        "num_query_groups": None,
-        "normalization": "LayerNorm",
-    }
+    stated = {"glu_activation": "geglu", "position_embedding_type": "learned_absolute", "embed_layernorm": True}
+    stated |= {"fp16": True, "seq_length": 16, "layernorm_epsilon": 1e-5}
+    stated |= {"num_query_groups": None, "normalization": "LayerNorm"}
     assert {name: source.config[name] for name in stated} == stated and source.vocab == 61
 
     for place, ours_ in (("alibi", "alibi"), ("rotary", "rope")):
@@ -255,9 +241,9 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
-def change(edit: Callable[[Any], Any], tp: int = 0, name: str = "model_optim_rng.pt") -> Callable[[Path], None]:
+def change(edit: Callable[[Any], Any], rank: str = "00", name: str = "model_optim_rng.pt") -> Callable[[Path], None]:
     def act(folder: Path) -> None:
-        path = folder / f"mp_rank_{tp:02d}" / name
+        path = folder / f"mp_rank_{rank}" / name
         tree = load(path)
         edit(tree)
         torch.save(tree, path)
@@ -287,8 +273,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut short": (lambda f: (f / "mp_rank_01/model_optim_rng.pt").write_bytes(b"PK\3\4") and None, "mp_rank_01"),
     "a list": (lambda f: torch.save([1], f / "mp_rank_01/model_optim_rng.pt"), "holds a list"),
     "no model": (change(lambda t: t.pop("model")), "no model"),
-    "another version": (change(lambda t: t.update(checkpoint_version=2.0), 1), "checkpoint_version 3.0, .* has 2.0"),
-    "another iteration": (change(lambda t: t.update(iteration=8), 1), "iteration 7, .* has 8"),
+    "another version": (change(lambda t: t.update(checkpoint_version=2.0), "01"), "checkpoint_version 3.0, .* has 2.0"),
+    "another iteration": (change(lambda t: t.update(iteration=8), "01"), "iteration 7, .* has 8"),
     "a version in words": (change(lambda t: t.update(checkpoint_version="x")), "checkpoint_version"),
     "a layer less": (
         change(lambda t: [encoder(t).pop(k) for k in list(encoder(t)) if k.startswith("layers.0.")]),
@@ -303,8 +289,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         change(lambda t: setattr(t["args"], "num_attention_heads", 5)),
         "multiple of --num-attention-heads 5",
     ),
-    "copies differ": (change(lambda t: encoder(t)[NORM].mul_(1.5), 1), r"must hold the same h.1.ln_1.weight"),
-    "NaN in a copy": (change(lambda t: encoder(t)[NORM].fill_(float("nan")), 1), "must hold the same"),
+    "copies differ": (change(lambda t: encoder(t)[NORM].mul_(1.5), "01"), r"must hold the same h.1.ln_1.weight"),
+    "NaN in a copy": (change(lambda t: encoder(t)[NORM].fill_(float("nan")), "01"), "must hold the same"),
     "layers of the optimizer exchanged": (change(swap_layers), "not those of the model; add --no-load-optim"),
     "a moment less": (change(lambda t: adam(t)["state"][3].pop("exp_avg")), r"has nothing; add --no-load"),
     "a parameter less": (change(lambda t: adam(t)["param_groups"][1]["params"].pop()), "is of 27 param"),
@@ -398,7 +384,7 @@ def test_data_ranks_that_are_missing(tmp_path: Path) -> None:
 
 def test_tensor_ranks_of_two_types(tmp_path: Path) -> None:
     folder = write(tmp_path / "iter_0000007", Form(tp=2), plain(Form()))
-    change(lambda t: encoder(t).update({WEIGHT: encoder(t)[WEIGHT].float()}), 1)(folder)
+    change(lambda t: encoder(t).update({WEIGHT: encoder(t)[WEIGHT].float()}), "01")(folder)
     with pytest.raises(UserError, match="several types"):
         megatron.open(folder)
 
@@ -406,16 +392,10 @@ def test_tensor_ranks_of_two_types(tmp_path: Path) -> None:
 def test_copies_that_differ_by_rounding_are_reported(tmp_path: Path) -> None:
     f = Form(layers=4, tp=2, pp=2)
     folder = write(tmp_path / "iter_0000007", f, plain(f))
-    path = folder / "mp_rank_01_000/model_optim_rng.pt"
-    tree = load(path)
-    encoder(tree)[NORM][0] *= 1 + 2**-10
-    torch.save(tree, path)
+    change(lambda t: encoder(t)[NORM][0].mul_(1 + 2**-10), "01_000")(folder)
     source = megatron.open(folder)
     assert [note for note in source.notes if "1 tensors" in note and "h.1.ln_1.weight" in note]
-    path = folder / "mp_rank_00_001/model_optim_rng.pt"
-    tree = load(path)
-    tree["model"]["word_embeddings_for_head"]["weight"] += 1
-    torch.save(tree, path)
+    change(lambda t: t["model"]["word_embeddings_for_head"]["weight"].add_(1), "00_001")(folder)
     with pytest.raises(UserError, match="must hold the same wte"):
         megatron.open(folder)
 
@@ -423,16 +403,8 @@ def test_copies_that_differ_by_rounding_are_reported(tmp_path: Path) -> None:
 # Writing
 
 
-CONFIG = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 64,
-    "max_position_embeddings": 16,
-    "layernorm_epsilon": 1e-5,
-    "adam_beta2": 0.95,
-    "fp16": True,
-}
+CONFIG = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+CONFIG |= {"max_position_embeddings": 16, "layernorm_epsilon": 1e-5, "adam_beta2": 0.95, "fp16": True}
 STATE = {
     "iteration": 7,
     "consumed_train_samples": 56,
@@ -442,20 +414,7 @@ STATE = {
     "epochs": [[2, True]],
     "blends": None,
     "loss_scale": {"dynamic": True, "scale": 4096.0, "growth_tracker": 5, "hysteresis_tracker": 1, "in_a_row": 0},
-    "schedule": {
-        "max_lr": 1e-3,
-        "min_lr": 1e-5,
-        "warmup": 16.0,
-        "decay": 800,
-        "style": "cosine",
-        "start_wd": 0.01,
-        "end_wd": 0.01,
-        "wd_samples": 800,
-        "wd_style": "constant",
-        "init_lr": 0.0,
-        "wsd_samples": 0,
-        "wsd_style": "exponential",
-    },
+    "schedule": dataclasses.asdict(Schedule(1e-3, 1e-5, 16.0, 800, "cosine", 0.01, 0.01, 800, "constant")),
 }
 
 
@@ -490,20 +449,14 @@ def test_from_native_and_back(t: int, p: int, tmp_path: Path) -> None:
     assert (back.config, back.state, back.vocab) == (source.config, source.state, source.vocab)
 
 
+LLAMA = {"swiglu": True, "normalization": "RMSNorm", "bf16": True, "fp16": False, "add_bias_linear": False}
+LLAMA |= {"untie_embeddings_and_output_weights": True}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        (
-            Form(gated=True, bias=False, rms=True, untied=True),
-            {
-                "swiglu": True,
-                "normalization": "RMSNorm",
-                "bf16": True,
-                "fp16": False,
-                "add_bias_linear": False,
-                "untie_embeddings_and_output_weights": True,
-            },
-        ),
+        (Form(gated=True, bias=False, rms=True, untied=True), LLAMA),
         (Form(gated=True, bigscience=True, embed_norm=True), {"glu_activation": "geglu", "embed_layernorm": True}),
         (Form(heads=8, groups=4), {"num_attention_heads": 8, "num_query_groups": 4, "fp16": False}),
     ],

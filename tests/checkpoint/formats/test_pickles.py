@@ -10,11 +10,13 @@ import io
 import os
 import pickle
 import random
+import re
 import tracemalloc
 import warnings
 import weakref
 import zipfile
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
+from helpers import error_of
 from meshwright.checkpoint.formats import archive, pickles, unpickler
 from meshwright.errors import BAD_DATA, UserError
 
@@ -206,18 +209,10 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "tar").write_bytes(bytes(257) + b"ustar" + bytes(300))
     (tmp_path / "safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}              ")
     (tmp_path / "big").write_bytes(archive_of({"archive/data.pkl": pickle.dumps({}, 2), "archive/byteorder": b"big"}))
-    for name, says in {
-        ".": "not a file",
-        "absent": "No such file",
-        "empty": "empty",
-        "text": "instruction b'n'",
-        "tar": "tar archive",
-        "safetensors": "instruction",
-        "big": "big-endian",
-    }.items():
-        with pytest.raises(UserError, match=says) as refusal:
-            pickles.load(tmp_path / name)
-        assert refusal.value.status == BAD_DATA
+    says = {".": "not a file", "absent": "No such file", "empty": "empty", "text": "instruction b'n'"}
+    says |= {"tar": "tar archive", "safetensors": "instruction", "big": "big-endian"}
+    for name, said in says.items():
+        assert re.search(said, error_of(partial(pickles.load, tmp_path / name)))
     with pytest.raises(UserError, match="bytes 10 to 30 are wanted"):
         pickles.load(tmp_path / "text", 10, 20)
 

@@ -1,9 +1,8 @@
 """Zip archives of torch.save: find the records in a file, write a new archive in a stream.
 
 Reading is by hand because zipfile builds an object for every entry that a hostile directory lists,
-ignores how many it claims, and does not say where a record's bytes begin, which a mapped file
-needs. Writing uses zipfile, with padding in front of each record, since torch aligns them to 64
-bytes.
+ignores how many it claims, and does not say where a record's bytes begin. Writing uses zipfile,
+with padding in front of each record, since torch aligns them to 64 bytes.
 """
 
 from __future__ import annotations

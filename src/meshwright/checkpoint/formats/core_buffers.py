@@ -1,10 +1,9 @@
 """Megatron-Core's distributed optimizer in memory order ("dp_reshardable", default since 2025).
 
-Each tensor rank and stage has flat buckets of masters and moments, and nothing says which parameter
-is where. That follows from the order in which Megatron-Core fills its buffers: the last parameter
-first, each from a multiple of 64 elements, a bucket ending after a parameter. The order is rebuilt
-here for both kinds of layer (its own, Transformer Engine's) and proved: the sizes of all buckets
-must agree, and the masters, rounded, must be the model's weights.
+Flat buckets of masters and moments do not say which parameter is where. The order is rebuilt for
+both kinds of layer (Megatron-Core's, Transformer Engine's): the last parameter first, each from a
+multiple of 64 elements, a bucket ending after a parameter. It is proved: all sizes of buckets must
+agree, and the masters, rounded, must be the model's weights.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ Weights, here of tensor rank 0:
     layer_03-model_00-model_states.pt   one layer, by its number in the pipeline's list of modules
     mp_rank_00_model_states.pt          one rank: settings, and without a pipeline weights
     zero_pp_rank_0_mp_rank_00_model_states.pt   ZeRO-3: shapes only
-Masters and moments, here of data rank 0, are in `[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt`:
-each data rank's share of one flat buffer per group of parameters. Since DeepSpeed 0.7
-`param_slice_mappings` says which elements belong to which parameter; before, and in ZeRO-3, it
-follows from the order of `param_shapes`. Without ZeRO they are in the mp_rank files, by number.
+Each data rank's share of one flat buffer of masters and moments per group of parameters is in
+`[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt`; its order is that of `param_slice_mappings`, or
+before DeepSpeed 0.7 and in ZeRO-3 of `param_shapes`. Without ZeRO it is in the mp_rank files.
 A universal checkpoint, `global_step500_universal/`, has a folder per parameter, already joined.
 
 Written by hand because DeepSpeed's own readers need the model built, or copy everything, and
@@ -370,11 +369,7 @@ def ordered_stretches(
 def zero3_stretches(
     known: Any, shapes: Sequence[Mapping[str, Shape]], number: int, count: int, sizes: Sequence[int]
 ) -> Iterator[Stretch]:
-    """Yield one rank's stretches under ZeRO-3.
-
-    Every rank has an equal share of every parameter, the last one padded; the groups' buffers are
-    consecutive.
-    """
+    """Yield one rank's stretches under ZeRO-3: an equal, padded share of every parameter."""
     group, start = 0, 0
     for key, shape in ((key, shape) for part in shapes for key, shape in part.items()):
         share = -(-prod(shape) // count)

@@ -1,19 +1,16 @@
 """Open a step of Megatron-LM from 2019 to 2023, or of its descendants: `iter_0005000/`, `release/`.
 
-One file per tensor and pipeline rank holds that rank's part of everything: the model as nested
-dictionaries, and the optimizer's state by number only. The numbers follow the order in which
-Megatron went through its parameters. That order is rebuilt here and proved as far as a file allows:
-every shape must agree, and the beginnings of every master weight, rounded, must be the model's own.
-A master and its moments share a number, so the right masters prove the moments' places. This does
-not prove the order of norms that are all still near 1; and float32 weights in one file with their
-state have no masters, so only the shapes are compared. The state has one of these forms:
+One file per tensor and pipeline rank holds that rank's part: the model as nested dictionaries, and
+the optimizer's state by number, in the order in which Megatron went through its parameters. That
+order is rebuilt here and proved: every shape must agree, and the beginnings of masters, rounded,
+must be the model's own. (This does not prove the order of norms that are all near 1, or of float32
+weights in one file with their state, which have no masters.) The state has one of these forms:
 
     one file    beside the weights, with float32 masters if the weights have half precision
     sharded     early 2023: `mp_rank_00_003/optim.pt` per data rank, each a slice of a flat buffer
     flat        since May 2023: `distrib_optim.pt`, the whole buffer; since autumn 2023 in buckets
 
-Written by hand: Megatron-LM's own loader of these forms is gone, and needed its code, its layout
-and a GPU. Nothing is copied: the result is a table of views (sources.Mapped).
+Written by hand: Megatron-LM's own loader is gone, and needed its code, its layout and a GPU.
 """
 
 from __future__ import annotations
@@ -209,10 +206,7 @@ def flattened(tree: Any, before: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def check_copies(ranks: Sequence[Rank], notes: list[str]) -> None:
-    """Compare what every tensor rank replicates, and the last stage's copy of the token table.
-
-    Differences by rounding are noted; larger ones are refused.
-    """
+    """Compare copies of replicated tensors and of the token table: note rounding, refuse more."""
     first: dict[tuple[str, str, int], tuple[Rank, torch.Tensor]] = {}
     differ: list[str] = []
     for rank in ranks:
@@ -330,7 +324,7 @@ def tensor_of(path: Path, value: Any, shape: Shape, p: Parameter) -> torch.Tenso
 
 
 def from_flat(rank: Rank, path: Path, tree: dict[Any, Any]) -> None:
-    """Read a buffer per chunk, last parameter first, or several buckets, each padded at its end."""
+    """Read a buffer per chunk, last parameter first, or several padded buckets."""
     for number, chunk in enumerate(rank.chunks):
         by_type = tree.get(number)
         if not isinstance(by_type, dict) or len(by_type) != 1 or "per_bucket_numel" in tree:
@@ -393,10 +387,7 @@ def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iter
 
 
 def check_values(rank: Rank, p: Parameter) -> None:
-    """Compare the beginnings of the first and last row of each box of masters with the model.
-
-    A wrong order would pass the comparison of shapes, since layers are alike.
-    """
+    """Compare the first and last row of each box of masters with the model: layers are alike."""
     for offset, master in p.values[""]:
         model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]
         for row in {0, len(master) - 1}:

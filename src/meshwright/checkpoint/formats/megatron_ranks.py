@@ -242,10 +242,7 @@ def lay_out(ranks: Sequence[Rank], sizes: Sizes, version: float) -> dict[str, li
 
 
 def place(run: Run, offset: Shape, box: torch.Tensor) -> Iterator[Piece]:
-    """Yield the part of a box that lies in these rows.
-
-    Where the rows are not adjacent, the box is the whole tensor.
-    """
+    """Yield the part of a box in these rows; if they are not adjacent, the box is the tensor."""
     rows, at = run.rows, list(run.to)
     row = len(at) - box.ndim
     low, high = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(box))

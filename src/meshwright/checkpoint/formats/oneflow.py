@@ -2,16 +2,14 @@
 
 OneFlow writes a variable as a folder of two files: `out`, its bytes, and `meta`, its shape and type
 as text of a protobuf (oneflow/python/framework/check_point_v2.py of Oneflow-Inc/oneflow at
-097825ab, 2021). OneFlow-GPT's `iter500_snapshot/` holds one such folder per variable, by name, and
-an empty `snapshot_done`. In LiBai's `model_0004999/`, `model` was made by flow.save: a pickle whose
-tensors name such folders beside it, or, since 0.9, hold their bytes
-(python/oneflow/framework/check_point_v2.py at 00d0adea).
+097825ab, 2021). OneFlow-GPT's `iter500_snapshot/` holds one such folder per variable. In LiBai's
+`model_0004999/`, `model` is a pickle whose tensors name such folders beside it, or, since 0.9, hold
+their bytes (python/oneflow/framework/check_point_v2.py at 00d0adea).
 
-In both, query, key and value rows are [head, 3, head_dim], as in Megatron since version 2 and here.
-OneFlow-GPT's linear weights are [in, out] (LanguageModeling/GPT/oneflow_gpt/model.py of
-Oneflow-Inc/OneFlow-Benchmark at 0558f05e), and so were LiBai's in the spring of 2022
-(libai/layers/linear.py of Oneflow-Inc/libai at 02ec5e8d); later they are [out, in]
-(libai/models/utils/model_utils/gpt_loader.py at 0ba208ee transposes them). Their GELU is exact.
+In both, query, key and value rows are [head, 3, head_dim], as here; GELU is exact. OneFlow-GPT's
+linear weights are [in, out] (LanguageModeling/GPT/oneflow_gpt/model.py of
+Oneflow-Inc/OneFlow-Benchmark at 0558f05e), as LiBai's in the spring of 2022 (libai/layers/linear.py
+of Oneflow-Inc/libai at 02ec5e8d); later [out, in] (models/utils/model_utils/gpt_loader.py).
 """
 
 from __future__ import annotations
@@ -186,10 +184,7 @@ def by_our_names(folder: Path, theirs: Mapping[str, torch.Tensor], ours: Any) ->
 
 
 def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the settings that the shapes prove, and the weights as [out, in].
-
-    Every tensor must exist and fit.
-    """
+    """Return the settings that the shapes prove, and the weights, all of them, as [out, in]."""
     layers = len({name.split(".")[1] for name in tensors if name.startswith("h.")})
     rows, width = tensors["wte.weight"].shape
     qkv = tensors.get("h.0.attn.qkv.weight")

@@ -1,9 +1,6 @@
-"""Read torch.save files and plain pickles without running anything in them; write them in a stream.
+"""Read torch.save files (a zip, or before 1.6 a stream) and plain pickles without running them.
 
 unpickler.py reads the mapped file: tensors are views of it and take no memory before they are used.
-Both of torch's forms are read, the zip archive and the one before 1.6, where storages follow the
-pickle, and so are plain pickles.
-
 Writing is by hand because torch.save needs all tensors in memory at once. Here a tensor may be a
 `Later`, made when its bytes are due and dropped after them; torch.load sees the same file.
 """

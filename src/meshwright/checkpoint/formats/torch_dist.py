@@ -1,14 +1,12 @@
 """Open `torch_dist` folders of Megatron-Core, and torch.distributed.checkpoint's with its names.
 
-`.metadata` lists each tensor's shape and boxes, and for each box the file and byte where it lies,
-as a torch.save archive. torch's own reader unpickles all of that unguarded, which is why this one
-is written by hand: everything goes through pickles.load, and boxes become views of mapped files.
+`.metadata`, a torch.save archive, lists each tensor's boxes with their file and byte. torch's own
+reader unpickles it unguarded, hence this one by hand: boxes become views of mapped files.
 
 Equal layers are one tensor there, whose first dimension is the layer. Optimizer state is stored
-like the parameters (optimizers that are not distributed, and "fully_reshardable"), or as stretches
-of each rank's share ("fully_sharded_model_space", 2024 and 2025): one more dimension, the last for
-the place in the share, the others counting shares. State saved as it lies in memory
-("dp_reshardable") names no parameter: core_buffers.py. Of two older kinds
+like the parameters, or as stretches of each rank's share ("fully_sharded_model_space"): one more
+dimension, the last for the place in the share, the others counting shares. State saved as it lies
+in memory ("dp_reshardable") names no parameter: core_buffers.py. Of two older kinds
 ("dp_zero_gather_scatter", "fully_sharded_bucket_space") only the weights are read.
 """
 

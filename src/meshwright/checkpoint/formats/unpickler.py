@@ -1,14 +1,11 @@
 """Read a pickle as data: containers, numbers, strings, tensors, inert records of all else.
 
-A pickle is a program. `translate` copies it from the mapped file, instruction by instruction, and
-refuses lengths, memo numbers and amounts that would cost more than COST. It copies what moves
-values; an instruction that would call or change an object (REDUCE, BUILD, SETITEMS, ...) becomes a
-reference to something outside the pickle, which Python's unpickler hands to us, as it hands us
-every global. Nothing that a file names is imported or called, no `__setstate__` or `__hash__` of a
-class runs: a global stands for a function of ours, a dtype, or a `Name`, whose objects are `Stub`s.
-
-pickle.Unpickler alone would let a file of 20 bytes allocate gigabytes (memo numbers, declared
-lengths), hash a tuple of tuples for ever, and call the `__setstate__` of tensors.
+A pickle is a program. `translate` copies what moves values, and refuses lengths, memo numbers and
+amounts that would cost more than COST. An instruction that would call or change an object (REDUCE,
+BUILD, ...) becomes a reference to something outside the pickle, which Python's unpickler hands to
+us, as it does every global. Nothing that a file names is imported or called: a global stands for a
+function of ours, a dtype, or a `Name`, whose objects are `Stub`s. pickle.Unpickler alone would let
+a file of 20 bytes allocate gigabytes, hash a tuple of tuples for ever, and call `__setstate__`.
 """
 
 from __future__ import annotations
@@ -460,7 +457,7 @@ class Reader:
         return tuple(numbers)
 
     def mapping(self, *args: Any) -> dict[Any, Any]:
-        """Return a dict for an OrderedDict or defaultdict, in its order, without attributes."""
+        """Return a dict for an OrderedDict or defaultdict, in its order."""
         result: dict[Any, Any] = {}
         if args and isinstance(args[0], (list, tuple, dict)):
             for key, value in args[0].items() if isinstance(args[0], dict) else args[0]:
