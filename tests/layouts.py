@@ -62,9 +62,9 @@ class Record:
     def __init__(self) -> None:
         self.rows: list[list[float]] = []  # loss; norms of gradients, weights; loss scale; skipped
 
-    def step(self, *numbers: float, **named: Any) -> None:
+    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
         names = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
-        self.rows.append([float(named[n]) for n in names])
+        self.rows.append([float(values[n]) for n in names])
 
     def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float, of: str = "") -> None:
         self.rows.append([loss, 0.0, 0.0, 0.0, 0.0])
