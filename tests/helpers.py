@@ -1,6 +1,4 @@
-"""Helpers that several test modules share: a small model to train, what was printed, what a step
-holds.
-"""
+"""Helpers that several test modules share."""
 
 import contextlib
 import io
@@ -112,10 +110,23 @@ class TinyRun:
 
 
 def printed_losses(folder: Path) -> list[str]:
-    """Return the lines of `report --losses`: iteration, loss, gradient norm and rate, exact to the bit."""
+    """Return the lines of `report --losses`: iteration, loss, gradient norm and rate, exactly."""
     with captured_output() as (lines, _):
         assert main(["report", "--losses", str(folder)]) == 0
     return lines
+
+
+def train_on_texts(folder: Path, texts: list[str], tokenizer: list[str], flags: list[str]) -> Path:
+    """Preprocess the texts, a document each, and train on them; return the run folder."""
+    prefix = str(folder / "a")
+    Path(f"{prefix}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files = ["--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--append-eod"]
+    run = [*"--eval-iters=0 --num-workers=0 --device=cpu --save".split(), str(folder / "run")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
+        assert main(["preprocess", *files, *tokenizer]) == 0
+        assert main(["train", *flags, *run, "--data-path", f"{prefix}_text_document", *tokenizer]) == 0
+    return folder / "run"
 
 
 def free_port() -> int:

@@ -1,12 +1,8 @@
 """Follow one batch from disk to the update of the weights, and count what a reader has to open.
 
-A real run is traced: every function of ours that its second step calls, from the body of the loop
-to the read of the memory-mapped file and the update. Three kinds of functions are not part of the
-walk, and neither is anything that they call:
-
-* the model itself, `part(tokens, where)`, which is one call: to know GPT, read model/gpt.py;
-* what the loop does beside the batch, whose names say it: ASIDE;
-* questions to the layout, the device and the settings: LOOKED_UP.
+Traced are all functions of ours that the second step of a real run calls. Left out, with all that
+they call, are the model itself, what the loop does beside the batch (ASIDE), and questions to the
+layout, the device and the settings (LOOKED_UP).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scoring text: every token once, whatever the windows and batches; the input files; the trigram baseline."""
+"""Scoring text: each token once with any windows and batches; input files; the trigram baseline."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
+from helpers import train_on_texts
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import UserError
@@ -27,46 +28,15 @@ LENGTH = 16
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A model of bytes that has read TEXT a little."""
+    flags = "--num-layers=2 --hidden-size=32 --num-attention-heads=4 --micro-batch-size=8 --lr=1e-2 --train-iters=30"
+    lengths = [f"--seq-length={LENGTH}", f"--max-position-embeddings={LENGTH}"]
     folder = tmp_path_factory.mktemp("learn")
-    (folder / "a.jsonl").write_text((json.dumps({"text": TEXT}) + "\n") * 50)
-    prefix = str(folder / "a")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
-        assert (
-            main(
-                [
-                    "preprocess",
-                    "--input",
-                    f"{prefix}.jsonl",
-                    "--output-prefix",
-                    prefix,
-                    "--append-eod",
-                    "--tokenizer-type=ByteTokenizer",
-                ]
-            )
-            == 0
-        )
-        assert (
-            main(
-                [
-                    *"train --num-layers=2 --hidden-size=32 --num-attention-heads=4 --eval-iters=0".split(),
-                    f"--seq-length={LENGTH}",
-                    f"--max-position-embeddings={LENGTH}",
-                    *"--micro-batch-size=8 --lr=1e-2 --train-iters=30 --num-workers=0 --device=cpu --data-path".split(),
-                    f"{prefix}_text_document",
-                    "--save",
-                    str(folder / "run"),
-                    "--tokenizer-type=ByteTokenizer",
-                ]
-            )
-            == 0
-        )
-    return folder / "run"
+    return train_on_texts(folder, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*flags.split(), *lengths])
 
 
 @pytest.fixture
 def score(run, capsys):
-    """score(flag, ...) -> status, the values of --json, standard error."""
+    """A function of flags that returns the status, the values of --json and standard error."""
 
     def call(*argv):
         capsys.readouterr()
@@ -78,7 +48,7 @@ def score(run, capsys):
 
 
 def plain_loss(model, ids, length, stride):
-    """Nats of ids[1:], one token at a time, each with the context that its window gives it."""
+    """Return the nats of ids[1:], one token at a time, each with the context of its window."""
     total, end = 0.0, length
     for at in range(1, len(ids)):
         if at > end:
@@ -90,8 +60,8 @@ def plain_loss(model, ids, length, stride):
     return total
 
 
-def test_input(score, run, tmp_path):
-    """Loss, perplexity and bits per byte against a plain computation with the same weights."""
+def test_figures_equal_a_plain_computation(score, run, tmp_path):
+    """The figures equal those of a plain computation with the same weights."""
     path = tmp_path / "held out.txt"
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
@@ -107,8 +77,8 @@ def test_input(score, run, tmp_path):
     assert score("--input", path)[1]["loss"] > 3 > got["loss"]  # it knows its own text better
 
 
-def test_json_keys(score, tmp_path):
-    """One document a line; several keys are several documents; blank lines are none; line ends of all kinds."""
+def test_each_key_of_a_line_is_a_document(score, tmp_path):
+    """Blank lines are skipped, and lines may end in any way."""
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"text": "eins", "more": "saß"}\r\n\n{"text": "zwei", "more": "", "n": 3}'.encode())
     one, both = score("--input", path)[1], score("--input", path, "--json-keys", "text", "more")[1]
@@ -127,7 +97,7 @@ def test_several_files_add_up(score, tmp_path):
 
 
 def test_overlapping_eval(score, tmp_path):
-    """Smaller steps give more context and never fewer tokens; larger ones than the length are the length."""
+    """The stride changes the context, not the tokens; at most it is the sequence length."""
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
     by_stride = {stride: score("--input", path, "--overlapping-eval", stride)[1] for stride in (1, 8, 16, 99)}
@@ -139,8 +109,8 @@ def test_overlapping_eval(score, tmp_path):
     assert (short["sequence_length"], short["stride"]) == (4, 2)
 
 
-def test_json(run, capsys, tmp_path):
-    """One line for programs and nothing else on standard output; a table for people, with the same numbers."""
+def test_json_and_table_show_the_same_numbers(run, capsys, tmp_path):
+
     path = tmp_path / "a.txt"
     path.write_text("die Katze")
     capsys.readouterr()
@@ -177,7 +147,7 @@ def test_half_precision(run, capsys, tmp_path, flag):
 
 
 def test_windows_count_every_token_once():
-    """For all small sizes: windows in order, none longer than allowed, each prediction counted in exactly one."""
+    """For all small sizes, windows come in order and none is longer than allowed."""
     for n in range(40):
         for length in range(1, 12):
             for stride in range(1, length + 1):
@@ -190,7 +160,7 @@ def test_windows_count_every_token_once():
 
 
 def test_score_against_a_plain_computation():
-    """Random models and documents of every length, windows of every stride, padded batches."""
+    """Documents of many lengths, several strides, padded batches."""
     torch.manual_seed(0)
     model = GPT(Model(num_layers=1, hidden_size=8, num_attention_heads=2), 257, 260, 9).double().eval()
     documents = ["", "a", "ab", "aß" * 4, "x" * 9, "y" * 10, "zum Beispiel so", ""]
@@ -204,7 +174,7 @@ def test_score_against_a_plain_computation():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("a.txt", None, "does not exist"),
         ("a.txt", b"", "no text to score"),
@@ -217,38 +187,38 @@ def test_score_against_a_plain_computation():
         ("a.jsonl", b'{"text": "a"}\n{"text": ', ":2:"),
     ],
 )
-def test_bad_input(score, tmp_path, name, content, told):
+def test_bad_input_is_refused(score, tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     status, got, err = score("--input", path)
-    assert status == 65 and got is None and told in err and str(path) in err and "Traceback" not in err
+    assert status == 65 and got is None and message in err and str(path) in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "told"),
+    ("flags", "status", "messages"),
     [
-        ([], 2, ["--input is needed"]),
+        ("", 2, ["--input is needed"]),
         (
-            ["--overlapping-eval=0", "--micro-batch-size=0", "--seq-length=-1"],
+            "--overlapping-eval=0 --micro-batch-size=0 --seq-length=-1",
             2,
-            ["--overlapping-eval 0", "--micro-batch-size 0", "--seq-length -1"],
+            ["--overlapping-eval 0", "size 0", "length -1"],
         ),
         (
-            ["--input=FILE", "--num-layers=5", "--seq-length=99"],
+            "--input=FILE --num-layers=5 --seq-length=99",
             65,
-            ["--num-layers 5, the checkpoint has 2", "--seq-length 99, the checkpoint has 16"],
+            ["--num-layers 5, the checkpoint has 2", "h 99, the checkp"],
         ),
-        (["--input=FILE", "--load=/nowhere"], 2, ["/nowhere", "two folders"]),
+        ("--input=FILE --load=/nowhere", 2, ["/nowhere", "two folders"]),
     ],
 )
-def test_refused(score, tmp_path, flags, status, told):
+def test_bad_flags_are_refused(score, tmp_path, flags, status, messages):
     (tmp_path / "a.txt").write_text("a")
-    got, _, err = score(*(f.replace("FILE", str(tmp_path / "a.txt")) for f in flags))
-    assert got == status and all(t in err for t in told), err
+    got, _, err = score(*flags.replace("FILE", str(tmp_path / "a.txt")).split())
+    assert got == status and all(message in err for message in messages), err
 
 
-def test_loss_that_is_not_finite(score, monkeypatch, tmp_path):
+def test_a_loss_that_is_not_finite_is_an_error(score, monkeypatch, tmp_path):
     load = engine.load
 
     def damaged(*args):
@@ -272,7 +242,7 @@ def test_dry_run(run, capsys, tmp_path):
 
 
 class WittenBell:
-    """The same model, from the definition: dictionaries and one byte at a time."""
+    """The same model by its definition, with dictionaries and one byte at a time."""
 
     def __init__(self, train):
         self.orders = [defaultdict(Counter) for _ in range(3)]
@@ -321,7 +291,7 @@ def test_trigram_limits():
 
 
 def test_trigram_speed_and_memory():
-    """5 MB to learn from and one document of 3 MB to score, in seconds and in memory that does not depend on contexts."""
+    """Learning from 5 MB and scoring 3 MB takes seconds and bounded memory."""
     text = b"".join(bytes(random.Random(0).choices(range(97, 123), k=99_999)) + b"\n" for _ in range(50))
     tracemalloc.start()
     start = time.perf_counter()
@@ -332,7 +302,7 @@ def test_trigram_speed_and_memory():
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate"])
-def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, run, tmp_path, command):
+def test_running_out_of_memory_is_explained(monkeypatch, capsys, run, tmp_path, command):
     def fail(*args, **more):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more")
 
@@ -340,12 +310,12 @@ def test_running_out_of_memory_is_told_in_words(monkeypatch, capsys, run, tmp_pa
     monkeypatch.setattr(engine, "load", fail)
     what = ["--input", str(tmp_path / "a.txt")] if command == "evaluate" else ["--prompt", "some"]
     assert main([command, str(run), "--device=cpu", "--micro-batch-size=3", *what]) == 2
-    told = capsys.readouterr().err
-    assert "out of memory: Tried to allocate 2.00 GiB" in told and "--micro-batch-size (now 3)" in told
+    err = capsys.readouterr().err
+    assert "out of memory: Tried to allocate 2.00 GiB" in err and "--micro-batch-size (now 3)" in err
 
 
-def test_flags_without_effect_are_told(score, tmp_path):
-    """The documents pass a training's flags to every command."""
+def test_flags_without_effect_are_noted(score, tmp_path):
+
     (tmp_path / "a.txt").write_text("some text")
     status, _, err = score("--input", tmp_path / "a.txt", "--train-iters", 7)
     assert status == 0 and "note: --train-iters has no effect on this command" in err
@@ -362,7 +332,7 @@ def test_flags_without_effect_are_told(score, tmp_path):
         {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
     ],
 )
-def test_rank_0_alone_evaluates(monkeypatch, capsys, environ):
+def test_only_rank_0_evaluates(monkeypatch, capsys, environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert main(["evaluate", "none", "--input", "none"]) == 0

@@ -1,4 +1,4 @@
-"""Writing text with a trained model: the modes and their files, the cache, and what is refused."""
+"""Generating text with a trained model: the modes and their files, the cache, and refusals."""
 
 import io
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import flip_bit, train_on_texts
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.generation import chat, engine, sampling
@@ -24,50 +25,15 @@ from meshwright.settings.schema import Model, Sampling
 ROOT = Path(__file__).resolve().parents[2]
 CAT, DOG, BEAR = SENTENCES = ["the cat sat.", "a dog ran.", "ein Bär."]
 LENGTH = 24
-SHAPE = [
-    "--num-layers=2",
-    "--hidden-size=32",
-    "--num-attention-heads=4",
-    f"--seq-length={LENGTH}",
-    f"--max-position-embeddings={LENGTH}",
-]
-
-
-def corpus(path):
-    """Documents of one sentence each, six of eleven the first, three the second, two the third."""
-    order = random.Random(0).choices(SENTENCES, [6, 3, 2], k=4000)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in order))
+SHAPE = "--num-layers=2 --hidden-size=32 --num-attention-heads=4".split()
+SHAPE += [f"--seq-length={LENGTH}", f"--max-position-embeddings={LENGTH}"]
 
 
 def learn(folder, steps, *tokenizer):
-    """A run in folder/run, on folder/a.jsonl."""
-    corpus(folder / "a.jsonl")
-    prefix = str(folder / "a")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
-        files = ["--input", f"{prefix}.jsonl", "--output-prefix", prefix]
-        assert main(["preprocess", *files, "--append-eod", *tokenizer]) == 0
-        assert (
-            main(
-                [
-                    "train",
-                    *SHAPE,
-                    "--micro-batch-size=16",
-                    "--lr=1e-2",
-                    f"--train-iters={steps}",
-                    *(
-                        "--lr-warmup-iters=5 --eval-iters=0 --num-workers=0 --device=cpu --hidden-dropout=0 "
-                        "--attention-dropout=0 --data-path"
-                    ).split(),
-                    f"{prefix}_text_document",
-                    "--save",
-                    str(folder / "run"),
-                    *tokenizer,
-                ]
-            )
-            == 0
-        )
-    return folder / "run"
+    """Train on documents of one sentence: 6 of 11 the first, 3 the second, 2 the third."""
+    texts = random.Random(0).choices(SENTENCES, [6, 3, 2], k=4000)
+    flags = "--micro-batch-size=16 --lr=1e-2 --lr-warmup-iters=5 --hidden-dropout=0 --attention-dropout=0"
+    return train_on_texts(folder, texts, [*tokenizer], [*SHAPE, *flags.split(), f"--train-iters={steps}"])
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +44,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def generate(run, capsys, monkeypatch):
-    """generate(flag, ...) -> status, standard output, standard error."""
+    """A function of flags that returns the status, standard output and standard error."""
 
     def call(*argv, load=run, typed=None):
         if typed is not None:
@@ -93,7 +59,7 @@ def generate(run, capsys, monkeypatch):
 
 @pytest.fixture
 def samples(generate, tmp_path):
-    """samples(flag, ...) -> the texts of --num-samples, by default of 12."""
+    """A function of flags that returns the rows of --num-samples, by default 12."""
 
     def call(*argv, n=12):
         path = tmp_path / "samples.json"
@@ -108,11 +74,11 @@ def texts(rows):
     return [r["text"] for r in rows]
 
 
-# How a token is chosen, seen in the text
+# The choice of tokens
 
 
 def test_greedy(generate, samples):
-    """A model that was trained continues its text; without a prompt it takes the likeliest sentence."""
+    """The model continues its text; without a prompt it writes the likeliest sentence."""
     assert generate("--greedy", "--prompt", "the c")[:2] == (0, f"{CAT}\n")
     assert generate("--greedy", "--prompt", "a d")[:2] == (0, f"{DOG}\n")
     assert set(texts(samples("--greedy", n=3))) == {CAT}
@@ -131,7 +97,7 @@ def beginnings(rows):
 
 
 def test_top_k(samples):
-    """There are three beginnings, of which the two likeliest are left."""
+    """There are three beginnings; --top-k 2 leaves the two likeliest."""
     assert beginnings(samples("--top_k", "3", n=60)) == {"t", "a", "e"}
     assert len(beginnings(samples("--top-k", "2", n=60))) == 2
     assert set(texts(samples("--top_k", "1"))) == {CAT}
@@ -147,8 +113,7 @@ def test_seed(samples):
     assert samples("--seed", "1") == samples("--seed", "1") != samples("--seed", "2")
 
 
-def test_micro_batch_size(samples):
-    """The samples do not depend on how many are made at once."""
+def test_samples_do_not_depend_on_the_micro_batch_size(samples):
     assert samples("--micro-batch-size=1") == samples("--micro-batch-size=5") == samples("--micro-batch-size=99")
 
 
@@ -174,7 +139,7 @@ def test_out_seq_length(generate, samples):
 
 
 def test_seq_length_may_be_filled_exactly(samples, generate, tmp_path):
-    """One end-of-document token in front, the rest new; and prompts up to one token below the length."""
+    """An end-of-document token and nine new ones; or a prompt one token below the length."""
     full = samples("--seq-length", "10", "--greedy", n=1)
     assert full == [{"text": CAT[:9], "length": 9, "finished": False}]
     assert generate("--greedy", "--seq-length", "10", "--prompt", CAT[:9])[1] == f"{CAT[:10]}\n"
@@ -203,7 +168,7 @@ def test_num_samples_and_genfile(generate, tmp_path):
 
 
 def test_sample_input_file(generate, tmp_path):
-    """Every line, the last one without a newline too; words with "stop" in them are words; an empty line is a prompt."""
+    """Every line is a prompt: an empty one, "stop", and a last one without a newline."""
     path = tmp_path / "prompts.txt"
     path.write_bytes("the cat\r\n\na dog\nstop\nein Bä".encode())
     assert generate("--greedy", "--sample-input-file", path)[0] == 0
@@ -226,23 +191,20 @@ def test_sample_output_file(generate, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "no such file"),
         (b"", "is empty"),
         (b"good\n\xff\n", "byte 5 is not UTF-8"),
-        (
-            b"a\n" + b"x" * LENGTH + b"\nb\n" + b"y" * 99,
-            f"line 2 has {LENGTH}, line 4 has 99 tokens; the model reads {LENGTH}",
-        ),
+        (b"a\n" + b"x" * LENGTH + b"\nb\n" + b"y" * 99, f"line 2 has {LENGTH}, line 4 has 99 tokens; the model reads"),
     ],
 )
-def test_bad_input_files(generate, tmp_path, content, told):
+def test_bad_input_files_are_refused(generate, tmp_path, content, message):
     path = tmp_path / "p"
     if content is not None:
         path.write_bytes(content)
     status, _, err = generate("--sample-input-file", path)
-    assert status == 65 and told in err and "Traceback" not in err
+    assert status == 65 and message in err and "Traceback" not in err
     assert not (tmp_path / "p.out").exists()
 
 
@@ -286,42 +248,29 @@ def test_interactive_in_a_terminal(generate, monkeypatch):
 
 
 def test_answers_of_a_dialogue_differ(generate):
-    """The same prompt twice is another sample, and the whole dialogue repeats with its seed."""
+    """The same prompt twice gives two samples, and the dialogue repeats with its seed."""
     out = generate("--temperature=3", typed="a\na\n")[1]
     first, second = re.findall(r"Megatron-LM: (.*?)\n\nContext prompt", out, re.S)
     assert first != second and out == generate("--temperature=3", typed="a\na\n")[1]
 
 
 def test_bare_ids(tmp_path, capsys, monkeypatch):
-    """A model of mock data talks in numbers; a slip of the fingers does not end the dialogue."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.training.run.write_report", lambda folder: None)
-        assert (
-            main(
-                [
-                    "train",
-                    *SHAPE,
-                    *(
-                        "--mock-data --vocab-size=20 --micro-batch-size=1 --lr=1e-3 --train-iters=1 "
-                        "--eval-iters=0 --device=cpu --save"
-                    ).split(),
-                    str(tmp_path / "r"),
-                ]
-            )
-            == 0
-        )
+    """A model of mock data reads and writes numbers; a typing mistake does not end the dialogue."""
+    monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
+    flags = "--mock-data --vocab-size=20 --micro-batch-size=1 --lr=1e-3 --train-iters=1 --eval-iters=0 --device=cpu"
+    assert main(["train", *SHAPE, *flags.split(), "--save", str(tmp_path / "r")]) == 0
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n99\n1 2\n"))
     assert main(["generate", str(tmp_path / "r"), "--device=cpu"]) == 2
-    told = capsys.readouterr().err.split("bare ids, ")[1].split()
-    assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *told]) == 0
+    flags = capsys.readouterr().err.split("bare ids, ")[1].split()
+    assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *flags]) == 0
     out = capsys.readouterr().out
     assert "integers separated by white space" in out and "id 99 is not in 0 ... " in out
     assert re.search(r"Context: 1 2\n\nMegatron-LM: (\d+ ?)*\n", out)
 
 
 def test_interactive_on_several_ranks(generate, run, monkeypatch):
-    """A launcher starts two processes: the first reads, the other says that it idles and ends well, without torch."""
+    """Rank 0 reads and answers; rank 1 reports that it has nothing to do and exits with 0."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, values in (("RANK", ("0", "1")), ("LOCAL_RANK", ("0", "1"))):
         monkeypatch.setenv(name, values[0])
@@ -344,7 +293,7 @@ def test_interactive_on_several_ranks(generate, run, monkeypatch):
 
 
 class Pieces:
-    """A tokenizer of given texts; like some libraries it shows half a character as U+FFFD."""
+    """A tokenizer of given texts; with `replaces` it decodes half a character to U+FFFD."""
 
     def __init__(self, tokens, replaces):
         self.tokens, self.replaces = tokens, replaces
@@ -356,7 +305,7 @@ class Pieces:
 
 @pytest.mark.parametrize("replaces", [True, False])
 def test_no_character_is_broken(replaces):
-    """However a text is cut into tokens, the pieces join to it and none shows half a character."""
+    """However a text is cut into tokens, the pieces join to it without half characters."""
     text = "aé€😀 naïve 中文 👩‍👩‍👧 �?"
     raw = text.encode()
     random_ = random.Random(1)
@@ -369,11 +318,8 @@ def test_no_character_is_broken(replaces):
     assert "".join(chat.pieces(Pieces(broken, replaces), range(4))) == "a�b�"
 
 
-def test_pieces_come_as_soon_as_they_are_whole():
-    told = []
-    for piece in chat.pieces(tokenizers.Bytes(), "Bär".encode()):
-        told.append(piece)
-    assert told == ["B", "", "ä", "r", ""]
+def test_pieces_come_as_soon_as_they_are_complete():
+    assert list(chat.pieces(tokenizers.Bytes(), "Bär".encode())) == ["B", "", "ä", "r", ""]
 
 
 def test_terminal_bytes_that_are_not_utf8(generate):
@@ -408,7 +354,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [1] * 18, [2] * 20]
 
 @pytest.mark.parametrize("settings", [Sampling(greedy=True), Sampling(temperature=2.0), Sampling(top_p=0.8)])
 def test_cache_and_batch_change_nothing(settings):
-    """Same tokens and close logits from a cache, without it, and each prompt alone, lengths being different."""
+    """Tokens and logits agree with a cache, without it, and for each prompt alone."""
     model, got, seen = little(), [], []
     for cached in (True, False):
         seen.append([])
@@ -423,8 +369,8 @@ def test_cache_and_batch_change_nothing(settings):
     assert len(got[0][3][0]) <= 2 and got[0][4] == ([], False)
 
 
-def test_rows_end_by_themselves():
-    """A row ends at its end of document, after the most new tokens, or when the sequence is full."""
+def test_each_row_ends_separately():
+    """A row ends at its end of document, after `max_new` tokens, or at the sequence length."""
     script = {0: iter([4, 4, 10]), 1: iter([5] * 99), 2: iter([10])}
     rows = engine.complete(little(), [[1], [2] * 17, [3] * 4], 5, 20, 10, lambda row, logits: next(script[row]))
     assert rows == [([4, 4], True), ([5] * 3, False), ([], True)]
@@ -457,7 +403,7 @@ def test_contradicting_flags_are_listed_together(generate):
     assert f"--seq-length 99, the checkpoint has {LENGTH} positions" in err and "heads" not in err
 
 
-def test_what_the_checkpoint_knows_may_be_said_again(generate):
+def test_flags_that_agree_with_the_checkpoint_are_accepted(generate):
     assert generate(*SHAPE, "--ffn-hidden-size=128", "--kv-channels=8", "--greedy", "--prompt", "a d")[0] == 0
 
 
@@ -473,7 +419,7 @@ def test_missing_tokenizer(generate, run, tmp_path):
 
 
 def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
-    """The same ids would be other words."""
+    """It is refused: the same ids would mean other text."""
     tokenizers.train_bpe([" ".join(SENTENCES)] * 3, 270, tmp_path)
     named = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
     shutil.copytree(run, tmp_path / "run")
@@ -487,26 +433,24 @@ def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
     assert status == 65 and "the same ids would mean other text" in err
 
 
-def test_what_is_not_there_is_said_in_one_line(generate, tmp_path):
+def test_a_missing_checkpoint_is_reported_in_one_line(generate, tmp_path):
     status, out, err = generate("--prompt", "a", load=tmp_path / "none")
     assert (status, out) == (65, "") and err.strip().split("\n") == [
         f"meshwright generate: error: no checkpoint in {tmp_path / 'none'}"
     ]
 
 
-def test_where_the_model_ends_is_said(generate):
+def test_reaching_the_sequence_length_is_noted(generate):
     _, _, err = generate("--greedy", "--prompt", "a d", "--out-seq-length", "999", "--seq-length", "8")
     assert "the text ends at the model's sequence length, 8 tokens" in err
     assert "ends" not in generate("--greedy", "--prompt", "a d", "--out-seq-length", "2")[2]
 
 
 def test_damaged_checkpoint(generate, run, tmp_path):
-    """One flipped bit in the weights: refused, not read aloud."""
+    """One flipped bit in the weights is refused."""
     shutil.copytree(run, tmp_path / "run")
     (weights,) = (tmp_path / "run").glob("iter_*/*.safetensors")
-    raw = bytearray(weights.read_bytes())
-    raw[-9] ^= 1  # the optimizer's, perhaps: --verify full reads all
-    weights.write_bytes(raw)
+    flip_bit(weights, 8 * weights.stat().st_size - 70)  # the optimizer's, perhaps: --verify full reads all
     status, _, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
     assert status == 65 and weights.name in err and "Traceback" not in err
     weights.unlink()
@@ -518,9 +462,7 @@ def test_a_damaged_step_gives_way_to_an_older_one(generate, run, tmp_path):
     (whole,) = (tmp_path / "run").glob("iter_*")
     shutil.copytree(whole, tmp_path / "run" / "iter_0009999")
     weights = tmp_path / "run/iter_0009999" / "rank_00000.safetensors"
-    raw = bytearray(weights.read_bytes())
-    raw[-9] ^= 1
-    weights.write_bytes(raw)
+    flip_bit(weights, 8 * weights.stat().st_size - 70)
     status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
     assert (
         status == 0 and "skipping iter_0009999, it is damaged" in err and out == generate("--prompt", "a", load=run)[1]
@@ -528,7 +470,7 @@ def test_a_damaged_step_gives_way_to_an_older_one(generate, run, tmp_path):
 
 
 def test_several_damaged_steps_give_way(generate, run, tmp_path):
-    """The newest has a bad manifest, the next one a bad chunk, the third is whole."""
+    """The newest has a bad manifest, the next one a bad chunk, the third is complete."""
     shutil.copytree(run, tmp_path / "run")
     (whole,) = (tmp_path / "run").glob("iter_*")
     for name in ("iter_0009998", "iter_0009999"):
@@ -573,7 +515,7 @@ def test_logits_that_are_not_finite(generate, monkeypatch, flag):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--micro-batch-size=0"], "--micro-batch-size 0 must be above 0"),
         (["--seq-length=0"], "--seq-length 0 must be above 0"),
@@ -583,13 +525,13 @@ def test_logits_that_are_not_finite(generate, monkeypatch, flag):
         (["--out-seq-length=0"], "--out-seq-length 0 must be above 0"),
     ],
 )
-def test_flags_that_make_no_sense(generate, flags, told):
+def test_bad_flags_are_refused(generate, flags, message):
     status, _, err = generate(*flags, typed="")
-    assert status == 2 and told in err
+    assert status == 2 and message in err
 
 
-def test_flags_without_effect_are_told(generate, run):
-    """Those that were typed; a run's own file may hold a whole training."""
+def test_flags_without_effect_are_noted(generate, run):
+    """Only those of the command line: a run's config.toml holds a whole training."""
     _, _, err = generate("--prompt", "a", "--train-iters=7")
     assert "note: --train-iters has no effect on this command" in err
     status, _, err = generate("--prompt", "a", "--config", str(run / "config.toml"))
@@ -603,30 +545,16 @@ def test_dry_run_writes_nothing(generate, tmp_path):
 
 # The documents' commands
 
-UNCONDITIONAL = """tools/generate_samples_gpt.py \
-       --tensor-model-parallel-size 1 \
-       --num-layers 24 \
-       --hidden-size 1024 \
-       --load $CHECKPOINT_PATH \
-       --num-attention-heads 16 \
-       --max-position-embeddings 1024 \
-       --tokenizer-type GPT2BPETokenizer \
-       --fp16 \
-       --micro-batch-size 2 \
-       --seq-length 1024 \
-       --out-seq-length 1024 \
-       --temperature 1.0 \
-       --vocab-file $VOCAB_FILE \
-       --merge-file $MERGE_FILE \
-       --genfile unconditional_samples.json \
-       --num-samples 2 \
-       --top_p 0.9 \
-       --recompute"""
+UNCONDITIONAL = """tools/generate_samples_gpt.py --tensor-model-parallel-size 1 --num-layers 24 --hidden-size 1024
+    --load $CHECKPOINT_PATH --num-attention-heads 16 --max-position-embeddings 1024
+    --tokenizer-type GPT2BPETokenizer --fp16 --micro-batch-size 2 --seq-length 1024 --out-seq-length 1024
+    --temperature 1.0 --vocab-file $VOCAB_FILE --merge-file $MERGE_FILE --genfile unconditional_samples.json
+    --num-samples 2 --top_p 0.9 --recompute"""
 SMALLER = {"24": "2", "1024": str(LENGTH), "16": "4"}
 
 
 def documents_command(text, **variables):
-    """The words of a command, its sizes made smaller, as Python's argv."""
+    """Return a command of the documents, with smaller sizes, as argv."""
     for name, value in variables.items():
         text = text.replace(f"${name}", value)
     words = shlex.split(text)
@@ -637,7 +565,7 @@ def documents_command(text, **variables):
 
 
 def test_documents_commands(tmp_path, monkeypatch, capsys):
-    """Two samples into a file; the same with --num-samples 0 is a dialogue, started on two ranks."""
+    """Write two samples into a file; then, with --num-samples 0, hold a dialogue on two ranks."""
     (tmp_path / "data").mkdir()
     tokenizers.train_bpe(SENTENCES * 9, 280, tmp_path / "data")
     vocabulary = {"VOCAB_FILE": "data/vocab.json", "MERGE_FILE": "data/merges.txt"}

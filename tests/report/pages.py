@@ -1,16 +1,23 @@
-"""Read the HTML pages of reports in tests."""
+"""Rows of metrics.jsonl for tests of reports, and a reader of their pages."""
 
 import base64
 import html.parser
+import math
 import re
 
 
-class Page(html.parser.HTMLParser):
-    """A strict parser: it fails on unclosed tags, scripts and outside resources, and collects the
-    text.
+def step_row(i, loss, batch=4, **more):
+    row = {"event": "step", "attempt": 1, "iteration": i, "consumed_samples": batch * i, "loss": loss}
+    row |= {"grad_norm": 0.5, "lr": 0.1 / i, "skipped": False, "ms": 10.0, "tokens_per_second": 6400.0}
+    return row | more
 
-    `drawings` maps the title of each embedded image to its SVG.
-    """
+
+def check_row(i, loss, name="validation"):
+    return {"event": "validation", "attempt": 1, "iteration": i, "name": name, "loss": loss, "ppl": math.exp(loss)}
+
+
+class Page(html.parser.HTMLParser):
+    """Fails on unclosed tags, scripts and outside resources; collects texts and SVGs by title."""
 
     def __init__(self, page):
         super().__init__()

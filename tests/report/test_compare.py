@@ -1,40 +1,19 @@
-"""Two runs side by side: the numbers are right, programs can use them, and the picture of the
-schedules is today's.
-"""
+"""Two runs side by side: their numbers, as text, JSON and a page; and the picture of schedules."""
 
 import importlib.util
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 from pages import Page
+from pages import check_row as check
+from pages import step_row as step
 
+from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.__main__ import main as command
 
 pytestmark = pytest.mark.pictures
-
-
-def step(i, loss, batch=4, **more):
-    return {
-        "event": "step",
-        "attempt": 1,
-        "iteration": i,
-        "consumed_samples": batch * i,
-        "loss": loss,
-        "grad_norm": 0.5,
-        "lr": 0.1 / i,
-        "skipped": False,
-        "ms": 10.0,
-        "tokens_per_second": 6400.0,
-        **more,
-    }
-
-
-def check(i, loss, name="validation"):
-    return {"event": "validation", "attempt": 1, "iteration": i, "name": name, "loss": loss, "ppl": math.exp(loss)}
 
 
 @pytest.fixture
@@ -124,13 +103,13 @@ def test_tolerance(run, capsys):
     assert "no iteration in common" in capsys.readouterr().err
 
 
-def test_what_is_told(run, capsys):
+def test_the_text_of_a_comparison(run, capsys):
     common = "[data]\nseq_length = 16\n"
     a = run("x/run", [*A, check(5, 3.5)], f'[checkpoint]\nsave = "a"\n{common}[optimizer]\nlr = 0.1\n')
     b = run("y/run", [*B, check(5, 3.0)], f'[checkpoint]\nsave = "b"\n{common}[optimizer]\nlr = 0.2\nmin_lr = 0.1\n')
     assert main(["report", a, b]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].split() == [a, b]  # the folders' names are the same, so their paths are told
+    assert out.splitlines()[0].split() == [a, b]  # the folders' names are the same, so their paths are printed
     for line in (
         "steps 10 12",
         "tokens 640 768",
@@ -217,22 +196,12 @@ def test_the_picture_of_the_schedules_is_what_the_code_does():
 
 
 def test_cautions(tmp_path, capsys):
-    """Steps of other sizes, and validations on other data, are said."""
-    from helpers import TINY_FLAGS
-
-    def train(name, *more):
-        assert command(["train", *TINY_FLAGS, "--train-iters", "3", "--run-dir", str(tmp_path / name), *more]) == 0
-
-    for name, more in (
-        ("a", ()),
-        ("b", ("--global-batch-size", "8")),
-        ("c", ("--eval-iters", "2")),
-        ("d", ("--lr", "1")),
-    ):
-        train(name, *more)
+    """Steps of other sizes, and validations on other data, are noted."""
+    for name, flag in {"a": "--lr=1e-2", "b": "--global-batch-size=8", "c": "--eval-iters=2", "d": "--lr=1"}.items():
+        assert main(["train", *TINY_FLAGS, "--train-iters=3", "--run-dir", str(tmp_path / name), flag]) == 0
     capsys.readouterr()
     for name, words in (("b", "not equal tokens here"), ("c", "validated on other data (eval_iters)"), ("d", "")):
-        assert command(["report", str(tmp_path / "a"), str(tmp_path / name)]) == 0
+        assert main(["report", str(tmp_path / "a"), str(tmp_path / name)]) == 0
         out = capsys.readouterr().out
         assert words in out and ("note:" in out) == bool(words)
         assert words in (tmp_path / "a" / "compare.html").read_text()

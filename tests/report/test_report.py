@@ -1,15 +1,12 @@
-"""The report reads what runs write: repeated steps, cut lines, NaN; its page needs nothing from
-outside.
-"""
+"""The report reads what runs write: repeated steps, cut lines, NaN; its page is one file."""
 
 import json
-import math
 import re
 import subprocess
 import sys
 
 import pytest
-from pages import Page
+from pages import Page, check_row, step_row
 
 from meshwright.__main__ import main
 from meshwright.report.history import read_history
@@ -19,43 +16,17 @@ EVIL = "<script>alert('1')</script>"
 
 
 def start(attempt, iteration, **more):
-    return {
-        "event": "start",
-        "attempt": attempt,
-        "iteration": iteration,
-        "time": 1.8e9,
-        "command": ["train", EVIL],
-        "parameters": 1234567,
-        "device": "cpu" + EVIL,
-        "dtype": "float32",
-        "version": "0.1.0",
-        **more,
-    }
+    row = {"event": "start", "attempt": attempt, "iteration": iteration, "time": 1.8e9, "command": ["train", EVIL]}
+    row |= {"parameters": 1234567, "device": "cpu" + EVIL, "dtype": "float32", "version": "0.1.0"}
+    return row | more
 
 
 def step(attempt, i, loss, **more):
-    return {
-        "event": "step",
-        "attempt": attempt,
-        "iteration": i,
-        "consumed_samples": 4 * i,
-        "loss": loss,
-        "grad_norm": 0.5,
-        "lr": 0.1 / i,
-        "loss_scale": 1.0,
-        "skipped": False,
-        "ms": 10.0,
-        "tokens_per_second": 6400.0,
-        "tflops": 0.1,
-        "mfu": None,
-        "memory": None,
-        **more,
-    }
+    return step_row(i, loss, attempt=attempt, loss_scale=1.0, tflops=0.1, mfu=None, memory=None) | more
 
 
 def check(attempt, i, loss, name="validation"):
-    row = {"event": "validation", "attempt": attempt, "iteration": i, "name": name, "loss": loss, "ppl": math.exp(loss)}
-    return row
+    return check_row(i, loss, name) | {"attempt": attempt}
 
 
 # Killed after step 5 with a checkpoint of step 3; the second attempt repeats 4 and 5.
@@ -138,27 +109,10 @@ def test_page(tmp_path, capsys):
     assert capsys.readouterr().out == f"{folder}/report.html\n"
     text = (folder / "report.html").read_text()
     parsed = Page(text)
-    for said in (
-        "1,234,567",
-        "3.1429",
-        "3.0000",
-        "20.09",
-        "2.5000 at 3",
-        "6,400",
-        "384",
-        "2027-01-15 08:00:00 UTC",
-        "0 to 5",
-        "3 to 6",
-        "killed: no end recorded",
-        "all iterations done (exit status 0)",
-        EVIL,
-        "resumed",
-        f"meshwright train --config '{folder}/config.toml'",
-        "seq_length",
-        "validation",
-        "test",
-    ):
-        assert said in parsed.said, said
+    words = ["2.5000 at 3", "2027-01-15 08:00:00 UTC", "0 to 5", "3 to 6", "killed: no end recorded", EVIL]
+    words += ["all iterations done (exit status 0)", f"meshwright train --config '{folder}/config.toml'"]
+    words += "1,234,567 3.1429 3.0000 20.09 6,400 384 resumed seq_length validation test".split()
+    assert [word for word in words if word not in parsed.said] == []
     assert len(parsed.drawings) == 5 and "Peak memory" not in text
     first = (folder / "report.html").read_bytes()
     write_report(folder)

@@ -248,10 +248,10 @@ TABLE = {
         "lang": "test_text.py::test_sentences_without_nltk_or_its_model",
     },
     "evaluate": {
-        "input": "test_evaluate.py::test_input",
-        "json_keys": "test_evaluate.py::test_json_keys",
+        "input": "test_evaluate.py::test_figures_equal_a_plain_computation",
+        "json_keys": "test_evaluate.py::test_each_key_of_a_line_is_a_document",
         "overlapping_eval": "test_evaluate.py::test_overlapping_eval",
-        "json": "test_evaluate.py::test_json",
+        "json": "test_evaluate.py::test_json_and_table_show_the_same_numbers",
     },
     "verification": {
         "prefixes": "test_data_commands.py::test_whole_files_and_checksums",

@@ -100,13 +100,11 @@ def exact(blend, tmp_path_factory):
 
 
 # The largest relative distance of a loss from the float64 run, in units of the format's rounding,
-# half the distance from 1 to the next number. About 30 roundings lie between a token and its loss
-# (4 matrix products, 2 norms, 2 sums, softmax and GELU with the operations between them, in each
-# of 2 layers); independent ones make sqrt(30) = 5.5 units. The smallest step has some 28 unmasked
-# tokens, whose mean has a fifth of that, 1.1. The weights were moved by gradients with such
-# errors: as much again. The sum of up to 128 losses is rounded in float32 and matters only there,
-# 1 to 2. So 4 in total. Found: 2.0 in float32, 0.2 in bf16, 0.3 in fp16. Without the loss mask it
-# is 93 in bf16, 5 million in float32.
+# half the distance from 1 to the next number. About 30 roundings lie between a token and its loss;
+# independent ones make sqrt(30) = 5.5 units, and the mean of the smallest step's 28 unmasked tokens
+# has a fifth of that, 1.1. The gradients that moved the weights add as much again, the float32 sum
+# of up to 128 losses 1 to 2 (in float32 only). So 4 in total. Found: 2.0 in float32, 0.2 in bf16,
+# 0.3 in fp16. Without the loss mask it is 93 in bf16, 5 million in float32.
 ROUNDINGS = 4
 ROUNDING = {"float32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
@@ -160,9 +158,8 @@ STOPS = {
 def stop_and_go(folder, stops, *more):
     for stop in stops:
         train(folder, *more, f"--exit-interval={stop}")
-        assert (
-            read_rows(folder, "end")[-1]["reason"] == f"--exit-interval {stop}" and step_folder(folder, stop).is_dir()
-        )
+        assert read_rows(folder, "end")[-1]["reason"] == f"--exit-interval {stop}"
+        assert step_folder(folder, stop).is_dir()
     train(folder, *more)
 
 
@@ -170,8 +167,8 @@ def require_equal(whole, parts):
     """Losses, validations, tensors and counters, to the last bit."""
     for a, b in zip(losses(whole), losses(parts), strict=True):
         assert a == b
-    told = [[(r["iteration"], r["name"], r["loss"]) for r in read_rows(f, "validation")] for f in (whole, parts)]
-    assert told[0] == told[1]
+    rows = [[(r["iteration"], r["name"], r["loss"]) for r in read_rows(f, "validation")] for f in (whole, parts)]
+    assert rows[0] == rows[1]
     (tensors, counters), (others, other_counters) = saved(whole, STEPS), saved(parts, STEPS)
     assert tensors.keys() == others.keys() and [n for n in tensors if tensors[n] != others[n]] == []
     assert counters == other_counters
@@ -259,9 +256,9 @@ def test_stopped_between_validations(blend, whole, tmp_path, kind):
     more = [*FORMATS[kind], *OVERFLOWING, "--eval-interval=5", "--eval-iters=2", "--split=70,20,10", "--keep-best"]
     stop_and_go(tmp_path, [10, 27, 28], *blend, *RUN, *more)
     require_equal(whole(*more), tmp_path)
-    told = read_rows(tmp_path, "validation")
-    assert [r["iteration"] for r in told] == [5, 10, 15, 20, 25, 35, 36, 36]
-    assert len({r["loss"] for r in told}) == len(told)
+    rows = read_rows(tmp_path, "validation")
+    assert [r["iteration"] for r in rows] == [5, 10, 15, 20, 25, 35, 36, 36]
+    assert len({r["loss"] for r in rows}) == len(rows)
 
 
 def forget_scale(monkeypatch):
@@ -269,10 +266,9 @@ def forget_scale(monkeypatch):
 
 
 def forget_clean_steps(monkeypatch):
-    load = meshwright.optim.loss_scale.LossScale.load
-    monkeypatch.setattr(
-        "meshwright.optim.loss_scale.LossScale.load", lambda self, s: load(self, s | {"growth_tracker": 0})
-    )
+    kind = meshwright.optim.loss_scale.LossScale
+    load = kind.load
+    monkeypatch.setattr(kind, "load", lambda self, state: load(self, state | {"growth_tracker": 0}))
 
 
 def forget_adams_time(monkeypatch):
@@ -356,9 +352,8 @@ def test_options(blend, tmp_path, capsys, options, contradiction):
     assert losses(a) == losses(b) and saved(a, 6) == saved(b, 6)
 
     assert main(["train", *arguments(b, *more, contradiction)]) == 65
-    assert re.search(
-        rf"{contradiction.partition('=')[0].replace('--no-', '--')} .*the checkpoint has", capsys.readouterr().err
-    )
+    flag = contradiction.partition("=")[0].replace("--no-", "--")
+    assert re.search(rf"{flag} .*the checkpoint has", capsys.readouterr().err)
     assert len(read_rows(b)) == 6
 
     (tmp_path / "prompts").write_text("3 1 2\n57\n60 11 4 7 7 1 0 2 9\n")

@@ -238,9 +238,9 @@ class Card:
 def test_the_largest_divisor_below_the_line(monkeypatch, have, want):
     """Two attempts give the line, 10 + n; the third is the choice. 92 % may be filled."""
     card = Card(monkeypatch, have)
-    size, told = card.largest([24])
+    size, message = card.largest([24])
     assert size == want and card.tried == [1, 2, *([want] if 10 + want <= 0.92 * have else [])]
-    assert told == f"one sample takes 1.00 GiB beside 10.00, of {have:,.1f}"
+    assert message == f"one sample takes 1.00 GiB beside 10.00, of {have:,.1f}"
     assert card.cleared >= 4
 
 
@@ -333,8 +333,8 @@ def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
         assert end.reason() == f"kill switch {tmp_path}" and end.status == 0 and end.signal is None
         signal.raise_signal(number)
         assert end.signal is number and end.reason() == number.name and end.status == status
-        told = f"{number.name}: finishing this step and saving; send it again to stop at once\n"
-        assert capfd.readouterr().err == told
+        message = f"{number.name}: finishing this step and saving; send it again to stop at once\n"
+        assert capfd.readouterr().err == message
         left = []
         monkeypatch.setattr(os, "_exit", left.append)
         for again in (signal.SIGINT, signal.SIGTERM):

@@ -76,8 +76,8 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
 
         def forget_moments(self: ParameterStore) -> None:
             publish(self)
-            if not getattr(self, "told", False):
-                self.told = True  # type: ignore[attr-defined]
+            if not getattr(self, "cleared", False):
+                self.cleared = True  # type: ignore[attr-defined]
                 for piece in self.pieces:
                     piece.state["exp_avg"].zero_()
 

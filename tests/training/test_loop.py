@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import TINY_FLAGS, open_step, read_rows
+from helpers import TINY_FLAGS, flip_bit, open_step, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.data.format.writer import Writer
@@ -89,9 +89,7 @@ def test_evaluation_only(run, tmp_path, flag):
     before = {p: p.read_bytes() for p in save.rglob("*") if p.is_file()}
     got = run(flag, "--load", save, "--save", save)
     assert got.status == 0 and got.column("iteration") == [] and "skipping training" in got.out
-    assert (
-        got.column("loss", "validation") == whole.column("loss", "validation")[-2:]
-    )  # the same samples, the same model
+    assert got.column("loss", "validation") == whole.column("loss", "validation")[-2:]
     assert {p: p.read_bytes() for p in save.rglob("*") if p.is_file()} == before
 
 
@@ -211,9 +209,7 @@ def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
 def test_finetune_takes_the_weights_alone(run, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     run("--save", a)
-    got = run(
-        "--finetune", "--load", a, "--save", b, "--lr", "1e-3", "--train-iters", 1
-    )  # another schedule is no matter
+    got = run("--finetune", "--load", a, "--save", b, "--lr", "1e-3", "--train-iters", 1)  # with another schedule
     assert got.status == 0 and got.column("iteration") == [1] and got.column("consumed_samples") == [4]
     last = run("--load", a, "--save", tmp_path / "c", "--train-iters", 7, "--override-opt_param-scheduler")
     assert got.column("loss") != last.column("loss") and got.column("loss")[0] < 4.2  # other samples, trained weights
@@ -251,14 +247,8 @@ def test_another_optimizer_is_refused(run, tmp_path):
 def test_use_checkpoint_args(run, tmp_path, capsys):
     save = tmp_path / "a"
     run("--save", save, "--train-iters", 3, "--swiglu", "--position-embedding-type", "rope", "--num-query-groups", 2)
-    rest = [
-        *(
-            "--micro-batch-size=2 --global-batch-size=4 --lr=1e-2 --train-iters=4 --mock-data --eval-iters=0 "
-            "--device=cpu --use-checkpoint-args --load"
-        ).split(),
-        str(save),
-        "--override-opt_param-scheduler",
-    ]
+    rest = "--micro-batch-size=2 --global-batch-size=4 --lr=1e-2 --train-iters=4 --mock-data --eval-iters=0".split()
+    rest += ["--device=cpu", "--use-checkpoint-args", "--override-opt_param-scheduler", "--load", str(save)]
     assert main(["train", *rest, "--run-dir", str(tmp_path / "b")]) == 0
     text = (tmp_path / "b" / "config.toml").read_text()
     assert "swiglu = true" in text and "num_query_groups = 2" in text and 'position_embedding_type = "rope"' in text
@@ -266,7 +256,7 @@ def test_use_checkpoint_args(run, tmp_path, capsys):
     assert main(["train", *rest, "--dry-run"]) == 0 and "continue from step 3" in capsys.readouterr().out
     assert main(["train", *rest, "--num-layers", "3"]) == 65
     assert "--num-layers 3, the checkpoint has 2" in capsys.readouterr().err
-    assert main(["train", *rest[:-2], str(tmp_path / "none")]) == 65
+    assert main(["train", *rest[:-1], str(tmp_path / "none")]) == 65
 
 
 # The log
@@ -281,58 +271,38 @@ def test_num_zeros_and_params_norm(run):
     assert "num_zeros" not in read_rows(run().folder)[0]
 
 
+LEVEL_1 = {"forward-backward", "optimizer"}
+LEVEL_2 = LEVEL_1 | {"forward-compute", "backward-compute", "batch-generator"}
+
+
 @pytest.mark.parametrize(
-    ("flags", "names", "form"),
+    ("level", "option", "names", "form"),
     [
-        (("--timing-log-level", 0), set(), ""),
-        (("--timing-log-level", 1), {"forward-backward", "optimizer"}, r": \([\d.]+, [\d.]+\)"),
-        (
-            ("--timing-log-level", 2, "--timing-log-option", "max"),
-            {"forward-backward", "optimizer", "forward-compute", "backward-compute", "batch-generator"},
-            r": [\d.]+",
-        ),
-        (
-            ("--timing-log-level", 1, "--timing-log-option", "all"),
-            {"forward-backward", "optimizer"},
-            ":\n     rank  0: [0-9.]+",
-        ),
+        (0, "minmax", set(), ""),
+        (1, "minmax", LEVEL_1, r": \([\d.]+, [\d.]+\)"),
+        (2, "max", LEVEL_2, r": [\d.]+"),
+        (1, "all", LEVEL_1, ":\n     rank  0: [0-9.]+"),
     ],
 )
-def test_timers(run, flags, names, form):
-    got = run(*flags, "--eval-iters", 0)
+def test_timers(run, level, option, names, form):
+    got = run("--timing-log-level", level, "--timing-log-option", option, "--eval-iters", 0)
     after = got.out.split("training ...")[1]
     found = re.findall(r"    ([a-z-]+) \.+" + form, after)
     assert set(found) == names and len(found) == 6 * len(names)
-    title = {"all": "times", "max": "max time"}.get(flags[-1], "(min, max) time")
+    title = {"all": "times", "max": "max time"}.get(option, "(min, max) time")
     assert after.count(f"{title} across ranks (ms):") == (6 if names else 0)
 
 
 def test_tensorboard(run, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    flags = (
-        "--log-batch-size-to-tensorboard",
-        "--log-world-size-to-tensorboard",
-        "--log-validation-ppl-to-tensorboard",
-        "--log-timers-to-tensorboard",
-        "--timing-log-level",
-        1,
-        "--no-log-loss-scale-to-tensorboard",
-        "--tensorboard-log-interval",
-        2,
-        "--tensorboard-queue-size",
-        3,
-    )
-    got = run("--tensorboard", "--tensorboard-dir", tmp_path / "tb", *flags, "--log-memory-to-tensorboard")
+    flags = [f"--log-{x}-to-tensorboard" for x in ("batch-size", "world-size", "validation-ppl", "timers", "memory")]
+    flags += "--no-log-loss-scale-to-tensorboard --timing-log-level=1 --tensorboard-log-interval=2".split()
+    got = run("--tensorboard", "--tensorboard-dir", tmp_path / "tb", *flags, "--tensorboard-queue-size=3")
     found = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert set(found.Tags()["scalars"]) == {
-        "lm loss",
-        *"grad-norm learning-rate batch-size world-size iteration-time forward-backward-time optimizer-time".split(),
-        "lm loss validation",
-        "lm loss validation ppl",
-        "lm loss test",
-        "lm loss test ppl",
-    }
+    names = {"lm loss", "lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl"}
+    names |= set("grad-norm learning-rate batch-size world-size".split())
+    assert set(found.Tags()["scalars"]) == names | {"iteration-time", "forward-backward-time", "optimizer-time"}
     points = {e.step: e.value for e in found.Scalars("lm loss")}
     assert points == pytest.approx({i: x for i, x in enumerate(got.column("loss"), 1) if i % 2 == 0})
     run("--tensorboard")  # without a folder of its own: beside the run
@@ -355,9 +325,7 @@ def test_profile(run, tmp_path):
 def bend(folder):
     """Damage a chunk of the weights, so that the manifest and the sizes still hold."""
     path = folder / "rank_00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, 8 * path.stat().st_size - 1)
 
 
 def test_keep_last_after_falling_back(run, tmp_path):
@@ -388,10 +356,8 @@ def test_the_saved_settings_continue_the_run(tmp_path, capsys):
     for _ in range(2):
         assert main(["train", "--config", str(a / "config.toml"), "--exit-interval", "none"]) == 0
     assert steps_in(a) == [2, 4, 6] and len(list(a.glob("replaced-*"))) == 1
-    assert (
-        main([*train, "--finetune", "--load", str(a), "--save", str(b), "--exit-interval", "3", "--local-rank", "0"])
-        == 0
-    )
+    tuned = ["--finetune", "--load", str(a), "--save", str(b), "--exit-interval", "3", "--local-rank", "0"]
+    assert main([*train, *tuned]) == 0
     capsys.readouterr()
     assert "local_rank" not in config_of(b)["parallel"]
     assert main(["train", "--config", str(b / "config.toml"), "--exit-interval", "none"]) == 0
@@ -478,9 +444,8 @@ def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
     a = tmp_path / "a"
     rope = ("--position-embedding-type", "rope")
     run("--save", a, *rope)
-    got = run(
-        "--finetune", "--load", a, "--save", tmp_path / "b", *rope, "--rotary-base", 500000, "--norm-epsilon", 1e-6
-    )
+    more = ("--rotary-base", 500000, "--norm-epsilon", 1e-6)
+    got = run("--finetune", "--load", a, "--save", tmp_path / "b", *rope, *more)
     assert got.status == 0 and "note: rotary_base is 500000.0, the checkpoint was trained with 10000.0" in got.out
     assert "note: layernorm_epsilon is 1e-06" in got.out
     refused = run("--load", a, *rope, "--rotary-base", 500000)
@@ -511,10 +476,8 @@ def test_more_epochs_are_another_order(run, tmp_path):
     assert open_step(save, 6).state["epochs"] == [[1, False]]
     assert "epoch" not in "".join(line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line)
     got = run(*more, "--train-iters", 8)
-    assert (
-        "note: the training set is now 2 epochs, the last one shuffled apart, at the checkpoint it was 1 epoch:"
-        in got.out
-    )
+    now, before = "now 2 epochs, the last one shuffled apart", "at the checkpoint it was 1 epoch:"
+    assert f"note: the training set is {now}, {before}" in got.out
     assert open_step(save, 8).state["epochs"] == [[2, True]]
 
 
@@ -567,13 +530,13 @@ def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, stat
         (("--train-iters", -1), "--train-iters -1 must be above 0"),
         (("--train-iters", "none", "--train-samples", 40, "--rampup-batch-size", 2, 2), "START INCREMENT SAMPLES"),
         (
-            ("--train-iters", "none", "--train-samples", 2147483647, "--rampup-batch-size", 2, 2, 2147483647),
+            "--train-iters none --train-samples 2147483647 --rampup-batch-size 2 2 2147483647".split(),
             "at most a million",
         ),
         (("--optimizer", "muon", "--muon-num-ns-steps", 100), "below 100"),
         (("--on-nonfinite", "skip:²"), "neither stop nor skip:K"),
         (("--split", "inf"), "--split 'inf'"),
-        (("--num-workers", 2147483647), "at most 1024"),
+        (("--num-workers", 2147483647), "is above 1024"),
         (("--fp16", "--min-loss-scale", "1e9", "--initial-loss-scale", "1"), "is above --initial-loss-scale 1"),
     ],
 )

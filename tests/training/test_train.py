@@ -1,6 +1,7 @@
 """The training command: its log, counters and exit statuses, and what it refuses."""
 
 import errno
+import functools
 import io
 import math
 import multiprocessing
@@ -36,21 +37,14 @@ def train(tmp_path, *more, save="run"):
 
 @pytest.mark.pictures
 def test_loss_falls_and_everything_is_written(tmp_path, capsys):
-    status, steps = train(
-        tmp_path,
-        *(
-            "--save-interval 3 --train-iters 30 --lr 1e-2 --log-interval 10 --vocab-size 8 --hidden-dropout 0 "
-            "--attention-dropout 0"
-        ).split(),
-    )
+    flags = "--save-interval 3 --train-iters 30 --log-interval 10 --vocab-size 8"
+    status, steps = train(tmp_path, *flags.split(), "--hidden-dropout=0", "--attention-dropout=0")
     assert status == 0 and len(steps) == 30
     assert sum(s["loss"] for s in steps[-5:]) < sum(s["loss"] for s in steps[:5])
     run = tmp_path / "run"
     files = {p.name for p in run.iterdir() if not p.name.startswith(".")}
     steps_saved = {f"iter_{i:07d}" for i in range(3, 31, 3)}
-    assert files == steps_saved | {
-        *("config.toml", "latest_checkpointed_iteration.txt", "metrics.jsonl", "report.html")
-    }
+    assert files == steps_saved | set("config.toml latest_checkpointed_iteration.txt metrics.jsonl report.html".split())
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "30"
     assert len(read_rows(run, "validation")) == 10 + 2 and read_rows(run, "end")[0]["reason"] == "all iterations done"
     out = capsys.readouterr().out
@@ -123,11 +117,8 @@ def test_finished_run_again_takes_no_step(tmp_path, capsys):
     out = capsys.readouterr().out
     assert status == 0 and len(steps) == 6
     assert "successfully loaded checkpoint" in out and " iteration " not in out.replace("at iteration ", "")
-    assert (
-        out.index("for val data")
-        < out.index("successfully saved checkpoint at iteration       6")
-        < out.index("for test data")
-    )
+    places = [out.index(s) for s in ("for val data", "saved checkpoint at iteration       6", "for test data")]
+    assert places == sorted(places)
     assert (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns == before  # the same, not written again
 
 
@@ -141,9 +132,8 @@ def test_gradient_accumulation_changes_nothing(tmp_path):
     _, whole = train(tmp_path, "--micro-batch-size", "4", "--params-dtype", "float64", save="a")
     _, parts = train(tmp_path, "--micro-batch-size", "1", "--params-dtype", "float64", save="b")
     for a, b in zip(whole, parts, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(
-            b["grad_norm"], rel=1e-9
-        )
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
 
 
 def test_precisions_agree(tmp_path):
@@ -248,11 +238,9 @@ def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
     status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"])
     assert status == 65 and "no such folder, and --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
     (tmp_path / "none").mkdir()
-    assert main(["train", "--load", str(tmp_path / "none"), "--mock-data", "--hidden-size=8"]) == 65  # which might know
-    assert (
-        "no checkpoint there, and without one --num-layers, --num-attention-heads must be given"
-        in capsys.readouterr().err
-    )
+    assert main(["train", "--load", str(tmp_path / "none"), "--mock-data", "--hidden-size=8"]) == 65
+    message = "no checkpoint there, and without one --num-layers, --num-attention-heads must be given"
+    assert message in capsys.readouterr().err
 
 
 def test_contradicting_architecture_is_refused(tmp_path, capsys):
@@ -267,15 +255,8 @@ def test_contradicting_architecture_is_refused(tmp_path, capsys):
 
 def test_changed_settings_are_printed(tmp_path, capsys):
     train(tmp_path)
-    main(
-        [
-            "train",
-            *TINY_FLAGS,
-            "--load",
-            str(tmp_path / "run"),
-            *"--clip-grad 0.5 --train-iters 8 --override-opt_param-scheduler".split(),
-        ]
-    )
+    changed = "--clip-grad 0.5 --train-iters 8 --override-opt_param-scheduler".split()
+    main(["train", *TINY_FLAGS, "--load", str(tmp_path / "run"), *changed])
     out = capsys.readouterr().out
     assert "clip_grad is 0.5, the checkpoint was trained with 1.0" in out
     assert " > overriding learning rate value to 0.01" in out
@@ -437,17 +418,8 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path, capsys):
 
     for name, text in (("a", "some words to learn from"), ("b", "quite other letters, zz")):
         train_bpe([text * 50], 262, tmp_path / name)
-    files = [
-        [
-            "--vocab-file",
-            f"{tmp_path}/{n}/vocab.json",
-            "--merge-file",
-            f"{tmp_path}/{n}/merges.txt",
-            "--vocab-size",
-            "262",
-        ]
-        for n in "ab"
-    ]
+    size = "--vocab-size=262"
+    files = [[f"--vocab-file={tmp_path}/{n}/vocab.json", f"--merge-file={tmp_path}/{n}/merges.txt", size] for n in "ab"]
     assert train(tmp_path, *files[0])[0] == 0
     kept = (tmp_path / "run/tokenizer/merges.txt").read_bytes()
     more = ["--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6"]
@@ -497,15 +469,11 @@ def test_a_run_outlives_the_reader_of_its_log(tmp_path):
 @pytest.mark.whole
 def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
     shell = f"{sys.executable} -m meshwright"
-    done = subprocess.run(
-        ["bash", "-c", f"{shell} --help | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
-    )
-    assert done.stdout == "0\n"
+    bash = functools.partial(subprocess.run, executable="/bin/bash", shell=True, capture_output=True, text=True)
+    assert bash(f"{shell} --help | true; echo ${{PIPESTATUS[0]}}").stdout == "0\n"
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     work = f"cd {tmp_path}; {shell} preprocess --input x.jsonl --output-prefix x --tokenizer-type ByteTokenizer"
-    done = subprocess.run(
-        ["bash", "-c", f"{work} | (exec <&-; sleep 2); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
-    )
+    done = bash(f"{work} | (exec <&-; sleep 2); echo ${{PIPESTATUS[0]}}")
     assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"
 
 
@@ -569,15 +537,8 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
     from meshwright.tokenizers import train_bpe
 
     train_bpe(["some words to learn from"], 262, tmp_path / "a")
-    files = [
-        "--vocab-file",
-        f"{tmp_path}/a/vocab.json",
-        "--merge-file",
-        f"{tmp_path}/a/merges.txt",
-        "--vocab-size",
-        "262",
-    ]
-    assert train(tmp_path, *files)[0] == 0
+    files = [f"--vocab-file={tmp_path}/a/vocab.json", f"--merge-file={tmp_path}/a/merges.txt"]
+    assert train(tmp_path, *files, "--vocab-size=262")[0] == 0
     bare = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
     assert main(["train", *bare, "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -595,24 +556,15 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     from meshwright.training.sizes import parameters_of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
-    argv += [
-        "--pipeline-schedule",
-        schedule,
-        "--num-query-groups=2",
-        "--group-query-attention",
-        "--qk-layernorm",
-        *more,
-    ]
-    c = parse(TrainConfig, [*TINY_FLAGS, *argv], "train", check=False).config
+    argv += [f"--pipeline-schedule={schedule}", "--num-query-groups=2", "--group-query-attention", "--qk-layernorm"]
+    c = parse(TrainConfig, [*TINY_FLAGS, *argv, *more], "train", check=False).config
     counted = []
     for rank in range(2):
         layout = Layout(2, 1, 1, 1, 1, rank)
         with torch.device("meta"):
             parts = stages(lambda: GPT(c.model, 64, 128, 16, options=Options()), c.stages, layout, schedule)
-        own = {
-            n: p.numel() // (2 if rule(n).cut is not None else 1) for part in parts for n, p in part.named_parameters()
-        }
-        counted.append(sum(own.values()))
+        own = dict(named for part in parts for named in part.named_parameters())
+        counted.append(sum(p.numel() // (2 if rule(n).cut is not None else 1) for n, p in own.items()))
     assert parameters_of_ranks(c, 128, 16) == counted and counted[0] != counted[1]
 
 
@@ -659,34 +611,27 @@ def test_incomplete_settings_are_printed_and_then_refused(capsys):
     assert shown.out == "" and "--nonsense" in shown.err and "--data-path is needed" in shown.err
 
 
-CPU_SAYS = (
-    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
-)
+CPU = "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+CPU_TRIED = "tried to allocate 4398046511104 bytes"
+GPU_TRIED = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free"
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
-        (RuntimeError(CPU_SAYS), "out of memory: tried to allocate 4398046511104 bytes: "),
-        (
-            torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of "
-                "which 1.00 GiB is free. Including non-PyTorch memory, this process has more"
-            ),
-            "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free: ",
-        ),
+        (RuntimeError(f"{CPU}{CPU_TRIED}. Error code 12 (Cannot allocate memory)"), f"out of memory: {CPU_TRIED}: "),
+        (torch.OutOfMemoryError(f"CUDA out of memory. {GPU_TRIED}. Including non-PyTorch memory"), f"{GPU_TRIED}: "),
         (MemoryError(), "out of memory: a smaller "),
     ],
 )
-def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, told):
+def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message):
     def fail(*args):
         raise error
 
     monkeypatch.setattr(meshwright.training.loop, "train_step", fail)
     assert main(["train", *TINY_FLAGS]) == 2
     shown = capsys.readouterr().err
-    assert told in shown and "Including" not in shown and "Error code" not in shown
+    assert message in shown and "Including" not in shown and "Error code" not in shown
     assert "smaller --micro-batch-size (now 2) or --seq-length (now 16), or --recompute-granularity full needs" in shown
     monkeypatch.setattr(meshwright.training.loop, "train_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -710,8 +655,8 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Full())
     console.say("one")
     console.say("two")
-    told = "standard output: No space left on device; the log continues in metrics.jsonl only\n"
-    assert capsys.readouterr().err == told and opened.getvalue() == "two\n"
+    message = "standard output: No space left on device; the log continues in metrics.jsonl only\n"
+    assert capsys.readouterr().err == message and opened.getvalue() == "two\n"
 
 
 def test_letters_that_the_encoding_does_not_have(monkeypatch):
