@@ -8,14 +8,14 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from helpers import TINY_FLAGS, blend_rule, captured_output, open_step, write_counting
+from helpers import TINY_FLAGS, blend_rule, captured_output, error_of, open_step, read_rows, write_counting
 from meshwright.__main__ import main
 from meshwright.data.blend import Blend, Chain, normalise, samples_needed
 from meshwright.data.datasets import build_datasets, continue_datasets, count_used
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.history import History
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
-from meshwright.errors import UserError
+from meshwright.errors import USAGE
 from meshwright.settings import checks, data_paths
 from meshwright.settings.data_paths import PathSet, Source, path_sets
 from meshwright.settings.schema import Data, Logging, Tokenizer, TrainConfig, Training
@@ -354,12 +354,8 @@ def test_a_run_with_two_changes_and_interruptions(files):
     earlier = state
     more, state, data, _ = run_of(100, 130, 200, state, data_path=["1", "p3", "1", "p1"])  # another order of the same
     got += more
-    needs = {
-        "p0": samples_needed(200, 0.7),
-        "p1": samples_needed(200, 0.3),
-        "p2": samples_needed(150, 0.5),
-        "p3": samples_needed(150, 0.3),
-    }
+    asked = {"p0": (200, 0.7), "p1": (200, 0.3), "p2": (150, 0.5), "p3": (150, 0.3)}
+    needs = {name: samples_needed(*of) for name, of in asked.items()}
     wanted, used = by_hand(
         files,
         [(50, {"p0": 0.7, "p1": 0.3}), (60, {"p0": 0.2, "p2": 0.5, "p3": 0.3}), (90, {"p1": 0.5, "p3": 0.5})],
@@ -411,8 +407,8 @@ def test_a_dropped_source_may_be_gone(files):
     _, state, _, _ = run_of(20, 10, 20, state, data_path=["p0"], blend_change_at="10")
     (files / "p1.bin").rename(files / "elsewhere")
     assert len(run_of(20, 20, 40, state, data_path=["p0"])[0]) == 20
-    with pytest.raises(UserError, match=r"p1\.bin cannot be read: No such file"):
-        run_of(20, 5, 20, state, data_path=["p0"])  # an earlier step reads it again
+    message = error_of(lambda: run_of(20, 5, 20, state, data_path=["p0"]))  # an earlier step reads it again
+    assert "p1.bin cannot be read: No such file" in message
 
 
 def test_files_that_moved_are_the_same(files):
@@ -449,9 +445,7 @@ def test_files_that_moved_are_the_same(files):
 )
 def test_another_blend_is_refused(files, given, words):
     _, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
-    with pytest.raises(UserError) as caught:
-        run_of(20, 10, 20, state, **given)
-    assert words in str(caught.value)
+    assert words in error_of(lambda: run_of(20, 10, 20, state, **given), USAGE)
 
 
 def test_a_planned_change_can_be_taken_back(files):
@@ -467,8 +461,8 @@ def test_a_planned_change_can_be_taken_back(files):
 
 
 def test_a_checkpoint_without_a_history(files):
-    with pytest.raises(UserError, match="the checkpoint is too old to remember its blend"):
-        run_of(20, 10, 20, None, data_path=["p0"], blend_change_at="now")
+    message = error_of(lambda: run_of(20, 10, 20, None, data_path=["p0"], blend_change_at="now"), USAGE)
+    assert "the checkpoint is too old to remember its blend" in message
     assert run_of(20, 10, 20, None, data_path=["p0"])[1].blends[0].begin == 0
 
 
@@ -478,19 +472,9 @@ FLAGS = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64", "-
 FLAGS += ["--vocab-size=4000", "--lr-decay-iters=6", "--seq-length=8"]
 
 
-def rows(folder, event):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row["event"] == event]
-
-
 def test_each_validation_set_has_its_line(files, capsys):
-    groups = [
-        "--valid-weighted-split-paths",
-        "ONE: 0.5 0.5:1 p0, 0.5 0:1 p2",
-        "TWO: p3",
-        "--test-weighted-split-paths",
-        "LAST: p2",
-    ]
+    groups = ["--valid-weighted-split-paths", "ONE: 0.5 0.5:1 p0, 0.5 0:1 p2", "TWO: p3"]
+    groups += ["--test-weighted-split-paths", "LAST: p2"]
     run = ["train", *FLAGS, "--train-iters=6", "--train-weighted-split-paths", "T: 1 0:0.5 p0, 1 0:1 p1", *groups]
     assert main([*run, "--save", "run", "--load", "run", "--keep-best"]) == 0
     out = capsys.readouterr().out
@@ -499,41 +483,28 @@ def test_each_validation_set_has_its_line(files, capsys):
         assert out.count(f" validation loss at the end of training for val data on {name} | lm loss value: ") == 1
     assert out.count(" validation loss at the end of training for test data on LAST | lm loss value: ") == 1
     assert out.count("validation loss at") == 7
-    found = [(r["iteration"], r["name"], r["set"]) for r in rows(files / "run", "validation")]
-    assert found == [
-        (3, "validation", "ONE"),
-        (3, "validation", "TWO"),
-        (6, "validation", "ONE"),
-        (6, "validation", "TWO"),
-    ] + [(6, "validation", "ONE"), (6, "validation", "TWO"), (6, "test", "LAST")]
-    losses = [r["loss"] for r in rows(files / "run", "validation")]
+    found = [(r["iteration"], r["name"], r["set"]) for r in read_rows(files / "run", "validation")]
+    sets = [(n, "validation", name) for n in (3, 6, 6) for name in ("ONE", "TWO")]
+    assert found == [*sets, (6, "test", "LAST")]
+    losses = [r["loss"] for r in read_rows(files / "run", "validation")]
     assert losses[0] != losses[1] and losses[2] != losses[3]
     state = open_step(files / "run", 6).state
     assert state["best_loss"] in (sum(losses[:2]) / 2, sum(losses[2:4]) / 2)
     again = main(["train", *FLAGS, "--train-iters=6", "--skip-train", "--load", "run", *run[len(FLAGS) + 2 :]])
     assert again == 0 and capsys.readouterr().out.count("validation loss at") == 3
-    used = rows(files / "run", "used")[-1]
+    used = read_rows(files / "run", "used")[-1]
     assert used["samples"] == {"p0": 12, "p1": 12} and used["consumed_samples"] == 24
     assert " > samples of each data set so far:           12 p0" in out
 
 
 def test_full_validation_is_the_mean_over_all(files):
     """--eval-iters and the batch size have no effect."""
-    run = [
-        "train",
-        *FLAGS,
-        "--train-iters=3",
-        "--train-data-path",
-        "p0",
-        "--valid-data-path",
-        "p2",
-        "--full-validation",
-    ]
+    run = ["train", *FLAGS, "--train-iters=3", *"--train-data-path p0 --valid-data-path p2 --full-validation".split()]
     assert main([*run, "--run-dir", "a", "--save", "a"]) == 0
     load = [*run, "--skip-train", "--load", "a", "--eval-interval=1000"]
     assert main([*load, "--run-dir", "b", "--eval-iters=3"]) == 0
     assert main([*load, "--run-dir", "c", "--micro-batch-size=1", "--global-batch-size=1"]) == 0
-    losses = [rows(files / name, "validation")[-1]["loss"] for name in "abc"]
+    losses = [read_rows(files / name, "validation")[-1]["loss"] for name in "abc"]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
@@ -546,11 +517,11 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     assert refused == 2 and "--blend-change-at now" in capsys.readouterr().err
     assert main([*run, *two, "--train-iters=6", "--save", "a", "--load", "a", "--blend-change-at=now"]) == 0
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
-    losses = [r["loss"] for r in rows(files / "a", "step")]
+    losses = [r["loss"] for r in read_rows(files / "a", "step")]
     assert main([*run, *two, "--train-iters=6", "--save", "b", "--load", "a/iter_0000003"]) == 0
-    assert [r["loss"] for r in rows(files / "b", "step")] == losses[3:]
+    assert [r["loss"] for r in read_rows(files / "b", "step")] == losses[3:]
     assert main([*run, *two, "--train-iters=6", "--save", "c", "--load", "a/iter_0000002", "--blend-change-at=8"]) == 0
-    assert [r["loss"] for r in rows(files / "c", "step")] == losses[2:]
+    assert [r["loss"] for r in read_rows(files / "c", "step")] == losses[2:]
     assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # the run is done already
     assert open_step(files / "a", 6).state["blends"]["blends"][1][0] == 8
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
@@ -583,28 +554,16 @@ def test_several_sets_in_the_report(files):
     from meshwright.report import page
     from meshwright.report.history import read_history
 
-    step = {
-        "attempt": 1,
-        "consumed_samples": 4,
-        "loss": 5.0,
-        "grad_norm": 1.0,
-        "lr": 0.1,
-        "skipped": False,
-        "ms": 1.0,
-        "tokens_per_second": 9.0,
-    }
+    step = {"attempt": 1, "consumed_samples": 4, "loss": 5.0, "grad_norm": 1.0, "lr": 0.1}
+    step |= {"skipped": False, "ms": 1.0, "tokens_per_second": 9.0}
     found = [{"event": "start", "attempt": 1, "iteration": 0}]
     found += [{"event": "step", "iteration": n, **step} for n in (1, 2)]
     check = {"event": "validation", "attempt": 1, "name": "validation", "ppl": 2.0}
     found += [{**check, "iteration": n, "set": s, "loss": n + len(s)} for n in (1, 2) for s in ("a<b", "wiki")]
     (files / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)) + "\n")
     read = read_history(files)
-    assert [(v.iteration, v.dataset, v.loss) for v in read.validations] == [
-        (1, "a<b", 4),
-        (1, "wiki", 5),
-        (2, "a<b", 5),
-        (2, "wiki", 6),
-    ]
+    found = [(v.iteration, v.dataset, v.loss) for v in read.validations]
+    assert found == [(1, "a<b", 4), (1, "wiki", 5), (2, "a<b", 5), (2, "wiki", 6)]
     shown = dict(page.headlines(read, {}))
     assert shown["final validation loss on wiki"] == "6.0000" and shown["best validation loss on a<b"] == "4.0000 at 1"
     text = page.page(files, read, {})
@@ -614,10 +573,8 @@ def test_several_sets_in_the_report(files):
 def test_each_set_has_its_own_tag():
     row = {"name": "validation", "set": "wiki", "loss": 2.0, "ppl": 7.5}
     shown = validation_tags(Logging(log_validation_ppl_to_tensorboard=True), row)
-    assert shown == {
-        "lm-loss-validation/wiki/lm loss validation": 2.0,
-        "lm-loss-validation/wiki/lm loss validation ppl": 7.5,
-    }
+    tag = "lm-loss-validation/wiki/lm loss validation"
+    assert shown == {tag: 2.0, f"{tag} ppl": 7.5}
 
 
 def test_without_files_of_its_own(files):
