@@ -63,7 +63,7 @@ def write(c: GenerateConfig, m: LanguageModel, lines: list[str], output: str) ->
             stream.reconfigure(errors="replace")
 
     def complete(prompts: list[list[int]], first: int) -> list[tuple[list[int], bool]]:
-        return m.complete(prompts, s, s.out_seq_length, c.training.seed, first, not s.recompute)
+        return m.complete(prompts, s, c.training.seed, first)
 
     batch = int(c.training.micro_batch_size or 8)
     if s.num_samples:
@@ -80,7 +80,7 @@ def write(c: GenerateConfig, m: LanguageModel, lines: list[str], output: str) ->
 def tokens(c: GenerateConfig, m: LanguageModel, prompt: list[int], number: int) -> Iterator[int]:
     """Yield the new tokens of one prompt as they come, without the end-of-document one."""
     s = c.sampling
-    rows = m.decode([prompt], s, s.out_seq_length, c.training.seed, number, not s.recompute)
+    rows = m.decode([prompt], s, c.training.seed, number)
     return (i for (i,) in rows if i is not None and i != m.tokenizer.eod)
 
 

@@ -22,7 +22,7 @@ from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
 from meshwright.model.pick import pick
 from meshwright.settings import checks
-from meshwright.settings.schema import Model, TrainConfig
+from meshwright.settings.schema import Model, Sampling, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
 
@@ -85,49 +85,34 @@ class LanguageModel:
         It ends at an end-of-document token, after `max_new_tokens`, or at `seq_length` tokens. The
         same seed gives the same text. `top_k` and `top_p` of 0 are off.
         """
-        options = SamplingOptions(temperature, top_k, top_p, greedy)
+        if not greedy and not temperature > 0:
+            raise UserError(f"temperature {temperature} must be above 0; greedy=True takes the likeliest token")
+        if top_k < 0 or not 0 <= top_p <= 1:
+            raise UserError(f"top_k {top_k} must be at least 0 and top_p {top_p} from 0 to 1")
+        options = Sampling(temperature, greedy, top_k, top_p, out_seq_length=max_new_tokens)
         ids = self.encode(prompt)
         if len(ids) >= self.seq_length:
             raise UserError(f"the prompt has {len(ids)} tokens; the model reads {self.seq_length}, shorten the prompt")
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens {max_new_tokens} must be above 0")
-        ((new, _),) = self.complete([ids], options, max_new_tokens, seed, 0, True)
+        ((new, _),) = self.complete([ids], options, seed, 0)
         return self.tokenizer.decode(new)
 
-    def decode(
-        self, prompts: list[list[int]], options: sampling.Options, max_new: int, seed: int, first: int, use_cache: bool
-    ) -> Iterator[list[int | None]]:
+    def decode(self, prompts: list[list[int]], options: Sampling, seed: int, first: int) -> Iterator[list[int | None]]:
         """Continue prompts as `decode` does; prompt `i` is seeded by its number, `first + i`."""
         streams = [sampling.generator(seed, first + row) for row in range(len(prompts))]
-        eod = self.tokenizer.eod
+        eod, length, use_cache = self.tokenizer.eod, options.out_seq_length, not options.recompute
 
         def choose(row: int, logits: Tensor) -> int:
             return sampling.choose(logits, options, streams[row])
 
-        return decode(self.model, [p or [eod] for p in prompts], max_new, self.seq_length, eod, choose, use_cache)
+        return decode(self.model, [p or [eod] for p in prompts], length, self.seq_length, eod, choose, use_cache)
 
     def complete(
-        self, prompts: list[list[int]], options: sampling.Options, max_new: int, seed: int, first: int, use_cache: bool
+        self, prompts: list[list[int]], options: Sampling, seed: int, first: int
     ) -> list[tuple[list[int], bool]]:
         """Return what `collect` does of the new tokens of each prompt."""
-        rows = self.decode(prompts, options, max_new, seed, first, use_cache)
-        return collect(rows, len(prompts), self.tokenizer.eod)
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Checked values for `sampling.choose`."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    greedy: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.greedy and not self.temperature > 0:
-            raise UserError(f"temperature {self.temperature} must be above 0; greedy=True takes the likeliest token")
-        if self.top_k < 0 or not 0 <= self.top_p <= 1:
-            raise UserError(f"top_k {self.top_k} must be at least 0 and top_p {self.top_p} from 0 to 1")
+        return collect(self.decode(prompts, options, seed, first), len(prompts), self.tokenizer.eod)
 
 
 # Loading

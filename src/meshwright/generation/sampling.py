@@ -5,25 +5,11 @@ The random number of a token is drawn on the CPU, so that a seed gives equal tex
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from meshwright.errors import NON_FINITE, UserError
-
-
-class Options(Protocol):
-    """How to choose; 0 switches top-k and top-p off."""
-
-    @property
-    def greedy(self) -> bool: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
+from meshwright.settings.schema import Sampling
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
@@ -53,7 +39,7 @@ def draw(logits: Tensor, uniform: float) -> int:
     return int(token.minimum(passed.argmax()))  # rounding may take the number to the very end
 
 
-def choose(logits: Tensor, s: Options, generator: torch.Generator) -> int:
+def choose(logits: Tensor, s: Sampling, generator: torch.Generator) -> int:
     """Return one token from a row of logits [V]; a call that samples uses the generator once."""
     logits = logits.float()
     if not logits.max().isfinite():  # also NaN, and -inf everywhere
