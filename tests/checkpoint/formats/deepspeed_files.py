@@ -417,9 +417,7 @@ def save_layers(folder: Path, weights: dict[str, torch.Tensor], tp: int) -> None
         torch.save(tensors, folder / f"layer_{number:02d}-model_{tp:02d}-model_states.pt")
 
 
-def shared(
-    mine: Values, groups: list[list[str]], called: dict[str, str], rank: int, ranks: int, mapping: bool
-) -> dict[str, Any]:
+def shared(mine: Values, groups: list[list[str]], called: Any, rank: int, ranks: int, mapping: bool) -> dict[str, Any]:
     """Return one data rank's state of ZeRO-1 and -2: an equal part of each group's padded row."""
     masters, states, mappings = [], [], []
     for group in groups:

@@ -285,10 +285,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown part": (change(lambda t: encoder(t).update({"layers.0.moe.gate.weight": torch.ones(2)})), "moe.gate"),
     "a decoder": (change(lambda t: t["model"]["language_model"].update(decoder={"x": torch.ones(2)})), "decoder.x"),
     "another shape": (change(lambda t: encoder(t).update({WEIGHT: torch.ones(33, 32)})), r"\(33, 32\), but \(32, 32\)"),
-    "other heads": (
-        change(lambda t: setattr(t["args"], "num_attention_heads", 5)),
-        "multiple of --num-attention-heads 5",
-    ),
+    "other heads": (change(lambda t: setattr(t["args"], "num_attention_heads", 5)), "--num-attention-heads 5"),
     "copies differ": (change(lambda t: encoder(t)[NORM].mul_(1.5), "01"), r"must hold the same h.1.ln_1.weight"),
     "NaN in a copy": (change(lambda t: encoder(t)[NORM].fill_(float("nan")), "01"), "must hold the same"),
     "layers of the optimizer exchanged": (change(swap_layers), "not those of the model; add --no-load-optim"),

@@ -87,16 +87,14 @@ def write_oneflow_gpt(folder, weights):
 
     put("wte", weights["wte"])
     put("wpe", weights["wpe"])
-    put("layernorm_f-gamma", weights["final"][0])
-    put("layernorm_f-beta", weights["final"][1])
+    pairs = {"layernorm_f": weights["final"]}
     names = {"qkv": "attn-c_attn", "out": "attn-c_proj", "up": "mlp-c_fc", "down": "mlp-c_proj"}
+    names |= {"norm1": "layernorm_1", "norm2": "layernorm_2"}
     for i, layer in enumerate(weights["layers"]):
-        for name, theirs in names.items():
-            put(f"h{i}-{theirs}-weight", layer[name][0])
-            put(f"h{i}-{theirs}-bias", layer[name][1])
-        for name, theirs in (("norm1", "layernorm_1"), ("norm2", "layernorm_2")):
-            put(f"h{i}-{theirs}-gamma", layer[name][0])
-            put(f"h{i}-{theirs}-beta", layer[name][1])
+        pairs |= {f"h{i}-{theirs}": layer[name] for name, theirs in names.items()}
+    for name, pair in pairs.items():
+        for kind, array in zip(("gamma", "beta") if "norm" in name else ("weight", "bias"), pair, strict=True):
+            put(f"{name}-{kind}", array)
     write_variable(folder / "System-Train-TrainStep-train", np.array([500], np.int64))
     (folder / "snapshot_done").touch()
 

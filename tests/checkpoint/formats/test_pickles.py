@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
-import gc
 import io
 import os
 import pickle
@@ -293,7 +292,6 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[Any]] = []
 
     def make() -> torch.Tensor:
-        gc.collect()
         assert sum(ref() is not None for ref in alive) <= 1
         memory = np.full(100, len(alive), np.float32)
         alive.append(weakref.ref(memory))

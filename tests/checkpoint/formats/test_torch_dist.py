@@ -370,7 +370,7 @@ def test_a_file_that_ends_early_is_refused(tmp_path):
     folder = write(tmp_path, small())
     for path in (next(folder.glob("*.distcp")), folder / ".metadata"):
         whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) - 40])
+        path.write_bytes(whole[:-40])
         with pytest.raises(UserError):
             torch_dist.open(folder)
         path.write_bytes(whole)

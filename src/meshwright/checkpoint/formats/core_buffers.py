@@ -21,6 +21,7 @@ from meshwright.checkpoint.formats.megatron_ranks import (
     Rank,
     Sizes,
     as_boxes,
+    empty,
     is_rounded,
     lay_out,
 )
@@ -72,8 +73,6 @@ def by_parameter(
 
 def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets, tensor_ranks: int) -> list[Parameter]:
     """Return the parameters of the chunk of the model at `place.start`, with their values."""
-    import torch
-
     waiting = list(held(source, order, place))[::-1]
     out = []
     for number in sorted(buckets):
@@ -88,7 +87,7 @@ def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets,
             if begin + prod(shape) > size:
                 break
             end = begin + prod(shape)
-            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), torch.empty(shape, device="meta"))
+            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), empty(shape))
             for kind, (_, boxes) in by_kind.items():
                 p.values["" if kind == "param" else kind] = stretch(p, begin, boxes)
             out += [] if copy else [p]

@@ -69,8 +69,7 @@ def write(
 ) -> list[str]:
     """Write the complete folder or nothing; return notes for the user.
 
-    Without a dtype each tensor keeps its own. With `again` the export may replace an earlier one of
-    the same `run`.
+    Without a dtype each tensor keeps its own. `again` may replace an earlier export of the `run`.
     """
     saved = saved_model.describe(source)
     m = saved.model
@@ -320,10 +319,7 @@ def read(source: Source, part: Part) -> torch.Tensor:
 
 
 def strips(part: Part, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes in their order; a transposed tensor in copies of bounded size.
-
-    Each strip is copied twice, columns first, then transposed: three times as fast as one copy.
-    """
+    """Yield the bytes in their order; a transposed tensor in strips, for speed copied twice."""
     import torch
 
     if not part.transposed:

@@ -105,10 +105,9 @@ def true_vocabulary(tree: Mapping[str, Any], args: Mapping[str, Any]) -> int | N
 
 
 def state(tree: Values, args: Values, iteration: int, rows: int | None, notes: list[str]) -> dict[str, Any]:
-    """Return the run's state as resume.State saves it.
+    """Return the run's state as resume.State saves it, with a schedule if the file has one.
 
     Empty if the file holds weights alone, or does not say how many samples the run has consumed.
-    Without a schedule in the file the state has none.
     """
     optimizer = tree.get("optimizer")
     if not isinstance(optimizer, dict):
