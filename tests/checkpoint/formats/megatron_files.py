@@ -308,22 +308,11 @@ def write_rank(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]
 
 
 def arguments(f: Form) -> argparse.Namespace:
-    args = argparse.Namespace(
-        num_layers=f.layers,
-        hidden_size=f.hidden,
-        num_attention_heads=f.heads,
-        max_position_embeddings=f.positions,
-        seq_length=f.positions,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        layernorm_epsilon=1e-5,
-        weight_decay=0.01,
-        fp16=f.dtype is torch.float16,
-        params_dtype=f.dtype,
-        padded_vocab_size=f.padded,
-        rank=0,
-        world_size=f.tp * f.pp * 2,
-    )
+    sizes = {"num_layers": f.layers, "hidden_size": f.hidden, "num_attention_heads": f.heads, "seq_length": f.positions}
+    sizes |= {"max_position_embeddings": f.positions, "padded_vocab_size": f.padded, "world_size": f.tp * f.pp * 2}
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layernorm_epsilon": 1e-5, "weight_decay": 0.01}
+    options |= {"fp16": f.dtype is torch.float16, "params_dtype": f.dtype, "rank": 0}
+    args = argparse.Namespace(**sizes, **options)
     if f.words == "2019":
         args.model_parallel_size, args.batch_size = f.tp * f.pp, 4
         return args

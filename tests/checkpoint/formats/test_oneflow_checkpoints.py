@@ -107,14 +107,8 @@ def libai_state(weights, turned):
         "GPT_model.transformer.layernorm_f.weight": weights["final"][0],
         "GPT_model.transformer.layernorm_f.bias": weights["final"][1],
     }
-    names = {
-        "qkv": "self_attention.query_key_value",
-        "out": "self_attention.dense",
-        "up": "mlp.dense_h_to_4h",
-        "down": "mlp.dense_4h_to_h",
-        "norm1": "input_layernorm",
-        "norm2": "post_attention_layernorm",
-    }
+    names = {"qkv": "self_attention.query_key_value", "out": "self_attention.dense", "up": "mlp.dense_h_to_4h"}
+    names |= {"down": "mlp.dense_4h_to_h", "norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
     for i, layer in enumerate(weights["layers"]):
         for name, theirs in names.items():
             weight, bias = layer[name]
