@@ -96,7 +96,7 @@ def test_evaluation_only(run, tmp_path, flag):
 # Skipped iterations
 
 
-def test_skipped_iterations_use_up_their_samples(run, tmp_path):
+def test_skipped_iterations_use_up_their_samples(run, tmp_path, monkeypatch):
     """Iterations 3 and 4 are skipped; 5 sees its own samples; the schedule is two steps behind."""
     flags = ("--lr", "1e-2", "--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0")
     got = run(*flags, "--skip-train-iteration-range", "3-4", "--save", tmp_path / "s")
@@ -107,18 +107,14 @@ def test_skipped_iterations_use_up_their_samples(run, tmp_path):
     assert state["skips"] == [[8, "passed over to 16"]]
     whole = run(*flags)
     assert got.column("loss")[:2] == whole.column("loss")[:2] and got.column("loss")[2] != whole.column("loss")[4]
-    samples = []
-    real = loop.train_step
+    samples, real = [], loop.train_step
 
     def noting(net, batches, *rest):
         samples.append([int(i) for b in batches for i in b.sample_ids])
         return real(net, batches, *rest)
 
-    loop.train_step = noting
-    try:
-        run(*flags, "--skip-train-iteration-range", "1-1", "3-5")
-    finally:
-        loop.train_step = real
+    monkeypatch.setattr(loop, "train_step", noting)
+    run(*flags, "--skip-train-iteration-range", "1-1", "3-5")
     assert samples == [[4, 5, 6, 7], [20, 21, 22, 23]]
 
 
@@ -574,11 +570,7 @@ def test_all_tokens_masked(run, monkeypatch):
 def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
     """A run into another folder uses the loaded run's tokenizer/ without a flag."""
     train_bpe(["the quick brown fox"] * 9, 270, tmp_path / "v")
-    with Writer(tmp_path / "data", np.uint16) as writer:
-        for n in range(40):
-            writer.add(np.arange(n, n + 30) % 200)
-            writer.end_document()
-    data = ("--no-mock-data", "--data-path", tmp_path / "data", "--vocab-size", "none", "--split", "80,20,0")
+    data = (*token_files(tmp_path), "--vocab-size", "none")
     files = ("--vocab-file", tmp_path / "v" / "vocab.json", "--merge-file", tmp_path / "v" / "merges.txt")
     assert run(*data, *files, "--save", tmp_path / "a", "--run-dir", tmp_path / "a").status == 0
     got = run(*data, "--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
