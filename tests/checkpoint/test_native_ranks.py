@@ -389,7 +389,7 @@ def refused_alike(folder: Path) -> None:
     config = TrainConfig(checkpoint=Checkpoint(load=str(folder), exit_on_missing_checkpoint=True))
     net = SimpleNamespace(store=SimpleNamespace(named_state=lambda optimizer: {}))
     state = SimpleNamespace(config=config, net=net, team=t, accept=None)
-    assert "no checkpoint there" in error_of(lambda: State.load(state))  # type: ignore[arg-type]
+    assert "no checkpoint found" in error_of(lambda: State.load(state))  # type: ignore[arg-type]
     bare = Data(eod_mask_loss=True)
     assert "need a tokenizer" in error_of(lambda: datasets.make_marks(bare, None), USAGE)
     trainer = SimpleNamespace(config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress())

@@ -238,7 +238,7 @@ def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / manifests.MANIFEST, "wb") as file:
         file.truncate(1 << 40)  # a hole
-    assert "more than" in error_of(lambda: manifests.verify(tmp_path))
+    assert "above the limit of" in error_of(lambda: manifests.verify(tmp_path))
 
 
 def test_a_complete_step_is_never_overwritten(tmp_path: Path) -> None:

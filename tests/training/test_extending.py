@@ -148,7 +148,7 @@ def test_another_network_does_not_continue(example, tmp_path):
     model, loss, datasets = parts(example)
     settings = example.settings(str(tmp_path / "a"), 4, 2)
     assert train.run(settings, model, loss, datasets) == 0
-    with pytest.raises(UserError, match="holds a GPT of Parallel, this run builds a GPT of Block"):
+    with pytest.raises(UserError, match="holds a GPT of Parallel but this run builds a GPT of Block"):
         train.run(example.settings(str(tmp_path / "a"), 4), None, loss, datasets)
 
 
@@ -332,7 +332,7 @@ def test_too_few_samples_are_refused(example):
 def test_muon_without_layers_is_refused(example):
     settings = example.settings(None, 2)
     settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon"))
-    with pytest.raises(UserError, match="of which this model has none"):
+    with pytest.raises(UserError, match="but this model has none"):
         train.run(settings, bigram(), None, parts(example)[2])
 
 

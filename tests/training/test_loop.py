@@ -472,8 +472,8 @@ def test_more_epochs_are_another_order(run, tmp_path):
     assert open_step(save, 6).state["epochs"] == [[1, False]]
     assert "epoch" not in "".join(line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line)
     got = run(*more, "--train-iters", 8)
-    now, before = "now 2 epochs, the last one shuffled apart", "at the checkpoint it was 1 epoch:"
-    assert f"note: the training set is {now}, {before}" in got.out
+    now, before = "now 2 epochs, the last one shuffled separately", "at the checkpoint it was 1 epoch:"
+    assert f"note: the training set is {now}; {before}" in got.out
     assert open_step(save, 8).state["epochs"] == [[2, True]]
 
 
@@ -544,7 +544,7 @@ def test_bad_settings_are_refused(run, flags, words):
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim", "--skip-train"])
 def test_a_missing_checkpoint_is_refused_where_one_is_needed(run, tmp_path, flag):
     refused = run("--load", tmp_path / "typo", flag)
-    assert refused.status == 65 and f"and {flag} needs one" in refused.err and "no " in refused.err
+    assert refused.status == 65 and f"but {flag} needs one" in refused.err and "no " in refused.err
 
 
 def test_evaluation_compares_no_schedule(run, tmp_path):
@@ -564,7 +564,7 @@ def test_all_tokens_masked(run, monkeypatch):
 
     monkeypatch.setattr(loader.Batch, "__post_init__", masked)
     got = run()
-    assert got.status == 65 and "no token counts in the global batch from sample 0 on" in got.err
+    assert got.status == 65 and "every token is masked in the global batch that starts at sample 0;" in got.err
 
 
 def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):

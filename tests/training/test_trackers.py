@@ -134,7 +134,7 @@ def test_a_tracker_that_fails_says_so_once_and_is_off(tmp_path, capsys, monkeypa
     tracker.close()
     tracker.close()
     assert calls == [1]
-    assert capsys.readouterr().err == "TensorBoard failed and is switched off, the run continues: OSError: disk full\n"
+    assert capsys.readouterr().err == "TensorBoard failed and is now off; the run continues (OSError: disk full)\n"
     backend.over_iterations.close(), backend.over_samples.close()
 
 

@@ -236,10 +236,10 @@ def test_half_an_environment_is_refused(monkeypatch, capsys):
 
 def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
     status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"])
-    assert status == 65 and "no such folder, and --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
+    assert status == 65 and "no such folder, but --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
     (tmp_path / "none").mkdir()
     assert main(["train", "--load", str(tmp_path / "none"), "--mock-data", "--hidden-size=8"]) == 65
-    message = "no checkpoint there, and without one --num-layers, --num-attention-heads must be given"
+    message = "no checkpoint found, and without one --num-layers, --num-attention-heads must be given"
     assert message in capsys.readouterr().err
 
 

@@ -1,7 +1,8 @@
 """`manifest.json`, and reading that trusts only what it has hashed.
 
 It has the size of each file and the SHA-256 of each 16 MiB chunk, so that a slice of a large file
-can be verified without the rest. By hand: safetensors and torch's checkpoints have no checksums.
+can be verified without the rest. Hand-written because safetensors and torch's checkpoints have no
+checksums.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Damaged(UserError):
 
 
 def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
-    """Return Damaged for a missing file; without rights or on a failing disk, an I/O error."""
+    """Return Damaged if the file is missing, otherwise an I/O UserError.
+
+    Examples of the second are missing permission and a failing disk.
+    """
     message = f"{path}: {error.strerror}{rest}"
     return Damaged(message) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(message, IO)
 
@@ -75,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(body, dict):
         raise Damaged(f"{path}: not a manifest")
     if isinstance(body.get("format"), str) and body["format"].startswith("meshwright") and body["format"] != FORMAT:
-        raise Damaged(f"{path}: written in the format {body['format']!r}, this version reads {FORMAT!r}")
+        raise Damaged(f"{path}: written in the format {body['format']!r}, but this version reads {FORMAT!r}")
     try:
         manifest = {name: File(file["size"], file["sha256"]) for name, file in body["files"].items()}
         valid = all(isinstance(n, int) and len(sha) == 64 * (-(-n // CHUNK)) for n, sha in manifest.values())
@@ -123,7 +127,7 @@ def plain_size(path: Path, expected: str = "") -> int:
 def check_size(path: Path, file: File) -> None:
     size = plain_size(path, f"; the manifest says {file.size:,} bytes")
     if size != file.size:
-        raise Damaged(f"{path}: {size:,} bytes long, the manifest says {file.size:,}")
+        raise Damaged(f"{path} is {size:,} bytes long, but the manifest says {file.size:,}")
 
 
 class Reader:
@@ -206,7 +210,7 @@ def read_json(folder: Path, manifest: Manifest, name: str, limit: int = JSON_LIM
     if name not in manifest:
         raise Damaged(f"{path}: not in the manifest")
     if manifest[name].size > limit:
-        raise Damaged(f"{path}: {manifest[name].size:,} bytes of JSON, more than {limit:,} are not read")
+        raise Damaged(f"{path}: {manifest[name].size:,} bytes of JSON, above the limit of {limit:,}")
     with Reader(path, manifest[name]) as reader:
         return parse_json(bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path)
 
@@ -224,7 +228,7 @@ def parse_json(raw: bytes, path: Path) -> Any:
 def read_small(path: Path, limit: int) -> bytes:
     """Read a plain file of bounded size."""
     if (size := plain_size(path)) > limit:
-        raise Damaged(f"{path}: {size:,} bytes, more than {limit:,} are not read")
+        raise Damaged(f"{path}: {size:,} bytes, above the limit of {limit:,}")
     try:
         return path.read_bytes()
     except OSError as error:

@@ -1,12 +1,14 @@
-"""Our own checkpoint: tensors of any layout in, the same tensors of any other layout out.
+"""Native checkpoint format: save tensors from one layout and load them into any other.
 
-All ranks save and load together, each the boxes (`sources.Named`) that it holds or wants. The saved
-boxes must cover every tensor exactly once: of several ranks with copies, one passes the boxes.
+All ranks save and load together; each passes the boxes (`sources.Named`) that it holds or wants.
+The saved boxes must cover every tensor exactly once, so if several ranks hold copies, only one
+passes them.
 
 A step folder holds one `rank_00000.safetensors` for each rank that has elements, `index.json` (per
 tensor: global shape, dtype, boxes with file and byte range), `state.json` (counters and schedules)
 and `config.json`. The safetensors files are written by hand, because the library cannot hash while
-it writes. We read by the index alone: it is hashed, and a hostile header is never parsed.
+it writes. Loading relies on the index alone, which is hashed, so a hostile safetensors header is
+never parsed.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def step_files(
 ) -> tuple[dict[str, Produce], int]:
     """Return this rank's files of a step, and roughly the size of all ranks' files in bytes.
 
-    `fetch` returns an extent's elements, for a `named` of shapes only ("meta" tensors).
+    `fetch` returns an extent's elements; pass it when `named` holds only shapes (meta tensors).
     """
     file = f"rank_{team.rank:05d}.safetensors"
     head, extents = b"", list[Extent]()
@@ -375,7 +377,7 @@ def plan_copies(
         found = sum(math.prod(minus(copy.high, copy.low)) for copy in mine)
         if found != flat.numel():
             where = f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}"
-            raise Damaged(f"{where}, has {flat.numel():,} elements, the stored boxes give {found:,}")
+            raise Damaged(f"{where}, has {flat.numel():,} elements, but the stored boxes give {found:,}")
         copies += mine
     return copies
 

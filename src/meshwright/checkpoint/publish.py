@@ -1,11 +1,14 @@
-"""The commit protocol: a checkpoint is complete or absent. Files and hashes only; nothing here
-knows a model.
+"""Commit protocol: a checkpoint is either complete or absent.
+
+This module handles files and hashes; it knows nothing about models.
 
 A step is written as `iter_0005000.tmp/`: files and fsync, manifest and fsync, rename, fsync of the
 parent, and last Megatron's tracker, by replacement. A process killed at any moment leaves either
 the complete step or a `.tmp` that the next writer removes. Nothing is ever written into a published
-folder. Each rank writes its own files, rank 0 the rest; a failure of one is raised by all. By hand:
-torch's checkpoint has no checksums, overwrites in place and unpickles, safetensors has no steps.
+folder. Each rank writes its own files, rank 0 the rest; a failure of one is raised by all.
+
+Hand-written because torch's checkpoint has no checksums, overwrites in place and unpickles, and
+safetensors has no notion of steps.
 """
 
 from __future__ import annotations
@@ -220,9 +223,10 @@ def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None,
     """Remove steps before `newest`, which was just saved, and return their numbers.
 
     The caller holds the lock. The newest `keep_last` complete steps stay, as do multiples of
-    `keep_every` and the best. A damaged or unreadable step is neither counted nor removed, nor is
-    any above `newest`: the run fell back from it, perhaps for damage that only full verification
-    finds. A step is renamed before its files are removed: a kill leaves none that looks complete.
+    `keep_every` and the best. Damaged or unreadable steps are neither counted nor removed. Neither
+    are steps above `newest`: the run fell back from them, perhaps because full verification found
+    damage. A step is renamed before its files are removed, so a kill never leaves a partial step
+    that looks complete.
     """
     root, complete = Path(root), []
     for step in (n for n in steps(root) if n <= newest):
@@ -310,8 +314,9 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
             probe.unlink()
     if free < copies * bytes_needed:
         raise UserError(
-            f"{root} has {free:,} bytes free; a checkpoint needs about {bytes_needed:,} and there must be room for "
-            f"{'two' if copies == 2 else copies}, {copies * bytes_needed:,}; free space or change --save",
+            f"{root} has {free:,} bytes free but needs {copies * bytes_needed:,}: room for "
+            f"{'two' if copies == 2 else copies} checkpoints of about {bytes_needed:,} bytes each; free some space or "
+            "change --save",
             IO,
             everywhere=True,
         )
@@ -319,7 +324,7 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
 
 @contextlib.contextmanager
 def lock(root: str | Path) -> Iterator[None]:
-    """Own the folder; the kernel releases the lock when this process dies."""
+    """Hold an exclusive lock on the folder; the kernel releases it when this process dies."""
     root = Path(root)
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ def options(t: Training, m: Model, p: Precision, device: torch.device) -> Option
 
 
 def pick(m: Model, device: torch.device, compiled: bool = False) -> tuple[type[Block], str]:
-    """Return the block class, which must equal the plain `Block`, and the reason for the log."""
+    """Return the block class, which must equal the plain `Block`, and a description for the log."""
     if m.attention_impl == "reference":
         attention = "reference attention, as asked for"
     elif is_reference(m.attention_impl, m.attention_dropout, device):

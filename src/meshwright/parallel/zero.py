@@ -173,8 +173,9 @@ class Store(Parts):
     def step(self, lr: float, weight_decay: float, scale: float, sums: Tensor | None = None) -> Tensor:
         """Clip and update; return the unclipped norm.
 
-        The gradients are multiplied by `scale`. `sums`, whose first element is the loss, is
-        replaced by its sum over all ranks. Without a finite norm and loss, nothing is updated.
+        The gradients arrive multiplied by `scale`, which is divided out. `sums`, whose first
+        element is the loss, is replaced by its sum over all ranks. Without a finite norm and loss,
+        nothing is updated.
         """
         self.finish_sums()
         squares = self.squares([self.summed(p) for p in self.pieces if p.counted])
@@ -327,12 +328,14 @@ class ParameterStore(Store):
         for bucket in self.buckets.values():
             for name in here & bucket.spans.keys():
                 offset, shape = bucket.spans[name]
-                # .data: autograd must not see new weights of one layer as a change of another's.
+                # Use .data because all layers share this storage: autograd must not treat an update
+                # of one layer's weights as a change to another's.
                 parameter = nn.Parameter(_view(self.weights.data, (bucket.begin + offset, shape)))
                 owner, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(owner), leaf, parameter)
                 self._accumulate_into(bucket, name, parameter)
-        # New weights are waited for where needed; a user's network may not call its layers.
+        # Wait for new weights as late as possible: layer by layer in a GPT, before the whole
+        # forward pass in a custom model, which may not call its layers.
         if self.is_sharded:
             layers = {u for u in map(shard.unit, here) if "." in u and isinstance(model, GPT)}
             rest = [u for u in self.buckets if "." not in u or not isinstance(model, GPT)]

@@ -3,9 +3,9 @@
 fully_shard gathers a layer's weights before the layer runs. The shards are the full-precision
 masters; forward and backward see them in the lower precision.
 
-Only the update is ours (zero.py), because torch's knows neither clipping over pipeline stages nor
-fp16's agreement of all ranks on a skip. fully_shard sees the tensor ranks' parts as plain
-parameters; only the table in shard.py knows how they are cut.
+Only the update is our own (zero.py): torch's neither clips across pipeline stages nor makes all
+ranks agree to skip an fp16 overflow. fully_shard sees the tensor ranks' parts as plain parameters;
+only the table in shard.py knows how they are cut.
 """
 
 from __future__ import annotations

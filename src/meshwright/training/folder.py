@@ -18,7 +18,7 @@ from meshwright.tokenizers import Tokenizer
 
 
 def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
-    """Move earlier checkpoints aside and write the settings: the first change on disk."""
+    """Move earlier checkpoints aside and write the settings."""
     c = config.checkpoint
     if c.save and c.save_overwrite and steps.list_checkpoints(c.save):
         say(f"moved earlier checkpoints to {publish.move_aside(c.save)}")
@@ -42,9 +42,10 @@ def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None
 
 
 def as_continued(config: TrainConfig) -> TrainConfig:
-    """Return the settings that continue this run, without those for its first start only.
+    """Return the settings for continuing this run.
 
-    The next launcher numbers the ranks anew.
+    Settings that apply only to its first start are left out. The rank settings are cleared too,
+    because the next launcher assigns them again.
     """
     c = config.checkpoint
     if c.save:

@@ -55,8 +55,8 @@ class Trainer:
             columns = spec.padded // self.layout.tp
             team.run_on_all(lambda: memory.require_memory(self.config, share, columns, self.device))
         self.net = network.build(spec, self.report_parameters)
-        say(f" > running the {self.net.why}")
-        if self.config.training.compile == "on" and not self.net.why.startswith("compiled"):
+        say(f" > running the {self.net.execution}")
+        if self.config.training.compile == "on" and not self.net.is_compiled:
             say(" > note: --compile on has no effect on layers with the reference attention")
         scaler = LossScale(self.config.precision)
         self.state = State(self.config, self.net, scaler, spec.vocab, spec.padded, spec.positions, team)
@@ -106,7 +106,10 @@ class Trainer:
         self.state.set_epochs(list_epochs(data.get("train")))
 
     def open_files(self) -> Datasets:
-        """Open the data of the flags, with the blends that the checkpoint holds and later ones."""
+        """Open the data sets that the flags name.
+
+        The blends are those recorded in the checkpoint and any added since.
+        """
         past, consumed = self.state.blends, self.progress.consumed_train_samples
         if self.will_train:
             data, self.state.blends = continue_datasets(self.config, self.vocab, past, consumed)
@@ -118,7 +121,10 @@ class Trainer:
         return data
 
     def open_folder(self, folder: Path | None, tokenizer: Tokenizer | None, command: list[str]) -> None:
-        """Write the settings and the vocabulary and open the log; the first writing."""
+        """Write the settings and the vocabulary, and open the log.
+
+        Before this, the run has only written locks, probes and caches.
+        """
         c, p, seq = self.config, self.progress, self.config.data.seq_length
         assert seq
         self.state.check(tokenizer, self.will_train)
@@ -133,7 +139,7 @@ class Trainer:
         event = "evaluate" if c.training.skip_train else "start"
         row = {"time": time.time(), "command": command, "version": our_version(), "torch": torch.__version__}
         row |= {"python": platform.python_version(), "device": devices.name(self.device), "host": platform.node()}
-        row |= {"parameters": parameters, "block": self.net.why, "dtype": c.precision.dtype}
+        row |= {"parameters": parameters, "block": self.net.execution, "dtype": c.precision.dtype}
         self.metrics.row(event, p.iteration, **row, tokens_per_step=c.global_batch * seq, train_iters=c.steps)
 
     # The loop
@@ -279,7 +285,10 @@ class Trainer:
             self.train_batches = None
 
     def skip_iterations(self) -> bool:
-        """Count a --skip-train-iteration-range that begins here as done; return whether any."""
+        """Mark the iterations of a --skip-train-iteration-range that begins here as done.
+
+        Return whether there was one.
+        """
         p = self.progress
         for first, last in skipped(self.config.data.skip_train_iteration_range):
             if first <= p.iteration + 1 <= last:
@@ -298,7 +307,8 @@ class Trainer:
         """Return why the run must end before the next step, the same on every rank, or None."""
         iteration, every = self.progress.iteration, self.config.training.exit_interval
         reason = self.gather_reasons(stop) if self.may_have_to_stop else None
-        # Not where this attempt began: a resumed run would end at once where the last one did.
+        # Do not stop at the iteration where this attempt began, or a resumed run would end
+        # immediately.
         if not reason and every and iteration % every == 0 and iteration != (self.state.loaded or 0):
             reason = f"--exit-interval {every}"
         if reason and not stop.signal:
@@ -306,7 +316,10 @@ class Trainer:
         return reason
 
     def gather_reasons(self, stop: StopConditions) -> str | None:
-        """Return the first reason of any rank; raise the error of a save in the background."""
+        """Return the first reason to stop that any rank has, or None.
+
+        Raise the error of a background save that failed.
+        """
         everyone = self.team.gather([stop.reason(), stop.signal, self.state.saver.failed])
         if any(failed for _, _, failed in everyone):
             self.state.saver.wait()  # raises the failure on every rank

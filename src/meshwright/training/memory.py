@@ -1,8 +1,9 @@
 """`--micro-batch-size auto`: find the largest micro-batch that fits beside weights and optimizer.
 
-Activations grow linearly. On an accelerator, passes of one and of two samples give that line; the
-largest divisor of the global batch below the limit is then tried. On a CPU, where running out of
-memory ends the process and torch keeps no peak, the bytes of the live tensors are counted instead.
+Activation memory grows linearly with the micro-batch size. On an accelerator, trial passes with one
+and two samples give the slope; the divisors of each rank's batch that are predicted to fit are then
+tried, largest first. On a CPU, where running out of memory ends the process and torch keeps no
+peak, the bytes of the live tensors are counted instead.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def require_memory(config: TrainConfig, parameters: int, padded: int, device: to
         raise UserError(
             f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "
             f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens), "
-            f"the device has {have / 2**30:,.1f} GiB; reduce the model, --micro-batch-size or --seq-length"
+            f"but the device has {have / 2**30:,.1f} GiB; reduce the model, --micro-batch-size or --seq-length"
         )
 
 
@@ -81,8 +82,9 @@ def find_largest(
 ) -> tuple[int, str]:
     """Return the largest micro-batch that fits and a log message.
 
-    `attempt` runs that many samples. `batches` are the run's batch sizes per data-parallel rank,
-    which the micro-batch must divide. `preferred`, of the run's earlier start, is kept if it fits.
+    `attempt(n)` runs a forward and backward pass over n samples. `batches` are the run's batch
+    sizes per data-parallel rank, which the micro-batch must divide. `preferred`, the size used
+    before the run was resumed, is kept if it fits.
     """
     common = math.gcd(*batches)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]

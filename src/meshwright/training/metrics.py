@@ -31,7 +31,10 @@ PEAKS |= dict.fromkeys(("H100", "H200", "H800"), 989e12) | dict.fromkeys(("A100"
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak; None if unknown, as for CPUs, and no MFU is printed."""
+    """Return the device's peak FLOP/s, or None if it is unknown (as for CPUs).
+
+    Without a peak, no MFU is printed.
+    """
     name = devices.name(device)
     return next((peak for key, peak in PEAKS.items() if key in name), None)
 
@@ -59,9 +62,9 @@ class Metrics:
         self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
         self.device, self.timers = timers.device, timers
         self.peak = peak_flops(self.device)
-        self.file, self.attempt = -1, 1
+        self.file, self.attempt_number = -1, 1
         if folder is not None:
-            self.attempt = 1 + _count_starts(folder / "metrics.jsonl")
+            self.attempt_number = 1 + _count_starts(folder / "metrics.jsonl")
             self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         name = folder.resolve().name if folder is not None else "meshwright"
         self.trackers, self.bar = [], None
@@ -78,11 +81,11 @@ class Metrics:
         self.seconds = 0.0
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
-        """Append one row at once, so that after a kill at most the last line is cut short."""
+        """Append one row immediately, so that a kill can truncate only the last line."""
         if self.file < 0:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        line = json.dumps({"event": event, "attempt": self.attempt, "iteration": iteration, **plain})
+        line = json.dumps({"event": event, "attempt": self.attempt_number, "iteration": iteration, **plain})
         data = line.encode() + b"\n"
         while data:  # a nearly full disk may write only a part
             data = data[os.write(self.file, data) :]
@@ -177,7 +180,8 @@ class Metrics:
     ) -> None:
         """Record one validation and print Megatron's framed line.
 
-        The perplexity is exp(loss), capped as in Megatron. One of several sets has a name.
+        The perplexity is exp(loss), capped as in Megatron. `set_name` is given only if there are
+        several sets.
         """
         ppl = math.exp(min(20, loss)) if math.isfinite(loss) else math.nan
         where = f"{prefix} on {set_name}" if set_name else prefix
@@ -222,7 +226,10 @@ def _start_bar(total: int) -> tuple[Any, Any]:
 
 
 class Timers:
-    """Wall times as Megatron prints them; within a step, those of --timing-log-level."""
+    """Wall-clock timers, printed as Megatron prints them.
+
+    --timing-log-level selects those within a step.
+    """
 
     def __init__(self, level: int, option: str, device: torch.device, team: Team) -> None:
         self.level, self.option, self.team, self.device = level, option, team, device

@@ -71,7 +71,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     comm.open_all(layout, device)
     if spec.model or spec.loss:
         refuse_to_cut(p, spec.model is not None)
-    parts, heads, name, why = build_parts(spec, options)
+    parts, heads, name, execution = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
     if tied and parts[0].first and parts[-1].last:  # a V-shaped pipeline: both ends are on the first rank
         parts[-1].wte = parts[0].wte
@@ -79,13 +79,14 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     names = {n: x for part in parts for n, x in part.named_parameters()}
     report_parameters(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
-        layers = "the matrices of layers named h.*, of which this model has none"
+        layers = "the matrices of layers named h.*, but this model has none"
         raise UserError(f"--optimizer muon updates {layers}; choose another --optimizer")
     dtype = dtype_of(config.precision)
     store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied)
     is_sharded = p.zero == 3 and layout.group("shard") is not None
     store = FullyShardedStore(parts, store_spec) if is_sharded else ParameterStore(parts, store_spec)
-    if options.compiled:
+    compiled = options.compiled
+    if compiled:
         for part in parts:
             pick.compile_blocks(part)
     pipeline = None
@@ -94,7 +95,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
         pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, spec.sequence, wide)
         pipeline.open(device)
     loss = make_loss(spec.vocab, layout, spec.loss)
-    return Network(parts, store, loss, device, layout, spec.sequence, heads, pipeline, name, why)
+    return Network(parts, store, loss, device, layout, spec.sequence, heads, pipeline, name, execution, compiled)
 
 
 def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, str, str]:
@@ -108,7 +109,7 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
             refuse_what_is_not_saved(custom)
             return [custom], None, name, f"{'compiled' if options.compiled else 'plain'} {name}, a custom model"
         heads = None
-        block, why = pick.pick(m, spec.device, options.compiled)
+        block, execution = pick.pick(m, spec.device, options.compiled)
 
         def make() -> GPT:
             return GPT(m, spec.vocab, spec.padded, spec.positions, block, options)
@@ -116,7 +117,7 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
         parts = stages(make, config.stages, layout, config.parallel.pipeline_schedule)
         for part in parts:
             heads = spread(part, layout, spec.sequence, config.data.seq_length // layout.cp)
-    return list(parts), heads, GPT_NETWORK, why  # one name for all our blocks, which compute the same
+    return list(parts), heads, GPT_NETWORK, execution  # one name for all our blocks, which compute the same
 
 
 def refuse_to_cut(p: Parallel, has_model: bool) -> None:

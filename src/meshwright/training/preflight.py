@@ -37,8 +37,8 @@ def require_files(config: TrainConfig) -> None:
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
         if missing:
             raise UserError(
-                f"data {prefix}: there is no {' and no '.join(missing)}; write both with `meshwright preprocess`, and "
-                "give their common name without the ending",
+                f"data {prefix}: missing {' and '.join(missing)}; create the pair with `meshwright preprocess` and "
+                "pass their common path without the extension",
                 BAD_DATA,
             )
 
@@ -143,8 +143,8 @@ def dry_run(config: TrainConfig) -> int:
     if config.checkpoint.load:
         print("\n".join(check_loading(config)))
     for p in later:
-        print(f"before it can start: {p}")
-    print("nothing was built and nothing written")
+        print(f"required before the run can start: {p}")
+    print("dry run: nothing was built or written")
     return DONE
 
 

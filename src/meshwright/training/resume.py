@@ -33,10 +33,16 @@ if TYPE_CHECKING:
     from meshwright.optim.loss_scale import LossScale
     from meshwright.training.step import Network
 
+NEEDS_ONE = "needs one; give a folder that holds a checkpoint"
+
 
 @dataclass
 class Progress:
-    """The counters of a run: with weights and moments its whole state, as randomness has none."""
+    """The counters of a run.
+
+    With the weights, moments and loss scale they are its whole state: random draws do not depend on
+    any generator's state.
+    """
 
     iteration: int = 0  # every attempt counts, skipped ones too
     consumed_train_samples: int = 0  # likewise
@@ -81,7 +87,7 @@ class State:
             needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune}
             needs |= {"--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}
             for flag in (flag for flag, given in needs.items() if given):
-                message = f"--load {c.load}: no checkpoint there, and {flag} needs one"
+                message = f"--load {c.load}: no checkpoint found, but {flag} {NEEDS_ONE}"
                 raise UserError(message, BAD_DATA, everywhere=True)
             say(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}")
             say("    will not load any checkpoints and will start from random")
@@ -97,8 +103,8 @@ class State:
         c, state, saved = self.config.checkpoint, source.state, source.config
         if (name := state.get("network", GPT_NETWORK)) != self.net.name:
             raise UserError(
-                f"the checkpoint holds a {name}, this run builds a {self.net.name}, in which the same weights mean "
-                "something else; give the program that trained it, or another --load",
+                f"the checkpoint holds a {name} but this run builds a {self.net.name}, so its weights cannot be used; "
+                "run the program that trained it, or change --load",
                 BAD_DATA,
             )
         for line in differences(self.config, saved):
@@ -136,7 +142,7 @@ class State:
             message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
             if source.kind != HUGGING_FACE or size > (source.vocab or 0):  # whose size may include padding
                 raise UserError(message, BAD_DATA)
-            say(f" > note: {message}: the rows beyond are taken for padding")
+            say(f" > note: {message}: the extra rows are treated as padding")
         return source.of_vocabulary(size)
 
     def forget_best(self) -> None:
@@ -154,11 +160,14 @@ class State:
         """
         if self.epochs and epochs and epochs != self.epochs:
             now, before = (
-                " and ".join(f"{n} epoch{'s' * (n != 1)}{', the last one shuffled apart' * apart}" for n, apart in each)
+                " and ".join(
+                    f"{n} epoch{'s' * (n != 1)}{', the last one shuffled separately' * is_separate}"
+                    for n, is_separate in each
+                )
                 for each in (epochs, self.epochs)
             )
             note = (
-                f" > note: the training set is now {now}, at the checkpoint it was {before}: all epochs are shuffled "
+                f" > note: the training set is now {now}; at the checkpoint it was {before}: all epochs are shuffled "
             )
             say(f"{note}together (as in Megatron), so the order has changed, and samples may be seen again")
         self.epochs = epochs
@@ -258,7 +267,7 @@ _TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
 
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     """Describe each setting that differs from the checkpoint's; refuse another architecture."""
-    # What another program does not record is as the flags say.
+    # Settings that another program's checkpoint does not record are taken from the flags.
     model = model_settings(saved, "the checkpoint", config.model)
     tunable = _TUNABLE if config.checkpoint.finetune else set()
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
@@ -307,14 +316,14 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
         needed = ("num_layers", "hidden_size", "num_attention_heads")
         lacking = [spelling(n) for n in needed if not getattr(config.model, n)]
         needs = {
-            "--use-checkpoint-args needs one": c.use_checkpoint_args,
-            "--finetune needs one": c.finetune,
-            "--exit-on-missing-checkpoint needs one": c.exit_on_missing_checkpoint,
-            f"without one {', '.join(lacking)} must be given": bool(lacking),
+            f"but --use-checkpoint-args {NEEDS_ONE}": c.use_checkpoint_args,
+            f"but --finetune {NEEDS_ONE}": c.finetune,
+            f"but --exit-on-missing-checkpoint {NEEDS_ONE}": c.exit_on_missing_checkpoint,
+            f"and without one {', '.join(lacking)} must be given": bool(lacking),
         }
         if need := next((need for need, applies in needs.items() if applies), None):
-            missing = "no checkpoint there" if Path(c.load).exists() else "there is no such folder"
-            raise UserError(f"--load {c.load}: {missing}, and {need}", BAD_DATA)
+            missing = "no checkpoint found" if Path(c.load).exists() else "there is no such folder"
+            raise UserError(f"--load {c.load}: {missing}, {need}", BAD_DATA)
         return config
     saved = recorded_settings(source)
     # GPT-2 is trained on sequences as long as its table of positions.

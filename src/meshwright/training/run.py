@@ -64,7 +64,9 @@ def run(
     command: list[str] | None = None,
     handle_signals: bool = False,
 ) -> int:
-    """Train as configured and return the exit status; raise UserError for what the user can mend.
+    """Train as configured and return the exit status.
+
+    Raise UserError for errors that the user can fix.
 
     `model`, `loss` and `datasets` replace our own: docs/extending.md shows all three. Under a
     launcher every rank calls this. With `handle_signals` a first SIGTERM or Ctrl-C finishes the
@@ -211,8 +213,8 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
     elif c.save_hf:
-        convert = f"`meshwright convert {c.save} {c.save_hf} --to huggingface`"
-        say(f" > --save-hf: nothing is written before the training is done; {convert} does it now")
+        convert = f"run `meshwright convert {c.save} {c.save_hf} --to huggingface` to convert the current checkpoint"
+        say(f" > --save-hf: not written, because training is not finished; {convert}")
 
 
 def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:

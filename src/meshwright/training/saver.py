@@ -90,9 +90,10 @@ class Saver:
     def write_for_megatron(
         self, root: Path, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], team: Team
     ) -> None:
-        """Write a temporary native step, from which each Megatron rank reads its part.
+        """Write Megatron's format by way of a temporary native step.
 
-        So the files do not depend on how ZeRO and the pipeline divide the state.
+        Each Megatron rank reads its part from that step, so the files do not depend on how ZeRO and
+        the pipeline divide the state.
         """
         from meshwright.checkpoint.formats import megatron_writer
 

@@ -8,7 +8,10 @@ from meshwright.settings.schema import TrainConfig
 
 
 def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
-    """Return the bytes of weight, gradient, master copy and moments: on the device, on the host."""
+    """Return the bytes per parameter on the device and on the host.
+
+    They count the weight, gradient, master copy and moments.
+    """
     low, full = config.precision.dtype in ("float16", "bfloat16"), 8 if config.precision.dtype == "float64" else 4
     moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1  # at least: Muon's embeddings have two
     p, weight = config.parallel, float(2 if low else full)

@@ -33,6 +33,8 @@ Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch t
 Update = tuple[Tensor, Tensor, Tensor]  # loss, gradient norm, ranks that want to stop
 Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
+CHECK_MASKS = "check the data and --eod-mask-loss"
+
 
 @dataclass
 class Network:
@@ -47,7 +49,8 @@ class Network:
     heads: range | None = None  # the attention heads computed on this rank
     pipeline: Pipeline | None = None
     name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
-    why: str = ""  # how the network is run, for the log
+    execution: str = ""  # a description for the log
+    is_compiled: bool = False
 
     @property
     def has_loss(self) -> bool:
@@ -165,7 +168,8 @@ def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
         unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp
     if not here and not unmasked:
         first = batches[0].first_sample
-        raise UserError(f"no token counts in the global batch from sample {first} on: all are masked", BAD_DATA, True)
+        where = f"the global batch that starts at sample {first}"
+        raise UserError(f"every token is masked in {where}; {CHECK_MASKS}", BAD_DATA, True)
     return unmasked
 
 
@@ -200,5 +204,5 @@ def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable
         dist.all_reduce(sums)
     total, tokens = sums.tolist()
     if not tokens and not stopped:
-        raise UserError("no token counts in the validation set: all are masked", BAD_DATA, True)
+        raise UserError(f"every token of the validation set is masked; {CHECK_MASKS}", BAD_DATA, True)
     return total / max(tokens, 1)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Curves during the run in TensorBoard and Weights & Biases, under Megatron's names.
+"""Log curves to TensorBoard and Weights & Biases, under Megatron's names.
 
 metrics.jsonl is the source of truth, so a tracker that fails prints a line and is switched off.
 """
@@ -42,15 +42,17 @@ class Tracker:
             getattr(self.backend, action)(*values)
         except Exception as e:  # the network, the disk, or anything that the package raises
             self.backend = None
-            print(
-                f"{self.name} failed and is switched off, the run continues: {type(e).__name__}: {e}", file=sys.stderr
-            )
+            reason = f"{type(e).__name__}: {e}"
+            print(f"{self.name} failed and is now off; the run continues ({reason})", file=sys.stderr)
 
 
 def open_trackers(
     logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int = 1, samples: int = 0
 ) -> list[Tracker]:
-    """Open the trackers of the flags, to begin with step `first` after `samples` samples."""
+    """Open the trackers that the flags select.
+
+    Their first point is step `first`, after `samples` samples.
+    """
     out = []
     place = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
     if logging.tensorboard and place:
@@ -108,21 +110,21 @@ class Wandb:
 
         place, known = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
         new = first == 1 or known is None or not known.exists()
-        name_there = uuid.uuid4().hex if new or known is None else known.read_text().strip()
+        run_id = uuid.uuid4().hex if new or known is None else known.read_text().strip()
         try:
             self.run: Any = wandb.init(
                 project=logging.wandb_project,
                 name=logging.wandb_exp_name or name,
                 dir=place and str(place),
                 config=settings,
-                id=name_there,
+                id=run_id,
                 resume="allow",
             )
         except Exception as e:
             hint = "wandb login, or WANDB_MODE=offline to upload later"
             raise UserError(f"--wandb-project {logging.wandb_project}: {e} ({hint})", UNAVAILABLE) from None
         if known:
-            known.write_text(name_there + "\n")
+            known.write_text(run_id + "\n")
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self.run.log({**values, "samples": samples}, step=iteration)

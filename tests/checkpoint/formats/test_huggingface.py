@@ -370,7 +370,7 @@ def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
     assert cli.main(["train", *load, *more, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert f"(vocabulary {tokenizer.size} padded to 384)" in printed and f"one step: {LENGTH} tokens" in printed
-    assert "before it can start" not in printed
+    assert "before the run can start" not in printed
     assert cli.main(["train", *load, "--save", str(tmp_path / "run"), *more]) == 0
     assert tokenizers.build(Tokenizer(), tmp_path / "run" / "tokenizer").encode(TEXT) == tokenizer.encode(TEXT)
     file = tmp_path / "out" / "tokenizer.json"

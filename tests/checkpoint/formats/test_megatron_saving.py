@@ -114,7 +114,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.Cap
     for more, status, words in [
         ([], 65, "add --no-load-optim or --finetune"),
         (["--no-load-optim"], 0, ""),
-        (["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], 65, "no such folder, and"),
+        (["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], 65, "no such folder, but"),
         (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "a")], 73, "not empty"),
         (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "b")], 2, "must differ (both are"),
     ]:
