@@ -1,15 +1,19 @@
-"""Text to token files: speed and memory of `meshwright preprocess`, beside pools of tokenizers and of tiktoken workers.
+"""Text to token files: speed and memory of `meshwright preprocess`, beside pools of tokenizers and
+of tiktoken workers.
 
-usage: python benchmarks/data.py make CORPUS.jsonl MEGABYTES FOLDER_OR_JSONL ...      a corpus of the text files in folders
-       python benchmarks/data.py peers OUT CORPUS.jsonl VOCAB MERGES                  all in turns, in one run
-       python benchmarks/data.py growth OUT CORPUS.jsonl VOCAB MERGES [MEGABYTES ...] time and memory by size
-       python benchmarks/data.py pipe OUT CORPUS.jsonl VOCAB MERGES [GIGABYTES] [MEMORY_MIB]   from a pipe, within a limit
+usage: python benchmarks/data.py make CORPUS.jsonl MEGABYTES FOLDER_OR_JSONL ...      a corpus of
+the text files in folders
+       python benchmarks/data.py peers OUT CORPUS.jsonl VOCAB MERGES                  all in turns,
+       in one run python benchmarks/data.py growth OUT CORPUS.jsonl VOCAB MERGES [MEGABYTES ...]
+       time and memory by size python benchmarks/data.py pipe OUT CORPUS.jsonl VOCAB MERGES
+       [GIGABYTES] [MEMORY_MIB]   from a pipe, within a limit
 
-Each measurement is a process of its own, from its start to its end; memory is what all its processes have for themselves,
-sampled in a run of its own (looking slows it down), and the largest of any one. A megabyte is 10^6 bytes of the JSON lines.
-The pools do as Megatron's tool does: a multiprocessing pool, whose workers parse and encode, and a parent who appends to the
-same files. They take the fastest of three chunk sizes, which are tried on a tenth of the corpus. All outputs are compared,
-byte for byte.
+Each measurement is a process of its own, from its start to its end; memory is what all its
+processes have for themselves, sampled in a run of its own (looking slows it down), and the largest
+of any one. A megabyte is 10^6 bytes of the JSON lines. The pools do as Megatron's tool does: a
+multiprocessing pool, whose workers parse and encode, and a parent who appends to the same files.
+They take the fastest of three chunk sizes, which are tried on a tenth of the corpus. All outputs
+are compared, byte for byte.
 """
 
 import hashlib
@@ -187,7 +191,8 @@ def hardware(out: Path) -> None:
     )
     tell(
         out,
-        f"{len(os.sched_getaffinity(0))} cores of {model}; Python {sys.version.split()[0]}, {libraries}; {os.uname().release}",
+        f"{len(os.sched_getaffinity(0))} cores of {model}; Python {sys.version.split()[0]}, {libraries}; "
+        f"{os.uname().release}",
     )
 
 
@@ -214,7 +219,10 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
         rows[f"ours, {workers} workers"].append(
             measure(ours(corpus, out / f"ours{workers}", vocab, merges, workers), log)
         )
-    bare = "import sys; sys.modules['gigatoken.gigatoken_rs'] = None; from meshwright.__main__ import main; sys.exit(main())"
+    bare = (
+        "import sys; sys.modules['gigatoken.gigatoken_rs'] = None; from meshwright.__main__ import "
+        "main; sys.exit(main())"
+    )
     without = [sys.executable, "-c", bare, *ours(corpus, out / "ours", vocab, merges, 2)[3:]]
     rows["ours, 2 workers, without `fast`"] = [measure(without, log)]
     assert digest(out / "ours") == digest(out / "ours2")
@@ -282,7 +290,9 @@ def growth(out: Path, corpus: str, vocab: str, merges: str, sizes: list[int]) ->
 
 
 def pipe(out: Path, corpus: str, vocab: str, merges: str, gigabytes: float, limit: int) -> None:
-    """Each process may have so much memory of its own in all divided by three: a parent and two workers."""
+    """Each process may have so much memory of its own in all divided by three: a parent and two
+    workers.
+    """
     import resource
 
     hardware(out)

@@ -1,17 +1,21 @@
-"""Building and opening indices beside megatron-core's own data set package, each in a process of its own.
+"""Building and opening indices beside megatron-core's own data set package, each in a process of
+its own.
 
-usage: python benchmarks/data_index.py FOLDER [--samples 1e6 1e7 1e8] [--blend 2 10] [--open 1e8] [--huge] [--rounds 1]
+usage: python benchmarks/data_index.py FOLDER [--samples 1e6 1e7 1e8] [--blend 2 10] [--open 1e8]
+[--huge] [--rounds 1]
 
-A corpus of two documents a sample at --seq-length 2048 is made for each size: an index, and a .bin of holes (no token is
-read here). "whole build": from opened files to the three arrays on the disk, ready to be read. Peers: megatron-core
-(importable, `pip install --no-deps megatron-core`), Meshwright on numpy alone, Meshwright with numba. Imports are not in the
-times; the seconds that numba's import and the loading of its compiled loops take stand beside them.
+A corpus of two documents a sample at --seq-length 2048 is made for each size: an index, and a .bin
+of holes (no token is read here). "whole build": from opened files to the three arrays on the disk,
+ready to be read. Peers: megatron-core (importable, `pip install --no-deps megatron-core`),
+Meshwright on numpy alone, Meshwright with numba. Imports are not in the times; the seconds that
+numba's import and the loading of its compiled loops take stand beside them.
 
---huge: 1e9 samples over 1e7 documents, ours alone. --open: a data set of so many documents. FOLDER needs 60 bytes for each
-document, which are removed at the end.
+--huge: 1e9 samples over 1e7 documents, ours alone. --open: a data set of so many documents. FOLDER
+needs 60 bytes for each document, which are removed at the end.
 
-Memory is the highest that this process saw in /proc of the other one, every 20 ms: anonymous, and resident in all (with
-pages of files, which the system takes back when it needs them), less what was resident before the build began.
+Memory is the highest that this process saw in /proc of the other one, every 20 ms: anonymous, and
+resident in all (with pages of files, which the system takes back when it needs them), less what
+was resident before the build began.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ def corpus(prefix: Path, documents: int, mean: int) -> None:
         tokens.truncate(position)
 
 
-# What runs in a process of its own. Each returns what is to be told, and prints "begin" and "end" around what counts.
+# What runs in a process of its own. Each returns what is to be told, and prints "begin" and "end"
+# around what counts.
 
 
 def ours(prefix: Path, cache: Path, samples: int, fast: bool) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Share of a step's time that is spent waiting for its batches, at steps of 1, 10 and 100 ms, through the real Loader.
+"""Share of a step's time that is spent waiting for its batches, at steps of 1, 10 and 100 ms,
+through the real Loader.
 
-usage: python benchmarks/data_loader.py FOLDER [--steps-ms 1 10 100] [--lengths 1024 2048] [--num-workers 2] [--seconds 6]
+usage: python benchmarks/data_loader.py FOLDER [--steps-ms 1 10 100] [--lengths 1024 2048]
+[--num-workers 2] [--seconds 6]
 
-A corpus of 200 MB in documents of 600 tokens is made in FOLDER and removed at the end. A step is 64 samples in micro-batches
-of 8. It either sleeps, as a process does whose GPU works, or keeps one thread of torch busy with products of matrices, which
-takes the interpreter from the thread that reads ahead. "wait" is the time within next(), the median and the largest of all
-steps but the first three; "share" is the sum of it divided by that of all time.
+A corpus of 200 MB in documents of 600 tokens is made in FOLDER and removed at the end. A step is
+64 samples in micro-batches of 8. It either sleeps, as a process does whose GPU works, or keeps one
+thread of torch busy with products of matrices, which takes the interpreter from the thread that
+reads ahead. "wait" is the time within next(), the median and the largest of all steps but the
+first three; "share" is the sum of it divided by that of all time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What a save and a load cost, beside torch.save and torch.distributed.checkpoint in the same process, on the same tensors.
+"""What a save and a load cost, beside torch.save and torch.distributed.checkpoint in the same
+process, on the same tensors.
 
 usage: python benchmarks/gpu_checkpoints.py FOLDER [--size 1.3B] [--rounds 3] [--device cuda]
 
-A model is trained for a few steps with AdamW in bfloat16; its fp32 masters and moments are what is saved (12 bytes a
-parameter). "stall": how long the training step that saves is longer than it is without. Each file is removed before the next
-is written. "to disk": with fsync, as ours always is; torch.save by itself returns before the bytes are on the disk.
-"copy": the same bytes from the device into pinned memory, the least that a save in the background can take.
+A model is trained for a few steps with AdamW in bfloat16; its fp32 masters and moments are what is
+saved (12 bytes a parameter). "stall": how long the training step that saves is longer than it is
+without. Each file is removed before the next is written. "to disk": with fsync, as ours always is;
+torch.save by itself returns before the bytes are on the disk. "copy": the same bytes from the
+device into pinned memory, the least that a save in the background can take.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     layers, hidden, heads = SIZES[size]
     vocab = 50257 if size != "tiny" else 256
     line = (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 1024 --micro-batch-size 1 "
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 1024 "
+        f"--micro-batch-size 1 "
         f"--lr 1e-4 --train-iters 100 --mock-data --vocab-size {vocab} --bf16 --attention-dropout 0 --hidden-dropout 0 "
         f"--device {device} --save {folder} --num-workers 0 {' '.join(more)}"
     )
     config = flags.parse(TrainConfig, line.split(), "benchmark").config
     device_ = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
-    trainer = Trainer(Spec(config, Layout(), device_, vocab, -(-vocab // 128) * 128), ALONE, Timers())
+    trainer = Trainer(
+        Spec(config, Layout(), device_, vocab, -(-vocab // 128) * 128), ALONE, Timers(0, "minmax", device_, ALONE)
+    )
     trainer.load_or_initialise()
     return trainer
 
@@ -109,7 +114,8 @@ def main() -> None:
         rows.append((what, seconds, more))
         rate = size / statistics.median(seconds) / 1e9
         print(
-            f"| {what} | {statistics.median(seconds):.3f} | {min(seconds):.3f}-{max(seconds):.3f} | {rate:.2f} | {more} |",
+            f"| {what} | {statistics.median(seconds):.3f} | {min(seconds):.3f}-{max(seconds):.3f} | "
+            f"{rate:.2f} | {more} |",
             flush=True,
         )
 
@@ -205,7 +211,8 @@ def main() -> None:
     ours, theirs_, on_disk = (by[n] for n in ("ours at once, to disk, hashed", "torch.save", "torch.save, to disk"))
     print(f"\nstall in the background: {stall / copying:.2f} x the copy (target 1.3)")
     print(
-        f"at once: {theirs_ / ours:.2f} x torch.save's speed, {on_disk / ours:.2f} x with its bytes on the disk (target 1.5)"
+        f"at once: {theirs_ / ours:.2f} x torch.save's speed, {on_disk / ours:.2f} x with its bytes on "
+        f"the disk (target 1.5)"
     )
     state.saver.close()
 

@@ -1,17 +1,22 @@
-"""Layouts of one model on the GPUs of one machine, all in one start of the processes: speed, memory, communication, losses.
+"""Layouts of one model on the GPUs of one machine, all in one start of the processes: speed,
+memory, communication, losses.
 
-usage: torchrun --nproc-per-node 2|4 --max-restarts 8 benchmarks/gpu_layouts.py OUT MODEL ... [--steps 10 20] [--data PREFIX]
-       python benchmarks/gpu_layouts.py OUT MODEL --overhead [--data PREFIX]      one GPU: our step against a plain loop
-       python benchmarks/gpu_layouts.py OUT --table                               table and pictures of what OUT holds
+usage: torchrun --nproc-per-node 2|4 --max-restarts 8 benchmarks/gpu_layouts.py OUT MODEL ...
+[--steps 10 20] [--data PREFIX]
+       python benchmarks/gpu_layouts.py OUT MODEL --overhead [--data PREFIX]      one GPU: our step
+       against a plain loop python benchmarks/gpu_layouts.py OUT --table
+       table and pictures of what OUT holds
 
-A cell is a line of the product's own flags. Each is parsed, its groups are made, the network is built by network.build and
-trained by train_step on batches of the real loader, with one wait for the device a step, as train.py does. A step's
-time is that of its slowest rank; speed is the median over the last steps. Efficiency is against the cell of one GPU of the
-same run, beside which the other GPUs idle. Weights are drawn on the device (seconds instead of minutes for nine cells), by
+A cell is a line of the product's own flags. Each is parsed, its groups are made, the network is
+built by network.build and trained by train_step on batches of the real loader, with one wait for
+the device a step, as train.py does. A step's time is that of its slowest rank; speed is the median
+over the last steps. Efficiency is against the cell of one GPU of the same run, beside which the
+other GPUs idle. Weights are drawn on the device (seconds instead of minutes for nine cells), by
 name and whole, so every layout begins with the same.
 
-A cell that fails in words (out of memory, say) is told and the next one follows. One whose ranks lose one another, or that
-takes longer than --limit, ends the processes; torchrun starts them again (hence --max-restarts) and they go on behind it.
+A cell that fails in words (out of memory, say) is told and the next one follows. One whose ranks
+lose one another, or that takes longer than --limit, ends the processes; torchrun starts them again
+(hence --max-restarts) and they go on behind it.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ from typing import Any
 
 PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200, without sparsity
 TRAINING = (
-    "--hidden-dropout 0 --attention-dropout 0 --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 100000 "
+    "--hidden-dropout 0 --attention-dropout 0 --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style cosine "
+    "--lr-decay-iters 100000 "
     "--lr-warmup-iters 3000 "  # a fast one makes the first steps chaotic, in which rounding grows to tenths of the loss
     "--weight-decay 0.1 --clip-grad 1.0 --seed 1234 --eval-iters 0 --vocab-size 50257 --no-tensorboard"
 )
@@ -44,7 +50,8 @@ MODELS = {
     "345M": "--bf16 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024",
     "1.3B": "--bf16 --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024",
     "2.7B": "--bf16 --num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048",
-    # Every kind of layout in float32: whether they all do the same on these devices. Tries this file on a CPU too.
+    # Every kind of layout in float32: whether they all do the same on these devices. Tries this
+    # file on a CPU too.
     "tiny": "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32",
 }
 TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
@@ -176,7 +183,7 @@ def main() -> None:
 
 
 def line_of(model: str, cell: Cell, given: argparse.Namespace) -> str:
-    """The flags of `meshwright train`. All cells have one length, so that they have one schedule."""
+    """Return flags of `meshwright train`. All cells have one length and so one schedule."""
     steps = max(40, sum(given.steps) + 8)
     data = f"--data-path {given.data} --split 100,0,0" if given.data else "--mock-data"
     sizes = f"--micro-batch-size {cell.micro} --global-batch-size {cell.batch} --train-iters {steps}"
@@ -421,7 +428,9 @@ def let_go(layout: Any, device: Any) -> None:
 
 
 def free(device: Any, tensors: bool) -> dict[str, Any]:
-    """Everything of the cell; returns what is left of it. `tensors`: its compiled code talks through groups."""
+    """Everything of the cell; returns what is left of it. `tensors`: its compiled code talks
+    through groups.
+    """
     from meshwright import device as devices
 
     gc.collect()
@@ -436,7 +445,9 @@ def free(device: Any, tensors: bool) -> dict[str, Any]:
 
 
 def forget_compiled() -> None:
-    """Of this process; what Inductor keeps on disk stays, and saves most of the time of compiling again."""
+    """Of this process; what Inductor keeps on disk stays, and saves most of the time of compiling
+    again.
+    """
     import torch
 
     torch._dynamo.reset()
@@ -444,7 +455,9 @@ def forget_compiled() -> None:
 
 
 class Watch:
-    """Ends this process when a cell takes too long, or another rank has failed and this one still waits for it."""
+    """Ends this process when a cell takes too long, or another rank has failed and this one still
+    waits for it.
+    """
 
     GRACE = 10.0
 
@@ -507,7 +520,9 @@ class Watch:
 
 
 class traced:  # noqa: N801
-    """Around some steps, on one rank: which share of their time is computing, communication alone, neither."""
+    """Around some steps, on one rank: which share of their time is computing, communication alone,
+    neither.
+    """
 
     def __init__(self, on: bool, device: Any) -> None:
         self.on, self.device, self.shares = on, device, None
@@ -538,7 +553,9 @@ class traced:  # noqa: N801
 
 
 def shares(events: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Of the time from the first kernel to the end of the last: in % compute; a NCCL kernel and no other; nothing."""
+    """Of the time from the first kernel to the end of the last: in % compute; a NCCL kernel and no
+    other; nothing.
+    """
     kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events if e.get("cat") == "kernel"]
     if not kernels:
         return None
@@ -714,7 +731,9 @@ def write_table(out: Path) -> None:
 
 
 def curves(done: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """By batch size, where several cells trained on the same batches: of each, the largest difference from another."""
+    """By batch size, where several cells trained on the same batches: of each, the largest
+    difference from another.
+    """
     out: dict[int, dict[str, float]] = {}
     for batch in {r["batch"] for r in done}:
         group = [r for r in done if r["batch"] == batch]
@@ -828,7 +847,8 @@ def overhead(given: argparse.Namespace) -> None:
         apart = max(abs(a[0] - b[0]) for a, b in zip(told["ours"], told["plain"], strict=True))
         tell(
             f"{model}: ours {medians['ours']:.2f} ms, plain loop {medians['plain']:.2f} ms, ratio of medians "
-            f"{row['ratio']:.4f}, median of {given.pairs} pairs' ratios {row['median_of_pairs']:.4f} (from {min(ratios):.4f} "
+            f"{row['ratio']:.4f}, median of {given.pairs} pairs' ratios {row['median_of_pairs']:.4f} "
+            f"(from {min(ratios):.4f} "
             f"to {max(ratios):.4f}); losses at most {apart:.4f} apart"
         )
         del net, plain, loops, ours, some, readers
@@ -836,9 +856,12 @@ def overhead(given: argparse.Namespace) -> None:
 
 
 class PlainLoop:
-    """The same network, kernels, compiled blocks, precision and update without parallel/: bfloat16 parameters, each a tensor of
-    its own, whose gradients autograd keeps; float32 masters, each likewise; torch's clip_grad_norm_ and fused AdamW over them;
-    copies between by torch._foreach_copy_. A loop over float32 parameters with autocast is slower (the records of one GPU)."""
+    """The same network, kernels, compiled blocks, precision and update without parallel/: bfloat16
+    parameters, each a tensor of its own, whose gradients autograd keeps; float32 masters, each
+    likewise; torch's clip_grad_norm_ and fused AdamW over them; copies between by
+    torch._foreach_copy_. A loop over float32 parameters with autocast is slower (the records of
+    one GPU).
+    """
 
     def __init__(self, config: Any, device: Any) -> None:
         import torch

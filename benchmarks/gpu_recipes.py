@@ -1,10 +1,11 @@
-"""Two recipes at equal tokens on one GPU: AdamW with GPT-2's network, and Muon with QK-norm, RoPE and squared ReLU.
+"""Two recipes at equal tokens on one GPU: AdamW with GPT-2's network, and Muon with QK-norm, RoPE
+and squared ReLU.
 
 usage: python benchmarks/gpu_recipes.py OUTPUT_FOLDER DATA_PREFIX VOCAB_FILE MERGE_FILE
 
-Each recipe is run with several learning rates on two sizes of model; all other settings are equal. A run that is finished
-in OUTPUT_FOLDER is not repeated. Prints the last validation
-losses, and draws the validation curves of the best rate of each (recipes.svg).
+Each recipe is run with several learning rates on two sizes of model; all other settings are equal.
+A run that is finished in OUTPUT_FOLDER is not repeated. Prints the last validation losses, and
+draws the validation curves of the best rate of each (recipes.svg).
 """
 
 import json
@@ -20,7 +21,8 @@ SIZES = {
 }
 RECIPES = {
     "AdamW, GPT-2": "--optimizer adamw",
-    "Muon, QK-norm, RoPE, squared ReLU": "--optimizer muon --qk-layernorm --position-embedding-type rope --squared-relu",
+    "Muon, QK-norm, RoPE, squared ReLU": "--optimizer muon --qk-layernorm --squared-relu "
+    "--position-embedding-type rope",
 }
 RATES = {
     "AdamW, GPT-2": {"small": ("2.5e-4", "5e-4", "1e-3", "2e-3"), "124M": ("1.5e-4", "3e-4", "6e-4", "1.2e-3")},
@@ -30,7 +32,8 @@ RATES = {
 
 def main(out: Path, data: str, vocab: str, merges: str) -> None:
     common = (
-        f"--seq-length {SEQ} --micro-batch-size {BATCH} --global-batch-size {BATCH} --train-iters {STEPS} --bf16 --seed 1 "
+        f"--seq-length {SEQ} --micro-batch-size {BATCH} --global-batch-size {BATCH} --train-iters "
+        f"{STEPS} --bf16 --seed 1 "
         f"--lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 --hidden-dropout 0 "
         f"--attention-dropout 0 --split 95,5,0 --eval-interval {STEPS // 12} --eval-iters 6 --log-interval 50"
     )

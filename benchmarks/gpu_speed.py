@@ -1,10 +1,12 @@
-"""Tokens per second, memory and time to the first step of `meshwright train` on one GPU, in a table.
+"""Tokens per second, memory and time to the first step of `meshwright train` on one GPU, in a
+table.
 
 usage: python benchmarks/gpu_speed.py OUTPUT_FOLDER [DATA_PREFIX] [--only NAME ...]
 
-Each row is one run of the product's own command in a process of its own, with the real loader and the log on. Speed is the
-median of the last two thirds of the steps; time to the first step is from the start of the command to the end of that step,
-without (cold) and with (warm) the compiler's cache on disk. Without DATA_PREFIX the tokens are random.
+Each row is one run of the product's own command in a process of its own, with the real loader and
+the log on. Speed is the median of the last two thirds of the steps; time to the first step is from
+the start of the command to the end of that step, without (cold) and with (warm) the compiler's
+cache on disk. Without DATA_PREFIX the tokens are random.
 """
 
 import argparse
@@ -90,7 +92,8 @@ def measure(name: str, out: Path, data: list[str], cache: str) -> str:
     speed = statistics.median(r["tokens_per_second"] for r in kept)
     return (
         f"{name:32} {speed:12,.0f} {statistics.median(r['ms'] for r in kept):10.1f} {100 * kept[-1]['mfu']:6.1f} "
-        f"{max(r['memory'] for r in done) / 2**30:8.1f} {first or 0:10.1f} {done[0]['loss']:8.4f} {done[-1]['loss']:8.4f}"
+        f"{max(r['memory'] for r in done) / 2**30:8.1f} {first or 0:10.1f} {done[0]['loss']:8.4f} "
+        f"{done[-1]['loss']:8.4f}"
     )
 
 
@@ -111,7 +114,8 @@ def main() -> None:
     with open(given.output / "table.txt", "a") as table, tempfile.TemporaryDirectory() as cache:
         for line in (
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
-            f"{'':32} {'tokens/s':>12} {'ms a step':>10} {'MFU %':>6} {'GiB':>8} {'first step':>10} {'loss':>8} {'at last':>8}",
+            f"{'':32} {'tokens/s':>12} {'ms a step':>10} {'MFU %':>6} {'GiB':>8} {'first step':>10} "
+            f"{'loss':>8} {'at last':>8}",
         ):
             print(line, file=table)
             print(line)

@@ -1,6 +1,7 @@
 """Named benchmarks: `python -m meshwright.bench NAME`, each printing a table of what it measured.
 
-loop    our training step against a plain nanoGPT-style loop of the same model on the same tokens, in interleaved pairs
+loop    our training step against a plain nanoGPT-style loop of the same model on the same tokens,
+in interleaved pairs
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-"""The peer of gpu_layouts.py: megatron-core from PyPI on three of the same cells, in the same call on the same machine.
+"""The peer of gpu_layouts.py: megatron-core from PyPI on three of the same cells, in the same call
+on the same machine.
 
-usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/peer_megatron.py OUT [--model 1.3B] [--steps 10 20]
+usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/peer_megatron.py OUT
+[--model 1.3B] [--steps 10 20]
 
-GPTModel of megatron-core's local layers, bfloat16, no dropout; its distributed optimizer with gradients reduced in float32 and
-both overlaps (gradients, parameters), its own pipeline schedule, its fused GELU, bias-dropout-add and cross entropy. Neither
-Transformer Engine nor apex is there (too large to carry to this machine), so what they would do is done as well as torch does:
-attention is scaled_dot_product_attention (cuDNN's), AdamW is torch's fused one, norm and scaling of gradients are torch's
-foreach kernels; LayerNorm is torch's, and accumulation of gradients is not fused into their matrix product. Of three
-micro-batches, tried for a few steps each, the fastest is measured. Tokens are random and already on the device. Speed is
-reckoned as gpu_layouts.py does; where its rows are in OUT, the ratio is printed.
+GPTModel of megatron-core's local layers, bfloat16, no dropout; its distributed optimizer with
+gradients reduced in float32 and both overlaps (gradients, parameters), its own pipeline schedule,
+its fused GELU, bias-dropout-add and cross entropy. Neither Transformer Engine nor apex is there
+(too large to carry to this machine), so what they would do is done as well as torch does:
+attention is scaled_dot_product_attention (cuDNN's), AdamW is torch's fused one, norm and scaling
+of gradients are torch's foreach kernels; LayerNorm is torch's, and accumulation of gradients is
+not fused into their matrix product. Of three micro-batches, tried for a few steps each, the
+fastest is measured. Tokens are random and already on the device. Speed is reckoned as
+gpu_layouts.py does; where its rows are in OUT, the ratio is printed.
 """
 
 from __future__ import annotations
@@ -397,7 +401,8 @@ def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: fl
 def write_ratios(out: Path, model: str) -> None:
     ours = {r["cell"]: r for r in read(out / f"layouts-{model}.jsonl") if r["event"] == "done"}
     lines = [
-        "| cell | megatron-core, tokens/s | micro-batch (tried: ms a step) | GiB a GPU | ours, tokens/s | ours / theirs |"
+        "| cell | megatron-core, tokens/s | micro-batch (tried: ms a step) | GiB a GPU | ours, tokens/s "
+        "| ours / theirs |"
     ]
     lines.append("|---|---|---|---|---|---|")
     for r in read(out / f"peer-{model}.jsonl"):

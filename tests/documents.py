@@ -1,4 +1,6 @@
-"""What the tests of the documents' commands share: a folder as the documents have it, and sizes made smaller."""
+"""What the tests of the documents' commands share: a folder as the documents have it, and sizes
+made smaller.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def smaller(command: str, **more: object) -> str:
 
 
 def fill(folder: Path) -> Path:
-    """As after the documents' downloads: scripts, a corpus, GPT-2's two vocabulary files (ours are smaller)."""
+    """As after the documents' downloads: scripts, a corpus, GPT-2's two vocabulary files (ours are
+    smaller).
+    """
     from meshwright.tokenizers import train_bpe
 
     for name in ("pretrain_gpt.py", "tools", "src"):

@@ -1,4 +1,5 @@
-"""The commands of the documents people follow today, run word for word; only sizes are made smaller.
+"""The commands of the documents people follow today, run word for word; only sizes are made
+smaller.
 
 Those of several ranks are in test_documents_ranks.py.
 """
@@ -114,7 +115,9 @@ torchrun pretrain_gpt.py \\
 
 
 def test_megatron_345m_under_torchrun(place: Path) -> None:
-    """From an empty folder, then once more from its own checkpoint, with the document's log lines in its order."""
+    """From an empty folder, then once more from its own checkpoint, with the document's log lines
+    in its order.
+    """
     shell(place, PREPROCESS["benchmarks"])
     first = shell(place, smaller(MEGATRON_345M))
     assert "WARNING: could not find the metadata file" in first
@@ -212,7 +215,9 @@ def test_both_readmes_have_the_same_commands() -> None:
 
 
 def test_readme_commands(place: Path) -> None:
-    """Every command of the README but the two of `make`, in its order; the interactive one is answered."""
+    """Every command of the README but the two of `make`, in its order; the interactive one is
+    answered.
+    """
     home = place / "readme"
     home.mkdir()
     for name in ("pretrain_gpt.py", "tools", "src", "gpt2-vocab.json", "gpt2-merges.txt"):

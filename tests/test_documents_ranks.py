@@ -1,7 +1,9 @@
-"""The documents' commands of several ranks, word for word: only sizes, paths, addresses and ports are made smaller.
+"""The documents' commands of several ranks, word for word: only sizes, paths, addresses and ports
+are made smaller.
 
-Each must train to its end, with the losses that one process has for the same model and batches. Where a document's
-launcher is not installed here, or the same one has been started before, ranks are started by the variables that it sets.
+Each must train to its end, with the losses that one process has for the same model and batches.
+Where a document's launcher is not installed here, or the same one has been started before, ranks
+are started by the variables that it sets.
 """
 
 from __future__ import annotations
@@ -227,7 +229,9 @@ python tools/generate_samples_gpt.py \\
 
 @pytest.mark.long  # real launchers, whose ranks import torch one by one
 def test_seed_000_on_one_node_and_its_samples(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TP2 x PP2 under torch.distributed.launch; TP1 writes samples from the checkpoint, which nobody converted."""
+    """TP2 x PP2 under torch.distributed.launch; TP1 writes samples from the checkpoint, which
+    nobody converted.
+    """
     script = seed_000(two_nodes=False)
     (log,) = run(place, script)
     assert "data-parallel-size: 1, tensor-model-parallel size: 2, pipeline-model-parallel size: 2" in log
@@ -242,7 +246,9 @@ def test_seed_000_on_one_node_and_its_samples(place: Path, monkeypatch: pytest.M
 
 @pytest.mark.long  # real launchers, whose ranks import torch one by one
 def test_seed_000_on_two_nodes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TP2 x PP4 on eight ranks of two launchers, which are told their numbers; the second node is silent."""
+    """TP2 x PP4 on eight ranks of two launchers, which are told their numbers; the second node is
+    silent.
+    """
     script = seed_000(two_nodes=True)
     logs = run(place, script, script)
     assert "tensor-model-parallel size: 2, pipeline-model-parallel size: 4" in logs[0] and " iteration " not in logs[1]
@@ -281,7 +287,9 @@ def test_seed_003(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_seed_003_with_its_two_batch_sizes(place: Path) -> None:
-    """The document starts its second node with twice the batch: refused on all ranks, by name, not trained or hung on."""
+    """The document starts its second node with twice the batch: refused on all ranks, by name, not
+    trained or hung on.
+    """
     ends, logs = by_deepspeed(place, [seed_003(place, 2, 8), seed_003(place, 2, 16)], 4)
     assert ends == [2] * 8
     told = "global_batch_size: 8 on ranks 0-3, 16 on ranks 4-7"
@@ -309,7 +317,9 @@ def test_seed_001(
     batch: int,
     scale: int,
 ) -> None:
-    """Its five sizes on half its devices: their heads and parallel sizes, micro-batches a step, recomputing, loss scales."""
+    """Its five sizes on half its devices: their heads and parallel sizes, micro-batches a step,
+    recomputing, loss scales.
+    """
     file = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": micro,
@@ -353,7 +363,9 @@ def test_seed_002_on_two_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.long  # real launchers, whose ranks import torch one by one
 def test_seed_004_starts_its_own_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data and tensor parallelism on one node, as examples/pretrain_1n8d_2x4x1_16_1536x16.sh, by OneFlow's flags alone."""
+    """Data and tensor parallelism on one node, as examples/pretrain_1n8d_2x4x1_16_1536x16.sh, by
+    OneFlow's flags alone.
+    """
     sizes = {"tensor_model_parallel_size": 2, "num_gpus_per_node": 4, "micro_batch_size": 2, "global_batch_size": 8}
     flags = with_values(smaller(SEED_004, train_iters=18, vocab_size=320).split() + ["--eval-iters", "1"], **sizes)
     (log,) = run(place, f"python {SCRIPT} {' '.join(flags)}")

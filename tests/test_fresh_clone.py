@@ -1,4 +1,6 @@
-"""The README's two commands from nothing: a fresh clone, a fresh virtual environment. Minutes, so in `make test-long`."""
+"""The README's two commands from nothing: a fresh clone, a fresh virtual environment. Minutes, so
+in `make test-long`.
+"""
 
 import subprocess
 import sys

@@ -158,8 +158,8 @@ def test_nothing_unpickles() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] + [getattr(node, "module", "") or ""]
-                # The one writes, and runs what --trust-pickle says; the other's Unpickler gets programs
-                # without calls, and every global it asks for is ours.
+                # The one writes, and runs what --trust-pickle says; the other's Unpickler gets
+                # programs without calls, and every global it asks for is ours.
                 known = path.name in ("pickles.py", "unpickler.py")
                 assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & set(names) or known, path
             if (
@@ -179,11 +179,15 @@ def test_training_imports_torch_numpy_and_rich_only(tmp_path: Path) -> None:
     from meshwright.tokenizers import train_bpe
 
     train_bpe(["some words to learn from"], 270, tmp_path)
-    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1 --train-iters 1"
+    flags = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
+        "--lr 1 --train-iters 1"
+    )
     flags += f" --mock-data --eval-iters 0 --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
     code = (
         "import sys; from meshwright.__main__ import main; assert main(['train', *sys.argv[1:]]) == 0; "
-        "print({m.split('.')[0] for m in sys.modules} & {'tiktoken', 'tokenizers', 'orjson', 'yaml', 'matplotlib', 'regex'})"
+        "print({m.split('.')[0] for m in sys.modules} & "
+        "{'tiktoken', 'tokenizers', 'orjson', 'yaml', 'matplotlib', 'regex'})"
     )
     done = subprocess.run([sys.executable, "-c", code, *flags.split()], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stdout[-500:] + done.stderr

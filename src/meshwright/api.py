@@ -32,7 +32,7 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training leaves.
+    """The result of a training.
 
     Fields:
         status: 0, or with `handle_signals` 130 (Ctrl-C) or 143 (SIGTERM) if it was stopped.

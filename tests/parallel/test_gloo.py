@@ -1,4 +1,6 @@
-"""Groups of a layout have one gloo thread, which torch's data race needs two of (docs/known-issues.md)."""
+"""Groups of a layout have one gloo thread, which torch's data race needs two of
+(docs/known-issues.md).
+"""
 
 import os
 from types import SimpleNamespace

@@ -36,7 +36,7 @@ PATTERNS = {
 
 
 class Place(NamedTuple):
-    """Where a step is."""
+    """The location of a step."""
 
     kind: str
     folder: Path

@@ -213,7 +213,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """Which samples a rank reads in each step, and what it makes of them."""
+    """The samples that a rank reads in each step, and how it makes batches of them."""
 
     micro_batch: int  # samples of a batch
     step_size: Callable[[int], int]  # samples of the step that begins after this many

@@ -25,7 +25,7 @@ TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that seve
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started where."""
+    """The processes to start, and their addresses."""
 
     processes: int  # on each machine
     nodes: int = 1

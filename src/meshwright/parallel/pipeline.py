@@ -37,7 +37,7 @@ Forward = Callable[["GPT", "Batch", Tensor | None], Tensor]
 
 
 class Held(NamedTuple):
-    """What a stage keeps of a micro-batch until its backward pass."""
+    """The tensors of a micro-batch that a stage keeps until its backward pass."""
 
     source: Tensor | None
     output: Tensor

@@ -94,7 +94,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """What a parameter store needs to know about a run besides the model."""
+    """The settings of a run that a parameter store needs besides the model."""
 
     optimizer: Optimizer
     dtype: torch.dtype  # of weights and activations

@@ -417,7 +417,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Logging:
-    """What a run reports."""
+    """Logging and reports."""
 
     log_interval: int = flag(100, "steps between log lines", bound=">0")
     progress: bool = flag(True, "show a progress bar on stderr if it is a terminal")

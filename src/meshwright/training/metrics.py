@@ -41,7 +41,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Where an attempt begins, and the size of the whole run."""
+    """The start of an attempt, and the size of the whole run."""
 
     done: int  # iterations
     consumed: int  # samples

@@ -45,7 +45,7 @@ REPORT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Job:
-    """What a run uses in the place of our own parts, and who called it."""
+    """Replacements for our own parts of a run, and its caller."""
 
     model: Model | None
     loss: Loss | None

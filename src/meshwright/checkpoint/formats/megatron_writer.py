@@ -52,7 +52,7 @@ POSITIONS = {"learned": "learned_absolute", "rope": "rope", "alibi": "alibi", "n
 
 @dataclass(frozen=True)
 class Target:
-    """What to write: the source, and the layout of the files."""
+    """The source to write, and the layout of the files."""
 
     source: Source
     tensors: Mapping[str, Known]

@@ -18,7 +18,7 @@ Encode = Callable[[str], "Sequence[int] | Array"]
 
 @dataclass
 class Encoded:
-    """What a piece holds, but for the tokens. Lists have one entry for each key."""
+    """The counts of a piece without its tokens. Lists have one entry per key."""
 
     units: int = 0  # lines, rows or texts
     documents: int = 0

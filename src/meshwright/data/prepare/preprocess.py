@@ -86,7 +86,7 @@ class PreprocessConfig:
 
 @dataclass
 class Totals:
-    """What has been encoded so far."""
+    """Totals of the documents encoded so far."""
 
     documents: int = 0
     bytes: int = 0
