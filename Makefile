@@ -43,7 +43,7 @@ test-long: $(VENV)/test
 	$(TESTS) -n 2 -m "long"
 
 bench: $(VENV)/test
-	$(BIN)/python -m meshwright.bench
+	$(BIN)/python benchmarks/loop.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
