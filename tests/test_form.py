@@ -1,4 +1,6 @@
-"""The form of the source: short functions with few parameters and little nesting, and no formatting exemption."""
+"""Form of the source: short functions, few parameters, little nesting, no formatting exemption."""
+formatting exemption.
+"""
 
 from __future__ import annotations
 

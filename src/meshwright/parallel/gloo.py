@@ -1,10 +1,10 @@
 """Gloo process groups with one worker thread: they avoid a data race in torch 2.11 to 2.13.
 
 torch gives a gloo group two worker threads. After each collective the thread records its name in a
-string of the group without a lock (`ProcessGroupGloo::runLoop`). If both threads finish at once, one
-may write into memory that the other has freed, which ends the process some time later with
-"malloc(): unaligned tcache chunk detected". docs/known-issues.md has the evidence. One thread cannot
-race with itself; a group's collectives were ordered before, so nothing else changes.
+string of the group without a lock (`ProcessGroupGloo::runLoop`). If both threads finish at once,
+one may write into memory that the other has freed, which ends the process some time later with
+"malloc(): unaligned tcache chunk detected". docs/known-issues.md has the evidence. One thread
+cannot race with itself; a group's collectives were ordered before, so nothing else changes.
 """
 
 from __future__ import annotations
