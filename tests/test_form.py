@@ -1,6 +1,4 @@
 """Form of the source: short functions, few parameters, little nesting, no formatting exemption."""
-formatting exemption.
-"""
 
 from __future__ import annotations
 
