@@ -15,10 +15,20 @@ for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
 
 import pytest  # noqa: E402
 
+import selection  # noqa: E402
 from helpers import TINY_FLAGS, TinyRun  # noqa: E402
 from meshwright import console  # noqa: E402
 from meshwright.settings import flags  # noqa: E402
 from meshwright.settings import schema as settings  # noqa: E402
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave slow tests to `make test`, and most cases of thinned ones to `make test-long`."""
+    names = [f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in items]
+    for item, marker in zip(items, selection.mark(names), strict=True):
+        if marker:
+            item.add_marker(marker)
 
 
 @pytest.fixture(autouse=True)

@@ -367,7 +367,7 @@ def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
     large = ["index", "--data-path", a, "--seq-length", "16", "--train-iters", "4", "--micro-batch-size", "2"]
     large += ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
     status, _, err = run(*large)
-    assert status == 2 and "a model on 32 ranks" in err
+    assert status == 2 and "will run on 32 ranks" in err
     assert run(*large, "--global-batch-size", "8")[0] == 0
     if os.geteuid():
         (tmp_path / "no").mkdir(mode=0o500)

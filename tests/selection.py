@@ -1,0 +1,56 @@
+"""Tests that run less often than their neighbours, so that `make check` and `make test` stay fast.
+
+`slow_tests.txt` lists the tests that took more than 0.25 s at the last measurement: `make check`
+leaves them to `make test`. THINNED tests have many similar cases: `make test` runs every n-th of
+them and `make test-long` the others. To measure anew:
+
+    python -m pytest -n 2 -m "not long" --durations=0 > log; python tests/selection.py log
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+SLOW = Path(__file__).with_name("slow_tests.txt")
+LIMIT = 0.25  # seconds, of the slowest case
+
+THINNED = {
+    "test_exact.py::test_stopped_with_other_rules": 3,
+    "test_exact.py::test_stopped_again_and_again_it_is_the_same_run": 2,
+    "test_exact.py::test_options": 3,
+    "test_exact.py::test_stopped_inside_a_skipped_range": 2,
+    "test_documents_ranks.py::test_seed_001": 2,
+    "test_options.py::test_recomputation_changes_no_bit": 3,
+    "test_options.py::test_gradients_equal_the_reference": 2,
+    "test_zero_ranks.py::test_a_non_finite_number_on_one_rank_stops_all": 3,
+    "test_zero_ranks.py::test_float64_equals_one_process": 2,
+    "test_precision.py::test_forced_overflows": 2,
+    "test_precision.py::test_a_bad_loss_never_reaches_the_weights": 2,
+}
+
+
+def mark(names: list[str]) -> list[str]:
+    """Return "", "whole" or "long" for each test, given as file.py::function without its case."""
+    slow = set(SLOW.read_text().split())
+    seen: Counter[str] = Counter()
+    out = []
+    for name in names:
+        seen[name] += 1
+        is_left_out = name in THINNED and (seen[name] - 1) % THINNED[name] != 0
+        out.append("long" if is_left_out else "whole" if name in slow else "")
+    return out
+
+
+def measure(log: Path) -> None:
+    slowest: defaultdict[str, float] = defaultdict(float)
+    for line in log.read_text().splitlines():
+        if found := re.match(r"([\d.]+)s (?:call|setup) +\S*?([^/\s]+\.py::\w+)", line):
+            slowest[found[2]] = max(slowest[found[2]], float(found[1]))
+    SLOW.write_text("".join(f"{name}\n" for name, seconds in sorted(slowest.items()) if seconds > LIMIT))
+
+
+if __name__ == "__main__":
+    measure(Path(sys.argv[1]))
