@@ -1,6 +1,6 @@
 """Tests that run less often than their neighbours, so that `make check` and `make test` stay fast.
 
-`slow_tests.txt` lists the tests that took more than 0.25 s at the last measurement: `make check`
+`slow_tests.txt` lists the tests that took more than 0.1 s at the last measurement: `make check`
 leaves them to `make test`. THINNED tests have many similar cases: `make test` runs every n-th of
 them and `make test-long` the others. To measure anew:
 
@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 SLOW = Path(__file__).with_name("slow_tests.txt")
-LIMIT = 0.25  # seconds, of the slowest case
+LIMIT = 0.1  # seconds, of the slowest case
 
 THINNED = {
     "test_exact.py::test_stopped_with_other_rules": 3,
