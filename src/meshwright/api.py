@@ -72,7 +72,7 @@ def train(
     launcher such as torchrun every rank calls this function. With `handle_signals` (main thread
     only), Ctrl-C and SIGTERM finish the step and save.
     """
-    from meshwright.commands.launch import wanted
+    from meshwright.launch.launcher import wanted
     from meshwright.training.resume import checkpoint_architecture
     from meshwright.training.run import run
 

@@ -9,6 +9,7 @@ This module reads the flags and imports no torch; `agent` starts and watches the
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from pathlib import Path
 from meshwright import device as devices
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch import rendezvous
-from meshwright.settings.schema import flag
+from meshwright.launch.world import find_world
+from meshwright.settings.schema import Parallel, flag
 
 PORT = 29500  # torchrun's default
 TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that several ranks can run
@@ -139,3 +141,23 @@ def _is_own(address: str) -> bool:
             if s.getsockname()[0] == place[0]:  # a machine reaches itself from the same address
                 return True
     return False
+
+
+def wanted(parallel: Parallel) -> list[str] | None:
+    """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
+    here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
+    world = find_world(os.environ, parallel.local_rank)
+    if world.launcher != "none":
+        if here * nodes not in (1, world.size):
+            raise UserError(
+                f"--num-gpus-per-node {here} x --num-nodes {nodes} are {here * nodes} ranks, but {world.launcher} "
+                f"started {world.size}; leave these flags out under a launcher, or start {here * nodes}"
+            )
+        return None
+    ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
+    if len(ips) != nodes and (nodes > 1 or ips):
+        raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}; give one for each machine")
+    if here * nodes == 1:
+        return None
+    words = ["--nproc-per-node", str(here), "--nnodes", str(nodes)]
+    return [*words, "--node-ips", ",".join(ips)] if nodes > 1 else words
