@@ -79,6 +79,10 @@ def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
         (lambda: meshwright.train(meshwright.TrainConfig(), seed=1), "beside a TrainConfig"),
         (lambda: meshwright.load("nowhere"), "nowhere"),
         (lambda: meshwright.load("nowhere", device="abacus"), "--device|nowhere"),
+        (lambda: meshwright.load("nowhere", dtype="nn"), "dtype 'nn' is unknown"),
+        (lambda: meshwright.load("nowhere", bf16=True), "load\\(\\) does not use bf16"),
+        (lambda: meshwright.load("nowhere", num_attention_heads=-1), "--num-attention-heads"),
+        (lambda: meshwright.convert("nowhere", "there", temperature=0.5), "does not use temperature"),
         (lambda: meshwright.evaluate("nowhere", "text"), "give a list of documents"),
         (lambda: meshwright.convert("nowhere", "there", to="onnx"), "native, torch or huggingface"),
     ],
@@ -131,6 +135,8 @@ def test_training_in_a_thread(tmp_path):
     results = []
 
     def work():
+        with pytest.raises(meshwright.UserError, match="main thread only"):
+            meshwright.train(FLAGS, train_iters=1, handle_signals=True)
         results.append(meshwright.train(FLAGS, train_iters=1, run_dir=str(tmp_path / "r")).status)
 
     thread = threading.Thread(target=work)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import TrainResult as TrainResult
-    from meshwright.api import convert as convert
     from meshwright.api import evaluate as evaluate
     from meshwright.api import generate as generate
     from meshwright.api import load as load
     from meshwright.api import train as train
+    from meshwright.checkpoint.convert import convert as convert
     from meshwright.errors import UserError as UserError
     from meshwright.evaluation.score import Score as Score
     from meshwright.generation.engine import LanguageModel as LanguageModel
@@ -30,7 +30,8 @@ _HOMES = {
     "UserError": "errors",
     "LanguageModel": "generation.engine",
     "Score": "evaluation.score",
-} | dict.fromkeys(("TrainResult", "convert", "evaluate", "generate", "load", "train"), "api")
+    "convert": "checkpoint.convert",
+} | dict.fromkeys(("TrainResult", "evaluate", "generate", "load", "train"), "api")
 
 __all__ = sorted([*_HOMES, "__version__"])
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import shlex
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright import device as devices
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.settings import flags
-from meshwright.settings.schema import GenerateConfig, TrainConfig
+from meshwright.settings import checks, flags
+from meshwright.settings.schema import DESCRIBING, GenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.convert import Converted
     from meshwright.data.datasets import Datasets
     from meshwright.evaluation.score import Score
     from meshwright.generation.engine import LanguageModel
@@ -88,6 +88,8 @@ def train(
         config = checkpoint_architecture(parsed.config, set(flags.given(parsed)))
     if wanted(config.parallel) is not None:
         raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
+    if handle_signals and threading.current_thread() is not threading.main_thread():
+        raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
     status = run(config, model, loss, datasets, handle_signals=handle_signals)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
@@ -109,11 +111,15 @@ def load(
 
     if device is not None:
         settings["device"] = device
+    if dtype not in get_args(DType):
+        raise UserError(f"dtype {dtype!r} is unknown; give {', '.join(get_args(DType))}")
     values = {**settings, "load": os.fspath(path)}
     parsed = flags.parse(GenerateConfig, [], "meshwright.load", values=values, check=False)
-    if not hasattr(torch, dtype):
-        raise UserError(f"dtype {dtype!r} is unknown; give float32, bfloat16, float16 or float64")
+    if idle := settings.keys() - DESCRIBING - {"device"}:
+        raise UserError(f"load() does not use {', '.join(sorted(idle))}; leave it out (precision is dtype=)")
     c = parsed.config
+    if wrong := checks.unusable(c):
+        raise UserError(flags.listed(wrong))
     where = devices.pick(c.parallel.device)
     return engine.load(os.fspath(path), flags.given(parsed), c.tokenizer, getattr(torch, dtype), where)
 
@@ -148,34 +154,3 @@ def evaluate(
     if not 0 < advance <= m.seq_length or batch_size < 1:
         raise UserError(f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0")
     return score(m.model, m.tokenizer, documents, m.seq_length, advance, batch_size)
-
-
-def convert(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    to: Literal["native", "torch", "huggingface"] = "native",
-    *,
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
-    optimizer: bool = True,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    **settings: Any,
-) -> Converted:
-    """Convert a checkpoint of any program into the new folder `target`.
-
-    `to` is our own format, Megatron-LM's ("torch", cut for `tensor_parallel` x `pipeline_parallel`
-    ranks) or Hugging Face's. Keyword settings complete what the source does not say of itself:
-    `num_attention_heads`, `vocab_file`, `trust_pickle`, ...
-    """
-    from meshwright.checkpoint import convert as conversion
-
-    return conversion.convert(
-        Path(source),
-        Path(target),
-        to,
-        dtype=dtype,
-        optimizer=optimizer,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        settings=settings,
-    )

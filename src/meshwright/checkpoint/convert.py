@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import mmap
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from meshwright.console import notice
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.progress import progress_bar
 from meshwright.settings import checks, flags
-from meshwright.settings.schema import ARCHITECTURE, GenerateConfig, Tokenizer, spelling
+from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, GenerateConfig, Tokenizer, spelling
 
 if TYPE_CHECKING:
     import torch
@@ -67,23 +68,26 @@ class Converted:
 
 
 def convert(
-    source: str | Path,
-    target: str | Path,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     to: Format = "native",
     *,
     dtype: DType | None = None,
     optimizer: bool = True,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    settings: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Converted:
     """Convert a checkpoint, or the newest one in a folder, into the new folder `target`.
 
-    `settings` are flags by name (`num_attention_heads`, `vocab_file`, `verify`, ...); they complete
-    what the source does not say. Raises UserError if the conversion is impossible.
+    `to` is our own format, Megatron-LM's ("torch", cut for `tensor_parallel` x `pipeline_parallel`
+    ranks) or Hugging Face's. Keyword settings (`num_attention_heads`, `vocab_file`, `verify`, ...)
+    complete what the source does not say. Raise UserError if the conversion is impossible.
     """
+    if idle := settings.keys() - DESCRIBING:
+        raise UserError(f"convert() does not use {', '.join(sorted(idle))}; leave it out")
     wanted = Target(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
-    return prepare(source, wanted, settings or {}).run()
+    return prepare(Path(source), wanted, settings).run()
 
 
 @dataclass(frozen=True)

@@ -587,6 +587,11 @@ OUTCOME = {
 }
 
 
+# Settings that complete what a checkpoint does not say of itself.
+DESCRIBING = {*ARCHITECTURE, *(f.name for f in dataclasses.fields(Tokenizer))} | set(
+    "attention_impl seq_length verify trust_pickle make_vocab_size_divisible_by".split()
+)
+
 # Settings that matter to the commands that read a trained model.
 READING = {
     *ARCHITECTURE,
