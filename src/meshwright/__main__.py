@@ -9,7 +9,7 @@ import os
 import sys
 
 from meshwright.errors import DONE, IO, SIGINT, USAGE, UserError
-from meshwright.launch.rendezvous import die_with_parent
+from meshwright.launch.world import die_with_parent
 
 # The module of each command is commands/NAME.py, with _ for -.
 COMMANDS = {

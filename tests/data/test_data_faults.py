@@ -17,7 +17,7 @@ from helpers import error_of, tokens_of
 from meshwright.data.format.indexed import HEADER, Indexed, check_vocabulary
 from meshwright.data.format.writer import Writer
 from meshwright.data.prepare import preprocess, text
-from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
+from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer
 
 BAD = {

@@ -16,8 +16,8 @@ from helpers import error_of, tokens_of
 from meshwright import tokenizers
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import preprocess, text
-from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.errors import BAD_DATA, IO
+from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -22,9 +22,9 @@ from meshwright.__main__ import main
 from meshwright.data.format import writer as writing
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import containers, encoding, journal, preprocess, text, workers
-from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.data.tools import merge as merging
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
+from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer
 
 

@@ -25,9 +25,9 @@ from helpers import error_of, tokens_of
 from meshwright.data.format.indexed import Indexed
 from meshwright.data.prepare import containers, preprocess, sentences, tables, text
 from meshwright.data.prepare.inputs import inspect_inputs
-from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.data.prepare.text import BadLine, lines_of, pieces, read_place, units
 from meshwright.errors import IO, UNAVAILABLE, UserError
+from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer
 
 

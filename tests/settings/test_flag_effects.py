@@ -11,8 +11,8 @@ import torch
 from helpers import TINY_FLAGS, read_losses
 from meshwright.__main__ import main
 from meshwright.data.prepare import preprocess
-from meshwright.data.prepare.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.flags import parse
+from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer, TrainConfig
 
 

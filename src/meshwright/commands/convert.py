@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from meshwright.checkpoint.convert import Target, prepare
 from meshwright.console import say
 from meshwright.errors import DONE, UserError
 from meshwright.settings import checks, flags
@@ -57,6 +56,8 @@ def main(argv: list[str]) -> int:
         raise UserError(flags.listed(wrong))
     if len(c.paths) != 2 or c.to is None:
         raise UserError("two folders and --to are needed: meshwright convert SRC DST --to native|torch|huggingface")
+    from meshwright.checkpoint.convert import Target, prepare
+
     ranks = (c.target_tensor_parallel_size, c.target_pipeline_parallel_size)
     target = Target(Path(c.paths[1]), c.to, c.dtype, not c.no_optimizer, *ranks)
     known = flags.fields(GenerateConfig)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright import tokenizers
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.launch.world import find_world
@@ -202,6 +201,7 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
 
 
 def verify(config: VerifyConfig, dry: bool) -> None:
+    from meshwright import tokenizers
     from meshwright.data.tools.verify import run
 
     v, t = config.verification, config.tokenizer
@@ -217,6 +217,8 @@ def verify(config: VerifyConfig, dry: bool) -> None:
 
 
 def inspect(config: InspectConfig, dry: bool) -> None:
+    from meshwright import tokenizers
+
     i = config.inspection
     prefix = strip_endings([i.prefix])[0] if i.prefix else None
     tokenizer = tokenizers.resolve(config.tokenizer)
@@ -255,6 +257,7 @@ def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
 
 
 def index(config: IndexConfig, dry: bool) -> None:
+    from meshwright import tokenizers
     from meshwright.data.tools import forecast
 
     tokenizer = tokenizers.resolve(config.tokenizer)

@@ -6,16 +6,17 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.data.prepare.inputs import find_inputs
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.evaluation.score import Score, read_documents, score
 from meshwright.launch.world import is_first_process
 from meshwright.settings import checks, command, flags
 from meshwright.settings.schema import READING, Checkpoint, Data, Model, Parallel, Precision, Tokenizer, Training, flag
+
+if TYPE_CHECKING:
+    from meshwright.evaluation.score import Score
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(EvaluateConfig, argv, "evaluate", ABOUT, "load")
     if parsed is None:
         return DONE
+    from meshwright.data.prepare.inputs import find_inputs
+    from meshwright.evaluation.score import read_documents, score
+
     c, e = parsed.config, parsed.config.evaluate
     texts = [text for name in find_inputs(e.input) for text in read_documents(Path(name), e.json_keys)]
     if not any(texts):

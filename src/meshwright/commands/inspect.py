@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint import steps
-from meshwright.checkpoint.inspect import Detail, compare, describe_folder
-from meshwright.checkpoint.loading import OpenOptions
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
 from meshwright.settings.schema import MISSING, flag
@@ -37,6 +34,10 @@ class InspectCheckpointConfig:
 def main(argv: list[str]) -> int:
     about = "Show what a checkpoint of any program holds, or how two checkpoints differ."
     c = flags.parse(InspectCheckpointConfig, argv, "meshwright inspect", about=about).config
+    from meshwright.checkpoint import steps
+    from meshwright.checkpoint.inspect import Detail, compare, describe_folder
+    from meshwright.checkpoint.loading import OpenOptions
+
     options = OpenOptions("full" if c.full else "read", c.trust_pickle, c.num_attention_heads)
     if c.other is not None:
         print("\n".join(compare(c.dir, c.other, options) or ["the two hold the same"]))

@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from meshwright import tokenizers
-from meshwright.data.prepare import sentences
-from meshwright.data.prepare.inputs import find_inputs, inspect_inputs
-from meshwright.data.prepare.preprocess import PreprocessConfig, run
 from meshwright.errors import DONE
-from meshwright.launch import rendezvous
 from meshwright.launch.world import find_world
 from meshwright.settings import command
+from meshwright.settings.preprocess import PreprocessConfig
 
 
 def main(argv: list[str]) -> int:
@@ -20,12 +16,19 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     if parsed.dry_run:
+        from meshwright import tokenizers
+        from meshwright.data.prepare import sentences
+        from meshwright.data.prepare.inputs import find_inputs, inspect_inputs
+
         p = parsed.config.preprocess
         inputs = [one.path for one in inspect_inputs(find_inputs(p.input))]
         if p.split_sentences:
             sentences.build(p.lang, p.keep_newlines)
         print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")
         return DONE
+    from meshwright.data.prepare.preprocess import run
+    from meshwright.launch import rendezvous
+
     world = find_world(os.environ)
     try:
         run(parsed.config, sys.stdout, sys.stderr, world)

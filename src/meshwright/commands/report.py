@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import DONE
-from meshwright.report.compare import compare
-from meshwright.report.history import read_history
-from meshwright.report.page import write_report
 from meshwright.settings import flags
 from meshwright.settings.schema import MISSING, flag
 
@@ -47,11 +44,17 @@ def main(argv: list[str]) -> int:
     about = "Write one page with plots of a run, or a comparison of several."
     c = flags.parse(ReportConfig, argv, "meshwright report", about=about).config
     if len(c.folders) > 1:
+        from meshwright.report.compare import compare
+
         return compare(c.folders, c.output, c.json, c.tolerance)
     (folder,) = c.folders
     if c.losses:
+        from meshwright.report.history import read_history
+
         for s in read_history(folder).steps:
             print(s.iteration, s.loss.hex(), s.grad_norm.hex(), s.lr.hex())
     else:
+        from meshwright.report.page import write_report
+
         print(write_report(folder, c.output))
     return DONE

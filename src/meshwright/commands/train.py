@@ -6,14 +6,10 @@ import os
 import re
 import time
 
-from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
 from meshwright.launch.world import World, find_world, require_world_size
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.preflight import dry_run
-from meshwright.training.resume import checkpoint_architecture
-from meshwright.training.run import REPORT_SECONDS, run
 
 
 def main(argv: list[str]) -> int:
@@ -22,6 +18,8 @@ def main(argv: list[str]) -> int:
         return command_line(argv, world)
     except UserError as error:
         if world.local_rank and not error.everywhere:  # the machine's first rank was given the same flags
+            from meshwright.training.run import REPORT_SECONDS
+
             time.sleep(REPORT_SECONDS)
         raise
 
@@ -45,8 +43,11 @@ def command_line(argv: list[str], world: World) -> int:
             raise error from None
         print(flags.to_toml(parsed.config, parsed.sources))
         raise
+    from meshwright.commands import launch
+    from meshwright.training import preflight, resume, run
+
     given = {name for name, source in parsed.sources.items() if source != "default"}
-    config = checkpoint_architecture(parsed.config, given)
+    config = resume.checkpoint_architecture(parsed.config, given)
     before, now = flags.to_dict(parsed.config), flags.to_dict(config)
     parsed.sources.update({name: f"checkpoint {config.checkpoint.load}" for name in now if now[name] != before[name]})
     if parsed.print_config:
@@ -57,4 +58,6 @@ def command_line(argv: list[str], world: World) -> int:
         return launched
     if world.local_rank == 0:
         flags.print_notices(parsed)
-    return dry_run(config) if dry else run(config, command=["meshwright", "train", *argv], handle_signals=True)
+    if dry:
+        return preflight.dry_run(config)
+    return run.run(config, command=["meshwright", "train", *argv], handle_signals=True)

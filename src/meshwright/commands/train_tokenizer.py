@@ -7,12 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.prepare.inputs import find_inputs
-from meshwright.data.prepare.text import read_texts
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
 from meshwright.settings.schema import MISSING, flag
-from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, train_bpe
 
 
 @dataclass(frozen=True)
@@ -20,13 +17,17 @@ class TrainTokenizerConfig:
     """Settings of `meshwright train-tokenizer`."""
 
     input: list[str] = flag(MISSING, "files of JSON lines, one document per line")
-    vocab_size: int = flag(MISSING, f"size of the vocabulary, with the bytes and {END_OF_TEXT}")
+    vocab_size: int = flag(MISSING, "size of the vocabulary, with the bytes and <|endoftext|>")
     output: Path = flag(MISSING, "folder for vocab.json and merges.txt")
     json_keys: list[str] = flag(["text"], "keys whose text is read")
 
 
 def main(argv: list[str]) -> int:
     given = flags.parse(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
+    from meshwright.data.prepare.inputs import find_inputs
+    from meshwright.data.prepare.text import read_texts
+    from meshwright.tokenizers import GPT2BPE, train_bpe
+
     texts = read_texts(find_inputs(given.input), given.json_keys)
     first = next((text for text in texts if text), None)
     if first is None:

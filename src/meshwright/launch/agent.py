@@ -28,7 +28,7 @@ from meshwright.device import cores
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED
 from meshwright.launch import rendezvous
 from meshwright.launch.launcher import Plan
-from meshwright.launch.world import RUN_ID
+from meshwright.launch.world import LAUNCHER_PID, RUN_ID
 
 GRACE = 300  # seconds that ranks have to save after a signal
 
@@ -65,7 +65,7 @@ def run(plan: Plan, program: list[str]) -> int:
 
 def _prepare_environment(plan: Plan) -> None:
     """Set the variables that the ranks inherit."""
-    os.environ[rendezvous.LAUNCHER_PID] = str(os.getpid())
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)

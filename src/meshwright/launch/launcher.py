@@ -17,8 +17,7 @@ from pathlib import Path
 
 from meshwright import device as devices
 from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.launch import rendezvous
-from meshwright.launch.world import find_world
+from meshwright.launch.world import START_SECONDS, find_world
 from meshwright.settings.schema import Parallel, flag
 
 PORT = 29500  # torchrun's default
@@ -35,7 +34,7 @@ class Plan:
     address: str = "127.0.0.1"  # of machine 0
     port: int = 0  # there; 0 is any free one, for a single machine
     restarts: int = 0
-    wait: float = rendezvous.START_SECONDS  # seconds for the other machines to come
+    wait: float = START_SECONDS  # seconds for the other machines to come
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class LaunchConfig:
         "--node_ips",
     )
     max_restarts: int = flag(0, "most restarts after a crash, a time-out or a signal", "--max_restarts")
-    wait: float = flag(rendezvous.START_SECONDS, "seconds to wait for the other machines at the start")
+    wait: float = flag(START_SECONDS, "seconds to wait for the other machines at the start")
     command: list[str] = flag([], "one of our commands or a Python script, with its flags", positional="rest")
 
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import socket
 import struct
 import sys
@@ -24,16 +23,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from meshwright import device as devices
-from meshwright.errors import HANG, UNAVAILABLE, UNEXPECTED, USAGE, UserError
+from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
 from meshwright.launch.team import Team
-from meshwright.launch.world import World
+from meshwright.launch.world import START_SECONDS, World, die_with_parent
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store, TCPStore
-
-START_SECONDS = 30.0  # from the start of a process until all ranks must be there
-LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for its ranks; not a setting, hence the underscore
 
 
 # Connecting
@@ -336,23 +332,6 @@ def no_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def die_with_parent() -> None:
-    """End with our launcher even if it is killed; we might train on beside the next run."""
-    text = os.environ.pop(LAUNCHER_PID, None)  # children of this process are not the launcher's
-    if not text or not text.isdigit():
-        return
-    launcher = int(text)
-    if os.getppid() == launcher and sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:
-        try:
-            os.kill(launcher, 0)
-        except OSError:  # it ended before this was set
-            os._exit(UNEXPECTED)
 
 
 # Comparing

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.errors import UserError
+from meshwright.errors import UNEXPECTED, UserError
 
+START_SECONDS = 30.0  # from the start of a process until all ranks must be there
+LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for its ranks; not a setting, hence the underscore
 RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
 
 
@@ -200,3 +203,20 @@ def is_first_process(work: str) -> bool:
     if rank != "0":
         print(f"{work} runs on rank 0; this rank has nothing to do", file=sys.stderr)
     return rank == "0"
+
+
+def die_with_parent() -> None:
+    """End with our launcher even if it is killed; we might train on beside the next run."""
+    text = os.environ.pop(LAUNCHER_PID, None)  # children of this process are not the launcher's
+    if not text or not text.isdigit():
+        return
+    launcher = int(text)
+    if os.getppid() == launcher and sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:
+        try:
+            os.kill(launcher, 0)
+        except OSError:  # it ended before this was set
+            os._exit(UNEXPECTED)

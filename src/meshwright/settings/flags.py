@@ -35,7 +35,7 @@ C = TypeVar("C")
 # Configurations whose settings a file or the environment may hold, imported when a name is unknown.
 CONFIGS = (
     *("meshwright.settings.schema:TrainConfig", "meshwright.settings.schema:GenerateConfig"),
-    *("meshwright.data.prepare.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
+    *("meshwright.settings.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
     *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
 )
 

@@ -1,0 +1,50 @@
+"""The settings of `meshwright preprocess`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.settings.schema import Tokenizer, flag
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """Text to .bin/.idx."""
+
+    input: list[str] = flag(
+        [],
+        "files of JSON lines, one document per line, or Parquet, also compressed; folders of a saved data set; "
+        "tar archives of text files; - for standard input",
+    )
+    output_prefix: str | None = flag(None, "prefix of the output files <prefix>_<key>_document.bin and .idx")
+    json_keys: list[str] = flag(["text"], "keys whose text is read", "--json-key")
+    append_eod: bool = flag(False, "append the end-of-document token to each document")
+    on_error: Literal["stop", "skip"] = flag("stop", "on a bad line: stop, or skip and count it")
+    dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
+    workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0")
+    log_interval: int = flag(1000, "documents between progress lines", bound=">0")
+    split_sentences: bool = flag(
+        False, "split documents into sentences with NLTK and write <prefix>_<key>_sentence.bin and .idx"
+    )
+    keep_newlines: bool = flag(False, "with --split-sentences, keep the white space between sentences")
+    lang: str = flag("english", "language for --split-sentences")
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """Settings of `meshwright preprocess`."""
+
+    preprocess: Preprocess = Preprocess()
+    tokenizer: Tokenizer = Tokenizer()
+
+    def problems(self) -> list[str]:
+        p = self.preprocess
+        conditions = {
+            "--input is needed: a file of JSON lines": p.input,
+            "--json-keys names no key; give at least one": p.json_keys,
+            "--output-prefix is needed: where to write": p.output_prefix,
+            "--keep-newlines needs --split-sentences": p.split_sentences or not p.keep_newlines,
+            "--lang needs --split-sentences": p.split_sentences or p.lang == type(p).lang,
+        }
+        return [message for message, holds in conditions.items() if not holds]
