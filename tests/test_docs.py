@@ -1,0 +1,143 @@
+"""The documentation in both languages: links, commands and flags exist, and the pages correspond.
+
+tests/test_tutorial.py and tests/test_documents.py run the commands of the first hour and README.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from documents import ROOT
+from meshwright.__main__ import COMMANDS, main
+from meshwright.commands.data import VERBS
+from meshwright.settings import flags
+from meshwright.settings.megatron_flags import NO_EFFECT, REFUSED
+
+GUIDE = [ROOT / "README.md", ROOT / "README.zh.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+CHINESE = sorted(ROOT.glob("docs/zh/*.md"))
+ONLY_PRINT = ("help", "completion", "presets", "doctor")  # commands that may be without flags
+# Flags of argparse, of Megatron's answers, and of other programs that the pages name as such.
+MORE_FLAGS = {"--help", "--version", *NO_EFFECT, *REFUSED}
+
+
+class Stop(Exception):
+    """Raised instead of running a command whose flags are right."""
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """Return a page without code blocks and, where it compares programs, without their column."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.sub(r"^\|[^|]*\|", "|", text, flags=re.M) if page.stem == "coming-from" else text
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each `meshwright ...` line in the code blocks of a page."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("meshwright ")]
+
+
+def headings(page: Path) -> list[str]:
+    return re.findall(r"^(#+) ", prose(page), re.M)
+
+
+def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return every flag of every command."""
+    found: set[str] = set(MORE_FLAGS)
+
+    def collect(cls: type, argv: list[str], prog: str, positional: str | None = None, **_: Any) -> None:
+        found.update(flags._parser(cls, prog, positional)._option_string_actions)
+        raise Stop
+
+    monkeypatch.setattr(flags, "parse", collect)
+    for words in [*([c] for c in COMMANDS if c != "data"), *(["data", verb] for verb in VERBS)]:
+        if words[0] not in ONLY_PRINT:
+            with pytest.raises(Stop):
+                main(words)
+    return found
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse a command line without running it; the files it names need not exist."""
+    original = flags.parse
+
+    def parse(cls: type, argv: list[str], *args: Any, **options: Any) -> None:
+        c = original(cls, argv, *args, **options | {"check": False}).config
+        inner = getattr(c, "command", None)  # of launch
+        raise Stop(*(inner if isinstance(inner, list) and inner and inner[0] in COMMANDS else ()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flags, "parse", parse)
+        with pytest.raises(Stop) as stopped:
+            status = main(words)
+            pytest.fail(f"status {status}: {shlex.join(words)}")
+    if stopped.value.args:
+        check(list(stopped.value.args), monkeypatch)
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=name)
+def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(page):
+        if words[1] in ONLY_PRINT or "--help" in words or len(words) == 2 and words[1].startswith("-"):
+            continue
+        line = re.sub(r" --config \S+", "", shlex.join(words[1:]))
+        check(shlex.split(line), monkeypatch)
+
+
+@pytest.mark.parametrize("page", [p for p in GUIDE if p.name != "flags.md"], ids=name)
+def test_flags_and_commands_in_prose_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = known_flags(monkeypatch)
+    for span in re.findall(r"`((?:--|meshwright )[^`]+)`", prose(page)):
+        words = span.split()
+        if words[0] == "meshwright" and words[1].islower() and words[1].isascii():
+            assert words[1] in COMMANDS, span
+            assert words[1] != "data" or not words[2:] or words[2] in VERBS or words[2] == "VERB", span
+        for flag in re.findall(r"(?<!\S)--[a-zA-Z][\w-]*(?![\w.-])", span):  # not `--valid-...`
+            assert flag in known or flag.replace("--no-", "--", 1) in known, f"{flag} in `{span}`"
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=name)
+def test_a_chinese_page_has_the_commands_headings_and_flags_of_its_english_one(page: Path) -> None:
+    english = ROOT / "docs" / page.name
+    assert headings(page) == headings(english)
+    assert commands(page) == commands(english)
+    spans = [set(re.findall(r"--[a-zA-Z][\w-]*", prose(p))) for p in (english, page)]
+    assert spans[0] == spans[1]
+
+
+def test_both_readmes_have_the_same_headings() -> None:
+    assert headings(ROOT / "README.md") == headings(ROOT / "README.zh.md")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    found = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def links(page: Path) -> Iterator[str]:
+    text = page.read_text(encoding="utf-8")
+    yield from re.findall(r"\]\(([^)\s]+)\)", text)
+    yield from re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
