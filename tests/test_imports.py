@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 # Each layer may import from itself and from those above it.
 LAYERS = [
     ["errors", "console", "files", "progress"],
+    ["hub"],
     ["device"],
     ["settings"],
     ["launch", "tokenizers"],
@@ -39,6 +40,7 @@ NO_TORCH = [
     "files",
     "progress",
     "device",
+    "hub",
     "tokenizers",
     "settings.schema",
     "settings.flags",

@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from meshwright import tokenizers
-from meshwright.errors import BAD_DATA, USAGE, UserError
+from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
 from meshwright.settings.schema import Tokenizer as Flags
 
 TEXT = "It's the year 2024: don't panic.\n\n  Indented\tλόγος 你好 🙂 naïve  <|endoftext|> x=1;\r\n"
@@ -191,9 +193,9 @@ def test_resolve_finds_what_flags_or_folders_name(bpe, tmp_path):
 
 
 def test_missing_flags_and_broken_files(bpe, tmp_path):
-    both = "needs --vocab-file and --merge-file: `meshwright train-tokenizer` .*; --tokenizer-type ByteTokenizer"
-    refused(USAGE, both, lambda: tokenizers.build(Flags(), tmp_path))
-    refused(USAGE, "needs --merge-file: ", lambda: tokenizers.build(Flags(vocab_file="x")))
+    ways = "a tokenizer is needed: --tokenizer with a folder that `meshwright train-tokenizer` .* gpt2, or byte"
+    refused(USAGE, ways, lambda: tokenizers.build(Flags(), tmp_path))
+    refused(USAGE, "needs --merge-file too; or give --tokenizer", lambda: tokenizers.build(Flags(vocab_file="x")))
     swapped = Flags(vocab_file=str(bpe / "merges.txt"), merge_file=str(bpe / "vocab.json"))
     refused(
         BAD_DATA,
@@ -244,6 +246,121 @@ def test_a_vocabulary_size_beside_files_is_compared(bpe, tmp_path):
 
 def test_tokenizer_model_needs_its_type():
     refused(USAGE, "--tokenizer-type HuggingFaceTokenizer", lambda: tokenizers.build(Flags(tokenizer_model="F")))
+
+
+def named(name):
+    return tokenizers.build(Flags(tokenizer=str(name)))
+
+
+def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
+    expected = tokenizers.build(flags(bpe)).encode(TEXT)
+    plain = [tmp_path / name for name in ("trained", "megatron", "json", "run/tokenizer")]
+    for folder in plain:
+        folder.mkdir(parents=True)
+    for name in ("vocab.json", "merges.txt"):
+        content = (bpe / name).read_bytes()
+        (tmp_path / "trained" / name).write_bytes(content)
+        (tmp_path / "megatron" / f"gpt2-{name}").write_bytes(content)
+    tokenizers.save(tokenizers.build(flags(bpe)), tmp_path / "run" / "tokenizer")
+    (tmp_path / "json" / "tokenizer.json").write_bytes(tokenizer_json(bpe).read_bytes())
+    files = ["trained/vocab.json", "trained/merges.txt", "megatron/gpt2-vocab.json", "megatron/gpt2-merges.txt"]
+    for name in ["trained", "megatron", "run", "run/tokenizer", *files]:
+        t = named(tmp_path / name)
+        assert (t.name, t.size, t.encode(TEXT)) == ("GPT2BPETokenizer", 300, expected)
+    for name in ("json", "json/tokenizer.json"):
+        t = named(tmp_path / name)
+        assert (t.name, t.encode(TEXT)) == ("HuggingFaceTokenizer", expected)
+    monkeypatch.chdir(tmp_path)
+    assert named("trained").size == 300 and named("byte").size == 257
+    tokenizers.save(named("byte"), tmp_path / "bytes" / "tokenizer")
+    assert named("bytes").name == named("bytes/tokenizer").name == "ByteTokenizer"
+    assert tokenizers.resolve(Flags(tokenizer="byte"), tmp_path / "run" / "tokenizer").size == 257  # flags come first
+
+
+def test_one_argument_that_cannot_be_used(bpe, tmp_path):
+    for more, words in (
+        (dict(vocab_file="v", merge_file="m"), "--tokenizer byte and --vocab-file v, --merge-file m both name"),
+        (dict(tokenizer_model="t"), "and --tokenizer-model t both name a tokenizer; give only one"),
+        (dict(tokenizer_type="NullTokenizer"), "and --tokenizer-type NullTokenizer both name"),
+    ):
+        refused(USAGE, words, lambda more=more: tokenizers.build(Flags(tokenizer="byte", **more)))
+    refused(
+        USAGE,
+        "--vocab-size 9, but ByteTokenizer has 257",
+        lambda: tokenizers.build(Flags(tokenizer="byte", vocab_size=9)),
+    )
+    refused(BAD_DATA, "nope.json does not exist; name a folder", lambda: named(tmp_path / "nope.json"))
+    refused(BAD_DATA, "holds no tokenizer.json, nor vocab.json", lambda: named(tmp_path))
+    (tmp_path / "vocab.json").write_bytes((bpe / "vocab.json").read_bytes())
+    refused(BAD_DATA, "no merges.txt is beside it", lambda: named(tmp_path / "vocab.json"))
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
+    for name in (tmp_path, tmp_path / "tokenizer.model"):
+        refused(BAD_DATA, "tokenizer.model is a SentencePiece .* give --tokenizer DIR", lambda name=name: named(name))
+
+
+@pytest.fixture
+def hub_server(bpe, tmp_path, monkeypatch):
+    """A Hub on this machine with the repositories team/bpe and team/empty; yields requests."""
+    from huggingface_hub import constants
+
+    tokenizer_json(bpe)
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            name, _, file = self.path.strip("/").partition("/resolve/main/")
+            asked.append(f"{self.command} {self.path}")
+            is_there = name == "team/bpe" and (bpe / file).is_file()
+            content = (bpe / file).read_bytes() if is_there else b""
+            self.send_response(200 if is_there else 404)
+            code = "EntryNotFound" if name in ("team/bpe", "team/empty") else "RepoNotFound"
+            headers = {"ETag": f'"{file}"', "X-Repo-Commit": "a" * 40} if is_there else {"X-Error-Code": code}
+            for key, value in (headers | {"Content-Length": str(len(content))}).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    template = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_name_is_downloaded_once_from_the_hub(bpe, hub_server, tmp_path, capsys):
+    t = named("team/bpe")
+    assert (t.name, t.encode(TEXT)) == ("GPT2BPETokenizer", tokenizers.build(flags(bpe)).encode(TEXT))
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1 and "team/bpe" in printed[0] and str(tmp_path / "cache") in printed[0]
+    asked = len(hub_server)
+    assert asked and named("team/bpe").size == 300
+    assert len(hub_server) == asked and not capsys.readouterr().err
+    refused(BAD_DATA, "no such folder or file here, and .* has no such name", lambda: named("team/other"))
+    refused(BAD_DATA, "team/empty on the Hugging Face Hub has no tokenizer.json", lambda: named("team/empty"))
+
+
+def test_a_name_without_a_network(hub_server, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    words = "team/bpe: there is no such folder or file here, and .* cannot be asked .*train-tokenizer.*, or byte"
+    refused(UNAVAILABLE, words, lambda: named("team/bpe"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    refused(UNAVAILABLE, "hub.invalid cannot be asked", lambda: named("team/bpe"))
+    assert not hub_server
 
 
 def test_padded_size():

@@ -4,8 +4,9 @@ tiktoken encodes with GPT-2's two files; it is several times faster than the `to
 and gives the same ids as long as every merge has an id of its own, in merge order. No tokenizer
 here looks for special tokens inside a text: the letters of <|endoftext|> there are plain text.
 
-A run keeps its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their
-hashes, and `resolve` reads that folder when the flags name no files.
+`--tokenizer` names one in a word: a folder, a file, or a name on the Hugging Face Hub. A run keeps
+its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their hashes, and
+`resolve` reads that folder when the flags name no files.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from meshwright import hub
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import replacing
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
@@ -30,6 +32,11 @@ END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 LONG_SPACE = 500_000  # characters
+WAYS = "with a folder that `meshwright train-tokenizer` made, a Hugging Face folder or name such as gpt2, or byte"
+CONVERT = (
+    "where transformers is installed, AutoTokenizer.from_pretrained(ITS_FOLDER_OR_NAME).save_pretrained(DIR) writes a "
+    "tokenizer.json: give --tokenizer DIR"
+)
 HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer")
 
 
@@ -225,9 +232,9 @@ def fastest(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray
     return fast or tokenizer.encode
 
 
-def names_files(t: TokenizerFlags) -> bool:
-    """Return whether the flags name a vocabulary's files."""
-    return bool(t.vocab_file or t.merge_file or t.tokenizer_model)
+def is_named(t: TokenizerFlags) -> bool:
+    """Return whether the flags name a vocabulary."""
+    return bool(t.tokenizer or t.vocab_file or t.merge_file or t.tokenizer_model)
 
 
 def find_saved(*folders: Path | None) -> Path | None:
@@ -242,14 +249,14 @@ def find_saved(*folders: Path | None) -> Path | None:
 
 def resolve(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
     """Return the tokenizer that the flags name (not if the default type), or `saved`'s, or None."""
-    if saved is None and not names_files(t) and t.tokenizer_type == TokenizerFlags().tokenizer_type:
+    if saved is None and not is_named(t) and t.tokenizer_type == TokenizerFlags().tokenizer_type:
         return None
     return build(t, saved)
 
 
 def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
     """Return the tokenizer of `resolve`; raise UserError if there is none."""
-    tokenizer = _build(t) if saved is None or names_files(t) else _build_saved(t, saved)
+    tokenizer = _build(t) if saved is None or is_named(t) else _build_saved(t, saved)
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids):
         where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
@@ -260,7 +267,7 @@ def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
 def missing_error(folder: Path, size: int | None = None) -> UserError:
     """Make the error for a checkpoint with no vocabulary beside it."""
     return UserError(
-        f"{folder} holds no vocabulary; name it with --vocab-file and --merge-file, --tokenizer-model or, for a model "
+        f"{folder} holds no vocabulary; name it with --tokenizer DIR, FILE or NAME or, for a model "
         f"of bare ids, --tokenizer-type NullTokenizer --vocab-size {size - 1 if size else 'N'}"
     )
 
@@ -277,16 +284,19 @@ def require_same(tokenizer: Tokenizer, saved: Path) -> None:
 
 
 def _build(t: TokenizerFlags) -> Tokenizer:
+    if t.tokenizer is not None:
+        return _build_named(t.tokenizer, t)
     if t.tokenizer_type == "GPT2BPETokenizer":
         if t.tokenizer_model and not (t.vocab_file or t.merge_file):
             raise UserError(
                 f"--tokenizer-model {t.tokenizer_model} needs --tokenizer-type HuggingFaceTokenizer; the default, "
                 "GPT2BPETokenizer, takes --vocab-file and --merge-file"
             )
+        if not (t.vocab_file or t.merge_file):
+            raise UserError(f"a tokenizer is needed: --tokenizer {WAYS}")
         if not t.vocab_file or not t.merge_file:
-            missing = [f for f, given in (("--vocab-file", t.vocab_file), ("--merge-file", t.merge_file)) if not given]
-            needs = f"GPT2BPETokenizer needs {' and '.join(missing)}: `meshwright train-tokenizer` makes both files"
-            raise UserError(f"{needs}; --tokenizer-type ByteTokenizer needs none")
+            missing = "--merge-file" if t.vocab_file else "--vocab-file"
+            raise UserError(f"GPT2BPETokenizer needs {missing} too; or give --tokenizer and the folder of both files")
         return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
     if t.tokenizer_type in HUGGING_FACE:
         if not t.tokenizer_model:
@@ -301,6 +311,59 @@ def _build(t: TokenizerFlags) -> Tokenizer:
     raise UserError(f"--tokenizer-type {t.tokenizer_type}: not yet")
 
 
+def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
+    """Return the tokenizer of --tokenizer: what a path holds, `byte`, or one of the Hub."""
+    others = {"vocab_file": "--vocab-file", "merge_file": "--merge-file", "tokenizer_model": "--tokenizer-model"}
+    given = [f"{flag} {getattr(t, field)}" for field, flag in others.items() if getattr(t, field)]
+    if t.tokenizer_type != TokenizerFlags().tokenizer_type:
+        given.append(f"--tokenizer-type {t.tokenizer_type}")
+    if given:
+        raise UserError(f"--tokenizer {name} and {', '.join(given)} both name a tokenizer; give only one of them")
+    path = Path(name).expanduser()
+    if name == "byte":
+        return Bytes()
+    if path.is_dir():
+        return _build_folder(path)
+    if path.exists() or path.suffix in (".json", ".txt", ".model") or not hub.is_name(name):
+        return _build_file(path)
+    folder = hub.find_folder(name, "tokenizer.json")
+    if folder is None:
+        folder = hub.find_folder(name, "vocab.json", "merges.txt")
+    elif _splits_as_gpt2(folder / "tokenizer.json"):  # tiktoken, which is faster, reads GPT-2's own files
+        hub.find_folder(name, "vocab.json", "merges.txt", is_needed=False)
+    if folder is None:
+        raise _damage(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
+    return _build_folder(folder)
+
+
+def _build_folder(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a run, a run's `tokenizer/`, or a folder of tokenizer files."""
+    if found := folder if (folder / "meta.json").is_file() else find_saved(folder):
+        return _build_saved(TokenizerFlags(), found)
+    if (vocab := folder / "gpt2-vocab.json").is_file():
+        return _build_file(vocab)
+    if models := sorted(folder.glob("*.model")):
+        return _build_file(models[0])
+    wanted = "tokenizer.json, nor vocab.json and merges.txt, nor a run's tokenizer/"
+    raise _damage(f"--tokenizer {folder} holds no {wanted}; name {WAYS.removeprefix('with ')}")
+
+
+def _build_file(path: Path) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, or of a vocabulary with its merges beside it."""
+    if path.suffix == ".model":
+        raise _damage(f"{path} is a SentencePiece or tiktoken model, which is not read; {CONVERT}")
+    vocab = path.with_name(path.name.replace("merges.txt", "vocab.json"))
+    if not path.exists():
+        raise _damage(f"--tokenizer {path} does not exist; name {WAYS.removeprefix('with ')}")
+    content = _read_json(vocab)
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        return HuggingFace(path)
+    merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
+    if merges == vocab or not merges.is_file():
+        raise _damage(f"{vocab} is no tokenizer.json, and no {merges.with_suffix('.txt').name} is beside it")
+    return GPT2BPE(vocab, merges)
+
+
 def _gpt2_files(folder: Path) -> tuple[Path, Path]:
     return folder / "vocab.json", folder / "merges.txt"
 
@@ -311,10 +374,14 @@ def _has_gpt2_files(folder: Path) -> bool:
 
 def _is_gpt2(folder: Path) -> bool:
     """Return whether a Hugging Face folder holds GPT-2's files, split as tokenizer.json says."""
-    if not _has_gpt2_files(folder) or not (folder / "tokenizer.json").is_file():
-        return _has_gpt2_files(folder)
+    path = folder / "tokenizer.json"
+    return _has_gpt2_files(folder) and (not path.is_file() or _splits_as_gpt2(path))
+
+
+def _splits_as_gpt2(path: Path) -> bool:
+    """Return whether a tokenizer.json splits text as GPT-2 does."""
     try:
-        settings = json.loads(_read(folder / "tokenizer.json"))
+        settings = json.loads(_read(path))
         added = {token["content"] for token in settings.get("added_tokens", [])}
         split = settings["pre_tokenizer"]
         return bool(
@@ -470,7 +537,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise _damage(f"{path} does not exist (a tokenizer file; nothing is downloaded)") from None
+        raise _damage(f"{path} does not exist (a tokenizer file)") from None
     except (OSError, UnicodeDecodeError) as error:
         raise _damage(f"{path} cannot be read: {error}") from None
 

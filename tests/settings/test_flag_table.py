@@ -59,6 +59,7 @@ TABLE = {
         "num_experts": "not yet",
     },
     "tokenizer": {
+        "tokenizer": "test_tokenizers.py::test_one_argument_names_any_folder_or_file",
         "tokenizer_type": "test_tokenizers.py::test_bytes_and_null",
         "vocab_file": "test_tokenizers.py::test_trained_bpe_equals_the_library_and_ends_with_eod",
         "merge_file": "test_tokenizers.py::test_trained_bpe_equals_the_library_and_ends_with_eod",

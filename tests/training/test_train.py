@@ -536,7 +536,7 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
     bare = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
     assert main(["train", *bare, "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "(vocabulary 262 padded" in out and "--vocab-file and --merge-file are needed" not in out
+    assert "(vocabulary 262 padded" in out and "--tokenizer is needed" not in out
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

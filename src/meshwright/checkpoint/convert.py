@@ -174,7 +174,7 @@ def complete_source(source: Source, given: Mapping[str, Any], t: Tokenizer) -> C
 
 def find_tokenizer(saved: SavedModel, t: Tokenizer) -> tokenizers.Tokenizer | None:
     """Return the tokenizer of the flags, or the one kept with the checkpoint, if any."""
-    kept = None if tokenizers.names_files(t) else saved.tokenizer_folder
+    kept = None if tokenizers.is_named(t) else saved.tokenizer_folder
     try:
         # The size in the flags may be that of a table which is wider than a kept vocabulary.
         return tokenizers.resolve(dataclasses.replace(t, vocab_size=None) if kept else t, kept)

@@ -161,6 +161,11 @@ PlannedTokenizerType = Literal[
 class Tokenizer:
     """The tokenizer."""
 
+    tokenizer: str | None = flag(
+        None,
+        "a folder or file (of train-tokenizer, a run, Hugging Face, GPT-2), a name on the Hugging Face Hub such as "
+        "gpt2, or byte; replaces the flags below (none: the one found beside the data or in the run)",
+    )
     tokenizer_type: Literal[TokenizerType, PlannedTokenizerType] = flag(
         "GPT2BPETokenizer", "type of tokenizer", only=get_args(TokenizerType), step=4
     )

@@ -74,12 +74,12 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     """Return the tokenizer, if the flags name one, and the true and padded vocabulary sizes."""
     t, m = config.tokenizer, config.model
     kind, loaded = t.tokenizer_type, loaded_folder(config)
-    is_bare = t.vocab_size is not None and not tokenizers.names_files(t) and kind != "ByteTokenizer"
+    is_bare = t.vocab_size is not None and not tokenizers.is_named(t) and kind != "ByteTokenizer"
     if is_bare and (config.data.mock_data or kind == "GPT2BPETokenizer"):
         say(f"> no tokenizer: the vocabulary's size is given, {t.vocab_size}")
         tokenizer, vocab = None, t.vocab_size
     else:
-        say(f"> building {kind} tokenizer ...")
+        say(f"> building {t.tokenizer or kind} tokenizer ...")
         tokenizer = tokenizers.resolve(t, tokenizers.find_saved(folder, loaded))
         if tokenizer is None and loaded and steps.find(loaded)[0]:
             raise tokenizers.missing_error(loaded)
@@ -131,9 +131,9 @@ def dry_run(config: TrainConfig) -> int:
     v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(where) if where else None
     kept = tokenizers.find_saved(folder, loaded_folder(config))
-    if v.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.names_files(v) or v.vocab_size or kept):
+    if v.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.is_named(v) or v.vocab_size or kept):
         vocab = 50257
-        later.append("--vocab-file and --merge-file are needed (counted here as GPT-2's 50,257 ids)")
+        later.append("--tokenizer is needed (counted here as GPT-2's 50,257 ids)")
     else:
         console.set_stream(None)
         _, vocab, _ = vocabulary(config, folder)

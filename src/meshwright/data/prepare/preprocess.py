@@ -91,7 +91,8 @@ def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: Wor
         print(f"Opening {one.path}", file=stdout)
     if p.dataset_impl != "mmap":
         print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
-    print(f"> building {config.tokenizer.tokenizer_type} tokenizer ...", file=stdout)
+    named = config.tokenizer.tokenizer
+    print(f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", file=stdout)
     build_tokenizer.cache_clear()  # its files may have changed
     tokenizer = build_tokenizer(config.tokenizer)
     tokenizers.fastest(tokenizer)

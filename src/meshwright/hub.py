@@ -1,0 +1,77 @@
+"""Files of the Hugging Face Hub: from its cache, shared with other programs, or downloaded."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from meshwright.console import notice
+from meshwright.errors import BAD_DATA, UNAVAILABLE, UserError
+
+ELSE = "or name a folder that `meshwright train-tokenizer` made, or byte, which needs no files"
+
+
+def is_name(name: str) -> bool:
+    """Return whether this can be the name of a repository: NAME or ORGANISATION/NAME."""
+    return bool(re.fullmatch(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII))
+
+
+def find_folder(name: str, *files: str, is_needed: bool = True) -> Path | None:
+    """Return the folder of the cache with these files of a repository, or None if it lacks one.
+
+    What is not in the cache is downloaded; that may fail in silence if it is not `is_needed`.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = [try_to_load_from_cache(name, file) for file in files]
+    if any(path is not None and not isinstance(path, str) for path in found):  # known not to exist
+        return None
+    lacking = [file for file, path in zip(files, found, strict=True) if path is None]
+    if lacking and is_needed:
+        notice(f"{name}: asking {constants.ENDPOINT}/{name} for {', '.join(lacking)}, kept in {constants.HF_HUB_CACHE}")
+    try:
+        pairs = zip(files, found, strict=True)
+        paths = [Path(path) if isinstance(path, str) else _download(name, file) for file, path in pairs]
+    except UserError:
+        if is_needed:
+            raise
+        return None
+    there = [path for path in paths if path is not None]
+    return there[0].parent if len(there) == len(files) else None
+
+
+def _download(name: str, file: str) -> Path | None:
+    """Return the downloaded file, or None if the repository has none of this name."""
+    from huggingface_hub import constants, errors, hf_hub_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for each of its attempts
+    where = f"--tokenizer {name}: there is no such folder or file here, and"
+    try:
+        _require_address(constants.ENDPOINT)
+        return Path(hf_hub_download(name, file))
+    except errors.RepositoryNotFoundError as error:
+        is_gated = isinstance(error, errors.GatedRepoError)
+        what = "wants its terms accepted" if is_gated else "has no such name, or it is private"
+        raise UserError(f"{where} {constants.ENDPOINT} {what}; log in with `hf auth login`, {ELSE}", BAD_DATA) from None
+    except errors.LocalEntryNotFoundError as error:
+        reason = error.__cause__ or error
+    except errors.EntryNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:
+        reason = error
+    why = (str(reason).splitlines() or [""])[0] or type(reason).__name__
+    message = f"{where} {constants.ENDPOINT} cannot be asked ({why}); try again with a network, {ELSE}"
+    raise UserError(message, UNAVAILABLE)
+
+
+def _require_address(endpoint: str) -> None:
+    """Raise OSError without a network, which the library would try for half a minute."""
+    host = urllib.parse.urlsplit(endpoint).hostname
+    if host and not urllib.request.getproxies():
+        socket.getaddrinfo(host, None)
