@@ -23,6 +23,7 @@ SMALLER = {
     "max-position-embeddings": 32,
     "train-iters": 6,
     "lr-decay-iters": 40,
+    "lr-warmup-iters": 4,
     "log-interval": 2,
     "save-interval": 4,
     "eval-interval": 3,

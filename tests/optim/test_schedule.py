@@ -8,7 +8,7 @@ import random
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.optim.schedule import _LENGTHS, Schedule, build_schedule, resume_schedule
+from meshwright.optim.schedule import _LENGTHS, Schedule, build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.settings import checks
 from meshwright.settings import schema as config
 
@@ -364,3 +364,61 @@ def test_resume_by_command(run, tmp_path, flag):
         assert got.status == 2 and "has 0.01, the flags say 0.002 (--lr)" in got.err and not got.losses
     else:
         assert got.status == 0 and got.column("lr") == [0.002 if "override" in flag else 0.01] * 2
+
+
+def rates(c):
+    """Return the learning rate of every step of a run, taken one by one."""
+    s, now, out = build_schedule(c), 0, []
+    for _ in range(c.steps):
+        out.append(s.lr(now))
+        now += c.batch(now)
+    return out
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "inverse-square-root", "constant", "WSD"])
+@pytest.mark.parametrize("ramp", [(), (2, 2, 40)])
+@pytest.mark.parametrize("decay", [5, 9, 11, 12, 13, 20])
+def test_steps_at_rate_0_are_counted(style, ramp, decay):
+    more = {"lr_wsd_decay_iters": 2} if style == "WSD" else {}
+    c = settings(8, 12, ramp=ramp, lr_decay_iters=decay, min_lr=0.0, lr_decay_style=style, lr_warmup_iters=2, **more)
+    zeros = [number for number, rate in enumerate(rates(c), 1) if rate == 0 and number > 1]
+    (line,) = warn_of_idle_steps(build_schedule(c), c, c.steps) or [None]
+    if zeros:
+        assert line.startswith(f"steps {zeros[0]} to 12 ({len(zeros)} steps) would run at learning rate 0")
+        assert "--lr-decay-iters 12 or a --min-lr above 0" in line and "override" not in line
+    else:
+        assert line is None
+    c = settings(8, 12, ramp=ramp, lr_decay_iters=decay, lr_decay_style=style, lr_warmup_iters=2, **more)
+    assert not warn_of_idle_steps(build_schedule(c), c, c.steps)  # min_lr is above 0
+
+
+def test_all_steps_left_at_rate_0():
+    """Issue 13, line 2: --train-iters is raised, --lr-decay-iters kept."""
+    c = settings(4, 20, min_lr=0.0, lr_decay_iters=10)
+    (line,) = warn_of_idle_steps(build_schedule(c), c, 20, 10, 40, 40)
+    assert line.startswith("all 10 steps would run at learning rate 0: the decay ends after 10 steps")
+    assert "--lr-decay-iters 20" in line and line.endswith("with --override-opt_param-scheduler")
+    by_samples = settings(4, samples=80, min_lr=0.0, lr_decay_samples=40)
+    (line,) = warn_of_idle_steps(build_schedule(by_samples), by_samples, 20)
+    assert line.startswith("steps 11 to 20 (10 steps)") and "--lr-decay-samples 80" in line
+    (line,) = warn_of_idle_steps(build_schedule(still := settings(lr=0.0, min_lr=0.0)), still, still.steps)
+    assert line == "all 5,000 steps would run at learning rate 0: --lr is 0"
+
+
+@pytest.mark.parametrize("warm", [11, 12, 13])
+def test_a_run_within_its_warm_up(warm):
+    c = settings(8, 12, lr_decay_iters=100, lr_warmup_iters=warm)
+    lines = warn_of_idle_steps(build_schedule(c), c, c.steps)
+    assert bool(lines) == (warm >= 12)
+    for line in lines:
+        assert f"it has 12 steps, the warm-up {warm}" in line and "--lr-warmup-iters 1" in line
+
+
+def test_a_longer_run_is_not_sent_into_rate_0():
+    """The advice on resume says what the kept decay means, and what stretches it."""
+    saved = dataclasses.asdict(build_schedule(settings(lr_decay_iters=100, min_lr=0.0)))
+    ours = settings(lr_decay_iters=200, min_lr=0.0)
+    with pytest.raises(UserError) as e:
+        resume_schedule(build_schedule(ours), saved, ours)
+    assert "keeps the checkpoint's, but every step after it runs at learning rate 0" in str(e.value)
+    assert "add --override-opt_param-scheduler (this stretches the decay)" in str(e.value)

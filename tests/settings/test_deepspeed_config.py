@@ -267,5 +267,5 @@ def test_from_python_the_file_counts_too(tmp_path, capsys):
     clipped = replace(config, parallel=parallel, optimizer=replace(config.optimizer, clip_grad=0.25))
     with pytest.raises(UserError, match="but --clip-grad is 0.25"):
         run(clipped)
-    line = [*argv, "--deepspeed_config", str(tmp_path / "ds.json")]
+    line = [*argv[:-1], str(tmp_path / "other"), "--deepspeed_config", str(tmp_path / "ds.json")]
     assert main(["train", *line]) == 0 and capsys.readouterr().err.count("ds.json sets") == 1

@@ -377,6 +377,18 @@ def test_padding_is_real_in_training_and_idle_in_preprocessing():
 # Presets
 
 
+def test_a_length_replaces_that_of_the_preset():
+    """A layer's unit replaces the others of the layers below; in one layer two are refused."""
+    argv = ["--preset", "gpt2-117m", "--mock-data", "--vocab-size", "64", "--train-iters", "2000"]
+    o = parse(*argv, "--lr-warmup-iters", "200").config.optimizer
+    assert (o.lr_warmup_fraction, o.lr_warmup_iters, o.lr_decay_iters) == (None, 200, 320_000)
+    argv[-2:] = ["--train-samples", "9000", "--lr-decay-iters", "none", "--lr-warmup-samples", "100"]
+    c = parse(*argv).config
+    assert (c.training.train_iters, c.warmup_samples, c.decay_samples) == (None, 100, 9000)
+    with pytest.raises(UserError, match="both set the warm-up"):
+        parse(*argv, "--lr-warmup-fraction", "0.1", check=True)
+
+
 @pytest.mark.parametrize(
     ("preset", "published", "within"),
     [

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -366,9 +367,9 @@ def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
     """Giving --load another folder, or a misspelt one, does not allow the --save."""
     train(tmp_path, save="a")
     train(tmp_path, "--train-iters", "3", save="b")
-    for load in ("b", "misspelt"):
+    for load, wanted, words in (("b", 73, "--save-overwrite"), ("misspelt", 65, "there is no such folder")):
         status, steps = train(tmp_path, "--load", str(tmp_path / load), save="a")
-        assert status == 73 and len(steps) == 6 and "--save-overwrite" in capsys.readouterr().err
+        assert status == wanted and len(steps) == 6 and words in capsys.readouterr().err
     status, _ = train(
         tmp_path, "--load", str(tmp_path / "b"), "--save-overwrite", "--override-opt_param-scheduler", save="a"
     )
@@ -665,3 +666,63 @@ def test_a_wrong_world_size_is_refused_before_the_batch_is_divided(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--world-size 3, but started as 2"):
         meshwright.commands.train.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])
+
+
+def test_a_load_that_holds_nothing_is_refused(tmp_path, capsys):
+    """Issue 13, line 3; the same folder as --save starts anew."""
+    for load in ("nope", "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        status, _ = train(tmp_path, "--load", str(tmp_path / load), save="new")
+        out, err = capsys.readouterr()
+        assert status == 65 and f"--load {tmp_path / load}" in err and "leave --load out" in err and not out
+        assert main(["train", *TINY_FLAGS, "--load", str(tmp_path / load), "--dry-run"]) == 65
+    assert not (tmp_path / "new").exists()
+    config = parse(TrainConfig, [*TINY_FLAGS, "--load", str(tmp_path / "nope")], "meshwright train").config
+    with pytest.raises(UserError, match="no such folder"):  # from Python
+        meshwright.training.run.run(config)
+    assert train(tmp_path, "--load", f"{tmp_path}/./new", save="new")[0] == 0
+
+
+def test_steps_at_rate_0_are_announced(tmp_path, capsys):
+    """Before the first step and in a dry run, also for the rest of a resumed run."""
+    train(tmp_path)
+    assert "WARNING" not in capsys.readouterr().err
+    more = ["--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6"]
+    assert train(tmp_path, *more, "--dry-run")[0] == 0
+    assert "WARNING: all 2 steps would run at learning rate 0" in capsys.readouterr().out
+    status, steps = train(tmp_path, *more)
+    assert "WARNING: all 2 steps would run at learning rate 0" in capsys.readouterr().err
+    assert status == 0 and [row["lr"] for row in steps[6:]] == [0, 0]
+    more = ["--load", str(tmp_path / "run"), "--train-iters", "12", "--override-opt_param-scheduler"]
+    status, steps = train(tmp_path, *more)
+    assert status == 0 and min(row["lr"] for row in steps[8:]) > 0 and "WARNING" not in capsys.readouterr().err
+    assert main(["train", *TINY_FLAGS, "--lr-warmup-iters", "9", "--lr-decay-iters", "20", "--dry-run"]) == 0
+    assert "WARNING: the run ends within its warm-up" in capsys.readouterr().out
+
+
+def test_the_curves_of_another_run_are_not_hidden(tmp_path, capsys):
+    """Issue 13, line 4."""
+    plain, other = str(tmp_path / "plain"), str(tmp_path / "other")
+    again = ["train", *TINY_FLAGS, "--run-dir", plain]
+    assert main(again) == 0
+    before = {path.name: path.read_bytes() for path in Path(plain).glob("[!.]*") if path.is_file()}
+    for argv in (again, [*again, "--dry-run"], [*again, "--save", other, "--load", other], [*TINY_FLAGS]):
+        argv = argv if argv[0] == "train" else ["train", *argv, "--save", plain]
+        capsys.readouterr()
+        assert main(argv) == 73
+        assert "another folder, or --save-overwrite" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in Path(plain).glob("[!.]*") if path.is_file()}
+    assert main([*again, "--save-overwrite", "--train-iters", "4"]) == 0
+    assert len(read_rows(tmp_path / "plain")) == 4 and len(read_rows(tmp_path / "plain" / "replaced-1")) == 6
+    assert (tmp_path / "plain" / "replaced-1" / "config.toml").read_bytes() == before["config.toml"]
+
+
+def test_a_run_goes_on_beside_its_checkpoints(tmp_path):
+    """With --save elsewhere, the run folder belongs to the run that saved there."""
+    run = ["train", *TINY_FLAGS, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "save")]
+    assert main([*run, "--exit-interval", "2"]) == 0
+    assert main([*run, "--load", str(tmp_path / "save")]) == 0
+    assert len(read_rows(tmp_path / "run")) == 6 and len(read_rows(tmp_path / "run", "start")) == 2
+    branch = [*run[:-1], str(tmp_path / "new"), "--load", str(tmp_path / "save" / "iter_0000002")]
+    assert main([*branch, "--finetune"]) == 73
+    assert main(branch) == 0 and len(read_rows(tmp_path / "run", "start")) == 3

@@ -20,7 +20,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -358,13 +358,16 @@ def _open_locked(root: Path) -> int:
     raise UserError(f"{root} is in use by {owner}: wait for it, end it, or change --save", LOCKED)
 
 
-def move_aside(root: str | Path) -> Path:
-    """Move every checkpoint into a new folder `replaced-N`. The caller holds the lock."""
+def move_aside(root: str | Path, others: Sequence[str] = ()) -> Path:
+    """Move every checkpoint, and other names, into a new folder `replaced-N`.
+
+    The caller holds the lock.
+    """
     root = Path(root)
     aside = next(path for n in itertools.count(1) if not (path := root / f"replaced-{n}").exists())
     aside.mkdir()
     # Trackers move first: none may outlive its step.
-    for name in sorted(listing(root), key=lambda name: name.startswith("iter_")):
+    for name in (*sorted(listing(root), key=lambda name: name.startswith("iter_")), *others):
         (root / name).rename(aside / name)
     sync_folder(root)
     return aside

@@ -111,6 +111,42 @@ _LENGTHS = {
 }
 
 
+def warn_of_idle_steps(
+    s: Schedule, c: TrainConfig, total: int, iteration: int = 0, consumed: int = 0, scheduled: int = 0
+) -> list[str]:
+    """Return a warning if steps to come run at learning rate 0, or the run ends within its warm-up.
+
+    `total` counts all steps of the run, the other numbers what was done before: steps, samples, and
+    the schedule's samples. The first step of a warm-up is at rate 0 by design and does not count.
+    """
+    if c.optimizer.lr is None or c.training.skip_train:
+        return []
+    size, never = c.global_batch, 1 << 62
+    zero = s.decay + (s.style == "inverse-square-root") if not s.min_lr and s.style != "constant" else never
+    zero = zero if s.max_lr else 0  # the first number of samples at which the rate is 0
+    step, now = iteration, scheduled
+    while step < total and now < zero and (batch := c.batch(consumed - scheduled + now)) < size:
+        step, now = step + 1, now + batch
+    first = min(total, step + max(0, math.ceil((zero - now) / size)))
+    by_steps, override = c.samples is None, ", with --override-opt_param-scheduler" if iteration else ""
+    if first < total:
+        which = f"all {total - iteration:,} steps" if first == iteration else f"steps {first + 1:,} to {total:,}"
+        flag = f"--lr-decay-iters {total}" if by_steps else f"--lr-decay-samples {c.samples}"
+        why = f"the decay ends after {s.decay / size:,.10g} steps and --min-lr is 0; give {flag} or a --min-lr above 0"
+        count = "" if first == iteration else f" ({total - first:,} steps)"
+        return [f"{which}{count} would run at learning rate 0: {why if s.max_lr else '--lr is 0'}{override}"]
+    end = now + (total - step) * size
+    if iteration < total and s.init_lr < s.max_lr and end <= s.warmup:
+        flag = f"--lr-warmup-iters {max(1, total // 10)}" if by_steps else f"--lr-warmup-samples {max(1, end // 10)}"
+        share = c.optimizer.lr_warmup_fraction
+        now_by = f" (now --lr-warmup-fraction {share:g} of {s.decay / size:,.10g} steps)" if share else ""
+        return [
+            f"the run ends within its warm-up: it has {total:,} steps, the warm-up {s.warmup / size:,.10g}, so the "
+            f"learning rate only reaches {s.lr(end):.3g} of --lr {s.max_lr:g}; give, say, {flag}{override}{now_by}"
+        ]
+    return []
+
+
 def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
     """Return the schedule to continue with and Megatron's nine log lines.
 
@@ -141,12 +177,15 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
                 by = f"--lr-decay-samples {theirs} keeps the checkpoint's"
             elif name == "decay" and theirs % size == 0:
                 by = f"--lr-decay-iters {theirs // size} keeps the checkpoint's"
+            if name == "decay" and mine > theirs and not before.min_lr and before.style != "constant":
+                by += ", but every step after it runs at learning rate 0, since --min-lr is 0"
             what = _LENGTHS.get(name, called)
             different.append(f"{what}: the checkpoint has {shown[0]}, the flags say {shown[1]} ({by})")
         values[name] = theirs if matters else mine
         lines.append(f" > using checkpoint value {theirs} for {called}")
     if different:
-        ways = "--override-opt_param-scheduler; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
+        stretch = " (this stretches the decay)" if ours.decay > before.decay else ""
+        ways = f"--override-opt_param-scheduler{stretch}; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
         lines = ["the schedule differs from the checkpoint's:", *different, f"to continue with the flags, add {ways}"]
         raise UserError("\n  ".join(lines))
     return dataclasses.replace(ours, **values), lines

@@ -133,6 +133,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--load": lambda c: c.checkpoint.load,
     "--eval-iters above 0": lambda c: c.training.eval_iters,
     "--save": lambda c: c.checkpoint.save,
+    "--save or --run-dir": lambda c: c.checkpoint.save or c.checkpoint.run_dir,
     "--keep-last; all are kept": lambda c: c.checkpoint.keep_last or not c.checkpoint.save,
     "learned or rotary positions": lambda c: c.model.position in ("learned", "rope"),
     "--position-embedding-type rope": lambda c: c.model.position == "rope",

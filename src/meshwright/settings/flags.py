@@ -39,6 +39,13 @@ CONFIGS = (
     *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
 )
 
+# Lengths of which one is given: that of a layer replaces those of the layers below (a preset's).
+REPLACES = {
+    f"{kind}_{unit}": [f"{kind}_{other}" for other in units.split() if other != unit]
+    for kind, units in {"train": "iters samples tokens", "lr_warmup": "fraction iters samples tokens"}.items()
+    for unit in units.split()
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Parsed(Generic[C]):
@@ -189,6 +196,10 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
     values: dict[str, dict[str, Any]] = {g: {} for g in groups(cls)}
     sources = dict.fromkeys(known, "default")
     for label, layer in layers:
+        for name in {other for given in layer for other in REPLACES.get(given, ())} - layer.keys():
+            if name in known:
+                values[known[name][0]].pop(name, None)
+                sources[name] = "default"
         for name, value in layer.items():
             values[known[name][0]][name] = value
             sources[name] = label

@@ -393,7 +393,9 @@ class Checkpoint:
     save: str | None = flag(None, "folder to save checkpoints to")
     load: str | None = flag(None, "folder to load a checkpoint from")
     save_interval: int | None = flag(None, "steps between checkpoints (none: at the end)", bound=">=0", needs="--save")
-    save_overwrite: bool = flag(False, "start a new run, moving the checkpoints in --save aside", needs="--save")
+    save_overwrite: bool = flag(
+        False, "start a new run, moving the one in --save and --run-dir aside", needs="--save or --run-dir"
+    )
     verify: Literal["read", "full"] = flag("read", "on load, verify checksums of the chunks read, or of every byte")
     trust_pickle: bool = flag(False, "run a checkpoint's code; only if you trust its author", needs="--load")
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint", needs="--load")

@@ -16,16 +16,32 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 
+# The files of a run beside its checkpoints. tokenizer/ is copied: the new run may be reading it.
+FILES = "config.toml metrics.jsonl log.txt report.html tensorboard wandb profile".split()
+
 
 def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
-    """Move earlier checkpoints aside and write the settings."""
+    """Move an earlier run aside and write the settings."""
     c = config.checkpoint
-    if c.save and c.save_overwrite and steps.list_checkpoints(c.save):
-        say(f"moved earlier checkpoints to {publish.move_aside(c.save)}")
+    if c.save_overwrite and not config.training.skip_train:
+        roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
+        loaded = steps.split_path(c.load)[0].resolve() if c.load else None
+        for real, root in roots.items():
+            # A run that goes on from an earlier step of the same folder keeps its curves.
+            others = [name for name in FILES if (root / name).exists() and real != loaded]
+            if others or steps.list_checkpoints(root):
+                say(f"moved the earlier run to {move_aside(root, others)}")
     if c.save:  # a killed run with --ckpt-format torch leaves it
         shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)
     if folder is not None and not config.training.skip_train:  # an evaluation does not change how the run continues
         keep_settings(folder, config, tokenizer)
+
+
+def move_aside(root: Path, others: list[str]) -> Path:
+    aside = publish.move_aside(root, others)
+    if (root / "tokenizer").is_dir():
+        shutil.copytree(root / "tokenizer", aside / "tokenizer")
+    return aside
 
 
 def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None) -> None:

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from meshwright import device as devices
-from meshwright.console import say, say_time
+from meshwright.console import notice, say, say_time
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, count_used, list_epochs, make_marks
 from meshwright.data.loader import Batch, Loader, LoaderSpec
 from meshwright.data.samples import Dataset
@@ -29,6 +29,7 @@ from meshwright.launch.team import Team
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.settings.command import our_version
 from meshwright.settings.grammar import allowed_in_a_row, skipped
 from meshwright.tokenizers import Tokenizer
@@ -149,6 +150,10 @@ class Trainer:
         if self.config.training.skip_train:
             say("skipping training (--skip-train) ...")
             return ALL_DONE
+        p = self.progress
+        done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
+        for line in warn_of_idle_steps(self.state.schedule, self.config, self.total_steps(), *done):
+            notice(f"WARNING: {line}")
         say("training ...")
         say_time("before the start of training step")
         if self.is_done:

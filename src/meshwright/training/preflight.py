@@ -23,7 +23,7 @@ from meshwright.settings.command import our_version
 from meshwright.settings.data_paths import prefixes
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
-from meshwright.training.resume import check_loading, guard_existing, saved_settings
+from meshwright.training.resume import check_loading, fresh_schedule, guard_existing, guard_run_folder, saved_settings
 from meshwright.training.saver import check_export
 from meshwright.training.sizes import bytes_per_parameter, parameters_of_ranks
 
@@ -120,6 +120,7 @@ def dry_run(config: TrainConfig) -> int:
     later = checks.problems(config)
     if config.checkpoint.save:
         guard_existing(config)
+    guard_run_folder(config)
     check_export(config)
     d = config.data
     require_files(config)
@@ -140,8 +141,8 @@ def dry_run(config: TrainConfig) -> int:
         for indexed in files:
             check_vocabulary(indexed, vocab)
     print_sizes(config, vocab)
-    if config.checkpoint.load:
-        print("\n".join(check_loading(config)))
+    if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
+        print("\n".join(lines))
     for p in later:
         print(f"required before the run can start: {p}")
     print("dry run: nothing was built or written")

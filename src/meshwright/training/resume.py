@@ -20,7 +20,8 @@ from meshwright.data.format.indexed import Indexed, fingerprint
 from meshwright.data.history import History, continue_history, find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.launch.team import Team
-from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule
+from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule, warn_of_idle_steps
+from meshwright.report.history import read_settings
 from meshwright.settings import flags
 from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import given, path_sets, prefixes
@@ -89,6 +90,7 @@ class State:
             for flag in (flag for flag, given in needs.items() if given):
                 message = f"--load {c.load}: no checkpoint found, but {flag} {NEEDS_ONE}"
                 raise UserError(message, BAD_DATA, everywhere=True)
+            require_own(c)
             say(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}")
             say("    will not load any checkpoints and will start from random")
             return False
@@ -207,6 +209,17 @@ def open_options(config: TrainConfig) -> OpenOptions:
     return OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
 
 
+def require_own(c: Checkpoint) -> None:
+    """Refuse a --load without a checkpoint, unless it is --save: then the run starts anew."""
+    if c.load and not is_continued(c):
+        same = f"; to start anew, leave --load out{f', or give --load {c.save} as in --save' if c.save else ''}"
+        raise UserError(f"--load {c.load}: {missing_in(c.load)}{same}", BAD_DATA, everywhere=True)
+
+
+def missing_in(folder: str) -> str:
+    return "no checkpoint found" if Path(folder).exists() else "there is no such folder"
+
+
 def require_moments(config: TrainConfig, source: Source) -> None:
     """Refuse a checkpoint without the moments of --optimizer, as loading would."""
     wanted = {"adam": "exp_avg", "adamw": "exp_avg"}.get(config.optimizer.optimizer, "momentum")
@@ -246,6 +259,36 @@ def guard_existing(config: TrainConfig) -> None:
     then = f"continue from {c.load}" if c.load else "start anew"
     message = f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
     raise UserError(f"{message}move it aside and {then}", LOCKED)
+
+
+def guard_run_folder(config: TrainConfig) -> None:
+    """Refuse to hide the curves of another run in the folder, unless --save-overwrite moves them.
+
+    A run goes on there if it continues from, or saves to, the folder that the earlier one saved to.
+    """
+    c = config.checkpoint
+    folder = Path(c.run_dir or c.save or "")
+    if not (c.run_dir or c.save) or c.save_overwrite or config.training.skip_train or not holds_steps(folder):
+        return
+    if is_continued(c) and not c.finetune and folder.resolve() == Path(c.save or "").resolve():
+        return
+    before = read_settings(folder).get("checkpoint", {}).get("save")
+    mine = [c.save] if c.finetune else [c.save, c.load]
+    if before and Path(str(before)).resolve() in [steps.split_path(path)[0].resolve() for path in mine if path]:
+        return
+    flag = "--run-dir" if c.run_dir else "--save"
+    ways = f"{flag} {folder} already holds the curves of another run: give another folder, or --save-overwrite to move "
+    more = f", or --load {before} --save {before} to continue that run" if before else ""
+    raise UserError(f"{ways}its files aside{more}", LOCKED)
+
+
+def holds_steps(folder: Path) -> bool:
+    """Return whether a run logged a step in the folder."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            return any(b'"event": "step"' in line for line in file)
+    except FileNotFoundError:
+        return False
 
 
 # Settings that may change on resume without a note: they do not change what is computed, or are
@@ -319,11 +362,13 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
             f"but --use-checkpoint-args {NEEDS_ONE}": c.use_checkpoint_args,
             f"but --finetune {NEEDS_ONE}": c.finetune,
             f"but --exit-on-missing-checkpoint {NEEDS_ONE}": c.exit_on_missing_checkpoint,
+            f"but --no-load-optim {NEEDS_ONE}": c.no_load_optim,
+            f"but --skip-train {NEEDS_ONE}": config.training.skip_train,
             f"and without one {', '.join(lacking)} must be given": bool(lacking),
         }
         if need := next((need for need, applies in needs.items() if applies), None):
-            missing = "no checkpoint found" if Path(c.load).exists() else "there is no such folder"
-            raise UserError(f"--load {c.load}: {missing}, {need}", BAD_DATA)
+            raise UserError(f"--load {c.load}: {missing_in(c.load)}, {need}", BAD_DATA)
+        require_own(c)
         return config
     saved = recorded_settings(source)
     # GPT-2 is trained on sequences as long as its table of positions.
@@ -338,19 +383,29 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     return dataclasses.replace(config, **groups)
 
 
+def fresh_schedule(config: TrainConfig) -> list[str]:
+    """Return the warnings about the schedule of a run that starts at step 0."""
+    return [f"WARNING: {line}" for line in warn_of_idle_steps(build_schedule(config), config, config.steps)]
+
+
 def check_loading(config: TrainConfig) -> list[str]:
     """Return the lines that a run would print about its checkpoint before it reads a tensor."""
     assert config.checkpoint.load
     source = loading.open_any(config.checkpoint.load, open_options(config))
     if source is None:
-        return [f"no checkpoint in {config.checkpoint.load}: the run would start anew"]
+        return [f"no checkpoint in {config.checkpoint.load}: the run would start anew", *fresh_schedule(config)]
     state = source.state
     verb = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
     lines = [*source.notes, f"it would {verb} step {source.step} in {source.root}", *differences(config, source.config)]
-    if state and not config.checkpoint.finetune:
+    if not state or config.checkpoint.finetune:
+        lines += fresh_schedule(config)
+    else:
         require_moments(config, source)
+        schedule = build_schedule(config)
         if "schedule" in state:
-            resume_schedule(build_schedule(config), state["schedule"], config)
+            schedule, _ = resume_schedule(schedule, state["schedule"], config)
+        done = [state.get(n, 0) for n in ("iteration", "consumed_train_samples", "schedule_samples")]
+        lines += [f"WARNING: {w}" for w in warn_of_idle_steps(schedule, config, config.steps, *done)]
         past = History.from_state(state.get("blends"))
         sets = {} if config.data.mock_data else {w.key: w for w in needed_sets(config)}
         if past is not None and "train" in sets:

@@ -26,7 +26,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.folder import write_report
 from meshwright.training.preflight import build_vocabulary_on_all, pick_backend, require_equal_settings, require_files
-from meshwright.training.resume import guard_existing
+from meshwright.training.resume import guard_existing, guard_run_folder
 from meshwright.training.saver import check_export
 from meshwright.training.stop import StopConditions
 
@@ -195,6 +195,7 @@ def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:
         held.enter_context(publish.lock(root))
     if c.save:
         guard_existing(config)
+    guard_run_folder(config)
     check_export(config)
 
 
