@@ -1,0 +1,191 @@
+"""Take the pictures of README and docs: `python docs/screens.py [NAME ...]`.
+
+The commands of the first hour run in a terminal of 80 x 24, on a part of Python's standard library;
+what the terminal shows at the end becomes an SVG picture, once dark and once light. Chromium takes
+the picture of the run's page. Needs Linux or macOS, some minutes, and Chromium for the page.
+
+A terminal is emulated here as far as rich and our commands use one: colours, and a cursor that
+moves up and along and erases.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
+from rich.text import Text
+
+PICTURES = Path(__file__).with_name("screens")
+WIDTH, HEIGHT = 80, 24
+THEMES = {"dark": SVG_EXPORT_THEME, "light": DEFAULT_TERMINAL_THEME}
+LIBRARY = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
+RECIPE = """--data-path corpus_text_document --split 90,10,0 --num-layers 4 --hidden-size 128
+    --num-attention-heads 4 --seq-length 128 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.05
+    --micro-batch-size 8 --train-iters 1000 --lr 4e-3 --min-lr 4e-5 --lr-decay-style cosine --lr-warmup-iters 50
+    --weight-decay 0.1 --log-interval 100 --eval-interval 500 --eval-iters 10 --save-interval 500"""
+# Picture -> command, what of it is typed in the picture, and its rows (0: all that was printed).
+SCREENS = {
+    "help": ("meshwright --help", "meshwright", 0),
+    "train-help": ("meshwright train --help", "meshwright train --help", 0),
+    "doctor": ("meshwright doctor", "meshwright doctor", 0),
+    "vocabulary": ("meshwright train-tokenizer --input texts --vocab-size 4096 --output vocabulary", "", HEIGHT),
+    "preprocess": (
+        "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary --append-eod",
+        "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary",
+        HEIGHT,
+    ),
+    "train": (
+        f"meshwright train {RECIPE} --save my-model --load my-model",
+        "meshwright train --data-path corpus_text_document --save my-model ...",
+        HEIGHT,
+    ),
+}
+CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()=>][A-Z0-9]?|\x1b\][^\x07]*\x07")
+
+
+class Terminal:
+    """Rows of (character, colour) cells, all that were ever shown."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[tuple[str, str]]] = [[]]
+        self.row = self.column = 0
+        self.colour = ""
+
+    def write(self, text: str) -> None:
+        at = 0
+        while at < len(text):
+            if found := CONTROL.match(text, at):
+                self.control(found[1] or "", found[2] or "")
+                at = found.end()
+            else:
+                self.put(text[at])
+                at += 1
+
+    def put(self, char: str) -> None:
+        if char == "\r":
+            self.column = 0
+        elif char == "\n":
+            self.row += 1
+            self.column = 0 if self.row == len(self.rows) else self.column
+            self.rows += [[]] if self.row == len(self.rows) else []
+        elif char == "\b":
+            self.column = max(0, self.column - 1)
+        elif char.isprintable():
+            if self.column == WIDTH:
+                self.put("\r")
+                self.put("\n")
+            cells = self.rows[self.row]
+            cells += [(" ", "")] * (self.column + 1 - len(cells))
+            cells[self.column] = (char, self.colour)
+            self.column += 1
+
+    def control(self, numbers: str, letter: str) -> None:
+        n = int(numbers) if numbers.isdigit() else 1
+        if letter == "m":
+            self.colour = "" if numbers in ("", "0") else f"{self.colour}\x1b[{numbers}m"
+        elif letter == "A":
+            self.row = max(0, self.row - n)
+        elif letter == "B":
+            self.row = min(len(self.rows) - 1, self.row + n)
+        elif letter == "C":
+            self.column = min(WIDTH - 1, self.column + n)
+        elif letter == "D":
+            self.column = max(0, self.column - n)
+        elif letter == "G":
+            self.column = n - 1
+        elif letter == "K":
+            del self.rows[self.row][0 if numbers == "2" else self.column :]
+        elif letter == "J":
+            del self.rows[self.row][self.column :]
+            del self.rows[self.row + 1 :]
+
+    def lines(self) -> list[str]:
+        """Return the rows as text with colours, without empty ones at the end."""
+        out = ["".join(f"{colour}{char}\x1b[0m" if colour else char for char, colour in row) for row in self.rows]
+        while out and not out[-1].strip():
+            out.pop()
+        return out
+
+
+def run(command: str, folder: Path) -> Terminal:
+    """Run a command of the package in a terminal of WIDTH x HEIGHT; raise if it fails."""
+    words = [sys.executable, "-m", *shlex.split(command)]
+    environment = os.environ | {"COLUMNS": str(WIDTH), "LINES": str(HEIGHT), "TERM": "xterm-256color"}
+    main, side = pty.openpty()
+    with subprocess.Popen(words, stdin=side, stdout=side, stderr=side, cwd=folder, env=environment) as process:
+        os.close(side)
+        received = b""
+        while select.select([main], [], [], 600)[0]:
+            try:
+                data = os.read(main, 1 << 16)
+            except OSError:  # Linux's end of a terminal
+                break
+            if not data:
+                break
+            received += data
+        os.close(main)
+    terminal = Terminal()
+    terminal.write(received.decode(errors="replace"))
+    if process.returncode:
+        raise SystemExit(f"{command} ended with status {process.returncode}:\n" + "\n".join(terminal.lines()[-20:]))
+    return terminal
+
+
+def draw(name: str, title: str, lines: Sequence[str]) -> None:
+    """Write the lines as two SVG pictures, without the address of a font that rich puts in."""
+    for theme, colours in THEMES.items():
+        console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)
+        for line in lines:
+            console.print(Text.from_ansi(line), soft_wrap=True)
+        picture = console.export_svg(title=title, theme=colours, unique_id=f"{name}-{theme}")
+        picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)
+        picture = picture.replace("rgba(255,255,255,0.35)", "rgba(127,127,127,0.6)")  # a frame on white too
+        (PICTURES / f"{name}-{theme}.svg").write_text(picture, encoding="utf-8")
+
+
+def photograph(page: Path) -> None:
+    """Take the run's page with Chromium, dark and light."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        raise SystemExit("the picture of the page needs chromium")
+    for theme, scheme in (("dark", 0), ("light", 1)):
+        target = PICTURES / f"page-{theme}.png"
+        flags = f"--headless --no-sandbox --hide-scrollbars --window-size=1000,1100 --screenshot={target}"
+        words = [chromium, *flags.split(), f"--blink-settings=preferredColorScheme={scheme}", page.as_uri()]
+        subprocess.run(words, check=True, capture_output=True)
+
+
+def main(wanted: list[str]) -> None:
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for package in LIBRARY:
+            shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / package, folder / "texts" / package)
+        for picture, (command, title, rows) in SCREENS.items():
+            is_needed = picture in ("vocabulary", "preprocess", "train") and {"preprocess", "train", "page"} & set(
+                wanted
+            )
+            if wanted and picture not in wanted and not is_needed:
+                continue
+            print(picture, flush=True)
+            lines = run(command, folder).lines()
+            if title:
+                draw(picture, "Terminal", [f"\x1b[1m$ {title}\x1b[0m", *lines[-(rows - 1) if rows else 0 :]])
+        if not wanted or "page" in wanted:
+            photograph(folder / "my-model" / "report.html")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
