@@ -74,7 +74,7 @@ def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
 def loops(request, monkeypatch):
     """Build with numpy's loops, and with numba's."""
     if request.param == "fast":
-        pytest.importorskip("numba", reason="numba is not installed (the extra `fast`)")
+        pytest.importorskip("numba", reason="numba is not installed")
     monkeypatch.setattr(samples, "LARGE", 0 if request.param == "fast" else sys.maxsize)
     return request.param
 
@@ -104,7 +104,7 @@ def test_seven_steps_on_random_cases(monkeypatch, loops):
 
 @pytest.mark.parametrize("n", [2, 511, 512, 513, 1025, 70_000])
 def test_numbas_shuffle_is_numpys(n):
-    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not installed (the extra `fast`)")
+    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not installed")
     for seed, dtype in enumerate((np.int32, np.uint32, np.int64)):
         a, b = np.random.RandomState(seed), np.random.RandomState(seed)
         assert a.randn() == b.randn()  # this leaves half of a pair of normal numbers in the state
@@ -118,7 +118,7 @@ def test_numbas_shuffle_is_numpys(n):
 @pytest.mark.parametrize("limit", [5, 255, 256, 2**31 - 1, 2**31, 2**32 - 2, 2**32 + 300, 2**40 + 7])
 def test_numbas_random_numbers_are_numpys(limit):
     """Numbers up to i, i - 1, ..., also for arrays too large to be shuffled in a test."""
-    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not installed (the extra `fast`)")
+    fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not installed")
     for seed in range(3):
         rng = np.random.RandomState(seed)
         rng.random_sample(7)

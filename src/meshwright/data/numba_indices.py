@@ -1,4 +1,4 @@
-"""The loops of index building, compiled by numba: the extra `fast`.
+"""The loops of index building, compiled by numba, which may be absent.
 
 They give the same results as the numpy beside each call, in less time. numba keeps compiled code
 in files, so only the first process waits for it. This module is imported through

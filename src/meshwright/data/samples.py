@@ -3,8 +3,8 @@
 Three index arrays make the order. The documents of a split, repeated for as many epochs as needed,
 are shuffled (`doc_idx`); the shuffled documents are read as one stream of tokens and cut every S
 tokens (`sample_idx`: where each sample begins); the samples are shuffled (`shuffle_idx`). A sample
-takes S + 1 tokens: its last is the first of the next one. All is vectorised numpy; with the extra
-`fast`, numba's twins of the loops serve large data.
+takes S + 1 tokens: its last is the first of the next one. All is vectorised numpy; where numba is
+installed, its twins of the loops serve large data.
 """
 
 from __future__ import annotations

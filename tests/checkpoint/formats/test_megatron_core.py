@@ -26,7 +26,7 @@ beside = pytest.mark.skipif(not HAS_CORE, reason="megatron-core cannot be import
 def path(request, monkeypatch):
     """Both ways to build an index."""
     if request.param == "fast":
-        pytest.importorskip("numba", reason="numba is not there (the extra `fast`)")
+        pytest.importorskip("numba", reason="numba is not installed")
     monkeypatch.setattr(samples, "LARGE", 0 if request.param == "fast" else sys.maxsize)
 
 

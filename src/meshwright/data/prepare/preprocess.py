@@ -96,6 +96,8 @@ def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: Wor
     build_tokenizer.cache_clear()  # its files may have changed
     tokenizer = build_tokenizer(config.tokenizer)
     tokenizers.fastest(tokenizer)
+    if hint := tokenizers.missing_speed(tokenizer):
+        print(f"note: {hint}, with the same ids", file=stderr)
     print(tokenizers.padding_line(tokenizer.size, tokenizers.padded_size(tokenizer.size, 128, 1, None)), file=stdout)
     print(f"Vocab size: {tokenizer.size}", file=stdout)
     print(f"Output prefix: {p.output_prefix}", file=stdout)
