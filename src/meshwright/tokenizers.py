@@ -17,8 +17,9 @@ import hashlib
 import importlib.util
 import json
 import re
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -266,7 +267,7 @@ def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
     """Return the tokenizer of `resolve`; raise UserError if there is none."""
     tokenizer = _build(t) if saved is None or is_named(t) else _build_saved(t, saved)
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
-    if t.vocab_size not in (None, ids):
+    if t.vocab_size not in (None, ids, tokenizer.size):
         where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
         raise UserError(f"--vocab-size {t.vocab_size}, but {where} has {ids} ids; leave the flag out")
     return tokenizer
@@ -406,11 +407,7 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         if t.tokenizer_type not in (GPT2BPE.name, *HUGGING_FACE) or find_saved(folder) != folder:
             return _build(t)
         return GPT2BPE(*_gpt2_files(folder)) if _is_gpt2(folder) else HuggingFace(folder)
-    meta = _read_json(folder / "meta.json")
-    try:
-        kind, vocab_size, hashes = str(meta["type"]), int(meta["vocab_size"]), dict(meta["sha256"])
-    except (KeyError, TypeError, ValueError):
-        raise _damage(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags") from None
+    kind, vocab_size, hashes = (meta := _read_meta(folder))["type"], meta["vocab_size"], meta["sha256"]
     asked = HuggingFace.name if t.tokenizer_type in HUGGING_FACE else t.tokenizer_type
     if asked not in (kind, TokenizerFlags().tokenizer_type):  # the default says nothing about the user's wish
         raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}; leave the flag out")
@@ -418,12 +415,12 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         if name not in ("vocab.json", "merges.txt", "tokenizer.json"):
             raise _damage(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
         if _sha256(folder / name) != expected:
-            raise _damage(f"{folder / name} is not the file that this run was trained with: its SHA-256 differs")
+            raise _damage(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
     if kind == GPT2BPE.name:
         return GPT2BPE(*_gpt2_files(folder))
     if kind == HuggingFace.name:
         return HuggingFace(folder / "tokenizer.json")
-    return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))  # type: ignore[arg-type]
+    return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -435,16 +432,101 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         if not target.exists() or _sha256(target) != sha256[name]:
             with replacing(target) as file:
                 file.write(source.read_bytes())
-    meta = {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": sha256}
     with replacing(folder / "meta.json") as file:
-        file.write(json.dumps(meta, indent=1).encode() + b"\n")
+        file.write(json.dumps(_meta(tokenizer), indent=1).encode() + b"\n")
 
 
 def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Return whether `folder` keeps the same files, or keeps no tokenizer."""
+    """Return whether `folder` keeps the same tokenizer, perhaps in another form, or keeps none."""
     if not (folder / "meta.json").is_file():
         return True
-    return bool(_read_json(folder / "meta.json").get("sha256") == hashes(tokenizer))
+    mine, kept = _meta(tokenizer), _read_meta(folder)
+    if kept == mine or kept["type"] == mine["type"]:
+        return kept == mine
+    # GPT-2's two files and a tokenizer.json may hold one vocabulary.
+    other = _build_saved(TokenizerFlags(), folder)
+    return other.size == tokenizer.size and all(
+        other.decode_bytes([i]) == tokenizer.decode_bytes([i]) for i in range(other.size)
+    )
+
+
+def folder_of(prefix: str) -> Path:
+    """Return the folder that keeps the tokenizer of a pair of token files."""
+    return Path(f"{prefix}.tokenizer")
+
+
+def find_of_data(prefixes: Iterable[str]) -> Path | None:
+    """Return the tokenizer folder of token files that are read together, or None if none has one.
+
+    Raise UserError if they were made with several.
+    """
+    found = [folder for prefix in prefixes if ((folder := folder_of(prefix)) / "meta.json").is_file()]
+    for other in found[1:]:
+        if _read_meta(other) != _read_meta(found[0]) and not is_same(build(TokenizerFlags(), found[0]), other):
+            both = " and ".join(f"{folder} ({describe(_read_meta(folder))})" for folder in (found[0], other))
+            raise UserError(
+                f"the token files were made with different tokenizers, {both}: the same ids would mean other text; "
+                f"preprocess one of them with --tokenizer and the other's folder",
+                BAD_DATA,
+                everywhere=True,
+            )
+    return found[0] if found else None
+
+
+def resolve_for_data(t: TokenizerFlags, data: Path | None, kept: Path | None = None) -> Tokenizer | None:
+    """Return the tokenizer that the flags name, or `kept`'s, or that of the `data`, or None.
+
+    Raise UserError if it is not the one that the token files were made with.
+    """
+    if data is None or (kept is None and t == TokenizerFlags()):
+        return resolve(t, kept or data)
+    is_type = not is_named(t) and t.tokenizer_type in (Bytes.name, Null.name)
+    tokenizer = resolve(t, kept) if is_type or is_named(t) or kept else build(t, data)
+    if tokenizer is not None and not is_same(tokenizer, data):
+        has_flags = is_type or is_named(t)
+        whose = "the flags name" if has_flags else f"{kept} keeps"
+        cure = "leave out the tokenizer flags" if has_flags else f"preprocess the text with --tokenizer {kept}"
+        raise UserError(
+            f"{whose} another tokenizer ({describe(_meta(tokenizer))}) than the one that the data were made with "
+            f"({data}: {describe(_read_meta(data))}): the same ids would mean other text; {cure}, or remove {data} "
+            "if the data really were made with the other one",
+            BAD_DATA,
+            everywhere=True,
+        )
+    return tokenizer
+
+
+def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
+    """Save the tokenizer beside token files that are about to get their names."""
+    folder = folder_of(prefix)
+    if not (folder / "meta.json").is_file() or _read_meta(folder) != _meta(tokenizer):
+        Path(f"{prefix}.idx").unlink(missing_ok=True)  # an older pair, which is being replaced
+        shutil.rmtree(folder, ignore_errors=True)
+    save(tokenizer, folder)
+
+
+def describe(meta: Mapping[str, Any]) -> str:
+    """Return name, size and, to tell files apart, the beginning of a hash of all their hashes."""
+    files = "".join(sha256 for _, sha256 in sorted(meta["sha256"].items()))
+    digest = f", SHA-256 {hashlib.sha256(files.encode()).hexdigest()[:8]}" if files else ""
+    return f"{meta['type']}, {meta['vocab_size']:,} ids{digest}"
+
+
+def describe_folder(folder: Path) -> str:
+    return describe(_read_meta(folder))
+
+
+def _meta(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": hashes(tokenizer)}
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    meta = _read_json(folder / "meta.json")
+    try:
+        hashes = {str(name): str(sha256) for name, sha256 in meta["sha256"].items()}
+        return {"type": str(meta["type"]), "vocab_size": int(meta["vocab_size"]), "sha256": hashes}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise _damage(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags") from None
 
 
 def hashes(tokenizer: Tokenizer) -> dict[str, str]:

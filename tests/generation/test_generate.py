@@ -410,7 +410,7 @@ def test_flags_that_agree_with_the_checkpoint_are_accepted(generate):
 def test_missing_tokenizer(generate, run, tmp_path):
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer"))
     status, _, err = generate("--prompt", "a", load=tmp_path / "run")
-    assert status == 2 and "--vocab-file" in err and "NullTokenizer" in err
+    assert status == 2 and "--tokenizer DIR" in err and "NullTokenizer" in err
     assert generate("--greedy", "--prompt=a d", "--tokenizer-type=ByteTokenizer", load=tmp_path / "run")[1] == (
         f"{DOG}\n"
     )

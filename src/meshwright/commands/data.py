@@ -13,7 +13,7 @@ from typing import Any, Literal
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.launch.world import find_world
-from meshwright.settings import checks, command
+from meshwright.settings import checks, command, data_paths
 from meshwright.settings.grammar import did_you_mean
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.settings.schema import TrainConfig, flag, spelling
@@ -206,14 +206,14 @@ def verify(config: VerifyConfig, dry: bool) -> None:
 
     v, t = config.verification, config.tokenizer
     prefixes = strip_endings(v.prefixes, must_exist=False)
-    tokenizer = tokenizers.resolve(t)
-    vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
     checksums = Path(v.checksums) if v.checksums else None
     if dry:
         also = f" and {'compare' if checksums.exists() else 'write'} {checksums}" if checksums else ""
         print(f"would check {', '.join(prefixes)}{also}")
         return
-    run(prefixes, vocab, eod, checksums)
+    if tokenizers.is_named(t) or t.tokenizer_type != TokenizerFlags().tokenizer_type:
+        tokenizers.build(t)  # a mistake in the flags is no problem of the data
+    run(prefixes, t, checksums)
 
 
 def inspect(config: InspectConfig, dry: bool) -> None:
@@ -221,7 +221,9 @@ def inspect(config: InspectConfig, dry: bool) -> None:
 
     i = config.inspection
     prefix = strip_endings([i.prefix])[0] if i.prefix else None
-    tokenizer = tokenizers.resolve(config.tokenizer)
+    read = with_prefix(config, prefix) if i.sample is not None else config
+    found = tokenizers.find_of_data([prefix] if prefix else data_paths.prefixes(read.data))
+    tokenizer = tokenizers.resolve_for_data(config.tokenizer, found)
     if dry:
         print(f"would read {prefix or 'the data of the training'}")
         return
@@ -231,7 +233,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     if i.sample is not None:
         from meshwright.data.tools.forecast import show_sample
 
-        show_sample(with_prefix(config, prefix), tokenizer, i.sample, i.sample_set or "train", i.json)
+        show_sample(read, tokenizer, i.sample, i.sample_set or "train", i.json)
         return
     assert prefix
     indexed = Indexed(prefix)
@@ -241,6 +243,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
         print(statistics.one_line(facts) if text is None else text)
         return
     facts = statistics.summary(indexed, TOP if i.top is None else i.top, tokenizer)
+    facts |= {"tokenizer": tokenizers.describe_folder(found), "tokenizer_folder": str(found)} if found else {}
     if i.picture:
         statistics.draw(facts, Path(i.picture))
     print(statistics.one_line(facts) if i.json else "\n".join(statistics.table(facts)))
@@ -248,8 +251,6 @@ def inspect(config: InspectConfig, dry: bool) -> None:
 
 def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
     """Put a prefix given without a flag in the place of --data-path."""
-    from meshwright.settings import data_paths
-
     named = data_paths.given(config.data)
     if prefix and named:
         raise UserError(f"{prefix} and {spelling(named[0])} both name the data; give one")
@@ -260,7 +261,7 @@ def index(config: IndexConfig, dry: bool) -> None:
     from meshwright import tokenizers
     from meshwright.data.tools import forecast
 
-    tokenizer = tokenizers.resolve(config.tokenizer)
+    tokenizer = tokenizers.resolve_for_data(config.tokenizer, tokenizers.find_of_data(data_paths.prefixes(config.data)))
     forecast.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
 
 

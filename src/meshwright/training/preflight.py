@@ -21,6 +21,7 @@ from meshwright.model import counts
 from meshwright.settings import checks, flags
 from meshwright.settings.command import our_version
 from meshwright.settings.data_paths import prefixes
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.resume import check_loading, fresh_schedule, guard_existing, guard_run_folder, saved_settings
@@ -73,23 +74,39 @@ def require_equal_settings(team: Team, config: TrainConfig) -> None:
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
     """Return the tokenizer, if the flags name one, and the true and padded vocabulary sizes."""
     t, m = config.tokenizer, config.model
-    kind, loaded = t.tokenizer_type, loaded_folder(config)
-    is_bare = t.vocab_size is not None and not tokenizers.is_named(t) and kind != "ByteTokenizer"
-    if is_bare and (config.data.mock_data or kind == "GPT2BPETokenizer"):
+    kind, loaded, data = t.tokenizer_type, loaded_folder(config), tokenizers.find_of_data(prefixes(config.data))
+    is_loaded = loaded is not None and steps.find(loaded)[0] is not None
+    # Beside data that know their tokenizer, files that a killed or replaced run left mean nothing.
+    kept = tokenizers.find_saved(loaded if is_loaded else None) if data else tokenizers.find_saved(folder, loaded)
+    tokenizer: Tokenizer | None
+    if is_bare(config, data):
         say(f"> no tokenizer: the vocabulary's size is given, {t.vocab_size}")
         tokenizer, vocab = None, t.vocab_size
     else:
-        say(f"> building {t.tokenizer or kind} tokenizer ...")
-        tokenizer = tokenizers.resolve(t, tokenizers.find_saved(folder, loaded))
-        if tokenizer is None and loaded and steps.find(loaded)[0]:
+        tokenizer = tokenizers.resolve_for_data(t, data, kept)
+        if tokenizer is None and loaded and is_loaded:
             raise tokenizers.missing_error(loaded)
         tokenizer = tokenizer or tokenizers.build(t)  # which raises, naming the missing flags
-        vocab = tokenizer.size
+        vocab, found = tokenizer.size, None if tokenizers.is_named(t) else kept or data
+        say(f"> building {t.tokenizer or (tokenizer.name if found else kind)} tokenizer ...")
+        if found:
+            console.notice(f"tokenizer: {tokenizer.name} with {vocab:,} ids, found in {found}")
     assert vocab
     tp = config.parallel.tensor_model_parallel_size
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     say(tokenizers.padding_line(vocab, padded))
     return tokenizer, vocab, padded
+
+
+def is_bare(config: TrainConfig, data: Path | None) -> bool:
+    """Return whether the vocabulary is a size alone, without a tokenizer."""
+    t = config.tokenizer
+    if t.vocab_size is None or tokenizers.is_named(t) or t.tokenizer_type == "ByteTokenizer":
+        return False
+    if not config.data.mock_data and t.tokenizer_type != "GPT2BPETokenizer":
+        return False
+    # A size from a checkpoint may count padding, so a smaller tokenizer is none of its own.
+    return data is None or tokenizers.build(TokenizerFlags(), data).size < t.vocab_size
 
 
 def loaded_folder(config: TrainConfig) -> Path | None:
@@ -131,13 +148,15 @@ def dry_run(config: TrainConfig) -> int:
         print("data: random ids (--mock-data)")
     v, where = config.tokenizer, config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(where) if where else None
-    kept = tokenizers.find_saved(folder, loaded_folder(config))
+    kept = tokenizers.find_of_data(prefixes(d)) or tokenizers.find_saved(folder, loaded_folder(config))
     if v.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.is_named(v) or v.vocab_size or kept):
         vocab = 50257
         later.append("--tokenizer is needed (counted here as GPT-2's 50,257 ids)")
     else:
         console.set_stream(None)
-        _, vocab, _ = vocabulary(config, folder)
+        tokenizer, vocab, _ = vocabulary(config, folder)
+        if tokenizer is not None:
+            print(f"tokenizer: {tokenizer.name}, {vocab:,} ids")
         for indexed in files:
             check_vocabulary(indexed, vocab)
     print_sizes(config, vocab)

@@ -29,7 +29,7 @@ from meshwright.data.prepare.inputs import Input, find_inputs, inspect_inputs
 from meshwright.data.prepare.journal import Journal, has_parts
 from meshwright.data.prepare.text import Piece, count_lines, damage_message, describe_place, pieces
 from meshwright.data.prepare.workers import encode_pieces
-from meshwright.data.tools.merge import merge
+from meshwright.data.tools.merge import join
 from meshwright.device import cores
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch import rendezvous
@@ -134,7 +134,8 @@ def work_together(team: Team, job: Job) -> None:
 
 def merge_ranks(job: Job, ranks: int) -> None:
     for prefix in job.prefixes:
-        merge([prefix + part_suffix(rank) for rank in range(ranks)], prefix, together=True)
+        parts = [prefix + part_suffix(rank) for rank in range(ranks)]
+        join(parts, prefix, True, functools.partial(tokenizers.keep_beside, job.tokenizer, prefix))
     job.remove_parts()
 
 
@@ -155,6 +156,7 @@ class Job:
         stderr: TextIO,
     ) -> None:
         self.config, self.inputs, self.world, self.stdout, self.stderr = config, inputs, world, stdout, stderr
+        self.tokenizer = tokenizer
         p = config.preprocess
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
         level = "sentence" if p.split_sentences else "document"
@@ -210,7 +212,9 @@ class Job:
                 if self.world.size == 1:
                     self.require_tokens()
                 self.require_unchanged()
-                for writer in self.writers:
+                for writer, prefix in zip(self.writers, self.prefixes, strict=True):
+                    if self.world.size == 1:
+                        tokenizers.keep_beside(self.tokenizer, prefix)
                     writer.finish()
             except UserError as error:
                 self.journal.is_kept = self.journal.state is not None  # otherwise there is nothing to continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright import tokenizers
 from meshwright.console import notice
 from meshwright.data.format.blocks import Header, blocks
 from meshwright.data.format.indexed import BLOCK, Column, Indexed
@@ -25,6 +27,7 @@ from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
 from meshwright.progress import progress_bar
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
 
 TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
 PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end
@@ -67,6 +70,26 @@ def is_same_pair(a: str, b: str) -> bool:
 
 
 def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
+    """Join pairs of files made with one tokenizer, and keep it beside the result."""
+    found = tokenizers.find_of_data(prefixes)  # raises if there are several
+    lacking = [prefix for prefix in prefixes if not tokenizers.folder_of(prefix).is_dir()]
+    if found and lacking:
+        notice(f"{lacking[0]} does not say which tokenizer made it, so none is kept beside {output_prefix}")
+    target = tokenizers.folder_of(output_prefix)
+
+    def keep() -> None:
+        if found and not lacking:
+            tokenizers.keep_beside(tokenizers.build(TokenizerFlags(), found), output_prefix)
+        elif target.is_dir():
+            Path(f"{output_prefix}.idx").unlink(missing_ok=True)
+            shutil.rmtree(target)
+
+    return join(prefixes, output_prefix, together, keep)
+
+
+def join(
+    prefixes: list[str], output_prefix: str, together: bool, before_publishing: Callable[[], None] = lambda: None
+) -> Shard:
     """Join pairs of files in the given order, and compare what was written with them."""
     if any(is_same_pair(prefix, output_prefix) for prefix in prefixes):
         raise UserError(f"--output-prefix {output_prefix} is one of the files that are read; choose another")
@@ -88,6 +111,7 @@ def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
         places = [append_index(writer, shard) for shard in shards]
         with writer.reported():
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
+        before_publishing()
     check_result(shards, output_prefix)
     return Shard(output_prefix, dtype, writer.tokens, writer.sequences, writer.documents)
 

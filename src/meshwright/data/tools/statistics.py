@@ -119,6 +119,7 @@ def table(facts: dict[str, Any]) -> list[str]:
     out = [
         f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} "
         f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)",
+        *([f"tokenizer: {facts['tokenizer']}, in {facts['tokenizer_folder']}"] if "tokenizer" in facts else []),
         "",
         f"tokens of a document: {facts['mean_length']:,.1f} on average; not more than",
         "  " + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from meshwright import tokenizers
 from meshwright.console import notice
 from meshwright.data.format.blocks import Header, blocks, document_ends
 from meshwright.data.format.indexed import Column, Indexed
@@ -23,6 +24,7 @@ from meshwright.data.index_cache import INVALID, open_entry
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import checksums, replacing
 from meshwright.progress import Clock, progress_bar
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
 
 Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
 
@@ -264,17 +266,24 @@ def damaged_caches(folder: Path) -> tuple[int, list[str]]:
     return len(records), problems
 
 
-def run(prefixes: list[str], vocab: int | None, eod: int | None, checksums: Path | None) -> None:
+def run(prefixes: list[str], t: TokenizerFlags, checksums: Path | None) -> None:
     """Check all pairs and the index caches beside them; print the results; raise for any problem.
 
-    The file `checksums` is compared if it exists, otherwise written once everything is intact.
+    Ids are compared with the tokenizer of the flags, or the one beside the data. The file
+    `checksums` is compared if it exists, otherwise written once everything is intact.
     """
     compares = checksums is not None and checksums.exists()
     found = []
     for prefix in prefixes:
         clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
         with progress_bar(Path(prefix).name, size) as advance:
+            try:
+                tokenizer, wrong = tokenizers.resolve_for_data(t, tokenizers.find_of_data([prefix])), list[str]()
+            except UserError as error:
+                tokenizer, wrong = None, [str(error)]
+            vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
             one = check(prefix, vocab, eod, checksums is not None, advance)
+            one.problems += wrong
         found.append(one)
         if compares and checksums:
             compare_checksums(checksums, one)
