@@ -13,21 +13,33 @@ from meshwright.launch.world import die_with_parent
 
 # The module of each command is commands/NAME.py, with _ for -.
 COMMANDS = {
-    "demo": "from text to a trained model that writes, on this machine, in three to five minutes",
+    "demo": "train a small model on this machine, in three to five minutes",
     "preprocess": "convert text to .bin/.idx files of tokens",
-    "data": "verify, inspect, merge and fetch token files; index and preview the samples of a training",
+    "data": "verify, inspect, merge, index and fetch token files",
     "train-tokenizer": "learn a BPE vocabulary from text",
     "train": "pre-train a GPT",
-    "launch": "start a command or a script as several ranks, on one machine or many",
-    "evaluate": "measure perplexity and bits per byte of a model on text files",
+    "launch": "start a command as several ranks, on one machine or many",
+    "evaluate": "measure a model's perplexity and bits per byte on text",
     "generate": "write samples, continue prompts, or hold a dialogue",
-    "inspect": "show what a checkpoint folder holds, and whether it is complete",
-    "convert": "convert a checkpoint of any supported program to native, torch or huggingface",
-    "report": "make a page with pictures of a run, or compare two; --losses prints exact numbers",
+    "inspect": "show what a checkpoint holds, and whether it is complete",
+    "convert": "convert a checkpoint from or to another program's format",
+    "report": "make a page with pictures of a run, or compare several",
+    "help": "explain a command, a group of flags or a flag: help train lr",
+}
+# In the order of the work; a command that is missing here is listed last.
+GROUPS = {
+    "Start here": "quickstart demo",
+    "Text to tokens": "train-tokenizer preprocess data",
+    "Train": "presets train launch",
+    "Look": "report evaluate",
+    "Use": "generate",
+    "Checkpoints": "inspect convert",
+    "This program": "help doctor completion",
 }
 # Commands and flags that only print; the result of `data verify` is its exit status too.
-READ_ONLY = {"", "-h", "--help", "help", "--version", "inspect", "report", "evaluate", "data inspect", "data plan"}
-PRINTS = {"-h", "--help", "--print-config", "--dry-run"}
+READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion"}
+READ_ONLY |= {"inspect", "report", "evaluate", "data inspect", "data plan"}
+PRINTS = {"-h", "--help", "--help-all", "--print-config", "--dry-run"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,18 +74,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    if name in ("", "-h", "--help", "help"):
+    if name == "help" and argv:  # help COMMAND [VERB] [TOPIC]
+        known = 2 if argv[0] == "data" and len(argv) > 1 else 1
+        return _run(argv[0], [*argv[1:known], "--help", *argv[known:]])
+    if name in ("", "-h", "--help", "--help-all", "help"):
         print(usage())
         return DONE if name else USAGE
-    if name == "--version":
-        from importlib.metadata import version
-
-        print(f"meshwright {version('meshwright')}")
+    if name in ("--version", "-V"):
+        print(version(with_torch=name == "-V"))
         return DONE
     if name not in COMMANDS:
         from meshwright.settings.grammar import did_you_mean
 
-        print(f"meshwright: no command {name!r}{did_you_mean(name, COMMANDS)}\n{usage()}", file=sys.stderr)
+        hint = did_you_mean(name, COMMANDS) or "; `meshwright help` lists the commands"
+        print(f"meshwright: no command {name!r}{hint}", file=sys.stderr)
         return USAGE
     with contextlib.suppress(ImportError, ValueError, OSError):  # a blend of hundreds of files has thousands of maps
         import resource
@@ -91,9 +105,22 @@ def _print_error(line: str) -> None:
 
 
 def usage() -> str:
-    commands = [f"  {name:<16} {text}" for name, text in COMMANDS.items()]
-    last = "`meshwright COMMAND --help` lists a command's flags."
-    return "\n".join(["usage: meshwright COMMAND [flags]", "", *commands, "", last])
+    """Return the commands in the order of the work, a line each."""
+    listed = {heading: [n for n in names.split() if n in COMMANDS] for heading, names in GROUPS.items()}
+    listed["More"] = [name for name in COMMANDS if name not in " ".join(GROUPS.values()).split()]
+    lines = ["usage: meshwright COMMAND [flags]"]
+    for heading, names in listed.items():
+        if names:
+            lines += ["", f"{heading}:", *(f"  {name:<16} {COMMANDS[name]}" for name in names)]
+    lines += ["", "`meshwright help COMMAND` shows a command's common flags and examples."]
+    return "\n".join(lines)
+
+
+def version(with_torch: bool = False) -> str:
+    from meshwright.settings.command import installed_version, our_version
+
+    more = f", torch {installed_version('torch')}, Python {sys.version.split()[0]}" if with_torch else ""
+    return f"meshwright {our_version()}{more}"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings import schema as settings
+from meshwright.settings.fields import inner_type
 
 TESTS = Path(__file__).parents[1]
 CONFIGS = flags.every_config()
@@ -330,7 +331,7 @@ def test_not_yet_is_refused_by_name(cls):
     argv, wanted = [], set()
     for name, (_, f, kind) in flags.fields(cls).items():
         if flags.is_not_yet(f):
-            flag, default, inner = settings.spelling(name), flags.default_of(f), flags._inner(kind)
+            flag, default, inner = settings.spelling(name), flags.default_of(f), inner_type(kind)
             wanted.add(flag)
             if kind is bool:
                 argv.append("--no-" + flag[2:] if default else flag)

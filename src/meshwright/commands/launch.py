@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 from meshwright.errors import UserError
 from meshwright.launch.launcher import TOGETHER, LaunchConfig, build_program, make_plan, wanted
-from meshwright.settings import flags
+from meshwright.settings import flags, help
 from meshwright.settings.schema import Parallel
 
 
@@ -14,6 +16,8 @@ def main(argv: list[str]) -> int:
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not words:
         raise UserError(f"nothing to start; name {', '.join(TOGETHER)} with its flags, or a Python script")
+    if words[0] in TOGETHER and help.asked(words) is not None:
+        return int(importlib.import_module(f"meshwright.commands.{words[0]}").main(words[1:]))
     program = build_program(words)
     plan = make_plan(given)
     from meshwright.launch import agent  # imports torch

@@ -12,32 +12,30 @@ import dataclasses
 import json
 import math
 import os
-import pkgutil
 import re
 import reprlib
 import sys
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from meshwright.errors import BAD_DATA, UserError
-from meshwright.settings import checks, deepspeed_json
+from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.settings import checks, deepspeed_json, help
+from meshwright.settings.fields import choices_of, inner_type, switches, word_of
+from meshwright.settings.fields import default_of as default_of
+from meshwright.settings.fields import every_config as every_config
+from meshwright.settings.fields import fields as fields
+from meshwright.settings.fields import groups as groups
+from meshwright.settings.fields import is_list as is_list
+from meshwright.settings.fields import is_not_yet as is_not_yet
 from meshwright.settings.grammar import did_you_mean
 from meshwright.settings.megatron_flags import NO_EFFECT, known_elsewhere
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.schema import TrainConfig, is_flat, spelling
 
 C = TypeVar("C")
-
-# Configurations whose settings a file or the environment may hold, imported when a name is unknown.
-CONFIGS = (
-    *("meshwright.settings.schema:TrainConfig", "meshwright.settings.schema:GenerateConfig"),
-    *("meshwright.settings.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
-    *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
-)
 
 # Lengths of which one is given: that of a layer replaces those of the layers below (a preset's).
 REPLACES = {
@@ -65,28 +63,6 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def every_config() -> list[type]:
-    return [pkgutil.resolve_name(name) for name in CONFIGS]
-
-
-def groups(cls: type) -> dict[str, type]:
-    """Return group name -> dataclass; a flat configuration is its own only group, named ""."""
-    if is_flat(cls):
-        return {"": cls}
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-
-
-def fields(cls: type) -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
-    """Return field name -> (group name, field, type) of a configuration class."""
-    out = {}
-    for group_name, group in groups(cls).items():
-        hints = typing.get_type_hints(group)
-        for f in dataclasses.fields(group):
-            out[f.name] = (group_name, f, hints[f.name])
-    return out
-
-
 def parse(
     cls: type[C],
     argv: list[str],
@@ -100,7 +76,11 @@ def parse(
 
     `values` are settings by name, from Python. They win over the command line.
     """
-    parser = _parser(cls, prog, positional, about)
+    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in fields(cls).values())
+    if (topic := help.asked(argv, names_follow)) is not None:
+        help.show(help.Command(cls, prog, about, positional), topic)
+        raise SystemExit(DONE)
+    parser = _parser(cls, positional)
     argv, complaints = _without_switch_values(argv, parser)
     namespace, unknown = parser.parse_known_args(argv)
     cli, values = vars(namespace), dict(values or {})
@@ -211,126 +191,46 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
 # The parser.
 
 
-def _parser(cls: type, prog: str, positional: str | None = None, about: str = "") -> _Parser:
+def _parser(cls: type, positional: str | None = None) -> _Parser:
+    """Return the parser of a command line; `help` shows the flags, so it has no texts."""
     known = fields(cls)
-    names = [positional] if positional else [name for name, (_, f, _) in known.items() if f.metadata["positional"]]
-    usage = " ".join([prog, "[flags]", *(_shape(*known[name][1:]) for name in names)])
-    more = "Other flags of train are accepted; those without effect are reported." if hasattr(cls, "USES") else None
-    settings: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
-    parser = _Parser(prog, usage=usage, description=about, epilog=more, **settings)
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
+    parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
     # -1e-3 is a number too.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    if is_flat(cls):
-        for _, f, kind in known.values():
-            _add(parser, f, kind, shown=True)
-        return parser
     if positional:
         _, f, kind = known[positional]
-        help_text = "folder of a run" if positional == "load" else f.metadata["help"]
-        parser.add_argument(
-            "bare",
-            nargs="*" if is_list(kind) else "?",
-            metavar=_word(f.name),
-            help=f"{help_text}; same as {spelling(positional)}".replace("%", "%%"),
-        )
-    _add_control(parser)
-    used = getattr(cls, "USES", known)
-    for group_name, group in groups(cls).items():
-        # Flags that are accepted without being shown need no section.
-        section: Any = parser
-        if any(f.name in used for f in dataclasses.fields(group)):
-            title = group_name.capitalize().replace("_", " ")
-            section = parser.add_argument_group(title, (group.__doc__ or "").splitlines()[0])
-        for f in dataclasses.fields(group):
-            _add(section, f, known[f.name][2], shown=f.name in used)
+        parser.add_argument("bare", nargs="*" if is_list(kind) else "?", metavar=word_of(f.name))
+    for _, f, kind in known.values():
+        _add(parser, f, kind)
+    if is_flat(cls):
+        return parser
+    parser.add_argument("--preset", choices=sorted(PRESETS))
+    parser.add_argument("--config", dest="config_file")
+    parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
     for name, (count, _) in NO_EFFECT.items():
         if name not in parser._option_string_actions:
             action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
-            parser.add_argument(name, dest="no_effect_" + name, help=argparse.SUPPRESS, **action)
+            parser.add_argument(name, dest="no_effect_" + name, **action)
     return parser
 
 
-def _add_control(parser: _Parser) -> None:
-    control = parser.add_argument_group("Where settings come from")
-    control.add_argument("--preset", choices=sorted(PRESETS), help="architecture and recipe of a known model")
-    control.add_argument("--config", dest="config_file", metavar="FILE", help="TOML or YAML file of settings")
-    control.add_argument("--print-config", action="store_true", help="print all settings and where each comes from")
-    control.add_argument("--dry-run", action="store_true", help="check everything, then exit without writing anything")
-
-
-def _add(section: Any, f: dataclasses.Field[Any], kind: Any, shown: bool) -> None:
+def _add(parser: _Parser, f: dataclasses.Field[Any], kind: Any) -> None:
     """Add the argparse entries of one field."""
-    default, positional = default_of(f), f.metadata["positional"]
-    has_default = default not in (None, [], False, dataclasses.MISSING)
-    text = f.metadata["help"] + (f" (default: {default})" if has_default and not positional else "")
-    text = (text + (" [not yet]" if is_not_yet(f) else "")).replace("%", "%%")
-    required = default is dataclasses.MISSING
-    if positional:
+    required = default_of(f) is dataclasses.MISSING
+    if positional := f.metadata["positional"]:
         one, many = (None, "+") if required else ("?", "*")
         nargs = argparse.REMAINDER if positional == "rest" else many if is_list(kind) else one
-        section.add_argument(f.name, nargs=nargs, metavar=_word(f.name), help=text)
-        return
-    name, aliases = spelling(f.name), f.metadata["aliases"]
-    if _inner(kind) is bool:
-        off = [a for a in aliases if a.startswith(("--disable", "--no-"))]
-        on = [name, *(a for a in aliases if a not in off)]
-        if not f.name.startswith("no_"):
-            off.insert(0, "--no-" + name[2:])
-        help_on = text if shown and default is False else argparse.SUPPRESS
-        help_off = "disable: " + text if shown and default else argparse.SUPPRESS
-        for names, const, help_text in ((on, True, help_on), (off, False, help_off)):
+        parser.add_argument(f.name, nargs=nargs, metavar=word_of(f.name))
+    elif inner_type(kind) is bool:
+        for names, const in zip(switches(f), (True, False), strict=True):
             if names:
-                section.add_argument(*names, dest=f.name, action="store_const", const=const, help=help_text)
-        return
-    # Values remain strings here; those of all layers are converted in one place.
-    more: dict[str, Any] = ({"nargs": "+" if required else "*"} if is_list(kind) else {}) | {"required": required}
-    text = text if shown else argparse.SUPPRESS
-    section.add_argument(name, *aliases, dest=f.name, help=text, metavar=_metavar(kind), **more)
-
-
-def _word(name: str) -> str:
-    """Return the name of a positional argument in the help."""
-    return {"load": "DIR", "folders": "DIR"}.get(name, name.rstrip("s").upper())
-
-
-def _shape(f: dataclasses.Field[Any], kind: Any) -> str:
-    word = _word(f.name) + (" ..." if is_list(kind) else "")
-    return word if default_of(f) is dataclasses.MISSING or f.metadata["positional"] == "rest" else f"[{word}]"
-
-
-def default_of(f: dataclasses.Field[Any]) -> Any:
-    return f.default_factory() if callable(f.default_factory) else f.default
-
-
-def is_not_yet(f: dataclasses.Field[Any]) -> bool:
-    """Return whether only its default works before the release in which it is planned."""
-    return bool(f.metadata["only"] == (default_of(f),) and f.metadata["step"] > 0)
-
-
-def _inner(kind: Any) -> Any:
-    """Return `int` of `int | None`, and so on."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return next(a for a in typing.get_args(kind) if a is not type(None))
-    return kind
-
-
-def is_list(kind: Any) -> bool:
-    return typing.get_origin(kind) is list
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    inner = _inner(kind)
-    return typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
-
-
-def _type_name(kind: Any) -> str:
-    return "choice" if _choices(kind) else getattr(_inner(kind), "__name__", str(kind))
-
-
-def _metavar(kind: Any) -> str:
-    if _choices(kind):
-        return "{" + ",".join(map(str, _choices(kind))) + "}"
-    return {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}.get(_type_name(kind), "X")
+                parser.add_argument(*names, dest=f.name, action="store_const", const=const)
+    else:
+        # Values remain strings here; those of all layers are converted in one place.
+        more: dict[str, Any] = ({"nargs": "+" if required else "*"} if is_list(kind) else {}) | {"required": required}
+        parser.add_argument(spelling(f.name), *f.metadata["aliases"], dest=f.name, **more)
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -338,7 +238,7 @@ def convert(kind: Any, value: Any) -> Any:
     words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
     if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
         return value
-    choices, inner = _choices(kind), _inner(kind)
+    choices, inner = choices_of(kind), inner_type(kind)
     if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
         return None
     if choices:

@@ -1,0 +1,82 @@
+"""The flags of a configuration: its groups, fields, types and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import types
+import typing
+from typing import Any
+
+from meshwright.settings.schema import is_flat, spelling
+
+# Configurations whose settings a file or the environment may hold, imported when a name is unknown.
+CONFIGS = (
+    *("meshwright.settings.schema:TrainConfig", "meshwright.settings.schema:GenerateConfig"),
+    *("meshwright.settings.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
+    *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
+)
+
+
+def every_config() -> list[type]:
+    return [pkgutil.resolve_name(name) for name in CONFIGS]
+
+
+def groups(cls: type) -> dict[str, type]:
+    """Return group name -> dataclass; a flat configuration is its own only group, named ""."""
+    if is_flat(cls):
+        return {"": cls}
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def fields(cls: type) -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
+    """Return field name -> (group name, field, type) of a configuration class."""
+    out = {}
+    for group_name, group in groups(cls).items():
+        hints = typing.get_type_hints(group)
+        for f in dataclasses.fields(group):
+            out[f.name] = (group_name, f, hints[f.name])
+    return out
+
+
+def default_of(f: dataclasses.Field[Any]) -> Any:
+    """Return the default; MISSING if the flag is required."""
+    return f.default_factory() if callable(f.default_factory) else f.default
+
+
+def is_not_yet(f: dataclasses.Field[Any]) -> bool:
+    """Return whether only its default works before the release in which it is planned."""
+    return bool(f.metadata["only"] == (default_of(f),) and f.metadata["step"] > 0)
+
+
+def inner_type(kind: Any) -> Any:
+    """Return `int` of `int | None`, and so on."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(kind) if a is not type(None))
+    return kind
+
+
+def is_list(kind: Any) -> bool:
+    return typing.get_origin(kind) is list
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    plain = inner_type(kind)
+    return typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
+
+
+def word_of(name: str) -> str:
+    """Return the name of a positional argument."""
+    return {"load": "DIR", "folders": "DIR", "prefixes": "PREFIX", "paths": "SRC DST"}.get(
+        name, name.rstrip("s").upper()
+    )
+
+
+def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
+    """Return the flags that turn a boolean field on, and those that turn it off."""
+    off = [a for a in f.metadata["aliases"] if a.startswith(("--disable", "--no-"))]
+    on = [spelling(f.name), *(a for a in f.metadata["aliases"] if a not in off)]
+    if not f.name.startswith("no_"):
+        off.insert(0, "--no-" + on[0][2:])
+    return on, off

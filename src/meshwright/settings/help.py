@@ -1,0 +1,394 @@
+"""Help in two screens; a group, one flag, a search or everything on demand.
+
+    meshwright train --help               common flags
+    meshwright train --help optimizer     a group
+    meshwright train --help lr            one flag
+    meshwright train --help-all           everything
+
+argparse would print 250 flags of `train` at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.settings import docs_pages
+from meshwright.settings.fields import (
+    choices_of,
+    default_of,
+    fields,
+    groups,
+    inner_type,
+    is_list,
+    is_not_yet,
+    switches,
+    word_of,
+)
+from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.megatron_flags import NO_EFFECT, known_elsewhere
+from meshwright.settings.pages import PAGES, SHORT, Page
+from meshwright.settings.presets import PRESETS
+from meshwright.settings.schema import is_flat, spelling
+
+WORDS = ("-h", "--help", "--help-all")
+ALL = "all"
+LINES = 48  # two screens of a terminal with 24 lines
+LEFT, COMMON = 32, 27  # columns of a flag and its value: in lists of all flags, and of common ones
+CONTROL = "settings"  # the group of the flags below, which no dataclass holds
+CONTROLS = {
+    "preset": ("--preset", "NAME", "architecture and recipe of a known model"),
+    "config_file": ("--config", "FILE", "TOML or YAML file of settings"),
+    "print_config": ("--print-config", "", "print all settings and where each comes from"),
+    "dry_run": ("--dry-run", "", "check everything, then exit without writing anything"),
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the help is about: a command's configuration and how it is called."""
+
+    config: type
+    prog: str
+    about: str = ""
+    positional: str | None = None
+
+    @property
+    def page(self) -> Page:
+        return PAGES.get(self.prog.removeprefix("meshwright "), Page(""))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One flag or positional argument as the help shows it."""
+
+    name: str  # of the field
+    group: str
+    flag: str  # or the word of a positional argument
+    value: str  # its placeholder; empty for a switch
+    text: str
+    default: str = ""
+    also: tuple[str, ...] = ()  # other spellings
+    choices: tuple[str, ...] = ()
+    field: dataclasses.Field[Any] | None = None
+    kind: Any = None
+
+    @property
+    def left(self) -> str:
+        return f"{self.flag} {self.value}".strip()
+
+    @property
+    def right(self) -> str:
+        """Return the whole text: help, other spellings and default."""
+        listed = self.choices and not all(re.search(rf"\b{re.escape(c)}\b", self.text) for c in self.choices)
+        parts = [self.text, f" ({', '.join(self.choices)})" if listed else ""]
+        parts.append(f" [{self.default}]" if self.default else "")
+        return "".join(parts)
+
+    def brief(self, width: int) -> str:
+        """Return what one line holds: the text up to the end of a clause, values and default."""
+        default = f" [{self.default}]" if self.default else ""
+        whole = SHORT.get(self.name, self.text)
+        cuts = [whole[: m.start()] for m in re.finditer(r"[;:] | \(|$", whole)]
+        fitting = [text for text in cuts if len(text + default) <= width and text.count("(") == text.count(")")]
+        text = max(fitting, key=len, default=whole)
+        listed = f": {', '.join(self.choices)}" if self.choices and text == self.text else ""
+        return text + (listed if len(text + listed + default) <= width else "") + default
+
+
+def asked(argv: list[str], names_follow: bool = False) -> str | None:
+    """Return the topic that --help asks for, "" for the common flags; None without --help.
+
+    With `names_follow` the first word without a flag begins another program's command line.
+    """
+    for i, word in enumerate(argv):
+        is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
+        if word == "--" or (names_follow and not word.startswith("-") and not is_value):
+            return None
+        name, _, value = word.partition("=")
+        if name == "--help-all":
+            return ALL
+        if name in WORDS:
+            return value or " ".join(argv[i + 1 : i + 2])
+    return None
+
+
+def show(command: Command, topic: str) -> None:
+    """Print help; all but the common flags goes through a pager if the terminal is too low."""
+    lines = answer(command, topic)
+    text = "\n".join(_styled(line) for line in lines) + "\n"
+    if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1] and _page(text):
+        return
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def answer(command: Command, topic: str = "") -> list[str]:
+    """Return the lines about a topic: "", `ALL`, a group, a flag, or a word to search for."""
+    shown = entries(command)
+    if not topic:
+        lines = everything(command, shown, full=False)
+        return lines if len(lines) <= LINES or not command.page.common else common(command, shown)
+    if topic == ALL:
+        return everything(command, shown, full=True)
+    names = {_key(e.group): e.group for e in shown}
+    if _key(topic) in names and not topic.startswith("-"):
+        group = names[_key(topic)]
+        lines = _section(group, [e for e in shown if e.group == group], command)
+        if any(_key(e.flag) == _key(topic) for e in shown):
+            lines += ["", f"`{command.prog} --help --{_key(topic)}` explains the flag of this name."]
+        return lines
+    for entry in sorted(entries(command, hidden=True), key=lambda e: not e.flag.startswith("-")):
+        if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
+            return detail(command, entry)
+    flag = "--" + topic.lstrip("-")
+    if flag in NO_EFFECT:
+        return [f"{flag} is accepted and has no effect: {NO_EFFECT[flag][1]}."]
+    if elsewhere := known_elsewhere(flag):
+        return [f"{elsewhere}."]
+    return search(command, shown, topic, names)
+
+
+def search(command: Command, shown: list[Entry], topic: str, names: dict[str, str]) -> list[str]:
+    """Return the flags whose name or text has the word."""
+    word = _key(topic)
+    found = [e for e in shown if word in _key(e.flag) or re.search(rf"\b{re.escape(word)}", e.right.lower())]
+    if found and len(word) > 2:
+        return [f"No group or flag is named {topic!r}; these mention it:", "", *_rows(found)]
+    known = [*names, *(spelled for e in shown for spelled in (e.flag, *e.also))]
+    hint = did_you_mean(word, names) or did_you_mean("--" + word, known)
+    groups = f"; the groups are {', '.join(names.values())}" if len(names) > 1 else ""
+    raise UserError(f"--help {topic}: no group or flag of that name{hint or groups}")
+
+
+def entries(command: Command, hidden: bool = False) -> list[Entry]:
+    """Return what the help of a command lists; with `hidden` also flags that it only accepts."""
+    known = fields(command.config)
+    used = known if hidden else getattr(command.config, "USES", known)
+    out = []
+    if command.positional:
+        _, f, kind = known[command.positional]
+        text = "folder of a run" if command.positional == "load" else f.metadata["help"]
+        text = f"{text}; same as {spelling(command.positional)}"
+        word = word_of(f.name)
+        out.append(
+            Entry(command.positional, "arguments", word, "..." if is_list(kind) and " " not in word else "", text)
+        )
+    if not is_flat(command.config):
+        for name, (flag, value, text) in CONTROLS.items():
+            listed = tuple(PRESETS) if name == "preset" else ()
+            out.append(Entry(name, CONTROL, flag, value, text, choices=listed))
+    for name, (group, f, kind) in known.items():
+        if name in used:
+            out.append(_entry(group or "flags", f, kind))
+    return out
+
+
+def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> Entry:
+    default, meta = default_of(f), f.metadata
+    text = meta["help"] + (" [not yet]" if is_not_yet(f) else "")
+    shown = "" if default is None or isinstance(default, bool) or default is dataclasses.MISSING else str(default)
+    if isinstance(default, float):
+        shown = f"{default:g}"
+    if isinstance(default, list):
+        shown = " ".join(map(str, default))
+    rest: dict[str, Any] = {"field": f, "kind": kind, "choices": tuple(map(str, choices_of(kind)))}
+    if meta["positional"]:
+        return Entry(f.name, "arguments", word_of(f.name), "..." if is_list(kind) else "", text, **rest)
+    if inner_type(kind) is bool:
+        on, off = switches(f)
+        names, others = (off, on) if default is True else (on, off)
+        text = f"disable: {text}" if default is True else text
+        return Entry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
+    if default is dataclasses.MISSING:
+        text += " (required)"
+    return Entry(f.name, group, spelling(f.name), placeholder(f.name, kind), text, shown, meta["aliases"], **rest)
+
+
+def placeholder(name: str, kind: Any) -> str:
+    """Return what stands for the value of a flag."""
+    plain = inner_type(kind)
+    listed = "|".join(map(str, choices_of(kind)))
+    if listed:
+        return listed if len(listed) < 12 else "NAME"
+    if is_list(kind):
+        (plain,) = plain.__args__
+    word = {"int": "N", "float": "X", "Path": "PATH"}.get(getattr(plain, "__name__", ""), "")
+    if not word:
+        word = PATHS.get(name) or ("FILE" if name.endswith(("_file", "_args_path")) else "TEXT")
+    return f"{word} ..." if is_list(kind) else word
+
+
+# Flags of text that are paths; other words for them than TEXT.
+PATHS = {
+    **dict.fromkeys("save load save_hf run_dir tensorboard_dir wandb_save_dir data_cache_path".split(), "DIR"),
+    **dict.fromkeys("genfile checksums picture deepspeed_config kill_switch_path sample_input_file".split(), "FILE"),
+    **dict.fromkeys("data_path train_data_path valid_data_path test_data_path".split(), "PREFIX"),
+    **dict.fromkeys("output_prefix prefix prefixes datasets".split(), "PREFIX"),
+    **dict.fromkeys("input json_path output tokenizer_model tokenizer".split(), "PATH"),
+}
+
+
+# Screens.
+
+
+def usage(command: Command, shown: list[Entry]) -> list[str]:
+    words = [_shape(e) for e in shown if e.group == "arguments"]
+    lines = [" ".join(["usage:", command.prog, "[flags]", *words])]
+    return [*lines, "", *textwrap.wrap(command.about, _width())]
+
+
+def _shape(e: Entry) -> str:
+    """Return a positional argument for the usage: [WORD] if it may be missing."""
+    needed = e.field is not None and default_of(e.field) is dataclasses.MISSING
+    return e.left if needed or (e.field and e.field.metadata["positional"] == "rest") else f"[{e.left}]"
+
+
+def common(command: Command, shown: list[Entry]) -> list[str]:
+    """Return the common flags, a line each, examples, and how to see more."""
+    by_name = {e.name: e for e in shown}
+    lines = usage(command, shown)
+    for heading, names in command.page.common.items():
+        lines += ["", f"{heading}:"]
+        for e in (by_name[name] for name in names.split() if name in by_name):
+            start = max(COMMON, len(e.left) + 4)
+            texts = textwrap.wrap(e.brief(_width() - start), _width() - start)
+            lines.append(f"{'  ' + e.left:<{start}}{texts[0]}")
+            lines += [" " * COMMON + text for text in texts[1:]]
+    lines += _examples(command)
+    names = ", ".join(dict.fromkeys(e.group for e in shown if e.group != "arguments"))
+    listed = textwrap.wrap(names, _width() - 17)
+    lines += ["", "More:", f"  --help GROUP   {listed[0]}", *(" " * 17 + line for line in listed[1:])]
+    lines.append("  --help FLAG    one flag in full, such as --help save; or any word")
+    return [*lines, f"  --help-all     all {len(shown)} flags"]
+
+
+def everything(command: Command, shown: list[Entry], full: bool) -> list[str]:
+    """Return all flags of a command, by groups."""
+    lines = usage(command, shown)
+    for group in dict.fromkeys(e.group for e in shown):
+        lines += ["", *_section(group, [e for e in shown if e.group == group], command)]
+    if not full:
+        lines += _examples(command)
+    if hasattr(command.config, "USES"):
+        lines += ["", "Other flags of train are accepted; those without effect are reported."]
+    return lines
+
+
+def _section(group: str, rows: list[Entry], command: Command) -> list[str]:
+    doc = (groups(command.config)[group].__doc__ or "").splitlines() if group in groups(command.config) else []
+    about = (
+        f" {doc[0][0].lower()}{doc[0][1:].rstrip('.')}"
+        if doc and "(" not in doc[0] and group not in doc[0].lower()
+        else ""
+    )
+    return [*textwrap.wrap(f"{group.capitalize().replace('_', ' ')}:{about}", _width()), *_rows(rows)]
+
+
+def _rows(rows: list[Entry]) -> list[str]:
+    lines: list[str] = []
+    for e in rows:
+        texts = textwrap.wrap(e.right, _width() - LEFT, break_long_words=False) or [""]
+        left = f"  {e.left}"
+        if len(left) < LEFT:
+            lines.append(f"{left:<{LEFT}}{texts.pop(0)}")
+        else:
+            lines.append(left)
+        lines += [" " * LEFT + text for text in texts]
+    return lines
+
+
+def _examples(command: Command) -> list[str]:
+    texts = [f"  {line}" for text in command.page.examples for line in text.split("\n")]
+    return ["", "Examples:" if len(command.page.examples) > 1 else "Example:", *texts] if texts else []
+
+
+def detail(command: Command, e: Entry) -> list[str]:
+    """Return all that is known of one flag."""
+    rows = {"values": _values(e), "default": e.default or _no_default(e)}
+    if e.also:
+        rows["also"] = ", ".join(e.also)
+    if e.field is not None and (needs := e.field.metadata["needs"]):
+        rows["needs"] = ", ".join(needs)
+    if e.field is not None and e.group not in ("flags", "arguments"):
+        rows["config file"] = f"{e.name} = ...   in [{e.group}] of --config FILE"
+        rows["environment"] = f"MESHWRIGHT_{e.name.upper()}"
+    if e.group not in ("flags", "arguments"):
+        rows["group"] = f"{e.group} (`{command.prog} --help {_key(e.group)}`)"
+    rows["explained"] = ", ".join(docs_pages.where(e.name)) if e.field is not None else ""
+    lines = [f"{e.left}:", *(f"  {line}" for line in textwrap.wrap(e.text, _width() - 2)), ""]
+    for name, text in rows.items():
+        wrapped = textwrap.wrap(text, _width() - 17, break_on_hyphens=False)
+        lines += [f"  {name if n == 0 else '':<13}  {line}" for n, line in enumerate(wrapped)]
+    return lines
+
+
+def _values(e: Entry) -> str:
+    if e.choices:
+        return ", ".join(e.choices)
+    if not e.value:
+        return "none: it is a switch"
+    plain, many = inner_type(e.kind), is_list(e.kind)
+    plain = plain.__args__[0] if many else plain
+    kind = {"int": "whole number", "float": "number", "Path": "path"}.get(getattr(plain, "__name__", ""), "text")
+    kind = "path" if kind == "text" and e.value.split()[0] in ("DIR", "FILE", "PATH", "PREFIX") else kind
+    kind = f"{kind}s, separated by spaces" if many and kind != "text" else "words" if many else kind
+    bound = e.field.metadata["bound"] if e.field else None
+    bounds = {">0": "above 0", ">=0": "0 or more", "[0,1)": "from 0 to below 1"}
+    return f"{kind}, {bounds[bound]}" if bound else kind
+
+
+def _no_default(e: Entry) -> str:
+    if e.field is not None and default_of(e.field) is dataclasses.MISSING:
+        return "none: it is required"
+    if not e.value:
+        return "on" if e.field is not None and default_of(e.field) is True else "off"
+    return "none"
+
+
+# The terminal.
+
+
+def _key(word: str) -> str:
+    return word.lower().lstrip("-").replace("_", "-").replace(" ", "-")
+
+
+def _terminal() -> tuple[int, int]:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(sys.stdout.fileno())
+    return 80, 24
+
+
+def _width() -> int:
+    return min(100, max(60, _terminal()[0]))
+
+
+def has_style() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _styled(line: str) -> str:
+    """Make headings bold, on terminals only."""
+    heading = re.match(r"[^ `].*?:(?= |$)", line)
+    return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style() else line
+
+
+def _page(text: str) -> bool:
+    """Show a text as git does, by $PAGER or less; return whether that was possible."""
+    import shutil
+    import subprocess
+
+    pager = os.environ.get("PAGER", "less")
+    if not pager.strip() or pager.strip() == "cat" or shutil.which(pager.split()[0]) is None:
+        return False
+    how = {"LESS": "FRX", "LV": "-c"} | os.environ
+    with contextlib.suppress(BrokenPipeError):
+        subprocess.run(pager, shell=True, input=text, encoding="utf-8", errors="replace", env=how)
+    return True

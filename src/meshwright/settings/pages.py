@@ -1,0 +1,152 @@
+"""What the help shows first: each command's common flags and examples, and where docs explain.
+
+Flags are named by their fields. Commands whose flags fit two screens need no list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# One line for flags whose help has no clause that is short enough.
+SHORT = {
+    "bf16": "compute in bfloat16",
+    "device": "auto, cpu, cuda, npu, xpu, or one, as cuda:1",
+    "global_batch_size": "samples of one step",
+    "input": "files of JSON lines, Parquet, archives; - for stdin",
+    "lr_decay_style": "linear, cosine, constant, WSD ...",
+    "micro_batch_size": "samples of one forward pass, or auto",
+    "out_seq_length": "most new tokens",
+    "seed": "random seed",
+    "tensor_model_parallel_size": "ranks that split each layer",
+    "tokenizer": "folder, file or Hub name (none: found with the data)",
+    "verify": "verify checksums of what is read, or of every byte",
+    "zero_stage": "shard: 1 optimizer, 2 gradients, 3 weights",
+    "data_path": "token files, or WEIGHT PREFIX WEIGHT PREFIX ...",
+    "dry_run": "check everything, write nothing",
+}
+
+
+@dataclass(frozen=True)
+class Page:
+    """A command's configuration, and the first screens of its help."""
+
+    config: str  # module and class, imported when needed
+    positional: str | None = None  # the field that words without a flag set
+    common: dict[str, str] = field(default_factory=dict)  # heading: names of fields
+    examples: tuple[str, ...] = ()
+
+
+_SAMPLES = {
+    "Data": "data_path train_data_path valid_data_path split seq_length seed",
+    "Length and batches": "train_iters global_batch_size eval_interval eval_iters",
+    "Tokenizer": "tokenizer",
+    "Settings": "config_file dry_run",
+}
+PAGES = {
+    "train": Page(
+        "meshwright.settings.schema:TrainConfig",
+        None,
+        {
+            "Data": "data_path tokenizer",
+            "Model": "preset num_layers hidden_size num_attention_heads seq_length",
+            "Training": "train_iters micro_batch_size global_batch_size lr lr_decay_style lr_warmup_iters",
+            "Speed": "bf16 device tensor_model_parallel_size zero_stage",
+            "Checkpoints": "save load save_interval",
+            "Settings": "config_file dry_run",
+        },
+        (
+            "meshwright train --preset gpt2-117m --data-path corpus_text_document \\\n      --save run --load run",
+            "meshwright train --config run/config.toml",
+        ),
+    ),
+    "generate": Page(
+        "meshwright.settings.schema:GenerateConfig",
+        "load",
+        {
+            "Text": "prompt interactive sample_input_file sample_output_file num_samples genfile out_seq_length",
+            "Choice of tokens": "greedy temperature top_k top_p seed",
+            "Model": "load tokenizer device bf16 micro_batch_size verify",
+            "Settings": "config_file print_config dry_run",
+        },
+        ('meshwright generate run --prompt "Once upon a time" --top_k 40', "meshwright generate run   # a dialogue"),
+    ),
+    "evaluate": Page(
+        "meshwright.commands.evaluate:EvaluateConfig",
+        "load",
+        {
+            "Text": "input json_keys overlapping_eval json",
+            "Model": "load tokenizer device bf16 micro_batch_size seq_length verify",
+            "Settings": "config_file print_config dry_run",
+        },
+        ("meshwright evaluate run --input held-out.jsonl",),
+    ),
+    "preprocess": Page(
+        "meshwright.settings.preprocess:PreprocessConfig",
+        None,
+        {
+            "Text": "input json_keys include exclude on_error",
+            "Output": "output_prefix append_eod overwrite workers",
+            "Tokenizer": "tokenizer vocab_file merge_file tokenizer_type",
+            "Settings": "config_file print_config dry_run",
+        },
+        (
+            "meshwright preprocess --input corpus.jsonl --output-prefix corpus \\\n"
+            "      --tokenizer tokenizer --append-eod",
+        ),
+    ),
+    "convert": Page(
+        "meshwright.commands.convert:ConvertConfig",
+        "paths",
+        {
+            "Target": "paths to dtype no_optimizer target_tensor_parallel_size target_pipeline_parallel_size",
+            "What the source does not say": "num_attention_heads vocab_size tokenizer seq_length",
+            "Reading": "verify trust_pickle",
+            "Settings": "config_file print_config dry_run",
+        },
+        (
+            "meshwright convert run exported --to huggingface",
+            "meshwright convert megatron-folder ours --to native --num-attention-heads 16",
+        ),
+    ),
+    "data inspect": Page(
+        "meshwright.commands.data:InspectConfig",
+        "prefix",
+        {"Part": "document sample sample_set top picture json"} | _SAMPLES,
+        ("meshwright data inspect corpus_text_document --document 0",),
+    ),
+    "data index": Page(
+        "meshwright.commands.data:IndexConfig", None, _SAMPLES, ("meshwright data index --config run/config.toml",)
+    ),
+    "data plan": Page(
+        "meshwright.commands.data:PlanConfig",
+        None,
+        {"Format": "json"} | _SAMPLES,
+        ("meshwright data plan --config run/config.toml",),
+    ),
+    "demo": Page("meshwright.commands.demo:DemoConfig", examples=("meshwright demo", "meshwright demo ~/demo")),
+    "train-tokenizer": Page(
+        "meshwright.commands.train_tokenizer:TrainTokenizerConfig",
+        None,
+        examples=("meshwright train-tokenizer --input corpus.jsonl --vocab-size 8192 \\\n      --output tokenizer",),
+    ),
+    "launch": Page(
+        "meshwright.launch.launcher:LaunchConfig",
+        None,
+        examples=(
+            "meshwright launch --nproc-per-node 8 train --config run/config.toml",
+            "meshwright launch --nproc-per-node 8 --node-ips 10.0.0.1,10.0.0.2 train ...",
+        ),
+    ),
+    "inspect": Page(
+        "meshwright.commands.inspect:InspectCheckpointConfig",
+        examples=("meshwright inspect run", "meshwright inspect run/iter_0001000 run/iter_0002000"),
+    ),
+    "report": Page(
+        "meshwright.commands.report:ReportConfig",
+        examples=("meshwright report run", "meshwright report run another-run --output compare.html"),
+    ),
+    "data verify": Page("meshwright.commands.data:VerifyConfig", "prefixes"),
+    "data merge": Page("meshwright.commands.data:MergeConfig", "datasets"),
+    "data merge-json": Page("meshwright.commands.data:LooseTextConfig"),
+    "data fetch": Page("meshwright.commands.data:FetchConfig", "names"),
+}
