@@ -66,8 +66,8 @@ class Record:
         names = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
         self.rows.append([float(values[n]) for n in names])
 
-    def validation(self, iteration: int, consumed: int, name: str, prefix: str, loss: float, of: str = "") -> None:
-        self.rows.append([loss, 0.0, 0.0, 0.0, 0.0])
+    def validation(self, consumed: int, check: Any) -> None:
+        self.rows.append([check.loss, 0.0, 0.0, 0.0, 0.0])
 
     def row(self, *values: Any, **more: Any) -> None:
         pass

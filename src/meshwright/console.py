@@ -1,4 +1,8 @@
-"""The output of a command: log lines, which scripts read too, and notices. One rank prints them."""
+"""The output of a command: log lines, which scripts read too, and notices. One rank prints them.
+
+A run on a terminal may have a short screen instead of the log. The log is kept in a file either
+way: `say` adds a line to the log alone, `show` to the screen alone, `remark` to both.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,53 @@ import contextlib
 import datetime
 import os
 import sys
-from typing import Literal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, Protocol
 
 _stream: Literal["stdout", "stderr"] | None = "stdout"
 
 
-def set_stream(stream: Literal["stdout", "stderr"] | None) -> None:
+class Screen(Protocol):
+    """A short screen, which shows its own lines in place of the log's."""
+
+    def follow(self, line: str) -> None:
+        """Take note of a line of the log that is not shown."""
+
+    def format_remark(self, line: str) -> str:
+        """Return a remark in the form of the screen."""
+
+
+_screen: Screen | None = None
+_log: LogFile | None = None
+
+
+def set_stream(stream: Literal["stdout", "stderr"] | None, screen: Screen | None = None) -> None:
     """Choose where this process prints its lines; None: it prints nothing, notices included."""
-    global _stream
-    _stream = stream
+    global _stream, _screen
+    _stream, _screen = stream, screen
 
 
 def say(line: str = "") -> None:
+    """Add one line to the log: print it immediately, unless there is a short screen."""
+    if _stream is None:
+        return
+    if _log is not None:
+        _log.add(line)
+    if _screen is None:
+        show(line)
+    else:
+        _screen.follow(line)
+
+
+def remark(line: str, on_screen: str = "") -> None:
+    """Add a line to the log that a person needs too; `on_screen` is its text on a short screen."""
+    say(line)
+    if _stream is not None and _screen is not None:
+        show(_screen.format_remark(on_screen or line))
+
+
+def show(line: str) -> None:
     """Print one line immediately. If the reader of stdout is gone, the run continues without it."""
     if _stream is None:
         return
@@ -25,7 +64,7 @@ def say(line: str = "") -> None:
         # One write: a thread that saves prints too.
         print(f"{line}\n", end="", file=getattr(sys, _stream), flush=True)
     except UnicodeEncodeError:  # a folder's name may have letters that the encoding lacks
-        say(line.encode("ascii", "backslashreplace").decode())
+        show(line.encode("ascii", "backslashreplace").decode())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if _stream == "stdout" else 2)
         if isinstance(error, BrokenPipeError):
@@ -51,3 +90,60 @@ def say_arguments(values: dict[str, object]) -> None:
     for name in sorted(values, key=str.lower):
         say(f"  {name} {'.' * (48 - len(name))} {values[name]}")
     say("-------------------- end of arguments ---------------------")
+
+
+class LogFile:
+    """The log in a file, appended to. A file that cannot be written is left off with a notice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept: list[str] = []  # until it is opened
+        self.fd: int | None = None  # -1: left off
+
+    def open(self) -> None:
+        """Open the file and write the lines that were added so far."""
+        try:
+            self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            self._leave_off(error)
+        self._write("".join(self.kept))
+
+    def add(self, line: str) -> None:
+        if self.fd is None:
+            self.kept.append(f"{line}\n")
+        else:
+            self._write(f"{line}\n")
+
+    def _write(self, text: str) -> None:
+        data = text.encode(errors="backslashreplace")
+        try:
+            while data and self.fd is not None and self.fd >= 0:
+                data = data[os.write(self.fd, data) :]
+        except OSError as error:
+            self.close()
+            self._leave_off(error)
+
+    def _leave_off(self, error: OSError) -> None:
+        self.fd = -1
+        notice(f"{self.path}: {error.strerror}; the run continues without this file")
+
+    def close(self) -> None:
+        if self.fd is not None and self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+@contextlib.contextmanager
+def logged_to(path: Path | None) -> Iterator[Callable[[], None]]:
+    """Add what the block says to a file, or to none; yield the function that opens the file.
+
+    A run that is refused before it has a folder leaves no file.
+    """
+    global _log
+    log = _log = LogFile(path) if path is not None else None
+    try:
+        yield lambda: log.open() if log is not None else None
+    finally:
+        _log = None
+        if log is not None:
+            log.close()

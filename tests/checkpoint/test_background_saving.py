@@ -112,6 +112,7 @@ def test_a_save_is_reported_after_the_rename(tmp_path: Path, monkeypatch: pytest
         said.append((line, folder.exists()))
         real(line)
 
+    monkeypatch.setattr("meshwright.console.say", say)
     monkeypatch.setattr("meshwright.training.saver.say", say)
     assert train(tmp_path, "--async-save") == 0
     lines = [(line.split()[0], there) for line, there in said if "checkpoint at iteration       6" in line]

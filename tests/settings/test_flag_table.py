@@ -203,6 +203,7 @@ TABLE = {
     },
     "logging": {
         "log_interval": E + "test_length_and_validations",
+        "log_format": "test_screen.py::test_megatrons_log_on_a_terminal",
         "progress": E + "test_progress_bar",
         **dict.fromkeys(
             """tensorboard tensorboard_dir tensorboard_log_interval tensorboard_queue_size

@@ -27,7 +27,7 @@ from pathlib import Path
 from meshwright.checkpoint import manifests
 from meshwright.checkpoint.manifests import MANIFEST, THREADS, Damaged, File, Manifest, encode_manifest, sha256, verify
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listing, step_folder, steps
-from meshwright.console import say
+from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import open_locked, replacing
 from meshwright.launch.team import ALONE, Team
@@ -124,7 +124,7 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
         try:
             team.run_on_all(lambda: bool(verify(target, True, team)))
         except Damaged as damage:
-            say(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
+            remark(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
             return
     raise UserError(
         f"{target} holds {'a Megatron' if foreign else 'another'} checkpoint, which is never overwritten; "
@@ -352,7 +352,7 @@ def _open_locked(root: Path) -> int:
             time.sleep(0.1 * (attempt < 4))
             continue
         if not has_locks:
-            say(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
+            remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
         return fd
     owner = path.read_text(errors="replace").strip() or "a process that gives no name"
     raise UserError(f"{root} is in use by {owner}: wait for it, end it, or change --save", LOCKED)

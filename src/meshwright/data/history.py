@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.console import notice, say
+from meshwright.console import notice, remark
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.format.indexed import Indexed, fingerprint
 from meshwright.data.samples import split_bounds
@@ -276,9 +276,9 @@ def change_blend(past: History, now: History, size: int, consumed: int, at: int)
     kept = tuple(b for b in past.blends if b.begin < at)
     new = Phase(at, now.blends[0].shares)
     out = History(sources, kept if kept and is_same_blend(kept[-1], new) else (*kept, new))
-    say(f" > the blend changes at sample {at}:")
+    remark(f" > the blend changes at sample {at}:")
     for line in out.lines():
-        say(f" >   {line}")
+        remark(f" >   {line}")
     return out
 
 

@@ -427,6 +427,9 @@ class Logging:
     """Logging and reports."""
 
     log_interval: int = flag(100, "steps between log lines", bound=">0")
+    log_format: Literal["auto", "short", "megatron"] = flag(
+        "auto", "lines on stdout: a table or Megatron's log (auto: short on a terminal); log.txt has Megatron's"
+    )
     progress: bool = flag(True, "show a progress bar on stderr if it is a terminal")
     tensorboard: bool = flag(True, "write TensorBoard files, if TensorBoard is installed and the run has a folder")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard files (none: tensorboard/ in the run's folder)")

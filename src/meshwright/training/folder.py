@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright import tokenizers
 from meshwright.checkpoint import publish, steps
-from meshwright.console import say
+from meshwright.console import remark
 from meshwright.files import replacing
 from meshwright.report.page import write_report as write_page_of
 from meshwright.settings import flags
@@ -30,7 +30,7 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
             # A run that goes on from an earlier step of the same folder keeps its curves.
             others = [name for name in FILES if (root / name).exists() and real != loaded]
             if others or steps.list_checkpoints(root):
-                say(f"moved the earlier run to {move_aside(root, others)}")
+                remark(f"moved the earlier run to {move_aside(root, others)}")
     if c.save:  # a killed run with --ckpt-format torch leaves it
         shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)
     if folder is not None and not config.training.skip_train:  # an evaluation does not change how the run continues

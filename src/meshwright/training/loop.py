@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from meshwright import device as devices
-from meshwright.console import notice, say, say_time
+from meshwright.console import notice, remark, say, say_time, show
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, count_used, list_epochs, make_marks
 from meshwright.data.loader import Batch, Loader, LoaderSpec
 from meshwright.data.samples import Dataset
@@ -35,8 +35,10 @@ from meshwright.settings.grammar import allowed_in_a_row, skipped
 from meshwright.tokenizers import Tokenizer
 from meshwright.training import folder as run_folder
 from meshwright.training import memory, network
+from meshwright.training.lines import Check
 from meshwright.training.metrics import Attempt, Metrics, Timers, profiler
 from meshwright.training.resume import Progress, State
+from meshwright.training.screen import Beginning, LineScreen
 from meshwright.training.sizes import parameters_of_ranks
 from meshwright.training.step import StepSettings, Update, evaluate, train_step
 from meshwright.training.stop import StopConditions
@@ -58,10 +60,11 @@ class Trainer:
         self.net = network.build(spec, self.report_parameters)
         say(f" > running the {self.net.execution}")
         if self.config.training.compile == "on" and not self.net.is_compiled:
-            say(" > note: --compile on has no effect on layers with the reference attention")
+            remark(" > note: --compile on has no effect on layers with the reference attention")
         scaler = LossScale(self.config.precision)
         self.state = State(self.config, self.net, scaler, spec.vocab, spec.padded, spec.positions, team)
         say(f"> learning rate decay style: {self.state.schedule.style}")
+        self.has_loaded = False
         self.train_batches: Generator[list[Batch], None, None] | None = None
         self.last = time.perf_counter()  # the end of the last step
         self.may_have_to_stop = True  # whether any rank may have a reason to
@@ -78,12 +81,11 @@ class Trainer:
     # Set-up, in the order in which `run` calls it
 
     def load_or_initialise(self) -> None:
-        loaded = False
         if self.config.checkpoint.load:
             with self.timers.phase("load-checkpoint"):
-                loaded = self.state.load()
+                self.has_loaded = self.state.load()
             self.timers.print_phases("load-checkpoint")
-        if not loaded:
+        if not self.has_loaded:
             draw = getattr(self.net.parts[0], "initialise", initialise)
             m, seed = self.config.model, self.config.training.seed
             self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed))
@@ -94,7 +96,7 @@ class Trainer:
         if self.config.training.micro_batch_size == "auto":
             preferred = self.state.micro_batch_before
             size, reason = memory.fit_micro_batch(self.net, self.config, self.vocab, preferred, self.team)
-            say(f" > --micro-batch-size auto: {size} ({reason})")
+            remark(f" > --micro-batch-size auto: {size} ({reason})")
             t = dataclasses.replace(self.config.training, micro_batch_size=size)
             self.config = self.state.config = dataclasses.replace(self.config, training=t)
 
@@ -121,7 +123,9 @@ class Trainer:
         self.config = self.state.config = dataclasses.replace(self.config, data=d)
         return data
 
-    def open_folder(self, folder: Path | None, tokenizer: Tokenizer | None, command: list[str]) -> None:
+    def open_folder(
+        self, folder: Path | None, tokenizer: Tokenizer | None, command: list[str], screen: LineScreen | None = None
+    ) -> None:
         """Write the settings and the vocabulary, and open the log.
 
         Before this, the run has only written locks, probes and caches.
@@ -134,7 +138,9 @@ class Trainer:
         # The state that all ranks would save together holds each parameter once.
         own = self.net.store.named_state(False, to_save=True)
         parameters = sum(self.team.gather(sum(x.numel() for _, _, x in own.values())))
-        attempt = Attempt(p.iteration, p.consumed_train_samples, self.total_steps(), flops)
+        if screen is not None:
+            show(screen.begin(self.beginning(folder, tokenizer, parameters)))
+        attempt = Attempt(p.iteration, p.consumed_train_samples, self.total_steps(), flops, screen)
         self.metrics = Metrics(folder if self.team.is_lead else None, c, attempt, self.timers, self.team)
         # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
         event = "evaluate" if c.training.skip_train else "start"
@@ -142,6 +148,22 @@ class Trainer:
         row |= {"python": platform.python_version(), "device": devices.name(self.device), "host": platform.node()}
         row |= {"parameters": parameters, "block": self.net.execution, "dtype": c.precision.dtype}
         self.metrics.row(event, p.iteration, **row, tokens_per_step=c.global_batch * seq, train_iters=c.steps)
+
+    def beginning(self, folder: Path | None, tokenizer: Tokenizer | None, parameters: int) -> Beginning:
+        p = self.progress
+        return Beginning(
+            self.config,
+            folder,
+            tokenizer,
+            self.vocab,
+            self.padded,
+            parameters,
+            device=devices.name(self.device),
+            iteration=p.iteration,
+            total=self.total_steps(),
+            loaded=self.config.checkpoint.load if self.has_loaded else None,
+            best=None if p.best_iteration is None or p.best_loss is None else (p.best_iteration, p.best_loss),
+        )
 
     # The loop
 
@@ -157,7 +179,7 @@ class Trainer:
         say("training ...")
         say_time("before the start of training step")
         if self.is_done:
-            say(f" > nothing is left to train: step {self.progress.iteration} of {self.total_steps()} is done")
+            remark(f" > nothing is left to train: step {self.progress.iteration} of {self.total_steps()} is done")
         if (c := self.config.checkpoint).save and c.save_at_start and not self.progress.iteration:
             self.save()
         with contextlib.ExitStack() as held:
@@ -302,7 +324,7 @@ class Trainer:
                 while p.iteration < last and not self.is_done:
                     p.iteration += 1
                     p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
-                say(f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag.")
+                remark(f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag.")
                 self.metrics.row("skip", p.iteration, first=first, from_sample=begin, to=p.consumed_train_samples)
                 self.state.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
                 return True
@@ -374,7 +396,7 @@ class Trainer:
         if stop.signal and is_alone:  # saving comes first: the process may be killed within seconds
             return math.nan
         shown = "test" if name == "test" else "validation"
-        self.metrics.validation(p.iteration, p.consumed_train_samples, shown, prefix, loss, set_name)
+        self.metrics.validation(p.consumed_train_samples, Check(p.iteration, shown, prefix, loss, set_name))
         if not math.isfinite(loss) and allowed_in_a_row(t.on_nonfinite) == 0:
             self.record_non_finite_end()
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "

@@ -1,9 +1,8 @@
-"""A run's numbers: Megatron's lines on stdout, metrics.jsonl, a progress bar."""
+"""A run's numbers: Megatron's lines or the short screen, metrics.jsonl, a progress bar."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -17,12 +16,14 @@ from typing import Any
 import torch
 
 from meshwright import device as devices
-from meshwright.console import say
+from meshwright.console import remark, say, show
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.launch.team import Team
 from meshwright.progress import new_bar
 from meshwright.settings import flags
 from meshwright.settings.schema import Logging, TrainConfig
+from meshwright.training.lines import Check, Interval
+from meshwright.training.screen import LineScreen
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
@@ -47,6 +48,7 @@ class Attempt:
     consumed: int  # samples
     total_steps: int
     flops_per_token: float
+    screen: LineScreen | None = None
 
 
 class Metrics:
@@ -60,7 +62,7 @@ class Metrics:
         self.world = team.size
         self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
         self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
-        self.device, self.timers = timers.device, timers
+        self.device, self.timers, self.screen = timers.device, timers, attempt.screen
         self.peak = peak_flops(self.device)
         self.file, self.attempt_number = -1, 1
         if folder is not None:
@@ -139,33 +141,31 @@ class Metrics:
 
     def _line(self, iteration: int, consumed: int, lr: float, values: dict[str, Any]) -> None:
         samples = self.samples / self.seconds
-        rate = samples * self.seq * self.flops / self.world
+        tokens = samples * self.seq
         in_all = self.config.samples
         left = (in_all - consumed if in_all else (self.total_steps - iteration) * values["batch"]) / samples
-        parts = [
-            f" iteration {iteration:8d}/{self.total_steps:8d}",
-            f"consumed samples: {consumed:12d}",
-            f"elapsed time per iteration (ms): {self.seconds / self.steps * 1e3:.1f}",
-            f"learning rate: {lr:.3E}",
-            f"global batch size: {values['batch']:5d}",
-        ]
-        if self.losses:
-            parts.append(f"lm loss: {sum(self.losses) / len(self.losses):.6E}")
-        parts += [f"loss scale: {values['loss_scale']:.1f}", f"grad norm: {values['grad_norm']:.3f}"]
-        parts += [f"num zeros: {values['num_zeros']:.1f}"] if "num_zeros" in values else []
-        parts += [f"params norm: {values['params_norm']:.3f}"] if "params_norm" in values else []
-        parts += [
-            f"number of skipped iterations: {self.skipped:3d}",
-            f"number of nan iterations: {self.nan:3d}",
-            f"samples per second: {samples:.3f}",
-            f"TFLOPs: {rate / 1e12:.2f}",
-            f"tokens per second: {samples * self.seq:.0f}",
-        ]
-        if self.peak:
-            parts.append(f"MFU: {100 * rate / self.peak:.1f}% of {self.peak / 1e12:.0f} TFLOP/s")
-        if memory := devices.peak_memory(self.device):
-            parts.append(f"memory (GiB): {memory / 2**30:.2f}")
-        say(" | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(max(left, 0)))}"]) + " |")
+        memory = devices.peak_memory(self.device)
+        interval = Interval(
+            iteration=iteration,
+            total=self.total_steps,
+            consumed=consumed,
+            steps=self.steps,
+            seconds=self.seconds,
+            lr=lr,
+            values=values,
+            loss=sum(self.losses) / len(self.losses) if self.losses else None,
+            skipped=self.skipped,
+            nan=self.nan,
+            samples_per_second=samples,
+            tokens_per_second=tokens,
+            flops=tokens * self.flops / self.world,
+            peak=self.peak,
+            memory=memory,
+            left=max(left, 0),
+        )
+        say(interval.in_megatrons_form())
+        if self.screen is not None:
+            show(self.screen.step(interval))
         if memory is not None and not self.memory_is_printed:
             self.memory_is_printed, stats = True, devices.memory_stats(self.device)
             columns = {"allocated": "allocated_bytes.all.current", "max allocated": "allocated_bytes.all.peak"}
@@ -175,31 +175,27 @@ class Metrics:
         self.timers.print_means(self.steps)
         self._reset()
 
-    def validation(
-        self, iteration: int, consumed: int, name: str, prefix: str, loss: float, set_name: str = ""
-    ) -> None:
-        """Record one validation and print Megatron's framed line.
+    def validation(self, consumed: int, check: Check) -> None:
+        """Record one validation and print Megatron's framed line."""
+        say(check.in_megatrons_form())
+        if self.screen is not None:
+            show(self.screen.validation(check))
+        end = {"end": True} if check.is_at_end else {}
+        row = {"name": check.name, "loss": check.loss, "ppl": check.ppl} | (
+            {"set": check.dataset} if check.dataset else {}
+        )
+        self.row("validation", check.iteration, **row, **end)
+        self._track(validation_tags(self.g, row), check.iteration, consumed)
 
-        The perplexity is exp(loss), capped as in Megatron. `set_name` is given only if there are
-        several sets.
-        """
-        ppl = math.exp(min(20, loss)) if math.isfinite(loss) else math.nan
-        where = f"{prefix} on {set_name}" if set_name else prefix
-        line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
-        say("-" * (len(line) + 1))
-        say(line)
-        say("-" * (len(line) + 1))
-        end = {"end": True} if prefix.startswith("the end") else {}  # may repeat an iteration
-        row = {"name": name, "loss": loss, "ppl": ppl} | ({"set": set_name} if set_name else {})
-        self.row("validation", iteration, **row, **end)
-        self._track(validation_tags(self.g, row), iteration, consumed)
+    def stop_bar(self) -> None:
+        if self.bar is not None:
+            self.bar[0].stop()
+            self.bar = None
 
     def close(self) -> None:
         for tracker in self.trackers:
             tracker.close()
-        if self.bar is not None:
-            self.bar[0].stop()
-            self.bar = None
+        self.stop_bar()
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -309,7 +305,7 @@ def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[
             trace = folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
             trace.parent.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(trace))
-            say(f" > wrote {trace} (open it at ui.perfetto.dev or chrome://tracing)")
+            remark(f" > wrote {trace} (open it at ui.perfetto.dev or chrome://tracing)")
 
     with contextlib.ExitStack() as running:
 

@@ -26,7 +26,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.resume import check_loading, fresh_schedule, guard_existing, guard_run_folder, saved_settings
 from meshwright.training.saver import check_export
-from meshwright.training.sizes import bytes_per_parameter, parameters_of_ranks
+from meshwright.training.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +177,6 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
     n = counts.parameters(m, padded, positions)
     tokens = config.global_batch * seq
     flops = counts.flops_per_token(m, padded, seq, config.training.recompute) * tokens
-    here, host = bytes_per_parameter(config)
     print(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
     number = config.micro_batches(config.global_batch)
     micro = f"{number} micro-batch{'es' * (number != 1)}"
@@ -186,22 +185,12 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
     print(f"one step: {tokens:,} tokens, {_large(flops, 'FLOP')}, {micro}")
     total = (config.samples or config.steps * config.global_batch) * seq
     print(f"the run: {config.steps:,} steps, {total:,} tokens")
-    place = ""
     if config.world > 1:
         each = parameters_of_ranks(config, padded, positions)
-        n = max(each)
-        place = f" on pipeline rank {each.index(n)}" if len(each) > 1 else " on each rank"
-        sizes = {"context": config.parallel.context_parallel_size, "tensor": tp, "pipeline": len(each)}
-        ranks = "".join(f" x {k} {name}" for name, k in sizes.items() if k > 1)
-        print(f"{config.world} ranks = {config.dp} data{ranks}; ", end="")
         layers, largest = " ".join(map(str, config.stages)), ", the largest" * (len(each) > 1)
-        print(f"layers of each stage: {layers}; {n:,} parameters{place}{largest}")
-    beside = f" and {_bytes(n * host)} in host memory" if host else ""
-    print(f"memory of weights, gradients and optimizer: {_bytes(n * here)}{place}{beside}, activations apart")
-
-
-def _bytes(x: float) -> str:
-    return f"{x / 2**30:,.2f} GiB" if x >= 2**30 else f"{x / 2**20:,.1f} MiB"
+        place = f"{max(each):,} parameters{describe_place(each)}{largest}"
+        print(f"{describe_layout(config)}; layers of each stage: {layers}; {place}")
+    print(f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart")
 
 
 def _large(x: float, unit: str) -> str:

@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifests import MANIFEST, Damaged
 from meshwright.checkpoint.saved_model import GPT_NETWORK, model_settings, recorded_settings
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
-from meshwright.console import say
+from meshwright.console import remark, say
 from meshwright.data.format.indexed import Indexed, fingerprint
 from meshwright.data.history import History, continue_history, find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError
@@ -91,7 +91,8 @@ class State:
                 message = f"--load {c.load}: no checkpoint found, but {flag} {NEEDS_ONE}"
                 raise UserError(message, BAD_DATA, everywhere=True)
             require_own(c)
-            say(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}")
+            note = f"{c.load} holds no checkpoint yet: the weights are random"
+            remark(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}", on_screen=note)
             say("    will not load any checkpoints and will start from random")
             return False
         if loaded.state and not c.finetune:
@@ -110,22 +111,22 @@ class State:
                 BAD_DATA,
             )
         for line in differences(self.config, saved):
-            say(line)
+            remark(line)
         cut = self.cut_vocabulary(source)
         if c.finetune or not state:
             why = "--finetune" if c.finetune else f"{source.kind}, weights only"
-            say(f" > {why}: only the weights are loaded; step, samples and schedule begin at 0")
+            remark(f" > {why}: only the weights are loaded; step, samples and schedule begin at 0")
             return cut
         if "schedule" not in state:
-            say(" > note: the checkpoint has no schedule; the schedule of the flags continues from its samples")
+            remark(" > note: the checkpoint has no schedule; the schedule of the flags continues from its samples")
         elif self.config.training.skip_train:  # no step will follow the schedule, so do not compare it
             self.schedule = Schedule(**state["schedule"])
         else:
             self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
             for line in lines:
-                say(line)
+                remark(line)
         if c.no_load_optim:
-            say(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
+            remark(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
         self.skips, self.epochs = state.get("skips", []), state.get("epochs")
@@ -144,7 +145,7 @@ class State:
             message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
             if source.kind != HUGGING_FACE or size > (source.vocab or 0):  # whose size may include padding
                 raise UserError(message, BAD_DATA)
-            say(f" > note: {message}: the extra rows are treated as padding")
+            remark(f" > note: {message}: the extra rows are treated as padding")
         return source.of_vocabulary(size)
 
     def forget_best(self) -> None:
@@ -171,7 +172,7 @@ class State:
             note = (
                 f" > note: the training set is now {now}; at the checkpoint it was {before}: all epochs are shuffled "
             )
-            say(f"{note}together (as in Megatron), so the order has changed, and samples may be seen again")
+            remark(f"{note}together (as in Megatron), so the order has changed, and samples may be seen again")
         self.epochs = epochs
 
     def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
@@ -244,7 +245,7 @@ def guard_existing(config: TrainConfig) -> None:
     existing, continues = steps.list_checkpoints(c.save), is_continued(c)
     if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
         note = f" > note: the Hugging Face model in {c.save} is kept; from the first save on, commands given this "
-        say(note + "folder use the run's checkpoints")
+        remark(note + "folder use the run's checkpoints")
     if continues and not c.finetune:
         if c.save_overwrite:
             raise UserError("--save-overwrite starts anew and --load continues the same folder; give only one of them")

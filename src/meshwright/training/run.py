@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from meshwright import console
 from meshwright import device as devices
 from meshwright.checkpoint import publish
-from meshwright.console import say, say_arguments, say_time
+from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.errors import UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
@@ -140,16 +140,21 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     The lines are printed in the order and the words of Megatron's log, which users' scripts read.
     """
     from meshwright.training import network
-    from meshwright.training.loop import Trainer
+    from meshwright.training.loop import ALL_DONE, Trainer
     from meshwright.training.metrics import Timers
+    from meshwright.training.screen import open_screen
 
-    console.set_stream("stdout" if team.is_lead else None)
+    screen = open_screen(config.logging) if team.is_lead else None
+    console.set_stream("stdout" if team.is_lead else None, screen)
     require_equal_settings(team, config)
     layout = connect(layout_of(config, team.rank), rendezvous.timeout())
     c = config.checkpoint
     folder = Path(root) if (root := c.run_dir or c.save) else None
 
     with contextlib.ExitStack() as held:
+        open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
+        if screen is not None:
+            held.callback(screen.close)
         team.run_on_lead(lambda: lock_folders(config, held))
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team)
         tokenizer, vocab, padded = print_settings(config, folder, team)
@@ -169,7 +174,8 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         say("done with setup ...")
         timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 
-        trainer.open_folder(folder, tokenizer, job.command)
+        trainer.open_folder(folder, tokenizer, job.command, screen)
+        open_log()
         held.callback(trainer.metrics.close)
         held.callback(trainer.state.saver.close)  # waits for a save in flight
         stop = StopConditions(config.training, job.began, saves=c.save is not None)
@@ -182,6 +188,9 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         trainer.metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status, time=time.time())
         if folder is not None and team.is_lead:
             write_report(folder)
+        if screen is not None:
+            trainer.metrics.stop_bar()
+            show(screen.end(reason, is_done=reason == ALL_DONE))
         return stop.status
 
 
@@ -215,7 +224,7 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
         trainer.state.saver.export(tokenizer)
     elif c.save_hf:
         convert = f"run `meshwright convert {c.save} {c.save_hf} --to huggingface` to convert the current checkpoint"
-        say(f" > --save-hf: not written, because training is not finished; {convert}")
+        remark(f" > --save-hf: not written, because training is not finished; {convert}")
 
 
 def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import loading, native, publish, steps
-from meshwright.console import say
+from meshwright.console import remark, say
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class Saver:
             self.write_for_megatron(Path(folder), step, named, state, settings, team)
         else:
             native.save(folder, step, named, state, settings, team=team)
-        say(after)
+        remark(after, f"saved step {step:,}")
         team.run_on_lead(lambda: self.tidy(step, best))
 
     def write_for_megatron(
@@ -126,7 +126,7 @@ class Saver:
             publish.write_tracker(c.save, best, steps.BEST)
         if c.keep_last:
             for old in publish.prune(c.save, step, c.keep_last, c.keep_every, best):
-                say(f" > removed step {old}: --keep-last {c.keep_last}")
+                remark(f" > removed step {old}: --keep-last {c.keep_last}")
 
     @property
     def in_flight(self) -> bool:
@@ -146,7 +146,7 @@ class Saver:
         """Write --save-hf from the last saved step."""
         c = self.config.checkpoint
         if c.save_hf and self.kept is None:
-            say(" > --save-hf: nothing was trained or saved, so nothing is written")
+            remark(" > --save-hf: nothing was trained or saved, so nothing is written")
         elif c.save_hf and c.save and self.kept is not None and self.team.is_lead:
             from meshwright.checkpoint.formats import huggingface_writer
 
@@ -154,8 +154,8 @@ class Saver:
             assert source is not None
             target, run = Path(c.save_hf), Path(c.save)
             for note in huggingface_writer.write(source, target, tokenizer=tokenizer, run=run, again=is_continued(c)):
-                say(f" > {note}")
-            say(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
+                remark(f" > {note}")
+            remark(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
 
     def close(self) -> None:
         if self.background is not None:

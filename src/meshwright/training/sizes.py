@@ -26,6 +26,34 @@ def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
     return weight + gradient + share + kept, 0
 
 
+def describe_layout(config: TrainConfig) -> str:
+    """Return how many ranks there are, and what they divide."""
+    p = config.parallel
+    sizes = {"context": p.context_parallel_size, "tensor": p.tensor_model_parallel_size}
+    sizes |= {"pipeline": p.pipeline_model_parallel_size}
+    ranks = "".join(f" x {k} {name}" for name, k in sizes.items() if k > 1)
+    return f"{config.world} ranks = {config.dp} data{ranks}" if config.world > 1 else "1 rank"
+
+
+def describe_memory(config: TrainConfig, padded: int) -> str:
+    """Return the memory of the rank with the most weights, gradients and optimizer state."""
+    positions = config.model.max_position_embeddings or config.data.seq_length
+    assert positions
+    each = parameters_of_ranks(config, padded, positions)
+    here, host = bytes_per_parameter(config)
+    beside = f" and {_bytes(max(each) * host)} in host memory" if host else ""
+    return f"{_bytes(max(each) * here)}{describe_place(each) if config.world > 1 else ''}{beside}"
+
+
+def describe_place(parameters: list[int]) -> str:
+    """Return which rank has the most parameters, given those of the pipeline ranks."""
+    return f" on pipeline rank {parameters.index(max(parameters))}" if len(parameters) > 1 else " on each rank"
+
+
+def _bytes(x: float) -> str:
+    return f"{x / 2**30:,.2f} GiB" if x >= 2**30 else f"{x / 2**20:,.1f} MiB"
+
+
 def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:
     """Return the number of parameters per pipeline rank, including embedding or head."""
     m, p = config.model, config.parallel

@@ -1,0 +1,171 @@
+"""The short screen of a terminal, Megatron's log elsewhere, and the file of the log."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+
+import pytest
+
+import meshwright.training.run
+from helpers import TINY_FLAGS
+from meshwright import console
+from meshwright.__main__ import main
+from meshwright.training import lines, screen
+
+
+def _train_on(terminal, argv, environment):
+    """The body of a process whose output is a terminal."""
+    slave = os.open(terminal, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(slave, fd)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    meshwright.training.run.write_report = lambda folder: None
+    os.environ.update({"TERM": "xterm-256color", **environment})
+    os._exit(main(["train", *argv]))
+
+
+def on_terminal(columns, *argv, **environment):
+    """Train in a process on a terminal of so many columns; return its status and what it shows."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    arguments = (os.ttyname(slave), [*TINY_FLAGS, *argv], environment)
+    process = multiprocessing.get_context("forkserver").Process(target=_train_on, args=arguments)
+    process.start()
+    shown = b""
+    while process.is_alive() or not shown:
+        os.set_blocking(master, False)
+        try:
+            shown += os.read(master, 1 << 16)
+        except BlockingIOError:
+            process.join(0.02)
+    process.join(60)
+    with_rest = shown + (os.read(master, 1 << 20) if _has_more(master) else b"")
+    os.close(slave)
+    os.close(master)
+    return process.exitcode, with_rest.decode()
+
+
+def _has_more(fd):
+    return bool(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])
+
+
+def finished_lines(shown):
+    """Return the lines that are on the terminal at the end, without their colours."""
+    rows, y, x = [""], 0, 0
+    for escape, text in re.findall(r"(\x1b\[[\d;?]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", shown):
+        if text:
+            rows[y] = rows[y][:x].ljust(x) + text + rows[y][x + len(text) :]
+            x += len(text)
+        elif escape == "\r":
+            x = 0
+        elif escape == "\n":
+            y += 1
+            rows += [""] * (y == len(rows))
+        elif escape.endswith("A"):
+            y -= int(escape[2:-1])
+        elif escape == "\x1b[2K":
+            rows[y] = ""
+    return [row.rstrip() for row in rows]
+
+
+@pytest.mark.parametrize("columns", [80, 200, 40])
+def test_on_a_terminal_the_screen_is_short(tmp_path, columns):
+    save = tmp_path / ("a-long-name-of-a-folder-" * 3)
+    status, shown = on_terminal(columns, f"--save={save}", f"--load={save}")
+    rows = finished_lines(shown)
+    assert status == 0, shown
+    # The path in a command stays whole, so that it can be copied.
+    assert max(len(row) for row in rows if str(save) not in row) <= min(columns, 80)
+    head = next(i for i, row in enumerate(rows) if row.split()[:2] == ["step", "loss"])
+    title = next(i for i, row in enumerate(rows) if row.startswith("Meshwright "))
+    assert head - title <= 12
+    table = [row.split() for row in rows[head + 1 :]]
+    assert [row[0] for row in table if len(row) > 3 and row[0].isdigit()] == list("12334566666")[: len(table)]
+    assert sum("validation, perplexity" in row for row in rows) == 3 or columns == 40
+    assert "  saved step 6" in rows and not any("iteration" in row or "arguments" in row for row in rows)
+    assert "\x1b[1m" in shown
+    end = rows[rows.index("next:") :]
+    assert any("inspect" in row for row in end) and any("report" in row for row in end)
+
+
+def test_without_colours(tmp_path):
+    status, shown = on_terminal(80, f"--run-dir={tmp_path}", "--no-progress", NO_COLOR="1")
+    assert status == 0 and "\x1b" not in shown and "the model was not kept" in shown
+
+
+def test_megatrons_log_on_a_terminal(tmp_path):
+    status, shown = on_terminal(80, f"--run-dir={tmp_path}", "--log-format=megatron", "--no-progress")
+    assert status == 0 and shown.replace("\r\n", "\n") == (tmp_path / "log.txt").read_text()
+
+
+def test_the_log_is_kept_beside_what_is_printed(run, tmp_path):
+    first = run(f"--save={tmp_path / 'run0'}")
+    log = tmp_path / "run0" / "log.txt"
+    assert first.out == log.read_text() and " iteration        6/       6 |" in first.out
+    # A refused attempt leaves the log as it is, and the next one is added.
+    again = run(f"--save={tmp_path / 'run0'}", f"--run-dir={tmp_path / 'run0'}")
+    assert again.status == 73 and log.read_text() == first.out
+    flags = [f"--{name}={tmp_path / 'run0'}" for name in ("save", "load", "run-dir")]
+    more = run(*flags, "--train-iters=7", "--override-opt_param-scheduler")
+    assert more.status == 0 and log.read_text() == first.out + more.out
+    assert "log.txt" not in {p.name for p in (tmp_path / "run1").glob("*")}
+
+
+def test_the_short_form_in_a_pipe_keeps_the_same_log(run, tmp_path):
+    short = run("--log-format=short", "--skip-train-iteration-range", "2-3")
+    log = (tmp_path / "run0" / "log.txt").read_text()
+    assert "Skipped iterations 2 to 3" in log and "lm loss:" in log and "arguments" in log
+    assert "  Skipped iterations 2 to 3 due to" in short.out
+    assert "lm loss:" not in short.out and "\x1b" not in short.out and max(map(len, short.out.splitlines())) <= 80
+    assert "log.txt" in short.out and "report.html" in short.out
+
+
+@pytest.mark.parametrize("why", ["folder", "disk"])
+def test_a_log_that_cannot_be_written_ends_no_run(run, tmp_path, monkeypatch, why):
+    if why == "folder":
+        (tmp_path / "run0" / "log.txt").mkdir(parents=True)
+    else:
+        write = os.write
+        (tmp_path / "run0").mkdir()
+        (tmp_path / "run0" / "log.txt").touch()
+
+        def full(fd, data):
+            if os.path.samestat(os.fstat(fd), os.stat(tmp_path / "run0" / "log.txt")):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(fd, data)
+
+        monkeypatch.setattr(console.os, "write", full)
+    got = run()
+    reason = os.strerror(errno.EISDIR if why == "folder" else errno.ENOSPC)
+    assert got.status == 0 and got.err == f"{tmp_path}/run0/log.txt: {reason}; the run continues without this file\n"
+
+
+def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
+    values = {"grad_norm": 1.0, "loss_scale": 4096.0}
+    table = screen.LineScreen(has_status=False)
+    step = lines.Interval(50, 100, 400, 50, 5.0, 0.1, values, None, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0)
+    head, row, note = table.step(step).splitlines()
+    assert head.split() == "step loss gradient rate tokens/s MFU elapsed left".split()
+    assert row.split()[:7] == "50 - 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("25:00:00")
+    assert note == "  50 of these 50 steps were skipped: not finite, loss scale 4096"
+    shown = [table.validation(lines.Check(i, "validation", "", loss)) for i, loss in ((1, 3.0), (2, 2.5), (3, 2.75))]
+    assert ["the lowest so far" in line for line in shown] == [False, True, False]
+    assert table.results() == [("validation", "2.7500, perplexity 15.64; the lowest was 2.5000 at step 2")]
+
+
+def test_long_texts():
+    assert screen.shorten("/a/very/long/path/of/a/run", 11) == "/a/ve…a/run" and screen.shorten("abc", 3) == "abc"
+    assert screen.continued("meshwright train --config a", 14) == ["  meshwright train \\", "    --config \\", "    a"]
+    assert [screen.clock(s) for s in (0.4, 59.6, 3599, 3600, 86400 * 3 + 7200)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "3 d 2 h",
+    ]
