@@ -45,7 +45,9 @@ def test_loss_falls_and_everything_is_written(tmp_path, capsys):
     run = tmp_path / "run"
     files = {p.name for p in run.iterdir() if not p.name.startswith(".")}
     steps_saved = {f"iter_{i:07d}" for i in range(3, 31, 3)}
-    assert files == steps_saved | set("config.toml latest_checkpointed_iteration.txt metrics.jsonl report.html".split())
+    assert files == steps_saved | set(
+        "config.toml latest_checkpointed_iteration.txt log.txt metrics.jsonl report.html".split()
+    )
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "30"
     assert len(read_rows(run, "validation")) == 10 + 2 and read_rows(run, "end")[0]["reason"] == "all iterations done"
     out = capsys.readouterr().out

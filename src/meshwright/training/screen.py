@@ -25,6 +25,7 @@ from meshwright.training.sizes import describe_layout, describe_memory
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.status import Status
+    from rich.text import Text
 
     from meshwright.tokenizers import Tokenizer
 
@@ -108,7 +109,7 @@ class LineScreen:
         return min(WIDTH, self.console.width)
 
     def grid(self, rows: Iterable[tuple[str, str]]) -> RenderableType:
-        """Return names and values in two columns; a long value loses its middle, never its end."""
+        """Return names and values in two columns; a long value is cut, and a path in its middle."""
         from rich.table import Table
         from rich.text import Text
 
@@ -116,7 +117,10 @@ class LineScreen:
         names = max(len(name) for name, _ in pairs)
         room = self.width - len(INDENT) - names - 2
         for name, value in pairs:
-            grid.add_row(Text(INDENT + name, "dim"), Text(shorten(value, room), no_wrap=True, overflow="ellipsis"))
+            path, space, rest = value.partition(" ")
+            if "/" in path:
+                value = shorten(path, max(room - len(space + rest), 12)) + space + rest
+            grid.add_row(Text(INDENT + name, "dim"), Text(value, no_wrap=True, overflow="ellipsis"))
         return grid
 
     # What console shows
@@ -146,7 +150,7 @@ class LineScreen:
         title.truncate(self.width, overflow="ellipsis")
         return self.form(title, self.grid(facts(run))) + "\n"
 
-    def head(self, has_mfu: bool = False) -> str:
+    def head(self, has_mfu: bool = False) -> Text:
         """Return the head of the table, with the columns that fit."""
         from rich.text import Text
 
@@ -157,7 +161,7 @@ class LineScreen:
             chosen.pop()
         names = [c.title for c in COLUMNS]
         self.columns = tuple(sorted(chosen, key=lambda c: names.index(c.title)))
-        return self.form(Text(INDENT + "".join(c.title.rjust(c.width) for c in self.columns), "dim"))
+        return Text(INDENT + "".join(c.title.rjust(c.width) for c in self.columns), "dim")
 
     def step(self, x: Interval) -> str:
         from rich.text import Text
@@ -188,7 +192,7 @@ class LineScreen:
         is_best = check.name != "test" and bool(known) and check.loss < min(known)
         cells = {"step": f"{check.iteration:,}", "loss": f"{check.loss:.4f}"}
         line = Text(INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]), "bold")
-        line.append(f"  {check.title}", "bold")
+        line.append(f"  {check.title}{' at the end' * check.is_at_end}", "bold")
         line.append(f", perplexity {check.ppl:,.2f}{', the lowest so far' * is_best}")
         line.truncate(self.width, overflow="ellipsis")
         return self.form(line) if self.last is not None else self.form(self.head(), line)
@@ -207,11 +211,10 @@ class LineScreen:
             rows.append(("page", str(folder / "report.html")))
         out = self.form("", self.grid(rows))
         room = self.width - len(INDENT)
-        commands = [INDENT + shlex.join(words) for words in next_commands(self.run, is_done)]
-        notes = [] if self.run.config.checkpoint.save else ["the model was not kept; --save DIR keeps it"]
-        # Not cut, so that each can be copied: a long one is continued on another line.
-        lines = [line for command in commands for line in continued(command, room)]
-        return "\n".join([out, "", self.form("next:"), *(INDENT + line.strip("\n") for line in lines), *notes])
+        lines = [INDENT + line for words in next_commands(self.run, is_done) for line in broken(words, room)]
+        if not self.run.config.checkpoint.save:
+            lines.append(self.form("the model was not kept: --save DIR keeps it"))
+        return "\n".join([out, "", "next:", *lines])
 
     def describe_end(self, reason: str, is_done: bool) -> str:
         assert self.run is not None
@@ -288,13 +291,13 @@ def next_commands(run: Beginning, is_done: bool) -> list[list[str]]:
     return [["meshwright", *words] for words in out[:3]]
 
 
-def continued(command: str, room: int) -> list[str]:
-    """Break a command between words, with backslashes, where it is longer than the screen."""
+def broken(words: list[str], room: int) -> list[str]:
+    """Return a command as lines to copy: more than one if it is longer than the screen."""
+    command = shlex.join(words)
     if len(command) <= room:
         return [command]
-    words = shlex.split(command)
-    lines = [INDENT + " ".join(words[:2]), *(INDENT * 2 + shlex.quote(word) for word in words[2:])]
-    return [line + " \\" for line in lines[:-1]] + lines[-1:]
+    first, *rest = shlex.join(words[:2]), *map(shlex.quote, words[2:])
+    return [f"{line} \\" for line in (first, *(INDENT + word for word in rest[:-1]))] + [INDENT + rest[-1]]
 
 
 def shorten(text: str, room: int) -> str:
