@@ -28,7 +28,7 @@ from meshwright.console import notice
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.progress import progress_bar
 from meshwright.settings import checks, flags
-from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, GenerateConfig, Tokenizer, spelling
+from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, Tokenizer, spelling
 
 if TYPE_CHECKING:
     import torch
@@ -165,6 +165,7 @@ def complete_source(source: Source, given: Mapping[str, Any], t: Tokenizer) -> C
         notice(f"{rows - size:,} of {rows:,} rows for tokens are cut off, the vocabulary has {size:,} ids")
     source = source.of_vocabulary(size)
     source.config = {name: given[name] for name in ARCHITECTURE if name in given} | source.config
+    source.config |= {name: given[name] for name in STATED if name in given}
     if saved.positions is not None:
         source.config.setdefault("max_position_embeddings", saved.positions)
     if missing := [spelling(name) for name in REQUIRED if not source.config.get(name)]:

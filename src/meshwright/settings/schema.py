@@ -586,6 +586,8 @@ class TrainConfig:
 _FREE = """make_vocab_size_divisible_by pad_vocab_size_to init_method_std init_method_xavier_uniform hidden_dropout
 attention_dropout attention_impl num_experts""".split()
 ARCHITECTURE = tuple(f.name for f in dataclasses.fields(Model) if f.name not in _FREE)
+# Settings that a checkpoint states and a run that loads it takes over, unless a flag gives another.
+STATED = ("hidden_dropout", "attention_dropout", "init_method_std")
 # Settings that decide a property together, or by a default: the property is compared.
 OUTCOME = {
     "ffn_hidden_size": "ffn",

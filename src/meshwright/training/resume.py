@@ -25,7 +25,7 @@ from meshwright.report.history import read_settings
 from meshwright.settings import flags
 from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import given, path_sets, prefixes
-from meshwright.settings.schema import ARCHITECTURE, Checkpoint, Logging, Parallel, TrainConfig, spelling
+from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, Logging, Parallel, TrainConfig, spelling
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.saver import Saver, is_continued
@@ -324,6 +324,10 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         for name in ours
         if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
     ]
+    needed = [*STATED, "layernorm_epsilon", *["rotary_base"] * (config.model.position == "rope")]
+    if unstated := [name for name in needed if name not in saved]:
+        values = ", ".join(f"{spelling(name)} {getattr(config.model, name):g}" for name in unstated)
+        out.append(f" > note: the checkpoint does not state all settings; used are {values}")
     equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
     if not equal_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
         out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
@@ -350,7 +354,7 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """Take the architecture from the checkpoint of --load where no flag is given."""
+    """Take the architecture, and what else it states, from --load where no flag is given."""
     c = config.checkpoint
     if not c.load:
         return config
@@ -375,7 +379,9 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     # GPT-2 is trained on sequences as long as its table of positions.
     if "seq_length" not in saved and model_settings(saved, source.folder).position == "learned":
         saved["seq_length"] = saved.get("max_position_embeddings")
-    wanted = {n: v for n, v in saved.items() if n in (*ARCHITECTURE, "seq_length", "vocab_size") and n not in given}
+    wanted = {
+        n: v for n, v in saved.items() if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
+    }
     known = flags.from_saved(TrainConfig, wanted, str(source.folder))
     groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
     for name, group in groups.items():

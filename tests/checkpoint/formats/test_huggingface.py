@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def theirs(name, **changes):
 
 def ours(source):
     """Return our network with a source's settings and weights."""
-    m = dataclasses.replace(Model(), hidden_dropout=0.0, attention_dropout=0.0, **source.config)
+    m = dataclasses.replace(Model(), **source.config | {"hidden_dropout": 0.0, "attention_dropout": 0.0})
     model = GPT(m, source.vocab, source.vocab, LENGTH).eval()
     named = dict(model.named_parameters())
     assert {n: tuple(p.shape) for n, p in named.items()} == {n: t.shape for n, t in source.tensors.items()}
@@ -107,6 +108,48 @@ def test_both_ways(name, tmp_path):
     if name not in missing:
         for key, value in model.state_dict().items():
             assert torch.equal(again.state_dict()[key], value), key
+
+
+SHORT = f"--mock-data --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --vocab-size {VOCAB}"
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsys):
+    """Issue 13, line 5: dropouts, epsilon, rotary base and initial deviation; a flag wins."""
+    stated = {"attention_dropout": 0.03, "initializer_range": 0.05, "rms_norm_eps": 1e-4}
+    if name == "gpt2":
+        stated = {"attn_pdrop": 0.03, "resid_pdrop": 0.07, "embd_pdrop": 0.07, "initializer_range": 0.05}
+    theirs(name, **stated).save_pretrained(tmp_path / "a")
+    run = ["train", *SHORT.split(), "--seq-length", str(LENGTH), "--load", str(tmp_path / "a")]
+    assert cli.main([*run, "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "c")]) == 0
+    assert "does not state" not in capsys.readouterr().out
+    model = tomllib.loads((tmp_path / "b" / "config.toml").read_text())["model"]
+    assert model["hidden_dropout"] == (0.07 if name == "gpt2" else 0) and model["attention_dropout"] == 0.03
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert {key: config[key] for key in stated} == stated
+    more = ["--attention-dropout", "0.2", "--save", str(tmp_path / "d"), "--save-hf", str(tmp_path / "e")]
+    assert cli.main([*run, *more]) == 0
+    config = json.loads((tmp_path / "e" / "config.json").read_text())
+    assert config["attn_pdrop" if name == "gpt2" else "attention_dropout"] == 0.2
+    to = ["--to", "huggingface", "--init-method-std", "0.01"]
+    assert cli.main(["convert", str(tmp_path / "a"), str(tmp_path / "f"), *to, "--true-vocab-size", str(VOCAB)]) == 0
+    assert json.loads((tmp_path / "f" / "config.json").read_text()) == (
+        json.loads((tmp_path / "c" / "config.json").read_text()) | {"initializer_range": 0.01}
+    )
+
+
+def test_what_a_folder_does_not_state_is_noted(tmp_path, capsys):
+    theirs("llama-grouped").save_pretrained(tmp_path / "a")
+    change_config(tmp_path / "a", attention_dropout=None, rms_norm_eps=1e-5)
+    run = ["train", *SHORT.split(), "--seq-length", str(LENGTH), "--load", str(tmp_path / "a")]
+    assert cli.main(run) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "does not state" in line)
+    assert line.endswith("transformers' defaults are used: attention_dropout 0")
+    theirs("gpt2").save_pretrained(tmp_path / "b")
+    change_config(tmp_path / "b", embd_pdrop=0.2)
+    assert "embd_pdrop 0.2 is replaced by resid_pdrop 0 " in huggingface.open(tmp_path / "b").notes[0]
+    change_config(tmp_path / "b", resid_pdrop=1.5)
+    assert "resid_pdrop is 1.5; it must be in [0, 1)" in error_of(lambda: huggingface.open(tmp_path / "b"))
 
 
 def test_files_of_every_kind(tmp_path):

@@ -159,7 +159,8 @@ def write_libai(root, state, flow_tensor, form, yaml=True):
     if yaml:
         (root / "config.yaml").write_text(
             f"model:\n  _target_: libai.models.GPTForPreTraining\n  cfg: {{num_attention_heads: {HEADS}, "
-            "layernorm_epsilon: 1.0e-05, apply_residual_post_layernorm: false, bias_gelu_fusion: true}\n"
+            "layernorm_epsilon: 1.0e-05, output_dropout_prob: 0.05, initializer_range: 0.03, "
+            "apply_residual_post_layernorm: false, bias_gelu_fusion: true}\n"
         )
     return folder
 
@@ -200,6 +201,7 @@ def test_libai(form, turned, weights, flow_tensor, tmp_path):
     folder = write_libai(tmp_path, libai_state(weights, turned), flow_tensor, form)
     source = oneflow.open(folder)
     assert source.kind == "LiBai" and source.config["num_attention_heads"] == HEADS and not source.notes
+    assert (source.config["hidden_dropout"], source.config["init_method_std"]) == (0.05, 0.03)
     assert_same_logits(source, weights)
     found = loading.open_any(tmp_path)
     assert found is not None and found.kind == "LiBai"
@@ -207,7 +209,7 @@ def test_libai(form, turned, weights, flow_tensor, tmp_path):
 
 def test_heads_come_from_the_flags_if_no_file_states_them(weights, flow_tensor, tmp_path):
     folder = write_libai(tmp_path, libai_state(weights, True), flow_tensor, "folders", yaml=False)
-    assert "num_attention_heads" not in oneflow.open(folder).config
+    assert not oneflow.open(folder).config.keys() & {"num_attention_heads", "hidden_dropout"}
     assert oneflow.open(folder, heads=HEADS).config["num_attention_heads"] == HEADS
     bad = "model: !!python/object:os.system {}"
     for text in (bad, "[" * 10_000, "model: 3", "model: {cfg: {num_attention_heads: x}}"):

@@ -150,6 +150,21 @@ class Given:
             raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be a number above 0")
         return float(value)
 
+    def share(self, key: str, default: float) -> float:
+        """Return a dropout; one that is not stated is transformers' default, with a note."""
+        value = default if self.config.get(key) is None else self.config[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be in [0, 1)")
+        return float(value)
+
+    def note_defaults(self, **defaults: float) -> None:
+        """Note which of these keys config.json leaves to transformers' defaults."""
+        if missing := [key for key in defaults if self.config.get(key) is None]:
+            values = ", ".join(f"{key} {defaults[key]:g}" for key in missing)
+            self.notes.append(
+                f" > note: {CONFIG} does not state all settings; transformers' defaults are used: {values}"
+            )
+
     def want(self, key: str, *good: Any, default: Any = None) -> Any:
         """Return a setting that must have one of these values."""
         value = self.config.get(key, default)
@@ -258,7 +273,7 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
         norm(f"{ours}.ln_2", f"{theirs}.ln_2")
     norm("ln_f", f"{prefix}ln_f")
     untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", True) is True)
-    return {
+    return gpt2_dropouts(given) | {
         "num_layers": layers,
         "hidden_size": h,
         "num_attention_heads": heads,
@@ -278,6 +293,21 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
     }, pieces
 
 
+def gpt2_dropouts(given: Given) -> dict[str, float]:
+    """Return the settings of a training, which weights and shapes do not prove."""
+    given.note_defaults(**GPT2_DEFAULTS)
+    hidden, embedding, attention = (given.share(f"{x}_pdrop", 0.1) for x in ("resid", "embd", "attn"))
+    if embedding != hidden:
+        used = f"resid_pdrop {hidden:g} (--hidden-dropout)"
+        given.notes.append(f" > note: embd_pdrop {embedding:g} is replaced by {used}")
+    std = given.real("initializer_range", 0.02)
+    return {"hidden_dropout": hidden, "attention_dropout": attention, "init_method_std": std}
+
+
+# transformers' values where config.json states none.
+GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
+LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 LLAMA_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 LLAMA_NORMS |= {"attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}
 
@@ -325,7 +355,11 @@ def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
             if all_biases or name == "attn.qkv":
                 pieces[f"{ours}.{name}.bias"] = bias
     untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", False) is True)
+    given.note_defaults(**LLAMA_DEFAULTS)
     return {
+        "hidden_dropout": 0.0,  # these networks have none
+        "attention_dropout": given.share("attention_dropout", 0.0),
+        "init_method_std": given.real("initializer_range", 0.02),
         "num_layers": layers,
         "hidden_size": h,
         "num_attention_heads": heads,

@@ -53,6 +53,9 @@ LIKE_MEGATRON = {
     "transformer.layernorm_f.": "transformer.final_layernorm.",
 }
 
+# LiBai's config.yaml; its embedding dropout has no flag of its own here.
+DROPOUTS = {"output_dropout_prob": "hidden_dropout", "attention_dropout_prob": "attention_dropout"}
+DROPOUTS |= {"initializer_range": "init_method_std"}
 
 OFF = "bias_gelu_fusion openai_gelu swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
@@ -145,6 +148,7 @@ def libai_settings(folder: Path, notes: list[str]) -> dict[str, Any]:
         stated = yaml.safe_load(read_small(path, YAML_LIMIT))["model"]["cfg"]
         names = {"num_attention_heads": int, "layernorm_epsilon": float, "apply_residual_post_layernorm": bool}
         settings = {name: kind(stated[name]) for name, kind in names.items() if name in stated}
+        settings |= {ours: float(stated[theirs]) for theirs, ours in DROPOUTS.items() if theirs in stated}
     except (yaml.YAMLError, RecursionError, KeyError, TypeError, ValueError, AttributeError) as error:
         notes.append(f"{path} is ignored, its settings cannot be read: {str(error)[:200]}")
         return {}
