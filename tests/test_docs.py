@@ -24,7 +24,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/
 CHINESE = sorted(ROOT.glob("docs/zh/*.md"))
 ONLY_PRINT = ("help", "completion", "presets", "doctor")  # commands that may be without flags
 # Flags of argparse, of Megatron's answers, and of other programs that the pages name as such.
-MORE_FLAGS = {"--help", "--version", *NO_EFFECT, *REFUSED}
+MORE_FLAGS = {"--help", "--help-all", "--version", *NO_EFFECT, *REFUSED}
 
 
 class Stop(Exception):
@@ -57,7 +57,7 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     found: set[str] = set(MORE_FLAGS)
 
     def collect(cls: type, argv: list[str], prog: str, positional: str | None = None, **_: Any) -> None:
-        found.update(flags._parser(cls, prog, positional)._option_string_actions)
+        found.update(flags._parser(cls, positional)._option_string_actions)
         raise Stop
 
     monkeypatch.setattr(flags, "parse", collect)

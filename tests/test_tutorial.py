@@ -1,4 +1,4 @@
-"""docs/tutorial.md: run every command and the Python block, in order, with smaller sizes."""
+"""docs/tutorial.md: run every command and the Python blocks, in order, with smaller sizes."""
 
 import io
 import re
@@ -45,8 +45,8 @@ def commands() -> list[list[str]]:
     return [command[1:] for command in words]
 
 
-def interrupt_training(words: list[str]) -> None:
-    """Start the training and send the signal of Ctrl-C after the fifth step."""
+def stop_training(words: list[str], step: int, number: signal.Signals) -> None:
+    """Start the training and send it the signal after a step."""
     command = [sys.executable, "-m", "meshwright", *words]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
@@ -54,10 +54,10 @@ def interrupt_training(words: list[str]) -> None:
         assert p.stdout
         sent = False
         for line in p.stdout:
-            if not sent and re.match(r" iteration +5/", line):
-                p.send_signal(signal.SIGINT)
+            if not sent and re.match(rf" iteration +{step}/", line):
+                p.send_signal(number)
                 sent = True
-    assert sent and p.returncode == SIGINT
+    assert sent and p.returncode == (SIGINT if number == signal.SIGINT else -number)
 
 
 @pytest.mark.whole
@@ -74,7 +74,8 @@ def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     for words in commands():
         name = " ".join(words[:2]) if words[0] == "data" else words[0]
         if name == "train":
-            interrupt_training(words)
+            stop_training(words, 3, signal.SIGINT)
+            stop_training(words, 8, signal.SIGKILL)
         monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time\nstop\n"))
         with captured_output() as (out, err):
             assert main(words) == DONE, words
@@ -85,6 +86,8 @@ def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         pending.pop(name, None)
     assert not pending
 
-    (program,) = blocks("python")
-    exec(program, {})
+    transformers, ours = blocks("python")
+    exec(transformers, {})
     assert "Once upon a time" in capsys.readouterr().out
+    exec(ours, {})
+    assert float(capsys.readouterr().out.split()[-1]) > 0  # bits per byte
