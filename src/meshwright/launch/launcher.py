@@ -18,10 +18,10 @@ from pathlib import Path
 from meshwright import device as devices
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch.world import START_SECONDS, find_world
+from meshwright.settings.pages import TOGETHER as TOGETHER
 from meshwright.settings.schema import Parallel, flag
 
 PORT = 29500  # torchrun's default
-TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that several ranks can run
 
 
 @dataclass(frozen=True)

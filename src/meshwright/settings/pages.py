@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that `launch` starts as several ranks
 # One line for flags whose help has no clause that is short enough.
 SHORT = {
     "bf16": "compute in bfloat16",
@@ -144,6 +145,14 @@ PAGES = {
     "report": Page(
         "meshwright.commands.report:ReportConfig",
         examples=("meshwright report run", "meshwright report run another-run --output compare.html"),
+    ),
+    "completion": Page(
+        "meshwright.commands.completion:CompletionConfig",
+        examples=(
+            'eval "$(meshwright completion bash)"   # in ~/.bashrc',
+            "meshwright completion zsh > DIR/_meshwright   # DIR is a folder of $fpath",
+            "meshwright completion fish > ~/.config/fish/completions/meshwright.fish",
+        ),
     ),
     "data verify": Page("meshwright.commands.data:VerifyConfig", "prefixes"),
     "data merge": Page("meshwright.commands.data:MergeConfig", "datasets"),
