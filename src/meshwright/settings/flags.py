@@ -31,7 +31,7 @@ from meshwright.settings.fields import groups as groups
 from meshwright.settings.fields import is_list as is_list
 from meshwright.settings.fields import is_not_yet as is_not_yet
 from meshwright.settings.grammar import did_you_mean
-from meshwright.settings.megatron_flags import NO_EFFECT, known_elsewhere
+from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.schema import TrainConfig, is_flat, spelling
 
@@ -209,6 +209,9 @@ def _parser(cls: type, positional: str | None = None) -> _Parser:
     parser.add_argument("--config", dest="config_file")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
+    for name, (dest, value) in EQUAL.items():
+        if dest in known:
+            parser.add_argument(name, dest=dest, action="store_const", const=value)
     for name, (count, _) in NO_EFFECT.items():
         if name not in parser._option_string_actions:
             action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
@@ -317,9 +320,12 @@ class _Reader:
         """Return names and values of one layer as fields and values of their types."""
         out = {}
         idle = {_key(name.lstrip("-")): name for name in NO_EFFECT}
+        equal = {_key(name.lstrip("-")): pair for name, pair in EQUAL.items() if pair[0] in self.known}
         for key, value in values.items():
             name = _key(str(key))
             name = name if name in self.known else self.aliases.get(name, name)
+            if name in equal and value is True:
+                name, value = equal[name]
             if name in self.known:
                 try:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too

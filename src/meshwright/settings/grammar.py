@@ -8,9 +8,21 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return "; did you mean X?" for the closest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), 1, cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return "; did you mean X?" for the closest known word, or an empty string.
+
+    A suggestion must not mislead: it is never the opposite (--no-x for --x), and the parts in which
+    the two differ must be alike too (--min-learning-rate is not --learning-rate).
+    """
+    near = (other for other in difflib.get_close_matches(word, list(known), 5, cutoff) if _is_alike(word, other))
+    return next((f"; did you mean {other}?" for other in near), "")
+
+
+def _is_alike(word: str, other: str) -> bool:
+    parts, others = (re.split("[-_ ]+", w.lstrip("-")) for w in (word, other))
+    if (parts[0] in ("no", "disable")) != (others[0] in ("no", "disable")):
+        return False
+    mine, theirs = ("-".join(p for p in a if p not in b) for a, b in ((parts, others), (others, parts)))
+    return mine == theirs or difflib.SequenceMatcher(None, mine, theirs).ratio() >= 0.5
 
 
 def split_shares(split: str) -> list[float]:

@@ -75,7 +75,7 @@ class Model:
     kv_channels: int | None = flag(None, "width of a head (none: hidden size / attention heads)", bound=">0")
     max_position_embeddings: int | None = flag(None, "rows of the position table (none: sequence length)", bound=">0")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this", bound=">0")
-    pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size")
+    pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size", "--padded-vocab-size")
     layernorm_epsilon: float = flag(1e-5, "added to the variance in the norm", "--norm-epsilon", bound=">0")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", bound=">0")
     hidden_dropout: float = flag(0.1, "dropout of embeddings and of each branch's output", bound="[0,1)")
@@ -298,8 +298,12 @@ class Optimizer:
     sgd_momentum: float = flag(0.9, "momentum of SGD", bound="[0,1)", needs="--optimizer sgd")
     muon_momentum: float = flag(0.95, "momentum of Muon", bound="[0,1)", needs="--optimizer muon")
     muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations of Muon", bound=">0", needs="--optimizer muon")
-    override_opt_param_scheduler: bool = flag(False, "override the checkpoint's schedule", "--override-lr-scheduler")
-    use_checkpoint_opt_param_scheduler: bool = flag(False, "use the saved schedule", "--use-checkpoint-lr-scheduler")
+    override_opt_param_scheduler: bool = flag(
+        False, "override the checkpoint's schedule", "--override-lr-scheduler", "--override-opt-param-scheduler"
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "use the saved schedule", "--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"
+    )
 
 
 @dataclass(frozen=True)
@@ -392,7 +396,9 @@ class Checkpoint:
 
     save: str | None = flag(None, "folder to save checkpoints to")
     load: str | None = flag(None, "folder to load a checkpoint from")
-    save_interval: int | None = flag(None, "steps between checkpoints (none: at the end)", bound=">=0", needs="--save")
+    save_interval: int | None = flag(
+        None, "steps between checkpoints (none: at the end)", "--persistent-save-interval", bound=">=0", needs="--save"
+    )
     save_overwrite: bool = flag(
         False, "start a new run, moving the one in --save and --run-dir aside", needs="--save or --run-dir"
     )
@@ -406,7 +412,9 @@ class Checkpoint:
     no_save_optim: bool = flag(False, "save no optimizer state: smaller, but resuming is not exact", needs="--save")
     use_checkpoint_args: bool = flag(False, "require a checkpoint; its architecture is used with or without this flag")
     save_at_start: bool = flag(False, "save a checkpoint before the first step", "--save-init", needs="--save")
-    keep_last: int | None = flag(None, "number of newest checkpoints to keep (none: all)", bound=">0", needs="--save")
+    keep_last: int | None = flag(
+        None, "number of newest checkpoints to keep (none: all)", "--most-recent-k", bound=">0", needs="--save"
+    )
     keep_every: int | None = flag(
         None,
         "also keep checkpoints of steps divisible by this",
