@@ -109,7 +109,7 @@ def test_load(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.0}, "temperature 0.0 must be above 0"),
+        ({"temperature": -1.0}, "temperature -1.0 must not be below 0"),
         ({"top_p": 1.5}, "top_p 1.5"),
         ({"max_new_tokens": 0}, "max_new_tokens 0"),
         ({"prompt": "x" * 16}, "16 tokens; the model reads 16"),

@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's script name: the same as `meshwright generate`."""
+"""Megatron-DeepSpeed's script name: `meshwright generate` with its dialogue."""
 
 import sys
 from pathlib import Path
@@ -8,4 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # runs fro
 from meshwright.__main__ import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(["generate", *sys.argv[1:]]))
+    sys.exit(main(["generate", "--dialogue", "megatron", *sys.argv[1:]]))

@@ -67,7 +67,10 @@ def main(argv: list[str] | None = None) -> int:
         return SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        only_prints = {name, " ".join(argv[:2])} & READ_ONLY or set(argv) & PRINTS
+        writes = any(word.startswith(("--genfile", "--sample-input-file")) for word in argv)
+        only_prints = (
+            {name, " ".join(argv[:2])} & READ_ONLY or set(argv) & PRINTS or (name == "generate" and not writes)
+        )
         return DONE if only_prints else IO
     except OSError as e:
         _print_error(f"meshwright {name}: error: {f'{e.filename}: {e.strerror}' if e.filename else e}")

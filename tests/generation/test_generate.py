@@ -220,7 +220,7 @@ def test_prompt(generate):
 
 def test_interactive(generate):
     typed = "\n   \ndon't stop\n" + "x" * (LENGTH // 2) + "\nthe cat\n stop \nthe dog\n"
-    status, out, err = generate("--interactive", "--greedy", typed=typed)
+    status, out, err = generate("--interactive", "--greedy", "--dialogue=megatron", typed=typed)
     assert status == 0 and out.count("\nContext prompt (stop to exit) >>> ") == 6
     assert out.count("Prompt should not be empty!\n") == 2
     assert "Context: don't stop\n" in out
@@ -229,11 +229,37 @@ def test_interactive(generate):
     assert "the dog" not in out and "Press Enter" not in out and "\033" not in out
 
 
+def test_plain_dialogue(generate, monkeypatch):
+    """Issue 13, line 7: nothing waits for Enter, and every line typed is a prompt."""
+    monkeypatch.setattr(io, "StringIO", type("Terminal", (io.StringIO,), {"isatty": lambda self: True}))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    typed = "\n   \ndon't stop\n" + "x" * LENGTH + "\nthe cat\na dog\n stop \nthe dog\n"
+    status, out, _ = generate("--interactive", "--temperature=0", typed=typed)
+    assert status == 0 and "Press Enter" not in out and "Megatron" not in out and "\033" not in out
+    assert "> the cat sat.\n> a dog ran.\n> " in out and out.count("> ") == 7 and "the dog" not in out
+    assert f"this has {LENGTH} tokens; the model reads {LENGTH}" in out
+
+
+def test_ctrl_c_cuts_a_continuation_short(generate, monkeypatch):
+    def interrupted(*args):
+        yield 65
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.commands.generate.tokens", interrupted)
+    status, out, _ = generate(typed="a dog\nthe cat\n")
+    assert status == 0 and out.endswith("> a dogA ...\n> the catA ...\n> \n")
+
+
+def test_temperature_0_is_greedy_and_lengths_have_two_names(generate):
+    greedy = generate("--greedy", "--prompt", "the", "--out-seq-length=3")[1]
+    assert generate("--temperature=0", "--prompt", "the", "--max-new-tokens=3")[1] == greedy
+
+
 def test_interactive_ends_with_the_input(generate):
     """Ctrl-D at the prompt; a last line without its newline is still answered."""
     assert generate(typed="")[0] == 0
     status, out, _ = generate("--greedy", typed="a dog")
-    assert status == 0 and "Megatron-LM:  ran.\n" in out
+    assert status == 0 and out.endswith("\n> a dog ran.\n> \n")
 
 
 def test_interactive_in_a_terminal(generate, monkeypatch):
@@ -243,14 +269,14 @@ def test_interactive_in_a_terminal(generate, monkeypatch):
 
     monkeypatch.setattr(io, "StringIO", Terminal)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    status, out, _ = generate("--greedy", typed="a dog\n\nthe cat\n")
+    status, out, _ = generate("--greedy", "--dialogue=megatron", typed="a dog\n\nthe cat\n")
     assert status == 0 and out.count("\nPress Enter to continue >>>") == 2 and out.count("\033[2J\033[H") == 2
 
 
 def test_answers_of_a_dialogue_differ(generate):
     """The same prompt twice gives two samples, and the dialogue repeats with its seed."""
     out = generate("--temperature=3", typed="a\na\n")[1]
-    first, second = re.findall(r"Megatron-LM: (.*?)\n\nContext prompt", out, re.S)
+    _, first, second, _ = out.split("> ")
     assert first != second and out == generate("--temperature=3", typed="a\na\n")[1]
 
 
@@ -266,7 +292,7 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *flags]) == 0
     out = capsys.readouterr().out
     assert "integers separated by white space" in out and "id 99 is not in 0 ... " in out
-    assert re.search(r"Context: 1 2\n\nMegatron-LM: (\d+ ?)*\n", out)
+    assert re.search(r"> 1 2 (\d+ ?)*\n", out)
 
 
 def test_interactive_on_several_ranks(generate, run, monkeypatch):
@@ -519,7 +545,7 @@ def test_logits_that_are_not_finite(generate, monkeypatch, flag):
     [
         (["--micro-batch-size=0"], "--micro-batch-size 0 must be above 0"),
         (["--seq-length=0"], "--seq-length 0 must be above 0"),
-        (["--temperature=0"], "--temperature 0.0 must be above 0"),
+        (["--temperature=-1"], "--temperature -1.0 must not be below 0"),
         (["--top_p=1.5", "--top_k=-1"], "--top_p 1.5 is above 1"),
         (["--interactive", "--prompt=a"], "exclude each other"),
         (["--out-seq-length=0"], "--out-seq-length 0 must be above 0"),

@@ -234,6 +234,7 @@ TABLE = {
         "sample_input_file": "test_generate.py::test_sample_input_file",
         "sample_output_file": "test_generate.py::test_sample_output_file",
         "interactive": "test_generate.py::test_interactive",
+        "dialogue": "test_generate.py::test_interactive",
         "prompt": "test_generate.py::test_prompt",
         "recompute": "test_generate.py::test_recompute_equals_cache",
     },

@@ -74,7 +74,8 @@ def write(c: GenerateConfig, m: LanguageModel, lines: list[str], output: str) ->
     elif s.prompt is not None:
         print_continuation(c, m, chat.replace_surrogates(s.prompt))
     else:
-        chat.talk(m.tokenizer, lambda ids, number: tokens(c, m, ids, number), m.seq_length)
+        talk = chat.talk_like_megatron if s.dialogue == "megatron" else chat.talk
+        talk(m.tokenizer, lambda ids, number: tokens(c, m, ids, number), m.seq_length)
 
 
 def tokens(c: GenerateConfig, m: LanguageModel, prompt: list[int], number: int) -> Iterator[int]:

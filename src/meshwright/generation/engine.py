@@ -85,8 +85,8 @@ class LanguageModel:
         It ends at an end-of-document token, after `max_new_tokens`, or at `seq_length` tokens. The
         same seed gives the same text. `top_k` and `top_p` of 0 are off.
         """
-        if not greedy and not temperature > 0:
-            raise UserError(f"temperature {temperature} must be above 0; greedy=True takes the likeliest token")
+        if not temperature >= 0:
+            raise UserError(f"temperature {temperature} must not be below 0; 0 takes the likeliest token")
         if top_k < 0 or not 0 <= top_p <= 1:
             raise UserError(f"top_k {top_k} must be at least 0 and top_p {top_p} from 0 to 1")
         options = Sampling(temperature, greedy, top_k, top_p, out_seq_length=max_new_tokens)

@@ -46,7 +46,7 @@ def choose(logits: Tensor, s: Sampling, generator: torch.Generator) -> int:
         raise UserError(
             "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)", NON_FINITE
         )
-    if s.greedy:
+    if s.greedy or not s.temperature:
         return int(logits.argmax())
     logits = apply_temperature(logits, s.temperature)
     if s.top_k:

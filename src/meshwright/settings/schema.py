@@ -469,16 +469,17 @@ class Logging:
 class Sampling:
     """How text is generated."""
 
-    temperature: float = flag(1.0, "divide the logits by this", bound=">0")
+    temperature: float = flag(1.0, "divide the logits by this (0: as --greedy)", bound=">=0")
     greedy: bool = flag(False, "always take the most likely token")
     top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0")
     top_p: float = flag(0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound=">=0")
-    out_seq_length: int = flag(1024, "maximum number of new tokens", bound=">0")
+    out_seq_length: int = flag(1024, "maximum number of new tokens", "--max-new-tokens", bound=">0")
     num_samples: int = flag(0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0")
     genfile: str | None = flag(None, "output file of --num-samples, in JSON lines")
     sample_input_file: str | None = flag(None, "file with one prompt per line")
     sample_output_file: str | None = flag(None, "file for the continuations (none: the name of the input file + .out)")
     interactive: bool = flag(False, "read prompts interactively; the default if no other flag gives them")
+    dialogue: Literal["plain", "megatron"] = flag("plain", "form of --interactive: plain, or Megatron's script's")
     prompt: str | None = flag(None, "print a continuation of this text")
     recompute: bool = flag(False, "generate without a key/value cache: same text, slower")
 
