@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 # Each layer may import from itself and from those above it.
 LAYERS = [
     ["errors", "console", "files", "progress"],
-    ["hub"],
+    ["hub", "origin"],
     ["device"],
     ["settings"],
     ["launch", "tokenizers"],
@@ -41,6 +41,7 @@ NO_TORCH = [
     "progress",
     "device",
     "hub",
+    "origin",
     "tokenizers",
     "settings.schema",
     "settings.flags",

@@ -497,10 +497,9 @@ def resolve_for_data(t: TokenizerFlags, data: Path | None, kept: Path | None = N
 
 
 def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
-    """Save the tokenizer beside token files that are about to get their names."""
+    """Save the tokenizer beside token files, in the place of that of older ones."""
     folder = folder_of(prefix)
-    if not (folder / "meta.json").is_file() or _read_meta(folder) != _meta(tokenizer):
-        Path(f"{prefix}.idx").unlink(missing_ok=True)  # an older pair, which is being replaced
+    if (folder / "meta.json").is_file() and _read_meta(folder) != _meta(tokenizer):
         shutil.rmtree(folder, ignore_errors=True)
     save(tokenizer, folder)
 

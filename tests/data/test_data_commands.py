@@ -454,7 +454,7 @@ def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
     assert (made.sizes.tolist(), made.doc_idx.tolist()) == (sizes, borders)
     direct = write(tmp_path / "direct", [d for documents in sets for d in documents])
     assert Path(f"{direct}.idx").read_bytes() == Path(f"{out}.idx").read_bytes()
-    assert sorted(os.listdir(tmp_path / "new")) == ["out.bin", "out.idx"]
+    assert sorted(os.listdir(tmp_path / "new")) == ["out.bin", "out.idx", "out.origin.json"]
 
 
 def test_merge_of_a_folder_and_its_script(tmp_path: Path) -> None:
@@ -492,7 +492,7 @@ def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.Monk
 
     for copy in (refused, lambda *_: 0):
         monkeypatch.setattr(os, "copy_file_range", copy, raising=False)
-        made = merge.merge(prefixes, str(tmp_path / "out"), False)
+        made = merge.merge(prefixes, str(tmp_path / "out"), False, overwrite=True)
         assert Path(f"{made.prefix}.bin").read_bytes() == megatrons_merge(prefixes)[0]
 
 
@@ -509,7 +509,7 @@ def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed")[0] == 0
     assert Path(tmp_path / "out.bin").read_bytes() == megatrons_merge(prefixes)[0]
     with pytest.raises(threading.BrokenBarrierError):
-        run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "serial")
+        run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "serial", "--overwrite")
 
 
 def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +548,12 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     assert "4 documents of 4 files; left out 3" in told
     kinds = ("1 not a JSON object, first", "1 not UTF-8", f"1 not JSON, first {place / 'b.json'}:3")
     assert all(kind in told for kind in kinds)
-    assert run("merge-json", "--json-path", str(place), "--output-file", str(out), "--each-line")[0] == 0
+    again = ["merge-json", "--json-path", str(place), "--output-file", str(out)]
+    assert run(*again)[1].startswith(f"{out} is already there, unchanged: 4 documents")
+    status, _, err = run(*again, "--each-line")
+    assert status == 73 and "another content, which is kept; add --overwrite" in err
+    assert out.read_bytes().splitlines() == lines and os.listdir(out.parent) == [out.name]
+    assert run(*again, "--each-line", "--overwrite")[0] == 0
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()[3:]] == ["first line\n", "second ä\n"]
     (tmp_path / "empty").mkdir()
     assert run("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65

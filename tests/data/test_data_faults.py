@@ -55,7 +55,7 @@ def hostile(seed, lines=4000):
 
 
 def run(folder, given, **settings):
-    p = Preprocess(input=[str(given)], output_prefix=str(folder / "out"), on_error="skip", **settings)
+    p = Preprocess(input=[str(given)], output_prefix=str(folder / "out"), on_error="skip", overwrite=True, **settings)
     stderr = io.StringIO()
     preprocess.run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
     data = Indexed(folder / "out_text_document")

@@ -28,7 +28,7 @@ def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, stderr=Non
     if isinstance(given, bytes):
         (tmp_path / "in.jsonl").write_bytes(given)
         given = [str(tmp_path / "in.jsonl")]
-    settings = {"output_prefix": str(tmp_path / "out"), **settings}
+    settings = {"output_prefix": str(tmp_path / "out"), "overwrite": True, **settings}
     config = PreprocessConfig(
         Preprocess(input=given, **settings), Tokenizer(tokenizer_type=tokenizer, vocab_size=vocab_size)
     )
@@ -236,7 +236,8 @@ def test_megatrons_command_line(tmp_path):
         )
 
     trained = call("-m", "meshwright", "train-tokenizer", "--input", "in.jsonl", "--vocab-size", "270", "--output", ".")
-    assert (trained.returncode, trained.stderr) == (0, "")
+    following = "next: meshwright preprocess --input in.jsonl --tokenizer . --append-eod --output-prefix PREFIX\n"
+    assert (trained.returncode, trained.stderr) == (0, following)
     assert trained.stdout == "wrote vocab.json and merges.txt: 270 ids\n"
     flags = "--input in.jsonl --output-prefix meg-gpt2 --vocab vocab.json --dataset-impl mmap --append-eod --workers 8"
     flags += " --tokenizer-type GPT2BPETokenizer --merge-file merges.txt"
@@ -252,7 +253,7 @@ def test_megatrons_command_line(tmp_path):
     data = Indexed(tmp_path / "meg-gpt2_text_document")
     assert [tokens_of(data, n).tolist() for n in range(50)] == [[*t.encode(f"the theme {n}"), 269] for n in range(50)]
     (tmp_path / "in.jsonl").write_bytes(b"{}\n")
-    stopped = call(*tool)
+    stopped = call(*tool, "--overwrite")
     assert stopped.returncode == BAD_DATA
     assert "in.jsonl:1: no key 'text'" in stopped.stderr
     assert "Traceback" not in stopped.stderr

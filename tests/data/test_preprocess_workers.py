@@ -51,7 +51,8 @@ def write_corpus(path, documents=2000, seed=0, bad=0.0):
 
 def run(folder, output, *inputs, **settings):
     """Preprocess the inputs; return what was printed on stderr."""
-    p = Preprocess(input=[str(one) for one in inputs], output_prefix=str(folder / output), append_eod=True, **settings)
+    settings = {"append_eod": True, "overwrite": True, **settings}
+    p = Preprocess(input=[str(one) for one in inputs], output_prefix=str(folder / output), **settings)
     stderr = io.StringIO()
     preprocess.run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
     return stderr.getvalue()
@@ -281,7 +282,7 @@ def rank_main(argv, environ, log, killed):
     os.environ.update(environ)
     text.PIECE, preprocess.MIB, journal.SECONDS = 3000, 1, 0
     if killed:
-        owner, name = {"count": (preprocess.Job, "count"), "merge": (preprocess, "merge")}[killed]
+        owner, name = {"count": (preprocess.Job, "count"), "merge": (preprocess, "join")}[killed]
         setattr(owner, name, lambda *given, **more: os.kill(os.getpid(), signal.SIGKILL))
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         status = main(["preprocess", "--tokenizer-type", "ByteTokenizer", "--append-eod", *argv])
@@ -341,7 +342,7 @@ def test_ranks_that_are_not_alike_are_refused(tmp_path):
 
 def test_a_merge_that_fails_keeps_the_parts(tmp_path, small, monkeypatch):
     """Rank 0's error says so; the parts are there for the next attempt."""
-    assert preprocess.merge is merging.merge
+    assert preprocess.join is merging.join
     a = write_corpus(tmp_path / "a", 50)
     config = PreprocessConfig(
         Preprocess(input=[str(a)], output_prefix=str(tmp_path / "out"), workers=1),

@@ -560,7 +560,7 @@ def test_sentences(tmp_path, punkt):
     tokenizer = Tokenizer(tokenizer_type="ByteTokenizer")
     for keep, first in ((False, b"Dr. Who is here."), (True, b"Dr. Who is here. ")):
         how = {"append_eod": True, "lang": punkt, "split_sentences": True, "keep_newlines": keep}
-        p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), **how)
+        p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), overwrite=True, **how)
         preprocess.run(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
         data = Indexed(tmp_path / "out_text_sentence")
         assert data.doc_idx.tolist() == [0, 4, 4, 5]

@@ -22,6 +22,7 @@ E = "test_flag_effects.py::"
 # Another spelling, or no effect on one process: equal losses.
 SAME = E + "test_leaves_the_losses_equal"
 LOSSES = E + "test_changes_the_losses"
+OVERWRITE = "test_overwrite.py::test_"
 LAYOUTS = "test_same_losses.py::test_layouts"  # these change only where work is done
 
 TABLE = {
@@ -245,6 +246,7 @@ TABLE = {
         "append_eod": "test_preprocess.py::test_documents_in_order_with_eod",
         "on_error": "test_preprocess.py::test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost",
         "dataset_impl": "test_preprocess.py::test_documents_in_order_with_eod",
+        "overwrite": OVERWRITE + "preprocess_replaces_other_data_only_with_overwrite",
         "workers": "test_preprocess_workers.py::test_workers_write_the_bytes_of_one",
         "log_interval": "test_preprocess.py::test_a_bar_on_a_terminal",
         "split_sentences": "test_text.py::test_sentences",
@@ -275,6 +277,7 @@ TABLE = {
         "datasets": "test_data_commands.py::test_merged_files_are_megatrons",
         "input": "test_data_commands.py::test_merge_of_a_folder_and_its_script",
         "output_prefix": "test_data_commands.py::test_merged_files_are_megatrons",
+        "overwrite": OVERWRITE + "data_merge_replaces_other_data_only_with_overwrite",
         "merge": "test_data_commands.py::test_several_are_copied_at_a_time",
     },
     "fetching": {
@@ -283,7 +286,9 @@ TABLE = {
         "sha256": "test_data_commands.py::test_a_wrong_checksum_leaves_nothing",
     },
     "loose_text": {
-        **dict.fromkeys("json_path output_file each_line".split(), "test_data_commands.py::test_loose_files_become_one")
+        **dict.fromkeys(
+            "json_path output_file each_line overwrite".split(), "test_data_commands.py::test_loose_files_become_one"
+        )
     },
 }
 

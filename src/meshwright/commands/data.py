@@ -113,6 +113,7 @@ class Merging:
     datasets: list[str] = flag([], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes")
     input: str | None = flag(None, "folder whose pairs are all merged, sorted by name")
     output_prefix: str | None = flag(None, "prefix of the output files")
+    overwrite: bool = flag(False, "replace token files that were merged from others")
     merge: Literal["serial", "distributed"] = flag(
         "serial", "copy one file at a time, or several at once, which is faster on network disks"
     )
@@ -160,6 +161,7 @@ class LooseText:
 
     json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path")
     output_file: str = flag("merged_output.json", "output file", "--output_file")
+    overwrite: bool = flag(False, "replace an output file with another content")
     each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file")
 
 
@@ -285,7 +287,10 @@ def merge(config: MergeConfig, dry: bool) -> None:
     if dry:
         print(f"would merge {', '.join(prefixes)} into {m.output_prefix}")
         return
-    made = work.merge(prefixes, m.output_prefix, m.merge == "distributed")
+    made = work.merge(prefixes, m.output_prefix, m.merge == "distributed", m.overwrite)
+    if made is None:
+        print(f"{m.output_prefix}.bin/.idx is already there, unchanged")
+        return
     size = made.tokens * made.dtype.itemsize
     counts = f"{made.documents:,} documents, {made.sequences:,} sequences, {made.tokens:,} tokens, {size:,} bytes"
     head = f"merged {len(prefixes):,} datasets to {made.prefix}.bin/.idx"
@@ -299,7 +304,10 @@ def merge_json(config: LooseTextConfig, dry: bool) -> None:
     if dry:
         print(f"would merge the files of {t.json_path} into {t.output_file}")
         return
-    merged = loose.merge(t.json_path, t.output_file, t.each_line)
+    merged = loose.merge(t.json_path, t.output_file, t.each_line, t.overwrite)
+    if merged.is_unchanged:
+        print(f"{t.output_file} is already there, unchanged: {merged.documents:,} documents")
+        return
     print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.skipped}")
 
 

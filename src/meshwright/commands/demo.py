@@ -28,7 +28,8 @@ from meshwright.settings.schema import flag
 
 MARK = ".meshwright-demo"  # the file that marks a folder as a demo's
 # Names in it that a new demo may remove.
-OURS = "train.jsonl held_out.jsonl tokenizer train_text_document.bin train_text_document.idx index-cache run demo.log"
+OURS = """train.jsonl held_out.jsonl tokenizer train_text_document.bin train_text_document.idx
+    train_text_document.tokenizer train_text_document.origin.json index-cache run demo.log"""
 # Tests, tables of character codes, help texts and installed packages: not the library's own code.
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 

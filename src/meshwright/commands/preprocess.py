@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 
+from meshwright.console import notice
 from meshwright.errors import DONE
 from meshwright.launch.world import find_world
 from meshwright.settings import command
@@ -31,10 +33,12 @@ def main(argv: list[str]) -> int:
 
     world = find_world(os.environ)
     try:
-        run(parsed.config, sys.stdout, sys.stderr, world)
+        prefixes = run(parsed.config, sys.stdout, sys.stderr, world)
     except RuntimeError as error:
         raise (rendezvous.explain_lost_rank(error) if world.size > 1 else None) or error from None
     finally:
         if world.size > 1:
             rendezvous.leave()
+    if world.rank == 0:
+        notice(f"next: meshwright train --data-path {shlex.quote(prefixes[0])} --save RUN ...")
     return DONE

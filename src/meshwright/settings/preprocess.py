@@ -22,6 +22,7 @@ class Preprocess:
     append_eod: bool = flag(False, "append the end-of-document token to each document")
     on_error: Literal["stop", "skip"] = flag("stop", "on a bad line: stop, or skip and count it")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
+    overwrite: bool = flag(False, "replace token files that were made from other inputs or settings")
     workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0")
     log_interval: int = flag(1000, "documents between progress lines", bound=">0")
     split_sentences: bool = flag(

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from meshwright import origin
 from meshwright.data.format.indexed import BLOCK, CODES, HEADER, MAGIC
 from meshwright.errors import IO, UserError
 
@@ -26,6 +27,16 @@ PARTS = (".bin", ".sizes", ".docs")
 def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
     """Return Megatron's choice; the margin below 65,536 is Megatron's too."""
     return np.uint16 if vocab_size < 65500 else np.int32
+
+
+def origin_path(prefix: str) -> Path:
+    return Path(f"{prefix}.origin.json")
+
+
+def is_made(prefix: str, made_from: dict[str, Any], overwrite: bool) -> bool:
+    """Return whether this pair of files was made from this; see `origin.is_done`."""
+    pair = [Path(f"{prefix}{end}") for end in (".bin", ".idx")]
+    return origin.is_done(origin_path(prefix), made_from, pair, overwrite, "--output-prefix")
 
 
 class Writer:
@@ -94,6 +105,14 @@ class Writer:
                     file.close()
             if not self.is_finished and not self.is_kept:
                 clear(self.prefix)
+
+    def keep_origin(self, made_from: dict[str, Any]) -> None:
+        """Record what the files are made from, in the place of an older pair, before `finish`."""
+        sizes = (self.tokens * self.dtype.itemsize, HEADER.size + 12 * self.sequences + 8 * (self.documents + 1))
+        with self.reported():
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            names = (f"{Path(self.prefix).name}{end}" for end in (".bin", ".idx"))
+            origin.write(origin_path(self.prefix), made_from, dict(zip(names, sizes, strict=True)))
 
     def finish(self) -> None:
         """Give the files their names, now that all is written."""

@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from meshwright import tokenizers
-from meshwright.data.format.writer import Writer, token_dtype
+from meshwright import origin, tokenizers
+from meshwright.data.format.writer import Writer, is_made, token_dtype
 from meshwright.data.prepare import sentences
 from meshwright.data.prepare.encoding import Encoded, Encoder
 from meshwright.data.prepare.inputs import Input, find_inputs, inspect_inputs
@@ -37,7 +37,7 @@ from meshwright.launch.team import Team
 from meshwright.launch.world import World
 from meshwright.progress import SkippedLines, new_bar
 from meshwright.settings.command import our_version
-from meshwright.settings.preprocess import PreprocessConfig
+from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer, spelling
 
 MIB = 1 << 20
@@ -59,8 +59,8 @@ class Totals:
         return f"Processed {self.documents} documents ({documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
 
 
-def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None) -> None:
-    """Write a pair of files for each key: <prefix>_<key>_document.bin/.idx, or _sentence."""
+def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None) -> list[str]:
+    """Write a pair of files for each key, <prefix>_<key>_document or _sentence; return these."""
     started = time.perf_counter()
     world = world or World()
     # Faster ranks wait for the slowest one, for up to a week.
@@ -72,6 +72,8 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
         team.run_on_all(lambda: jobs.append(prepare(config, stdout, stderr, world)))
         (job,) = jobs
         rendezvous.require_equal(team, job.comparable)
+        if team.run_on_lead(job.is_done):
+            return job.prefixes
         print(f"Time to startup: {time.perf_counter() - started}", file=stdout, flush=True)
         if world.size == 1:
             job.work()
@@ -79,6 +81,7 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
             work_together(team, job)
         if team.is_lead:
             report(job)
+        return job.prefixes
 
 
 def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> Job:
@@ -135,7 +138,7 @@ def work_together(team: Team, job: Job) -> None:
 def merge_ranks(job: Job, ranks: int) -> None:
     for prefix in job.prefixes:
         parts = [prefix + part_suffix(rank) for rank in range(ranks)]
-        join(parts, prefix, True, functools.partial(tokenizers.keep_beside, job.tokenizer, prefix))
+        join(parts, prefix, True, job.keep)
     job.remove_parts()
 
 
@@ -178,7 +181,8 @@ class Job:
         """Set `comparable`, equal on all ranks, and `identity`, equal in a run that continues."""
         p = self.config.preprocess
         # Without on_error: the noted state has no bad line, or counts all of them.
-        settings = {k: v for k, v in asdict(p).items() if k not in ("workers", "log_interval", "input", "on_error")}
+        free = ("workers", "log_interval", "input", "on_error", "overwrite")
+        settings = {k: v for k, v in asdict(p).items() if k not in free}
         names = [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)]
         self.comparable = {
             "version": our_version(),
@@ -194,6 +198,33 @@ class Job:
             "settings": settings,
             "version": our_version(),
         }
+
+    def is_done(self) -> bool:
+        """Return whether the same command made the output; refuse to replace another one."""
+        overwrite = self.config.preprocess.overwrite
+        if not all([is_made(prefix, self.made_from, overwrite) for prefix in self.prefixes]):
+            return False
+        for prefix in self.prefixes:
+            if not tokenizers.folder_of(prefix).exists():
+                tokenizers.keep_beside(self.tokenizer, prefix)
+            print(f"{prefix}.bin/.idx is already there, unchanged", file=self.stdout)
+        return True
+
+    @functools.cached_property
+    def made_from(self) -> dict[str, Any]:
+        """What decides the content of the output; first used before the input is read."""
+        p = self.config.preprocess
+        idle = ("input", "output_prefix", "dataset_impl", "workers", "log_interval", "overwrite")
+        defaults = asdict(Preprocess())
+        settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
+        tokenizer = [self.tokenizer.name, self.tokenizer.size, tokenizers.hashes(self.tokenizer)]
+        inputs = origin.digest_of([one.path for one in self.inputs])
+        return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": tokenizer}
+
+    def keep(self, writer: Writer) -> None:
+        """Write what belongs beside a pair of files, just before it gets its name."""
+        writer.keep_origin(self.made_from)
+        tokenizers.keep_beside(self.tokenizer, writer.prefix)
 
     def work(self) -> None:
         """Encode all pieces and write the pairs of files."""
@@ -212,9 +243,9 @@ class Job:
                 if self.world.size == 1:
                     self.require_tokens()
                 self.require_unchanged()
-                for writer, prefix in zip(self.writers, self.prefixes, strict=True):
+                for writer in self.writers:
                     if self.world.size == 1:
-                        tokenizers.keep_beside(self.tokenizer, prefix)
+                        self.keep(writer)
                     writer.finish()
             except UserError as error:
                 self.journal.is_kept = self.journal.state is not None  # otherwise there is nothing to continue

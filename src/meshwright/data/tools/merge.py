@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from meshwright import tokenizers
+from meshwright import origin, tokenizers
 from meshwright.console import notice
 from meshwright.data.format.blocks import Header, blocks
 from meshwright.data.format.indexed import BLOCK, Column, Indexed
-from meshwright.data.format.writer import Writer
+from meshwright.data.format.writer import Writer, is_made
 from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
@@ -69,28 +69,37 @@ def is_same_pair(a: str, b: str) -> bool:
     return Path(f"{a}.bin").resolve() == Path(f"{b}.bin").resolve()
 
 
-def merge(prefixes: list[str], output_prefix: str, together: bool) -> Shard:
-    """Join pairs of files made with one tokenizer, and keep it beside the result."""
+def merge(prefixes: list[str], output_prefix: str, together: bool, overwrite: bool = False) -> Shard | None:
+    """Join pairs of files made with one tokenizer, and keep it beside the result.
+
+    Return None if the same pairs were joined there before.
+    """
     found = tokenizers.find_of_data(prefixes)  # raises if there are several
     lacking = [prefix for prefix in prefixes if not tokenizers.folder_of(prefix).is_dir()]
+    files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
+    made_from = {"command": "data merge", "inputs": origin.digest_of([file for file in files if Path(file).exists()])}
+    is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)  # else `join` refuses it
+    if is_other and is_made(output_prefix, made_from, overwrite):
+        return None
     if found and lacking:
         notice(f"{lacking[0]} does not say which tokenizer made it, so none is kept beside {output_prefix}")
-    target = tokenizers.folder_of(output_prefix)
 
-    def keep() -> None:
+    def keep(writer: Writer) -> None:
+        writer.keep_origin(made_from)
+        shutil.rmtree(tokenizers.folder_of(output_prefix), ignore_errors=True)
         if found and not lacking:
-            tokenizers.keep_beside(tokenizers.build(TokenizerFlags(), found), output_prefix)
-        elif target.is_dir():
-            Path(f"{output_prefix}.idx").unlink(missing_ok=True)
-            shutil.rmtree(target)
+            tokenizers.save(tokenizers.build(TokenizerFlags(), found), tokenizers.folder_of(output_prefix))
 
     return join(prefixes, output_prefix, together, keep)
 
 
 def join(
-    prefixes: list[str], output_prefix: str, together: bool, before_publishing: Callable[[], None] = lambda: None
+    prefixes: list[str], output_prefix: str, together: bool, keep: Callable[[Writer], None] = lambda writer: None
 ) -> Shard:
-    """Join pairs of files in the given order, and compare what was written with them."""
+    """Join pairs of files in the given order, and compare what was written with them.
+
+    `keep` writes what belongs beside the files, just before they get their names.
+    """
     if any(is_same_pair(prefix, output_prefix) for prefix in prefixes):
         raise UserError(f"--output-prefix {output_prefix} is one of the files that are read; choose another")
     shards = [describe(prefix) for prefix in prefixes]
@@ -111,7 +120,7 @@ def join(
         places = [append_index(writer, shard) for shard in shards]
         with writer.reported():
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
-        before_publishing()
+        keep(writer)
     check_result(shards, output_prefix)
     return Shard(output_prefix, dtype, writer.tokens, writer.sequences, writer.documents)
 

@@ -5,6 +5,8 @@ A bad line is left out and counted; a file without a final newline gets one.
 
 from __future__ import annotations
 
+import contextlib
+import filecmp
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import BinaryIO
 import orjson
 
 from meshwright.data.prepare.text import BOM, LONGEST, PIECE, TOO_LONG, BadLine, decode, parse
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
 from meshwright.files import replacing
 from meshwright.progress import SkippedLines
 
@@ -24,6 +26,7 @@ ENDINGS = (".json", ".jsonl", ".txt")
 class Merged:
     files: int = 0
     documents: int = 0
+    is_unchanged: bool = False  # the output was there, with this content
     bad: SkippedLines = field(default_factory=SkippedLines)
 
     @property
@@ -31,8 +34,15 @@ class Merged:
         return f"; left out {self.bad}" if self.bad else ""
 
 
-def merge(folder: str, output: str, each_line: bool) -> Merged:
-    """Join files in the order of their names; the output appears once complete."""
+class _Unchanged(Exception):
+    """The output is there, with the same content."""
+
+
+def merge(folder: str, output: str, each_line: bool, overwrite: bool = False) -> Merged:
+    """Join files in the order of their names; the output appears once complete.
+
+    A file of other content is replaced only with `overwrite`.
+    """
     place, target = Path(folder), Path(output)
     if not place.is_dir():
         raise UserError(f"{folder} is not a folder; --json-path must name the one that holds the files", BAD_DATA)
@@ -43,7 +53,7 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
     out = Merged()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as file:
+        with contextlib.suppress(_Unchanged), replacing(target) as file:
             for path in paths:
                 out.files += 1
                 for line in documents(path, each_line, out):
@@ -55,6 +65,13 @@ def merge(folder: str, output: str, each_line: bool) -> Merged:
                 raise UserError(
                     f"{folder}: none of {out.files:,} files has a document{out.skipped}; nothing was written", BAD_DATA
                 )
+            file.flush()
+            if target.is_file() and filecmp.cmp(file.name, target, shallow=False):
+                out.is_unchanged = True
+                raise _Unchanged
+            if target.is_file() and not overwrite:
+                message = f"{output} exists already, with another content, which is kept"
+                raise UserError(f"{message}; add --overwrite to replace it, or choose another --output-file", LOCKED)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
     return out

@@ -1,0 +1,150 @@
+"""Commands that are run again: the same ones change nothing, others never replace in silence."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.format.writer import Writer
+from meshwright.errors import LOCKED, SIGINT
+
+SHORT = ["one text", "another text"]
+LONG = [f"text number {n}" for n in range(20)]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("short.jsonl", SHORT)
+    write("long.jsonl", LONG)
+    return tmp_path
+
+
+def write(name, texts):
+    Path(name).write_text("".join(json.dumps({"text": text, "title": "t"}) + "\n" for text in texts))
+
+
+def call(capsys, *words):
+    capsys.readouterr()
+    return main(list(words)), *capsys.readouterr()
+
+
+def preprocess(capsys, name, *more):
+    return call(capsys, "preprocess", "--input", name, "--output-prefix", "out", "--tokenizer", "byte", *more)
+
+
+def files(folder="."):
+    """Return the content and the time of each file under a folder."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+def test_the_same_preprocess_again_changes_nothing(here, capsys):
+    status, out, err = preprocess(capsys, "long.jsonl")
+    assert status == 0 and "next: meshwright train --data-path out_text_document --save RUN" in err
+    before = files()
+    # Speed, the time of the input and its folder do not matter.
+    os.utime("long.jsonl", (1, 1))
+    for more in ([], ["--workers", "2"], ["--log-interval", "7"]):
+        status, out, _ = preprocess(capsys, "long.jsonl", *more)
+        assert status == 0 and "out_text_document.bin/.idx is already there, unchanged" in out and "wrote" not in out
+    os.utime("long.jsonl", ns=(before["long.jsonl"][1],) * 2)
+    assert files() == before
+
+
+def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):
+    assert preprocess(capsys, "long.jsonl")[0] == 0
+    before = files()
+    for name, more, words in (
+        ("short.jsonl", [], "made with other inputs: they are kept; add --overwrite"),
+        ("long.jsonl", ["--append-eod"], "made with other settings"),
+        ("short.jsonl", ["--json-keys", "text", "title"], "made with other inputs and settings"),
+    ):
+        status, _, err = preprocess(capsys, name, *more)
+        assert status == LOCKED and "out_text_document.bin and out_text_document.idx exist already, " in err
+        assert words in err and files() == before
+    status, _, err = call(
+        capsys,
+        *"preprocess --input long.jsonl --output-prefix out --tokenizer-type NullTokenizer --vocab-size 9".split(),
+    )
+    assert status == LOCKED and "made with other tokenizer" in err and files() == before
+    with Path("short.jsonl").open("ab") as file:  # a bad input never costs the old data
+        file.write(b"{")
+    assert preprocess(capsys, "short.jsonl", "--overwrite")[0] == 65 and len(Indexed("out_text_document")) == 20
+    write("short.jsonl", SHORT)
+    assert preprocess(capsys, "short.jsonl", "--overwrite")[0] == 0 and len(Indexed("out_text_document")) == 2
+    assert "unchanged" in preprocess(capsys, "short.jsonl")[1]
+    assert preprocess(capsys, "long.jsonl")[0] == LOCKED
+
+
+def test_data_of_other_programs_are_never_replaced_in_silence(here, capsys):
+    with Writer("out_text_document", "uint16") as writer:
+        writer.add([1, 2, 3])
+        writer.end_document()
+    before = files()
+    status, _, err = preprocess(capsys, "long.jsonl")
+    assert status == LOCKED and "nothing says how they were made" in err and files() == before
+    # The record of data that another program has replaced since says nothing about the new ones.
+    assert preprocess(capsys, "long.jsonl", "--overwrite")[0] == 0
+    Path("out_text_document.bin").write_bytes(bytes(2))
+    assert preprocess(capsys, "long.jsonl")[0] == LOCKED
+
+
+def test_a_kill_between_two_pairs_goes_on(here, capsys, monkeypatch):
+    """One of the two pairs has its name already: the same command still goes on."""
+    finish, calls = Writer.finish, iter(range(9))
+
+    def kill(writer):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        finish(writer)
+
+    monkeypatch.setattr(Writer, "finish", kill)
+    keys = ["--json-keys", "text", "title"]
+    assert preprocess(capsys, "long.jsonl", *keys)[0] == SIGINT
+    assert Path("out_text_document.idx").exists() and not Path("out_title_document.idx").exists()
+    monkeypatch.setattr(Writer, "finish", finish)
+    assert preprocess(capsys, "short.jsonl", *keys)[0] == LOCKED
+    assert preprocess(capsys, "long.jsonl", *keys)[0] == 0
+    assert len(Indexed("out_text_document")) == len(Indexed("out_title_document")) == 20
+    assert "unchanged" in preprocess(capsys, "long.jsonl", *keys)[1]
+
+
+def test_a_vocabulary_is_never_replaced_in_silence(here, capsys):
+    train = ["train-tokenizer", "--input", "long.jsonl", "--output", "vocabulary", "--vocab-size"]
+    status, _, err = call(capsys, *train, "260")
+    following = (
+        "next: meshwright preprocess --input long.jsonl --tokenizer vocabulary --append-eod --output-prefix PREFIX"
+    )
+    assert status == 0 and following in err
+    before = files("vocabulary")
+    assert sorted(before) == [f"vocabulary/{name}" for name in ("merges.txt", "vocab.json", "vocab.origin.json")]
+    status, out, _ = call(capsys, *train, "260")
+    assert status == 0 and "vocabulary/vocab.json and vocabulary/merges.txt are already there, unchanged" in out
+    status, _, err = call(capsys, *train, "261")
+    assert status == LOCKED and "made with other settings: they are kept; add --overwrite" in err
+    assert files("vocabulary") == before
+    assert call(capsys, *train, "261", "--overwrite")[0] == 0 and "unchanged" in call(capsys, *train, "261")[1]
+    Path("vocabulary/vocab.origin.json").unlink()
+    Path("vocabulary/merges.txt").unlink()
+    status, _, err = call(capsys, *train, "261")
+    assert status == LOCKED and "vocabulary/vocab.json exists already, and nothing says" in err
+
+
+def test_data_merge_replaces_other_data_only_with_overwrite(here, capsys):
+    for name in ("a", "b"):
+        with Writer(name, "uint16") as writer:
+            writer.add([ord(name)] * 5)
+            writer.end_document()
+    merge = ["data", "merge", "--output-prefix", "m"]
+    assert call(capsys, *merge, "a", "b")[0] == 0
+    before = files()
+    status, out, _ = call(capsys, *merge, "a", "b")
+    assert status == 0 and out == "m.bin/.idx is already there, unchanged\n" and files() == before
+    status, _, err = call(capsys, *merge, "b", "a")
+    assert status == LOCKED and "m.bin and m.idx exist already, made with other inputs" in err and files() == before
+    assert call(capsys, *merge, "b", "a", "--overwrite")[0] == 0
+    assert Path("m.bin").read_bytes() == Path("b.bin").read_bytes() + Path("a.bin").read_bytes()
