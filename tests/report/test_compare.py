@@ -12,6 +12,7 @@ from pages import step_row as step
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.report.compare import COLOURS, style_of
 
 pytestmark = pytest.mark.pictures
 
@@ -148,9 +149,9 @@ def test_page(run, tmp_path, capsys):
     text = target.read_text()
     page = Page(text)
     assert len(page.drawings) == 3
-    for said in ("a" + evil, "b", "━━━", "━ ━", "validation ●", '"<b>"', "Difference", "Learning rate"):
+    for said in ("a" + evil, "b", "━━━", "━ ━", "validation", "●", '"<b>"', "Difference", "Learning rate"):
         assert said in page.said, said
-    assert "validation ◆" not in page.said
+    assert "◆" not in page.said
     for drawing in page.drawings.values():  # b's line alone is dashed, once if it is smoothed
         assert len(re.findall(r"stroke-dasharray: [\d., ]+", drawing)) == 1
         assert re.search(r">\s*tokens\s*<", drawing) and not re.search(r">\s*iteration\s*<", drawing)
@@ -170,7 +171,42 @@ def test_more_than_two_are_compared_with_the_first(run, capsys):
     folders = [run(n, [step(1, loss)]) for n, loss in (("a", 1.0), ("b", 2.0), ("c", 4.0))]
     found = compared(capsys, *folders)[1]["differences"]
     assert [(d["runs"], d["largest"]["loss"]) for d in found] == [(["a", "b"], 1.0), (["a", "c"], 3.0)]
-    assert main(["report", *folders, *folders]) == 2 and "at most 4" in capsys.readouterr().err
+
+
+def test_many_runs(run, capsys):
+    """Each has its own colour and line; a legend names what is drawn, and no more."""
+    folders = [run(f"run-{n}", [step(i, n + 4 - i / 8) for i in range(1, 9)]) for n in range(9)]
+    later = run("later", [step(20, 1.0), check(20, 2.0)])
+    assert main(["report", *folders, later]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["steps", "tokens"] and lines[1].split()[:3] == ["run-0", "8", "512"]
+    text = (Path(folders[0]) / "compare.html").read_text()
+    legends = [re.findall(r"</b> ([^<]*)</span>", part) for part in text.split("<figure")[1:]]
+    names = [f"run-{n}" for n in range(9)]
+    assert legends == [[*names, "later", "later, validation"], names[1:], [*names, "later"]]
+    assert len({style_of(n) for n in range(32)}) == 32
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#15181d"])
+def test_colours_are_clear_on_light_and_dark_pages(page):
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    assert len(set(COLOURS)) == 8
+    for colour in COLOURS:
+        dark, light = sorted((luminance(colour) + 0.05, luminance(page) + 0.05))
+        assert light / dark >= 3, colour
+
+
+def test_the_best_validation_is_explained(run):
+    a = run("a", [*A, check(5, 3.5), check(10, 3.0)])
+    b = run("b", [*B, check(5, 2.75), check(10, 3.25)])
+    assert main(["report", a, b]) == 0
+    said = Page((Path(a) / "compare.html").read_text()).said
+    assert ": Validation: the lowest loss, 3.0000, was at step 10, the last of 2: a longer training" in said
+    assert "at step 5; the last, at step 10, is 3.2500, which is 0.5000 higher." in said
 
 
 def test_errors_in_words(run, tmp_path, capsys):

@@ -1,15 +1,17 @@
 """The report reads what runs write: repeated steps, cut lines, NaN; its page is one file."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from pages import Page, check_row, step_row
 
 from meshwright.__main__ import main
-from meshwright.report.history import read_history
+from meshwright.report.history import PATIENCE, read_history
 from meshwright.report.page import write_report
 
 EVIL = "<script>alert('1')</script>"
@@ -165,3 +167,48 @@ def test_losses_start_without_heavy_libraries(tmp_path):
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(run_folder(tmp_path, ROWS))], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_only_the_page_of_a_running_run_reloads_itself(tmp_path):
+    folder = run_folder(tmp_path, [start(1, 0, train_iters=100), *(step(1, i, 2.0, ms=500) for i in range(1, 11))])
+    text = write_report(folder).read_text()
+    said = Page(text).said
+    assert "running, step 10 of 100; about 45.0 s left; updated 20" in said and "latest loss" in said
+    assert '<progress max="100" value="10">' in text and "location.reload()" in text and 'http-equiv="refresh"' in text
+    long_ago = time.time() - PATIENCE - 1
+    os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
+    text = write_report(folder).read_text()
+    assert "no end recorded: still running, or killed since 20" in Page(text).said and "reload" not in text
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"event": "end", "attempt": 1, "iteration": 10, "reason": "SIGTERM", "status": 143}) + "\n"
+        )
+    text = write_report(folder).read_text()
+    assert "last attempt: SIGTERM (exit status 143)" in Page(text).said
+    assert "reload" not in text and "refresh" not in text and "<progress" not in text
+
+
+@pytest.mark.parametrize(
+    "last, kept, words",
+    [
+        (2.0, False, "the lowest loss, 2.0000, was at step 30, the last of 3: a longer training may lower it further."),
+        (2.51, False, "which is 0.0100 higher. So small a difference may be chance, since each validation reads other"),
+        (3.0, False, "(overfitting). More text, fewer steps, a lower --lr, or more dropout and weight decay help."),
+        (3.0, False, "With --keep-best, a run keeps the checkpoint of its lowest validation loss."),
+        (3.0, True, "The best step is kept: run/iter_0000020."),
+    ],
+)
+def test_the_best_and_the_last_validation_are_explained(tmp_path, last, kept, words):
+    checks = [check(1, i, loss) for i, loss in ((10, 2.75), (20, 2.5), (30, last))]
+    end = {"event": "end", "attempt": 1, "iteration": 30, "reason": "all iterations done", "status": 0}
+    folder = run_folder(tmp_path, [start(1, 0), step(1, 30, 2.0), *checks, end])
+    if kept:
+        (folder / "config.toml").write_text('[checkpoint]\nsave = "run"\nkeep_best = true\n')
+    assert words in Page(write_report(folder).read_text()).said
+
+
+@pytest.mark.parametrize("losses", [["nan"], []])
+def test_the_legend_names_only_what_is_drawn(tmp_path, losses):
+    folder = run_folder(tmp_path, [start(1, 0), *(step(1, i, loss) for i, loss in enumerate(losses, 1))])
+    said = Page(write_report(folder).read_text()).said
+    assert "training" not in said.split("Learning rate")[0].split("Loss")[-1] and ("not finite" in said) == bool(losses)

@@ -10,22 +10,41 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.report import plot
 from meshwright.report.history import History, final_loss, read_history, read_settings, wall_time
 from meshwright.report.html import document, escape, table, write_page
-from meshwright.report.page import columns, duration
+from meshwright.report.page import columns, duration, explain_validations
 
-# Per run: colour, line, the line as text, marker, the marker as text. Colour is never the only
-# difference.
-STYLES: list[tuple[str, Any, str, str, str]] = [
-    (plot.LINE, "-", "━━━", "o", "●"),
-    (plot.POINT, (0, (4, 1.5)), "━ ━", "D", "◆"),
-    (plot.BAD, (0, (5, 1.5, 1, 1.5)), "━ ·", "s", "■"),
-    (plot.INK, (0, (1, 1.5)), "· · ·", "^", "▲"),
-]
+# Colours with a contrast of at least 3 to a white and to a dark page.
+COLOURS = (plot.LINE, plot.POINT, "#2f9e62", "#c9405f", "#8f63d2", "#8a7a2e", "#1597a5", "#d060b0")
+# Lines, and markers of validations, each with its sign in the legend.
+LINES: tuple[tuple[Any, str], ...] = (
+    ("-", "━━━"),
+    ((0, (4, 1.5)), "━ ━"),
+    ((0, (5, 1.5, 1, 1.5)), "━ ·"),
+    ((0, (1, 1.5)), "· · ·"),
+)
+MARKERS = (("o", "●"), ("D", "◆"), ("s", "■"), ("^", "▲"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("*", "★"))
+
+
+class Style(NamedTuple):
+    """How a run is drawn. Colour is never the only difference."""
+
+    colour: str
+    line: Any
+    sign: str
+    marker: str
+    marker_sign: str
+
+
+def style_of(number: int) -> Style:
+    """Return the style of a run; the first 32 are all different."""
+    again = number // len(COLOURS)
+    line, marker = LINES[(number + again) % len(LINES)], MARKERS[number % len(MARKERS)]
+    return Style(COLOURS[number % len(COLOURS)], *line, *marker)
 
 
 @dataclass(frozen=True)
@@ -69,8 +88,6 @@ class Run:
 
 def compare(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None) -> int:
     """Print the comparison, write its page, return 1 if losses differ by more than `tolerance`."""
-    if len(folders) > len(STYLES):
-        raise UserError(f"{len(folders)} folders; at most {len(STYLES)} can be compared at once", USAGE)
     if tolerance is not None and not tolerance >= 0:
         raise UserError(f"--tolerance {tolerance} must be a number of at least 0", USAGE)
     runs = read_runs(folders)
@@ -260,11 +277,16 @@ def percentage(x: float) -> str:
 
 def as_text(found: dict[str, Any]) -> list[str]:
     names = [r["name"] for r in found["runs"]]
-    lines = aligned([["", *names], *summary(found)])
-    lines += ["", *aligned([[f"compared with {names[0]}", *names[1:]], *distances(found)])]
+    lines = aligned(turned([["", *names], *summary(found)]))
+    lines += ["", *aligned(turned([[f"compared with {names[0]}", *names[1:]], *distances(found)]))]
     settings = [f"  {n}: {' | '.join(map(show, values))}" for n, values in found["settings"].items()]
     notes = [f"note: {note}" for note in found["notes"]]
     return [*lines, *notes, "", "settings that differ:" if settings else "no setting differs", *settings]
+
+
+def turned(rows: list[list[str]]) -> list[list[str]]:
+    """Give each run a line instead of a column where there are many."""
+    return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > 5 else rows
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
@@ -284,15 +306,28 @@ def page(runs: Sequence[Run], found: dict[str, Any]) -> str:
     settings = [[n, *map(show, values)] for n, values in found["settings"].items()]
     parts = [
         f"<h1>{escape(', '.join(names))}</h1>",
-        table(summary(found), "numbers", ["", *names]),
+        wide_table([["", *names], *summary(found)]),
         f'<div class="pictures">{"".join(plots(runs))}</div>',
         f"<h2>Compared with {escape(names[0])}</h2>",
-        table(distances(found), "numbers", ["", *names[1:]]),
+        wide_table([["", *names[1:]], *distances(found)]),
         *(f'<p class="quiet">Note: {escape(note)}.</p>' for note in found["notes"]),
+        *explained(runs),
         f"<h2>Settings that differ ({len(settings)})</h2>",
         table(settings, "numbers", ["", *names]) if settings else '<p class="quiet">None.</p>',
     ]
     return document(f"{', '.join(names)}: comparison", parts)
+
+
+def wide_table(rows: list[list[str]]) -> str:
+    head, *body = turned(rows)
+    return table(body, "numbers", head)
+
+
+def explained(runs: Sequence[Run]) -> list[str]:
+    """Return what the best and the last validation of each run mean."""
+    words = [(r.name, line) for r in runs for line in explain_validations(r.history, r.settings)]
+    lines = (f"<p><b>{escape(name)}</b>: {escape(line)}</p>" for name, line in words)
+    return ["<h2>Best and last validation</h2>", *lines] if words else []
 
 
 def curve(r: Run, column: str, by_amount: bool) -> tuple[Any, Any]:
@@ -314,16 +349,22 @@ def plots(runs: Sequence[Run]) -> list[str]:
     drawn = {t: plot.new_axes((7.6, 3.4 if t == "Loss" else 2.4), x=x_label) for t in notes}
     losses, differences, rates = (axes for _, axes in drawn.values())
     differences.axhline(0, color=plot.INK, lw=0.8, alpha=0.6)
-    legend = ""
+    legends = dict.fromkeys(drawn, "")  # of what is drawn, and no more
     x0, y0 = curve(runs[0], "loss", by_amount)
-    for r, (colour, line, as_text, marker, sign) in zip(runs, STYLES, strict=False):
+    for number, r in enumerate(runs):
+        style = style_of(number)
+        key = plot.key(style.sign, style.colour, r.name)
         x, y = curve(r, "loss", by_amount)
-        plot.draw(losses, x, y, colour, line)
+        if len(x):
+            plot.draw(losses, x, y, style.colour, style.line)
+            legends["Loss"] += key
         checks = [(r.amount(i) if by_amount else i, v) for i, v in r.validations().items() if math.isfinite(v)]
-        losses.plot([i for i, _ in checks], [v for _, v in checks], marker, color=colour, ms=5)
-        rates.plot(*plot.thin(*curve(r, "lr", by_amount)), color=colour, ls=line, lw=1.6)
-        if r is not runs[0] and len(x):
-            both = (x0 >= x[0]) & (x0 <= x[-1])
-            plot.draw(differences, x0[both], np.interp(x0[both], x, y) - y0[both], colour, line)
-        legend += plot.key(as_text, colour, f"{r.name}, validation {sign}" if checks else r.name)
-    return [plot.embed(figure, t, notes[t], legend, wide=True) for t, (figure, _) in drawn.items()]
+        if checks:
+            losses.plot(*zip(*checks, strict=True), style.marker, color=style.colour, ms=5)
+            legends["Loss"] += plot.key(style.marker_sign, style.colour, f"{r.name}, validation")
+        rates.plot(*plot.thin(*curve(r, "lr", by_amount)), color=style.colour, ls=style.line, lw=1.6)
+        legends["Learning rate"] += key
+        if number and len(x) and (both := (x0 >= x[0]) & (x0 <= x[-1])).any():
+            plot.draw(differences, x0[both], np.interp(x0[both], x, y) - y0[both], style.colour, style.line)
+            legends["Difference"] += key
+    return [plot.embed(figure, t, notes[t], legends[t], wide=True) for t, (figure, _) in drawn.items() if legends[t]]

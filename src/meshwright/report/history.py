@@ -12,6 +12,8 @@ from typing import Any
 
 from meshwright.errors import BAD_DATA, USAGE, UserError
 
+PATIENCE = 900.0  # seconds without a new row after which a run counts as killed
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -57,6 +59,11 @@ class History:
     steps: list[Step]
     validations: list[Validation]
     attempts: list[Attempt]
+    updated: float = 0.0  # seconds since 1970, of the newest row
+
+    def is_running(self, now: float) -> bool:
+        """Return whether the last attempt goes on: it has no end, and had a row not long ago."""
+        return bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
 
 
 def read_history(folder: Path) -> History:
@@ -103,7 +110,7 @@ def read_history(folder: Path) -> History:
                 why = f"{e} is missing" if isinstance(e, KeyError) else str(e)
                 raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
     in_order = sorted(validations.values(), key=lambda v: v.iteration)
-    return History([steps[i] for i in sorted(steps)], in_order, attempts)
+    return History([steps[i] for i in sorted(steps)], in_order, attempts, path.stat().st_mtime)
 
 
 def _step(row: dict[str, Any]) -> Step:

@@ -15,15 +15,17 @@ def escape(value: object) -> str:
     return html.escape(str(value))
 
 
-def document(title: str, parts: Iterable[str]) -> str:
+def document(title: str, parts: Iterable[str], head: Sequence[str] = ()) -> str:
     css = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    head = [
+    top = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>\n{css}</style></head><body>",
+        f"<title>{escape(title)}</title><style>\n{css}</style>",
+        *head,
+        "</head><body>",
     ]
-    return "\n".join([*head, *parts, "</body></html>\n"])
+    return "\n".join([*top, *parts, "</body></html>\n"])
 
 
 def table(body: Iterable[Sequence[str]], kind: str, head: Sequence[str] = ()) -> str:

@@ -8,12 +8,22 @@ import json
 import math
 import shlex
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.report import plot
-from meshwright.report.history import Attempt, History, Step, Validation, read_history, read_settings, wall_time
+from meshwright.report.history import (
+    PATIENCE,
+    Attempt,
+    History,
+    Step,
+    Validation,
+    read_history,
+    read_settings,
+    wall_time,
+)
 from meshwright.report.html import document, escape, table, write_page
 
 if TYPE_CHECKING:
@@ -24,21 +34,40 @@ Settings = dict[str, dict[str, Any]]
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write the page of a run folder, by default to report.html in it; return its path."""
-    return write_page(output or run_dir / "report.html", page(run_dir, read_history(run_dir), read_settings(run_dir)))
+    text = page(run_dir, read_history(run_dir), read_settings(run_dir), time.time())
+    return write_page(output or run_dir / "report.html", text)
 
 
-def page(run_dir: Path, history: History, settings: Settings) -> str:
+RELOAD = 30  # seconds
+# Reload the page of a run that goes on, until it is no longer written.
+SCRIPT = """<script>
+const late = Date.now() - WRITTEN - PATIENCE;
+if (late < 0) setTimeout(() => location.reload(), RELOAD);
+else addEventListener("DOMContentLoaded", () => {
+  document.getElementById("state").textContent = "No longer updated. The run was killed, or is in a very long step. ";
+});
+</script>"""
+
+
+def page(run_dir: Path, history: History, settings: Settings, now: float) -> str:
     name, last = run_dir.resolve().name, history.attempts[-1] if history.attempts else None
-    state = "no attempt recorded" if last is None else f"last attempt: {describe_end(last, True)}"
+    is_running, head = history.is_running(now), []
+    flat = {name: value for group in settings.values() for name, value in group.items()}
+    if is_running:
+        script = SCRIPT.replace("WRITTEN", str(round(1e3 * now))).replace("PATIENCE", str(round(1e3 * PATIENCE)))
+        head = [script.replace("RELOAD", str(1000 * RELOAD))]
+        head.append(f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD}"></noscript>')
     attempts = []
     for a in history.attempts:
         row = [str(a.number), date(a.start.get("time")), f"{a.began:,} to {a.last:,}"]
         attempts.append([*row, command_line(a.start.get("command")), describe_end(a, a is last)])
     parts = [
-        f'<h1>{escape(name)}</h1><p class="quiet">{escape(state)}</p>',
+        f"<h1>{escape(name)}</h1>",
+        *show_state(history, now),
         '<dl class="cards">',
-        *(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headlines(history, settings)),
+        *(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headlines(history, settings, is_running)),
         "</dl>",
+        *(f"<p>{escape(words)}</p>" for words in explain_validations(history, flat, is_running)),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
         table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
@@ -52,16 +81,65 @@ def page(run_dir: Path, history: History, settings: Settings) -> str:
         f'<footer class="quiet">Meshwright {escape(last.start.get("version", "") if last else "")}. Exact numbers: '
         f"<code>meshwright report --losses {escape(shlex.quote(str(run_dir)))}</code></footer>",
     ]
-    return document(f"{name}: report", parts)
+    return document(f"{name}: report", parts, head)
+
+
+def show_state(history: History, now: float) -> list[str]:
+    """Return what the run does now, with its progress; or how it ended."""
+    if not history.attempts:
+        return ['<p class="quiet" id="state">no attempt recorded</p>']
+    last = history.attempts[-1]
+    if not history.is_running(now):
+        since = f" since {date(history.updated)}" if last.end is None and history.updated else ""
+        return [f'<p class="quiet" id="state">last attempt: {escape(describe_end(last, True))}{since}</p>']
+    total = last.start.get("train_iters")
+    words, bar = [f"running, step {last.last:,}"], []
+    if isinstance(total, int) and total:
+        words[0] += f" of {total:,}"
+        recent = [s.ms for s in history.steps[-100:] if s.iteration > last.began]
+        if recent:
+            words.append(f"about {duration((total - last.last) * statistics.median(recent) / 1e3)} left")
+        bar = [f'<progress max="{total}" value="{last.last}"></progress>']
+    words.append(f"updated {date(now)}; this page reloads itself")
+    return [f'<p class="quiet"><b class="running" id="state">{escape("; ".join(words))}</b></p>', *bar]
+
+
+def explain_validations(history: History, settings: dict[str, Any], is_running: bool = False) -> list[str]:
+    """Return what the best and the last validation mean, in words, for each set."""
+    out = []
+    for checks in by_dataset(v for v in history.validations if v.name != "test" and math.isfinite(v.loss)):
+        steps = sorted({v.iteration for v in checks})
+        if len(steps) < 2:
+            continue
+        best, last = min(checks, key=lambda v: v.loss), checks[-1]
+        gap = last.loss - best.loss
+        lead = f"Validation{suffix(last)}: the lowest loss, {best.loss:.4f}, was at step {best.iteration:,}"
+        if best.iteration == last.iteration:
+            then = "it is still falling." if is_running else "a longer training may lower it further."
+            out.append(f"{lead}, the last of {len(steps)}: {then}")
+            continue
+        words = [f"{lead}; the last, at step {last.iteration:,}, is {last.loss:.4f}, which is {gap:.4f} higher."]
+        if gap < 0.01 * best.loss and not settings.get("full_validation"):
+            words.append("So small a difference may be chance, since each validation reads other samples.")
+        else:
+            words.append("The model fits its training text ever better and new text worse (overfitting).")
+            words.append("More text, fewer steps, a lower --lr, or more dropout and weight decay help.")
+        if settings.get("keep_best") and settings.get("save"):
+            words.append(f"The best step is kept: {settings['save']}/iter_{best.iteration:07d}.")
+        else:
+            words.append("With --keep-best, a run keeps the checkpoint of its lowest validation loss.")
+        out.append(" ".join(words))
+    return out
 
 
 def settings_table(values: dict[str, Any]) -> str:
     return table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
 
 
-def headlines(history: History, settings: Settings) -> list[tuple[str, str]]:
+def headlines(history: History, settings: Settings, is_running: bool = False) -> list[tuple[str, str]]:
     """Return the figures at the top as (name, value); unknown ones are left out."""
     out: list[tuple[str, str]] = []
+    final = "latest" if is_running else "final"
     start = history.attempts[-1].start if history.attempts else {}
     if isinstance(start.get("parameters"), int):
         out.append(("parameters", f"{start['parameters']:,}"))
@@ -74,11 +152,11 @@ def headlines(history: History, settings: Settings) -> list[tuple[str, str]]:
             out.append(("tokens", f"{end.consumed_samples * seq:,}"))
         if skipped := sum(s.skipped for s in steps):
             out.append(("skipped steps", f"{skipped:,}"))
-        out.append(("final loss", f"{end.loss:.4f}"))
+        out.append((f"{final} loss", f"{end.loss:.4f}"))
     for checks in by_dataset(v for v in history.validations if v.name != "test"):
         best, on = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss), suffix(checks[0])
-        out.append((f"final validation loss{on}", f"{checks[-1].loss:.4f}"))
-        out.append((f"final validation perplexity{on}", f"{checks[-1].ppl:,.2f}"))
+        out.append((f"{final} validation loss{on}", f"{checks[-1].loss:.4f}"))
+        out.append((f"{final} validation perplexity{on}", f"{checks[-1].ppl:,.2f}"))
         out.append((f"best validation loss{on}", f"{best.loss:.4f} at {best.iteration:,}"))
     for tests in by_dataset(v for v in history.validations if v.name == "test"):
         out.append((f"test loss{suffix(tests[0])}", f"{tests[-1].loss:.4f}"))
@@ -159,7 +237,8 @@ def loss_plot(history: History) -> str:
 
     figure, axes = plot.new_axes((7.6, 3.4), resumed_at(history))
     width = draw_column(axes, history.steps, "loss", smooth=True)
-    legend = [plot.key("━", plot.LINE, f"training, median of {width} steps" if width > 1 else "training")]
+    training = f"training, median of {width} steps" if width > 1 else "training"
+    legend = [plot.key("━", plot.LINE, training)] if any(math.isfinite(s.loss) for s in history.steps) else []
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
         sets = by_dataset(v for v in history.validations if v.name == name and math.isfinite(v.loss))
         for checks, (line, dashes) in zip(sets, itertools.cycle(LINES)):

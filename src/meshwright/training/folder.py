@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import resource
 import shutil
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 from meshwright import tokenizers
@@ -87,3 +92,76 @@ def write_report(folder: Path) -> None:
         write_page_of(folder)
     except Exception as e:
         print(f"note: no report.html: {e}", file=sys.stderr)
+
+
+DRAW = """
+import os, pathlib, sys
+os.nice(19)
+from meshwright.report.page import write_report
+write_report(pathlib.Path(sys.argv[1]))
+"""
+
+
+class LivePage:
+    """Rewrites the report page while the run goes on.
+
+    It is drawn by a process of the lowest priority, which shares nothing with the training, at most
+    twice a minute, and seldom enough that its processor time is at most a fiftieth of the run's.
+    """
+
+    FIRST, EVERY, SHARE = 3.0, 30.0, 0.02  # seconds, seconds, processor time per time
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.process: subprocess.Popen[bytes] | None = None
+        self.begun, self.next, self.used = 0.0, time.monotonic() + self.FIRST, 0.0
+
+    def update(self) -> None:
+        """Start to draw the page if it is time; the caller does not wait."""
+        now = time.monotonic()
+        if self.folder is None or now < self.next:
+            return
+        if self.process is not None:
+            if self.process.poll() is None:
+                return
+            self.process = None
+            self.next = self.begun + max(self.EVERY, (children_seconds() - self.used) / self.SHARE)
+        if now >= self.next:
+            self.begun, self.next, self.used = now, now + self.EVERY, children_seconds()
+            self.process = self.draw()
+
+    def draw(self) -> subprocess.Popen[bytes] | None:
+        root = str(Path(__file__).parents[2])  # of a clone that is not installed
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        none = subprocess.DEVNULL
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-c", DRAW, str(self.folder)],
+                stdin=none,
+                stdout=none,
+                stderr=none,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError:  # no memory or too many processes: the page is drawn later
+            return None
+
+    def close(self, failed: bool = False) -> None:
+        """Stop drawing. After a failure draw once more, in a process that outlives this one."""
+        if self.folder is None:
+            return
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            (self.folder / f"report.html.{self.process.pid}.tmp").unlink(missing_ok=True)
+            self.process = None
+        if failed and (last := self.draw()) is not None:
+            threading.Thread(target=last.wait, daemon=True).start()  # leaves no zombie in a program that goes on
+        self.folder = None
+
+
+def children_seconds() -> float:
+    """Return the processor time of the processes that this one has started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

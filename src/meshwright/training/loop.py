@@ -251,7 +251,6 @@ class Trainer:
         self.metrics.step(p.iteration, p.consumed_train_samples, now - self.last, next_lr, row)
         self.last = now
         if p.nonfinite_in_a_row > (allowed_in_a_row(c.training.on_nonfinite) or 0):
-            self.record_non_finite_end()
             raise UserError(self.describe_non_finite(loss, norm, settings.scale), NON_FINITE, everywhere=True)
 
     # Around the steps
@@ -398,14 +397,10 @@ class Trainer:
         shown = "test" if name == "test" else "validation"
         self.metrics.validation(p.consumed_train_samples, Check(p.iteration, shown, prefix, loss, set_name))
         if not math.isfinite(loss) and allowed_in_a_row(t.on_nonfinite) == 0:
-            self.record_non_finite_end()
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "
             message += f"lower --lr (now {self.config.optimizer.lr}) or warm up longer"
             raise UserError(message, NON_FINITE, everywhere=True)
         return loss
-
-    def record_non_finite_end(self) -> None:
-        self.metrics.row("end", self.progress.iteration, reason="not finite", status=NON_FINITE, time=time.time())
 
     def describe_non_finite(self, loss: float, norm: float, scale: float) -> str:
         """Return the error message for a loss or gradient norm that is not finite."""

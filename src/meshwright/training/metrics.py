@@ -17,11 +17,12 @@ import torch
 
 from meshwright import device as devices
 from meshwright.console import remark, say, show
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
 from meshwright.launch.team import Team
 from meshwright.progress import new_bar
 from meshwright.settings import flags
 from meshwright.settings.schema import Logging, TrainConfig
+from meshwright.training.folder import LivePage
 from meshwright.training.lines import Check, Interval
 from meshwright.training.screen import LineScreen
 from meshwright.training.trackers import open_trackers, tags, validation_tags
@@ -76,6 +77,7 @@ class Metrics:
             self.bar = _start_bar(self.total_steps) if self.g.progress and sys.stderr.isatty() else None
         self._reset()
         self.memory_is_printed = False
+        self.page = LivePage(None if config.training.skip_train else folder)
 
     def _reset(self) -> None:
         self.losses: list[float] = []
@@ -134,6 +136,7 @@ class Metrics:
             self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
         if iteration % self.g.log_interval == 0 or iteration == self.total_steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr, values)
+        self.page.update()
 
     def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
         for tracker in self.trackers:
@@ -187,6 +190,15 @@ class Metrics:
         self.row("validation", check.iteration, **row, **end)
         self._track(validation_tags(self.g, row), check.iteration, consumed)
 
+    def record_failure(self, iteration: int, error: BaseException) -> None:
+        """Record why the run ends, and have the page say so."""
+        status = error.status if isinstance(error, UserError) else UNEXPECTED
+        status = SIGINT if isinstance(error, KeyboardInterrupt) else status
+        reason = "not finite" if status == NON_FINITE else (str(error) or type(error).__name__).splitlines()[0]
+        with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
+            self.row("end", iteration, reason=reason, status=status, time=time.time())
+        self.page.close(failed=True)
+
     def stop_bar(self) -> None:
         if self.bar is not None:
             self.bar[0].stop()
@@ -196,6 +208,7 @@ class Metrics:
         for tracker in self.trackers:
             tracker.close()
         self.stop_bar()
+        self.page.close()
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

@@ -140,7 +140,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     The lines are printed in the order and the words of Megatron's log, which users' scripts read.
     """
     from meshwright.training import network
-    from meshwright.training.loop import ALL_DONE, Trainer
+    from meshwright.training.loop import Trainer
     from meshwright.training.metrics import Timers
     from meshwright.training.screen import open_screen
 
@@ -180,17 +180,13 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         held.callback(trainer.state.saver.close)  # waits for a save in flight
         stop = StopConditions(config.training, job.began, saves=c.save is not None)
         with stop.handle_signals() if job.handle_signals else contextlib.nullcontext():
-            reason = trainer.train(stop)
-            finish(trainer, reason, stop, tokenizer)
-        if stop.signal:
-            reason = stop.signal.name
-            say(f"exiting program after receiving {reason}.")
-        trainer.metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status, time=time.time())
-        if folder is not None and team.is_lead:
-            write_report(folder)
-        if screen is not None:
-            trainer.metrics.stop_bar()
-            show(screen.end(reason, is_done=reason == ALL_DONE))
+            try:
+                reason = trainer.train(stop)
+                finish(trainer, reason, stop, tokenizer)
+            except BaseException as error:
+                trainer.metrics.record_failure(trainer.progress.iteration, error)
+                raise
+        report_end(trainer, reason, stop, folder)
         return stop.status
 
 
@@ -225,6 +221,23 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
     elif c.save_hf:
         convert = f"run `meshwright convert {c.save} {c.save_hf} --to huggingface` to convert the current checkpoint"
         remark(f" > --save-hf: not written, because training is not finished; {convert}")
+
+
+def report_end(trainer: Trainer, reason: str, stop: StopConditions, folder: Path | None) -> None:
+    """Record how the run ended, draw its page and say what to do next."""
+    from meshwright.training.loop import ALL_DONE
+
+    is_done, metrics = reason == ALL_DONE, trainer.metrics
+    if stop.signal:
+        reason = stop.signal.name
+        say(f"exiting program after receiving {reason}.")
+    metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status, time=time.time())
+    if folder is not None and trainer.team.is_lead:
+        metrics.page.close()
+        write_report(folder)
+    if metrics.screen is not None:
+        metrics.stop_bar()
+        show(metrics.screen.end(reason, is_done))
 
 
 def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
