@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect": "show what a checkpoint holds, and whether it is complete",
     "convert": "convert a checkpoint from or to another program's format",
     "report": "make a page with pictures of a run, or compare several",
+    "doctor": "check this machine: what works, and what would be faster",
     "completion": "print the completion script of bash, zsh or fish",
     "help": "explain a command, a group of flags or a flag: help train lr",
 }

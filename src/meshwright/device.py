@@ -150,6 +150,69 @@ def use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+# What `meshwright doctor` shows
+
+
+def build() -> str:
+    """Return the kind of accelerator that this torch was built for."""
+    import torch
+
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    return next((f"{kind} {version}" for kind, version in kinds.items() if version), "CPU only")
+
+
+def accelerators() -> list[torch.device]:
+    """Return the accelerators that this process sees."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())] if kind is not None else []
+
+
+def why_none() -> str:
+    """Return why a torch built for CUDA or ROCm sees no device, such as an old driver; or ""."""
+    import torch
+
+    if not (torch.version.cuda or torch.version.hip):
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return str(error).split(". ")[0].splitlines()[0]
+    return "none is visible"
+
+
+def driver() -> str | None:
+    """Return the version of the NVIDIA driver, or None without one, whatever torch sees."""
+    import shutil
+    import subprocess
+
+    if shutil.which(TOOLS[NVIDIA]) is None:
+        return None
+    words = [TOOLS[NVIDIA], "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Return whether the device multiplies bfloat16 itself; unknown counts as yes."""
+    if device.type == NVIDIA:
+        return bool(_module(device).is_bf16_supported(including_emulation=False))
+    return bool(getattr(_module(device), "is_bf16_supported", lambda: True)())
+
+
+def cpu_quota() -> float | None:
+    """Return how many cores' time the container may use, or None without a limit."""
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
 # Memory, in bytes
 
 

@@ -154,6 +154,7 @@ PAGES = {
             "meshwright completion fish > ~/.config/fish/completions/meshwright.fish",
         ),
     ),
+    "doctor": Page("meshwright.commands.doctor:DoctorConfig"),
     "data verify": Page("meshwright.commands.data:VerifyConfig", "prefixes"),
     "data merge": Page("meshwright.commands.data:MergeConfig", "datasets"),
     "data merge-json": Page("meshwright.commands.data:LooseTextConfig"),

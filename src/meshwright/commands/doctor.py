@@ -1,0 +1,29 @@
+"""`meshwright doctor`: what works on this machine, and what would be faster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from meshwright.errors import DONE, UNAVAILABLE
+from meshwright.settings import flags
+from meshwright.settings.schema import flag
+
+ABOUT = "Check this machine in a few seconds. Status 0 means that training can start here, 69 that it cannot."
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Settings of `meshwright doctor`."""
+
+    json: bool = flag(False, "print one line of JSON instead of a table")
+
+
+def main(argv: list[str]) -> int:
+    c = flags.parse(DoctorConfig, argv, "meshwright doctor", about=ABOUT).config
+    from meshwright import doctor
+
+    facts = doctor.examine()
+    verdict = doctor.conclude(facts)
+    print(json.dumps(doctor.as_dict(facts, verdict)) if c.json else "\n".join(doctor.table(facts, verdict)))
+    return UNAVAILABLE if doctor.is_fatal(facts) else DONE

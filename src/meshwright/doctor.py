@@ -1,0 +1,335 @@
+"""Examine a machine: program, devices, packages, disks; and say what follows for training."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright import device as devices
+from meshwright.settings.command import PROJECT, installed_version, our_version
+
+GIB, MIB = 1 << 30, 1 << 20
+TESTED = ((2, 11), (2, 13))  # versions of torch, first and last
+NEEDED = "numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib".split()
+# Optional packages, and what each of them brings.
+EXTRAS = {
+    "gigatoken": "encodes text about 30 times as fast",
+    "numba": "builds the sample indices of large data faster",
+    "zstandard": "reads .zst files",
+    "pyarrow": "reads Parquet and Arrow tables",
+    "nltk": "splits sentences (--split-sentences)",
+    "tensorboard": "shows curves while a run goes on",
+    "wandb": "logs to Weights & Biases",
+    "transformers": "loads exported models",
+}
+NETWORK = re.compile(r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|9p|afs|fuse\.|virtiofs")
+NAMES = 14  # columns of the names in the table
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the table; `level` says whether it hinders."""
+
+    section: str
+    name: str
+    text: str
+    level: Literal["ok", "note", "problem", "fatal"] = "ok"
+    values: dict[str, Any] = field(default_factory=dict)  # for --json
+
+
+def examine() -> list[Fact]:
+    """Return all facts, in the order of the table."""
+    facts: list[Fact] = []
+    for part in (_program, _compute, _packages, _storage):
+        facts += part()
+    return facts
+
+
+def is_fatal(facts: list[Fact]) -> bool:
+    return any(f.level == "fatal" for f in facts)
+
+
+def conclude(facts: list[Fact]) -> list[str]:
+    """Return the verdict: whether training can start, what to mend, what would be faster."""
+    if is_fatal(facts):
+        return ["Training cannot start here:", *(f"  {f.name}: {f.text}" for f in facts if f.level == "fatal")]
+    device = next((f for f in facts if "device" in f.values), None)
+    out = [f"Training can start here, on {device.text.split(',')[0] if device else 'the CPU'}."]
+    if bad := [f.name for f in facts if f.level == "problem"]:
+        out.append(f"Worth mending, see the lines marked with !: {', '.join(bad)}.")
+    missing: dict[str, list[str]] = {}
+    for f in facts:
+        if "install" in f.values:
+            missing.setdefault(f.values["install"], []).append(f"{f.name} {EXTRAS[f.name]}")
+    if missing:
+        out.append("More with:")
+        out += [f"  {line}   # {'; '.join(what)}" for line, what in missing.items()]
+    return out
+
+
+def table(facts: list[Fact], verdict: list[str]) -> list[str]:
+    """Return the lines for people, within 80 columns."""
+    lines: list[str] = []
+    for section in dict.fromkeys(f.section for f in facts):
+        lines += [*([""] if lines else []), section]
+        for f in (f for f in facts if f.section == section):
+            mark = "!" if f.level in ("problem", "fatal") else " "
+            texts = textwrap.wrap(f.text, 80 - NAMES - 2, break_on_hyphens=False) or [""]
+            lines.append(f"{mark} {f.name:<{NAMES}}{texts[0]}")
+            lines += [" " * (NAMES + 2) + text for text in texts[1:]]
+    lines += ["", "Verdict"]
+    for text in verdict:
+        indent = " " * (4 if text.startswith("  ") else 2)
+        lines += textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=indent, break_on_hyphens=False)
+    return lines
+
+
+def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:
+    return {"can_train": not is_fatal(facts), "verdict": verdict, "facts": [asdict(f) for f in facts]}
+
+
+# The program.
+
+
+def _program() -> Iterator[Fact]:
+    where = "a clone" if PROJECT.is_file() else "installed"
+    version = our_version()
+    yield Fact("Program", "meshwright", f"{version}, {where} in {Path(__file__).parent}", values={"version": version})
+    python = platform.python_version()
+    old = sys.version_info < (3, 11)
+    text = f"{python}, {sys.executable}" + ("; 3.11 or later is needed" if old else "")
+    yield Fact("Program", "Python", text, "fatal" if old else "ok", {"version": python})
+    yield Fact("Program", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        how = "pip install ." if PROJECT.is_file() else "pip install --force-reinstall meshwright"
+        yield Fact("Program", "packages", f"missing: {', '.join(missing)}; {how}", "fatal")
+
+
+# Devices.
+
+
+def _compute() -> Iterator[Fact]:
+    yield from _host()
+    try:
+        import torch
+
+        kind = devices.build()
+        found = devices.accelerators()
+    except Exception as error:  # not installed, or a library of it does not load
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        yield Fact("Compute", "torch", f"does not load: {reason}; pip install 'torch>=2.11'", "fatal")
+        return
+    yield _torch(torch.__version__, kind)
+    yield _threads(torch.get_num_threads())
+    for device in found:
+        yield _accelerator(device)
+    driver = devices.driver()
+    if not found and kind != "CPU only":
+        reason = devices.why_none()
+        text = f"torch is built for {kind} but sees no GPU: {reason or 'none'}" + (
+            f"; the driver is {driver}, a newer one or a torch for an older CUDA may help" if driver else ""
+        )
+        yield Fact("Compute", "GPU", text, "problem" if driver else "note")
+    elif not found and driver:
+        yield Fact(
+            "Compute", "GPU", f"driver {driver} is there, but this torch is for CPUs; install one for it", "problem"
+        )
+    elif driver:
+        yield Fact("Compute", "driver", driver, values={"driver": driver})
+    if found and devices.has_kernels(found[0]):
+        yield from _compilers()
+    yield from _speeds([*found[:1], torch.device("cpu")])
+
+
+def _host() -> Iterator[Fact]:
+    cores, all_cores, quota = devices.cores(), os.cpu_count() or 1, devices.cpu_quota()
+    limits = [f"of {all_cores}"] if cores < all_cores else []
+    limits += [f"the container may use {quota:g}"] if quota is not None and quota < cores else []
+    text = f"{cores} cores{' (' + ', '.join(limits) + ')' if limits else ''}"
+    slow = quota is not None and quota < cores / 2
+    hint = f"; set OMP_NUM_THREADS={max(1, int(quota))}" if quota is not None and slow else ""
+    yield Fact("Compute", "CPU", text + hint, "problem" if slow else "ok", {"cores": cores, "quota": quota})
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = devices.container_memory()[0]
+    total = min(physical, limit or physical)
+    free = devices.free_host_memory()
+    text = f"{total / GIB:.1f} GiB" + (" for this container" if limit and limit < physical else "")
+    few = free < GIB
+    text += f", {free / GIB:.1f} GiB free" + ("; a small model needs about 1 GiB" if few else "")
+    yield Fact("Compute", "memory", text, "problem" if few else "ok", {"total": total, "free": free})
+
+
+def _torch(version: str, kind: str) -> Fact:
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    text = f"{version}, built for {kind}" if kind != "CPU only" else f"{version}, for CPUs"
+    first, last = ("{}.{}".format(*v) for v in TESTED)
+    strange = not TESTED[0] <= numbers <= TESTED[1]
+    text += f"; Meshwright is tested with {first} to {last}" if strange else ""
+    return Fact("Compute", "torch", text, "problem" if strange else "ok", {"version": version, "build": kind})
+
+
+def _threads(threads: int) -> Fact:
+    said, cores = os.environ.get("OMP_NUM_THREADS"), devices.cores()
+    text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
+    if threads > cores:
+        return Fact("Compute", "threads", f"{text}, more than {cores} cores; unset OMP_NUM_THREADS", "problem")
+    if said and threads < cores / 2:
+        return Fact("Compute", "threads", f"{text}, fewer than {cores} cores; unset it for one process", "note")
+    return Fact("Compute", "threads", text)
+
+
+def _accelerator(device: Any) -> Fact:
+    memory, bf16 = devices.total_memory(device), devices.computes_bf16(device)
+    text = f"{devices.name(device)}, {memory / GIB:.0f} GiB" + (", bf16" if bf16 else "; no bf16, use --fp16")
+    values = {"device": str(device), "memory": memory, "bf16": bf16}
+    if device.type == "mps":
+        text += "; not tested, --device cpu is the safe choice"
+    return Fact("Compute", str(device), text, "note" if device.type == "mps" else "ok", values)
+
+
+def _compilers() -> Iterator[Fact]:
+    if importlib.util.find_spec("triton") is None:
+        text = "missing: fused kernels and torch.compile do not run; pip install triton"
+        yield Fact("Compute", "Triton", text, "problem")
+        return
+    compiler = next((c for c in (os.environ.get("CC"), "gcc", "clang", "cc") if c and shutil.which(c)), None)
+    if compiler is None:
+        text = f"{installed_version('triton')}, but no C compiler, which it needs at run time; install gcc"
+        yield Fact("Compute", "Triton", text, "problem")
+    else:
+        yield Fact("Compute", "Triton", f"{installed_version('triton')}, C compiler {compiler}")
+
+
+def _speeds(where: list[Any]) -> Iterator[Fact]:
+    """Multiply matrices for half a second on each device."""
+    import torch
+
+    for device in where:
+        is_cpu = device.type == "cpu"
+        size, dtype = (1024, torch.float32) if is_cpu else (8192, torch.bfloat16)
+        name = f"{str(dtype).removeprefix('torch.')} products on {device}"
+        try:
+            a = torch.ones(size, size, dtype=dtype, device=device)
+            speed = 2 * size**3 * _rate(lambda a=a: a @ a, lambda d=device: devices.synchronize(d))  # type: ignore[misc]
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            level: Literal["fatal", "problem"] = "fatal" if is_cpu else "problem"
+            yield Fact("Compute", "speed", f"{name} fail: {reason}", level)
+            continue
+        shown = f"{speed / 1e12:,.0f} TFLOP/s" if speed > 1e13 else f"{speed / 1e9:,.0f} GFLOP/s"
+        yield Fact("Compute", "speed", f"{shown} measured, {name}", values={"flops": round(speed)})
+
+
+def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4) -> float:
+    """Return how often a second `work` ends."""
+    work()
+    wait()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        work()
+        count += 1
+        wait()
+    return count / (time.perf_counter() - begin)
+
+
+# Packages.
+
+
+def _packages() -> Iterator[Fact]:
+    extras = _extras()
+    for package, brings in EXTRAS.items():
+        version = installed_version(package)
+        if version:
+            yield Fact("Extras", package, version, values={"version": version})
+            continue
+        extra = extras.get(package)
+        root = "." if PROJECT.is_file() else "meshwright"
+        line = f"pip install '{root}[{extra}]'" if extra else f"pip install {package}"
+        yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
+
+
+def _extras() -> dict[str, str]:
+    """Return package -> extra that installs it, as the project declares them."""
+    if PROJECT.is_file():
+        import tomllib
+
+        declared = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        rows = [(requirement, extra) for extra, listed in declared.items() for requirement in listed]
+    else:
+        from importlib.metadata import PackageNotFoundError, requires
+
+        found: list[str] = []
+        with contextlib.suppress(PackageNotFoundError):
+            found = requires("meshwright") or []
+        rows = [(r, m[1]) for r in found if (m := re.search(r"extra == ['\"](\w+)['\"]", r))]
+    named = [(re.split(r"[^\w-]", requirement)[0].lower(), extra) for requirement, extra in rows]
+    return {package: extra for package, extra in named if extra not in ("test", "peers")}
+
+
+# Disks and limits.
+
+
+def _storage() -> Iterator[Fact]:
+    for name, folder in (("this folder", Path.cwd()), ("temporary", Path(tempfile.gettempdir()))):
+        kind, free = file_system(folder), shutil.disk_usage(folder).free
+        text = f"{free / GIB:,.1f} GiB free" + (f", {kind}" if kind else "")
+        if kind == "overlay":
+            text += " (a container's own disk: it goes with the container)"
+        elif NETWORK.match(kind):
+            text += " (on a network: put --data-cache-path on a local disk)"
+        few = free < 2 * GIB
+        text += "; checkpoints need three times the model's size" if few and name == "this folder" else ""
+        yield Fact("Disk", name, text, "problem" if few else "ok", {"free": free, "file_system": kind})
+    yield _write_speed(Path.cwd())
+    with contextlib.suppress(ImportError, ValueError):
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        few = 0 <= hard < 4096
+        text = f"up to {hard:,}" if hard >= 0 else "no limit"
+        text += "; blends of many files need more, see `ulimit -Hn`" if few else ""
+        yield Fact("Disk", "open files", text, "problem" if few else "ok", {"limit": hard})
+    with contextlib.suppress(OSError):
+        size = shutil.disk_usage("/dev/shm").total
+        few = size < 256 * MIB
+        hint = "; several GPUs exchange data there: start the container with --shm-size=1g" if few else ""
+        yield Fact("Disk", "/dev/shm", f"{size / GIB:.1f} GiB{hint}", "note" if few else "ok", {"size": size})
+
+
+def _write_speed(folder: Path) -> Fact:
+    block = os.urandom(MIB)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".meshwright-doctor-") as file:
+            begin = time.perf_counter()
+            for _ in range(32):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            speed = 32 * MIB / (time.perf_counter() - begin)
+    except OSError as error:
+        return Fact("Disk", "writing", f"{folder}: {error.strerror}; runs need a folder to save to", "problem")
+    return Fact("Disk", "writing", f"{speed / 1e6:,.0f} MB/s measured in this folder", values={"speed": round(speed)})
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the type of the file system that holds a folder; empty if unknown."""
+    best, kind = "", ""
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+            _, place, found, *_ = line.split()
+            place = place.replace("\\040", " ")
+            if len(place) >= len(best) and (folder / "x").is_relative_to(place):
+                best, kind = place, found
+    return kind

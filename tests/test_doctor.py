@@ -1,0 +1,140 @@
+"""What `meshwright doctor` finds on this machine, and on machines with known problems."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright import device as devices
+from meshwright import doctor
+from meshwright.__main__ import main
+from meshwright.doctor import Fact
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_rate", lambda work, wait: (work(), wait(), 10.0)[2])
+
+
+def found(facts: list[Fact]) -> dict[str, Fact]:
+    return {f.name: f for f in facts}
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "Training can start here" in out
+    for word in (torch.__version__, "GFLOP/s", "GiB free", "MB/s", "Python", "Extras", "Verdict"):
+        assert word in out
+    assert main(["doctor", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["can_train"] and {f["section"] for f in read["facts"]} == {"Program", "Compute", "Extras", "Disk"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor"]) == 69
+    out = capsys.readouterr().out
+    assert "Training cannot start here" in out and "! torch" in out
+
+
+def test_a_missing_package_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "NEEDED", ["numpy", "no_such_package"])
+    facts = list(doctor._program())
+    assert doctor.is_fatal(facts) and "no_such_package" in doctor.conclude(facts)[1]
+
+
+def test_versions_outside_the_tested_ones() -> None:
+    assert [doctor._torch(v, "CPU only").level for v in ("2.10.0", "2.11.0+cpu", "2.13.1", "2.14.0")] == [
+        *("problem", "ok", "ok", "problem")
+    ]
+
+
+class Gpu:
+    """A fake accelerator, as `device` answers for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, driver: str | None, build: str = "CUDA 13.0"):
+        there = [torch.device("cuda", n) for n in range(count)]
+        answers = {
+            "build": lambda: build,
+            "accelerators": lambda: there,
+            "driver": lambda: driver,
+            "why_none": lambda: "The NVIDIA driver on your system is too old",
+            "name": lambda d: "NVIDIA H200",
+            "total_memory": lambda d: 139 << 30,
+            "computes_bf16": lambda d: d.index == 0,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(devices, name, answer)
+        monkeypatch.setattr(doctor, "_speeds", lambda where: iter(()))
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch, 2, "580.1")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    facts = list(doctor._compute())
+    rows = found(facts)
+    assert rows["cuda:0"].text == "NVIDIA H200, 139 GiB, bf16" and "use --fp16" in rows["cuda:1"].text
+    assert rows["driver"].text == "580.1" and rows["Triton"].level == "problem"
+    assert doctor.conclude(facts)[0] == "Training can start here, on NVIDIA H200."
+    assert "Triton" in doctor.conclude(facts)[1]
+
+
+@pytest.mark.parametrize(
+    "build, driver, level, words",
+    [
+        ("CUDA 13.0", "450.1", "problem", "driver on your system is too old; the driver is 450.1"),
+        ("CUDA 13.0", None, "note", "torch is built for CUDA 13.0 but sees no GPU"),
+        ("CPU only", "580.1", "problem", "this torch is for CPUs"),
+    ],
+)
+def test_no_gpu_where_one_was_expected(
+    monkeypatch: pytest.MonkeyPatch, build: str, driver: str | None, level: str, words: str
+) -> None:
+    Gpu(monkeypatch, 0, driver, build)
+    row = found(list(doctor._compute()))["GPU"]
+    assert row.level == level and words in row.text
+
+
+def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(devices, "cores", lambda: 16)
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    row = found(list(doctor._host()))["CPU"]
+    assert row.level == "problem" and "may use 2" in row.text and "OMP_NUM_THREADS=2" in row.text
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert found(list(doctor._host()))["CPU"].level == "ok"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert doctor._threads(1).level == "note" and doctor._threads(99).level == "problem"
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 100 << 20)
+    assert found(list(doctor._host()))["memory"].level == "problem"
+
+
+def test_extras_and_the_line_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda package: None)
+    rows = found(list(doctor._packages()))
+    assert rows["pyarrow"].values["install"] == "pip install '.[data]'"
+    assert rows["transformers"].values["install"] == "pip install transformers"
+    monkeypatch.setattr(doctor, "PROJECT", tmp_path / "none")
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["torch>=2", 'wandb>=0.19; extra == "wandb"'])
+    assert found(list(doctor._packages()))["wandb"].values["install"] == "pip install 'meshwright[wandb]'"
+    verdict = doctor.conclude(list(doctor._packages()))
+    assert "  pip install 'meshwright[wandb]'   # wandb logs to Weights & Biases" in verdict
+
+
+def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("a / overlay rw 0 0\nb /data nfs4 rw 0 0\nc /data/my\\040disk ext4 rw 0 0\n")
+    assert [doctor.file_system(Path(p), mounts) for p in ("/home", "/data/x", "/data/my disk/y", "/database")] == [
+        *("overlay", "nfs4", "ext4", "overlay")
+    ]
+    assert doctor.file_system(tmp_path, tmp_path / "none") == ""
+    assert doctor._write_speed(tmp_path / "none").level == "problem"
+    monkeypatch.setattr(doctor, "file_system", lambda folder: "nfs4")
+    assert "--data-cache-path" in found(list(doctor._storage()))["this folder"].text
