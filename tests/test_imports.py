@@ -60,6 +60,7 @@ NO_TORCH = [
     "commands.inspect",
     "commands.convert",
     "commands.preprocess",
+    "commands.presets",
     "commands.launch",
     "commands.report",
     "commands.train_tokenizer",

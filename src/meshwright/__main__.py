@@ -17,6 +17,7 @@ COMMANDS = {
     "preprocess": "convert text to .bin/.idx files of tokens",
     "data": "verify, inspect, merge, index and fetch token files",
     "train-tokenizer": "learn a BPE vocabulary from text",
+    "presets": "list known models, or print one as flags",
     "train": "pre-train a GPT",
     "launch": "start a command as several ranks, on one machine or many",
     "evaluate": "measure a model's perplexity and bits per byte on text",
@@ -39,7 +40,7 @@ GROUPS = {
     "This program": "help doctor completion",
 }
 # Commands and flags that only print; the result of `data verify` is its exit status too.
-READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion"}
+READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion", "presets"}
 READ_ONLY |= {"inspect", "report", "evaluate", "data inspect", "data plan"}
 PRINTS = {"-h", "--help", "--help-all", "--print-config", "--dry-run"}
 

@@ -196,7 +196,7 @@ def test_no_abbreviations():
         (["--rampup-batch-size", "1", "a"], "--rampup-batch-size: 'a' is not a whole number"),
         (["--lr-decay-style", "cos"], "--lr-decay-style: 'cos' is none of linear, cosine, constant"),
         (["--lr"], "--lr/--learning-rate: expected one argument"),
-        (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
+        (["--preset", "gpt5"], "--preset: no preset 'gpt5'; `meshwright presets` lists them"),
     ],
 )
 def test_words(argv, words):
@@ -383,7 +383,7 @@ def test_a_length_replaces_that_of_the_preset():
     """A layer's unit replaces the others of the layers below; in one layer two are refused."""
     argv = ["--preset", "gpt2-117m", "--mock-data", "--vocab-size", "64", "--train-iters", "2000"]
     o = parse(*argv, "--lr-warmup-iters", "200").config.optimizer
-    assert (o.lr_warmup_fraction, o.lr_warmup_iters, o.lr_decay_iters) == (None, 200, 320_000)
+    assert (o.lr_warmup_fraction, o.lr_warmup_iters, o.lr_decay_iters) == (None, 200, 1280)
     argv[-2:] = ["--train-samples", "9000", "--lr-decay-iters", "none", "--lr-warmup-samples", "100"]
     c = parse(*argv).config
     assert (c.training.train_iters, c.warmup_samples, c.decay_samples) == (None, 100, 9000)

@@ -32,7 +32,7 @@ from meshwright.settings.fields import is_list as is_list
 from meshwright.settings.fields import is_not_yet as is_not_yet
 from meshwright.settings.grammar import did_you_mean
 from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
-from meshwright.settings.presets import PRESETS
+from meshwright.settings.presets import PRESETS, fitted
 from meshwright.settings.schema import TrainConfig, is_flat, spelling
 
 C = TypeVar("C")
@@ -100,6 +100,10 @@ def parse(
 
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
+    if control["preset"]:
+        above = {name: value for _, layer in layers[1:] for name, value in layer.items()}
+        known = {k: v for k, v in fitted(control["preset"], above).items() if k in reader.known}
+        layers[0] = (layers[0][0], known)
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
     built, sources = build(cls, layers)
@@ -121,8 +125,9 @@ def _layers_below(reader: _Reader, preset: str | None, file: str | None) -> list
     """Return the layers that the command line overrides."""
     layers = []
     if preset:
-        if preset not in PRESETS:  # argparse checks flags
-            raise UserError(f"no preset {preset!r}{did_you_mean(preset, PRESETS)}")
+        if preset not in PRESETS:
+            hint = did_you_mean(preset, PRESETS, 0.7) or "; `meshwright presets` lists them"
+            raise UserError(f"--preset: no preset {preset!r}{hint}")
         layers.append((f"preset {preset}", {k: v for k, v in PRESETS[preset].items() if k in reader.known}))
     if file:
         layers.append((file, reader.read_file(Path(file))))
@@ -205,7 +210,7 @@ def _parser(cls: type, positional: str | None = None) -> _Parser:
         _add(parser, f, kind)
     if is_flat(cls):
         return parser
-    parser.add_argument("--preset", choices=sorted(PRESETS))
+    parser.add_argument("--preset")
     parser.add_argument("--config", dest="config_file")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--dry-run", action="store_true")

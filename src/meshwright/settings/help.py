@@ -44,7 +44,7 @@ LINES = 48  # two screens of a terminal with 24 lines
 LEFT, COMMON = 32, 27  # columns of a flag and its value: in lists of all flags, and of common ones
 CONTROL = "settings"  # the group of the flags below, which no dataclass holds
 CONTROLS = {
-    "preset": ("--preset", "NAME", "architecture and recipe of a known model"),
+    "preset": ("--preset", "NAME", "architecture and recipe of a known model; `meshwright presets` lists them"),
     "config_file": ("--config", "FILE", "TOML or YAML file of settings"),
     "print_config": ("--print-config", "", "print all settings and where each comes from"),
     "dry_run": ("--dry-run", "", "check everything, then exit without writing anything"),

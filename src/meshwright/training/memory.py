@@ -26,7 +26,7 @@ from meshwright.errors import UserError
 from meshwright.launch.team import Team
 from meshwright.model.loss import loss_sum
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.sizes import bytes_per_parameter
+from meshwright.training.sizes import bytes_per_parameter, logits_bytes
 from meshwright.training.step import Network, forward
 
 SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
@@ -37,9 +37,8 @@ def require_memory(config: TrainConfig, parameters: int, padded: int, device: to
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
-    width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
     here, host = bytes_per_parameter(config)
-    state, logits = parameters * (here + host if device.type == "cpu" else here), micro * seq * padded * width
+    state, logits = parameters * (here + host if device.type == "cpu" else here), logits_bytes(config, padded)
     if state + logits > have:
         raise UserError(
             f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "

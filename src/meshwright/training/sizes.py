@@ -54,6 +54,12 @@ def _bytes(x: float) -> str:
     return f"{x / 2**30:,.2f} GiB" if x >= 2**30 else f"{x / 2**20:,.1f} MiB"
 
 
+def logits_bytes(config: TrainConfig, padded: int) -> int:
+    """Return the bytes of the logits of one micro-batch."""
+    width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
+    return config.micro_batch * (config.data.seq_length or 0) * padded * width
+
+
 def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:
     """Return the number of parameters per pipeline rank, including embedding or head."""
     m, p = config.model, config.parallel

@@ -1,0 +1,124 @@
+"""`meshwright presets`: the known models, what each needs, and its settings as flags or a file."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import DONE, UserError
+from meshwright.model import counts
+from meshwright.settings import flags
+from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family
+from meshwright.settings.schema import TrainConfig, flag, spelling
+from meshwright.tokenizers import padded_size
+from meshwright.training.sizes import bytes_per_parameter, logits_bytes
+
+FOOT = """
+memory: at least, to train on one device in bf16 with AdamW and micro-batches of
+  one sequence: weights, gradients, optimizer state and logits, activations apart
+parameters and memory count the source's vocabulary; yours is the tokenizer's
+
+meshwright train --preset NAME ...    train it; flags given beside win
+meshwright presets NAME               print it as flags; --toml: for --config
+"""
+
+
+@dataclass(frozen=True)
+class PresetsConfig:
+    """Settings of `meshwright presets`."""
+
+    name: str | None = flag(None, "preset to print as flags (none: list all)", positional=True)
+    toml: bool = flag(False, "print it as a file for --config")
+    json: bool = flag(False, "print it, or all, as JSON")
+
+    def problems(self) -> list[str]:
+        if self.toml and (self.json or not self.name):
+            return ["--toml prints one preset: `meshwright presets NAME --toml`, without --json"]
+        return []
+
+
+def main(argv: list[str]) -> int:
+    about = "List the presets of `train --preset`, or print one as flags."
+    c = flags.parse(PresetsConfig, argv, "meshwright presets", about=about).config
+    if c.name and c.name not in PRESETS:
+        hint = did_you_mean(c.name, PRESETS, 0.7) or "; `meshwright presets` lists them"
+        raise UserError(f"no preset {c.name!r}{hint}")
+    if c.json:
+        print(json.dumps(describe(c.name) if c.name else [describe(n) for f in FAMILIES for n in f.presets], indent=2))
+    elif not c.name:
+        print("\n".join(table()))
+    elif c.toml:
+        print(to_toml(c.name))
+    else:
+        about_one = describe(c.name)
+        size = f"{_short(about_one['parameters'])} parameters with a vocabulary of {about_one['vocabulary']:,} ids"
+        print(f"# {c.name}: {size}\n# {about_one['source']}", file=sys.stderr)
+        if sys.stdout.isatty():
+            print(" \\\n    ".join(to_flags(c.name)))
+        else:
+            print(" ".join(to_flags(c.name)))
+    return DONE
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Return a preset's size, source, memory in bytes and settings."""
+    settings = PRESETS[name]
+    own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
+    config, _ = flags.build(TrainConfig, [(name, settings | own)])
+    vocabulary, positions = family(name).vocabulary, settings.get("max_position_embeddings", 0)
+    padded = padded_size(vocabulary, config.model.make_vocab_size_divisible_by, 1, None)
+    state = bytes_per_parameter(config)[0] * counts.parameters(config.model, padded, positions)
+    return {
+        "name": name,
+        "parameters": counts.parameters(config.model, vocabulary, positions),
+        "vocabulary": vocabulary,
+        "memory_bytes": round(state + logits_bytes(config, padded)),
+        "source": family(name).source,
+        "settings": settings,
+    }
+
+
+def table() -> list[str]:
+    """Return the list of all presets, within 80 columns."""
+    out = [f"{'preset':<24}{'parameters':>10}{'layers':>8}{'width':>7}{'heads':>8}{'context':>9}{'memory':>13}"]
+    for one in FAMILIES:
+        out += ["", one.source]
+        for name, s in one.presets.items():
+            about, groups = describe(name), s.get("num_query_groups")
+            heads = f"{s['num_attention_heads']}" + (f"/{groups}" if groups else "")
+            memory = f"{about['memory_bytes'] / 2**30:,.1f} GiB"
+            left = f"  {name:<22}{_short(about['parameters']):>10}{s['num_layers']:>8}{s['hidden_size']:>7,}"
+            out.append(f"{left}{heads:>8}{s['seq_length']:>9,}{memory:>13}")
+    others = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
+    return [*out, "", *textwrap.wrap(f"also: {others}", 80, subsequent_indent="  "), FOOT.rstrip()]
+
+
+def to_flags(name: str) -> list[str]:
+    """Return a preset as words of a command line, each flag with its value."""
+    out = []
+    for key, value in PRESETS[name].items():
+        if isinstance(value, bool):
+            out.append(spelling(key) if value else "--no-" + spelling(key)[2:])
+        else:
+            out.append(f"{spelling(key)} {'none' if value is None else shlex.quote(str(value))}")
+    return out
+
+
+def to_toml(name: str) -> str:
+    """Return a preset as a file that --config reads."""
+    known, about = flags.fields(TrainConfig), describe(name)
+    lines = [f"# {name}: {about['parameters']:,} parameters with {about['vocabulary']:,} ids", f"# {about['source']}"]
+    for group in flags.groups(TrainConfig):
+        values = {k: v for k, v in PRESETS[name].items() if known[k][0] == group and v is not None}
+        if values:
+            lines += ["", f"[{group}]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())]
+    return "\n".join(lines)
+
+
+def _short(n: int) -> str:
+    return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"
