@@ -10,17 +10,21 @@ moves up and along and erases.
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import pty
 import re
 import select
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+import termios
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -33,9 +37,9 @@ THEMES = {"dark": SVG_EXPORT_THEME, "light": DEFAULT_TERMINAL_THEME}
 LIBRARY = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
 RECIPE = """--data-path corpus_text_document --split 90,10,0 --num-layers 4 --hidden-size 128
     --num-attention-heads 4 --seq-length 128 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.05
-    --micro-batch-size 8 --train-iters 1000 --lr 4e-3 --min-lr 4e-5 --lr-decay-style cosine --lr-warmup-iters 50
-    --weight-decay 0.1 --log-interval 100 --eval-interval 500 --eval-iters 10 --save-interval 500"""
-# Picture -> command, what of it is typed in the picture, and its rows (0: all that was printed).
+    --micro-batch-size 8 --train-iters 200 --lr 4e-3 --min-lr 4e-5 --lr-decay-style cosine --lr-warmup-iters 20
+    --weight-decay 0.1 --log-interval 25 --eval-interval 100 --eval-iters 5 --save-interval 100"""
+# Picture -> command, what of it is typed in the picture, and its rows: the last ones, or all (0).
 SCREENS = {
     "help": ("meshwright --help", "meshwright", 0),
     "train-help": ("meshwright train --help", "meshwright train --help", 0),
@@ -113,10 +117,15 @@ class Terminal:
 
     def lines(self) -> list[str]:
         """Return the rows as text with colours, without empty ones at the end."""
-        out = ["".join(f"{colour}{char}\x1b[0m" if colour else char for char, colour in row) for row in self.rows]
+        out = ["".join(map(_coloured, itertools.groupby(row, lambda cell: cell[1]))) for row in self.rows]
         while out and not out[-1].strip():
             out.pop()
         return out
+
+
+def _coloured(run: tuple[str, Iterator[tuple[str, str]]]) -> str:
+    colour, text = run[0], "".join(char for char, _ in run[1])
+    return f"{colour}{text}\x1b[0m" if colour else text
 
 
 def run(command: str, folder: Path) -> Terminal:
@@ -124,6 +133,7 @@ def run(command: str, folder: Path) -> Terminal:
     words = [sys.executable, "-m", *shlex.split(command)]
     environment = os.environ | {"COLUMNS": str(WIDTH), "LINES": str(HEIGHT), "TERM": "xterm-256color"}
     main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     with subprocess.Popen(words, stdin=side, stdout=side, stderr=side, cwd=folder, env=environment) as process:
         os.close(side)
         received = b""
@@ -180,9 +190,11 @@ def main(wanted: list[str]) -> None:
             if wanted and picture not in wanted and not is_needed:
                 continue
             print(picture, flush=True)
-            lines = run(command, folder).lines()
+            lines = [f"\x1b[1m$ {title}\x1b[0m", *run(command, folder).lines()]
             if title:
-                draw(picture, "Terminal", [f"\x1b[1m$ {title}\x1b[0m", *lines[-(rows - 1) if rows else 0 :]])
+                draw(picture, "Terminal", lines[-rows:])
+            if picture == "train":
+                draw("train-start", "Terminal", lines[:HEIGHT])
         if not wanted or "page" in wanted:
             photograph(folder / "my-model" / "report.html")
 
