@@ -48,6 +48,10 @@ def test_a_missing_package_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "NEEDED", ["numpy", "no_such_package"])
     facts = list(doctor._program())
     assert doctor.is_fatal(facts) and "no_such_package" in doctor.conclude(facts)[1]
+    monkeypatch.setattr(doctor, "NEEDED", ["numpy"])
+    monkeypatch.setattr(doctor, "NEEDED_ELSEWHERE", ["no_such_package"])
+    facts = list(doctor._program())
+    assert not doctor.is_fatal(facts) and found(facts)["packages"].level == "problem"
 
 
 def test_versions_outside_the_tested_ones() -> None:
@@ -100,6 +104,12 @@ def test_no_gpu_where_one_was_expected(
     Gpu(monkeypatch, 0, driver, build)
     row = found(list(doctor._compute()))["GPU"]
     assert row.level == level and words in row.text
+
+
+def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.why_none() == "CUDA_VISIBLE_DEVICES= hides all" and devices.build() == "CUDA 13.0"
 
 
 def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

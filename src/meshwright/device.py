@@ -175,11 +175,13 @@ def why_none() -> str:
 
     if not (torch.version.cuda or torch.version.hip):
         return ""
+    if (shown := os.environ.get(HIDES[NVIDIA])) in ("", "-1"):
+        return f"{HIDES[NVIDIA]}={shown} hides all"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
-        return str(error).split(". ")[0].splitlines()[0]
-    return "none is visible"
+        return (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+    return "it finds none"
 
 
 def driver() -> str | None:

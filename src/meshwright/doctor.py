@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshwright import device as devices
 from meshwright.settings.command import PROJECT, installed_version, our_version
 
 GIB, MIB = 1 << 30, 1 << 20
 TESTED = ((2, 11), (2, 13))  # versions of torch, first and last
-NEEDED = "numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib".split()
+NEEDED, NEEDED_ELSEWHERE = "numpy safetensors rich".split(), "tokenizers tiktoken orjson yaml matplotlib".split()
 # Optional packages, and what each of them brings.
 EXTRAS = {
     "gigatoken": "encodes text about 30 times as fast",
@@ -45,7 +45,7 @@ class Fact:
     section: str
     name: str
     text: str
-    level: Literal["ok", "note", "problem", "fatal"] = "ok"
+    level: str = "ok"  # or note, problem, fatal
     values: dict[str, Any] = field(default_factory=dict)  # for --json
 
 
@@ -112,9 +112,10 @@ def _program() -> Iterator[Fact]:
     text = f"{python}, {sys.executable}" + ("; 3.11 or later is needed" if old else "")
     yield Fact("Program", "Python", text, "fatal" if old else "ok", {"version": python})
     yield Fact("Program", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        how = "pip install ." if PROJECT.is_file() else "pip install --force-reinstall meshwright"
-        yield Fact("Program", "packages", f"missing: {', '.join(missing)}; {how}", "fatal")
+    for names, why, level in ((NEEDED, "", "fatal"), (NEEDED_ELSEWHERE, ", which some commands import", "problem")):
+        if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+            how = "pip install ." if PROJECT.is_file() else "pip install --force-reinstall meshwright"
+            yield Fact("Program", "packages", f"missing: {', '.join(missing)}{why}; {how}", level)
 
 
 # Devices.
@@ -138,10 +139,10 @@ def _compute() -> Iterator[Fact]:
     driver = devices.driver()
     if not found and kind != "CPU only":
         reason = devices.why_none()
-        text = f"torch is built for {kind} but sees no GPU: {reason or 'none'}" + (
-            f"; the driver is {driver}, a newer one or a torch for an older CUDA may help" if driver else ""
-        )
-        yield Fact("Compute", "GPU", text, "problem" if driver else "note")
+        advice = f"; the driver is {driver}, a newer one helps, or a torch for an older {kind.split()[0]}"
+        text = f"torch is built for {kind} but sees no GPU: {reason}"
+        is_old = driver is not None and "driver" in reason
+        yield Fact("Compute", "GPU", text + (advice if is_old else ""), "problem" if driver else "note")
     elif not found and driver:
         yield Fact(
             "Compute", "GPU", f"driver {driver} is there, but this torch is for CPUs; install one for it", "problem"
@@ -225,8 +226,7 @@ def _speeds(where: list[Any]) -> Iterator[Fact]:
             speed = 2 * size**3 * _rate(lambda a=a: a @ a, lambda d=device: devices.synchronize(d))  # type: ignore[misc]
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            level: Literal["fatal", "problem"] = "fatal" if is_cpu else "problem"
-            yield Fact("Compute", "speed", f"{name} fail: {reason}", level)
+            yield Fact("Compute", "speed", f"{name} fail: {reason}", "fatal" if is_cpu else "problem")
             continue
         shown = f"{speed / 1e12:,.0f} TFLOP/s" if speed > 1e13 else f"{speed / 1e9:,.0f} GFLOP/s"
         yield Fact("Compute", "speed", f"{shown} measured, {name}", values={"flops": round(speed)})

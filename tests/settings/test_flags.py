@@ -438,8 +438,7 @@ try:
     main(sys.argv[1:])
 except SystemExit:
     pass
-heavy = {"torch"} | ({"numpy", "rich", "matplotlib", "tokenizers", "yaml"} if "--help" in sys.argv else set())
-heavy &= set(sys.modules)
+heavy = {"torch", "numpy", "rich", "matplotlib", "tokenizers", "yaml"} & set(sys.modules)
 assert not heavy, heavy
 """
 

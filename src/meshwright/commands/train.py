@@ -43,16 +43,21 @@ def command_line(argv: list[str], world: World) -> int:
             raise error from None
         print(flags.to_toml(parsed.config, parsed.sources))
         raise
-    from meshwright.commands import launch
-    from meshwright.training import preflight, resume, run
+    config = parsed.config
+    if config.checkpoint.load:
+        from meshwright.training.resume import checkpoint_architecture
 
-    given = {name for name, source in parsed.sources.items() if source != "default"}
-    config = resume.checkpoint_architecture(parsed.config, given)
-    before, now = flags.to_dict(parsed.config), flags.to_dict(config)
-    parsed.sources.update({name: f"checkpoint {config.checkpoint.load}" for name in now if now[name] != before[name]})
+        given = {name for name, source in parsed.sources.items() if source != "default"}
+        config = checkpoint_architecture(config, given)
+        before, now = flags.to_dict(parsed.config), flags.to_dict(config)
+        changed = {name: f"checkpoint {config.checkpoint.load}" for name in now if now[name] != before[name]}
+        parsed.sources.update(changed)
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
+    from meshwright.commands import launch
+    from meshwright.training import preflight, run
+
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
     if launched is not None:
         return launched
