@@ -1,27 +1,27 @@
 """The demo at a small scale; trainings run in their own processes, other commands in this one."""
 
-import contextlib
 import dataclasses
-import io
 import json
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from in_process import InProcess
 from meshwright.__main__ import main
 from meshwright.commands import demo
 from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.quickstart import shell, tour
+from meshwright.quickstart.plan import Size
+from meshwright.quickstart.tour import Tour, compare
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
 SMALL = demo.Scale(
     files=40,
     vocab_size=300,
-    model="--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16",
-    recipe="--micro-batch-size 4 --lr 1e-2",
-    iters=240,
+    model=Size(1, 16, 2, 16, 4, 1e-2),
+    steps=240,
     stop=20,
     log_interval=10,
     prompts=("def",),
@@ -29,34 +29,9 @@ SMALL = demo.Scale(
 )
 
 
-class InProcess:
-    """Stands in for subprocess.Popen: runs every command but `train` in this process."""
-
-    def __new__(cls, command, **options):
-        return subprocess_popen(command, **options) if command[3] == "train" else super().__new__(cls)
-
-    def __init__(self, command, **options):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(options["stderr"]):
-            self.status = main(command[3:])
-        self.stdout = io.StringIO(out.getvalue())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def wait(self):
-        return self.status
-
-
-subprocess_popen = subprocess.Popen
-
-
 @pytest.mark.whole
 def test_tour(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(demo.subprocess, "Popen", InProcess)
+    monkeypatch.setattr(shell.subprocess, "Popen", InProcess)
     folder = tmp_path / "my demo"  # the commands must be quoted
     assert demo.run(folder, SMALL) == 0
     out = capfd.readouterr().out
@@ -72,16 +47,15 @@ def test_tour(tmp_path, capfd, monkeypatch):
     assert (folder / "run/report.html").stat().st_size > 1000 and "report.html" in out
     assert out.count("$ meshwright generate ") == 1 and "\n  def" in out
     train, held_out = (
-        [json.loads(x) for x in (folder / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "held_out")
+        {json.loads(x)["text"] for x in (folder / f"{n}.jsonl").read_text().splitlines()} for n in ("train", "held_out")
     )
-    assert (len(train), len(held_out)) == (38, 2)
-    assert not {d["path"] for d in train} & {d["path"] for d in held_out}
+    assert train and held_out and not train & held_out
 
     # The commands it ends with are right, here with what the demo made.
     last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
-    assert [c[0] for c in last] == ["generate", "report", "inspect", "train"]
+    assert [c[0] for c in last] == ["generate", "report", "inspect", "quickstart", "train"]
     assert main(last[1]) == 0 and main(last[2]) == 0
-    c = flags.parse(TrainConfig, last[3][1:], "meshwright train").config
+    c = flags.parse(TrainConfig, last[4][1:], "meshwright train").config
     assert (c.model.num_layers, c.training.global_batch_size, c.checkpoint.load) == (24, 512, "gpt2-345m")
 
 
@@ -90,8 +64,8 @@ def test_345m_command_and_recipe_are_valid():
     assert words[:2] == ["meshwright", "train"]
     assert flags.parse(TrainConfig, words[2:], "meshwright train").config.precision.bf16
     own = demo.Scale()
-    recipe = f"{own.model} {own.recipe} --data-path x --train-iters {own.iters}".split()
-    assert not flags.parse(TrainConfig, recipe, "meshwright train").notices
+    command = Tour(Path("x"), "log", "cpu").run_command(own.model, 0, own.steps)
+    assert not flags.parse(TrainConfig, command[1:], "meshwright train").notices
 
 
 def test_only_its_own_folder(tmp_path, capsys, monkeypatch):
@@ -115,25 +89,19 @@ def test_only_its_own_folder(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "demo/run-1/iter_0000001").is_dir() and (tmp_path / "demo/run-2").is_dir()
 
 
-def test_collect_is_the_same_each_time_and_leaves_out_what_is_no_text(tmp_path):
-    library = tmp_path / "lib"
+def test_the_library_is_read_in_the_same_order_and_without_what_is_no_text(tmp_path):
+    folder = tmp_path / "lib"
     for n in range(60):
-        (library / "p").mkdir(parents=True, exist_ok=True)
-        (library / f"p/m{n}.py").write_text(f"x = {n}\n")
-    (library / "latin.py").write_bytes(b"s = '\xe9'\n")
-    (library / "empty.py").write_text("\n")
-    (library / "test").mkdir()
-    (library / "test/test_x.py").write_text("assert 1\n")
-    sides = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        demo.collect(library, tmp_path / name, None)
-        sides.append([(tmp_path / name / f"{s}.jsonl").read_text() for s in ("train", "held_out")])
-    assert sides[0] == sides[1]
-    lines = [json.loads(line) for side in sides[0] for line in side.splitlines()]
-    assert sorted(d["path"] for d in lines) == sorted(f"p/m{n}.py" for n in range(60))
+        (folder / "p").mkdir(parents=True, exist_ok=True)
+        (folder / f"p/m{n}.py").write_text(f"x = {n}\n")
+    (folder / "latin.py").write_bytes(b"s = '\xe9'\n")
+    (folder / "test").mkdir()
+    (folder / "test/test_x.py").write_text("assert 1\n")
+    texts = list(demo.library(folder, None))
+    assert sorted(texts) == sorted(f"x = {n}\n" for n in range(60))
+    assert texts == list(demo.library(folder, None)) != sorted(texts)
     with pytest.raises(UserError) as caught:
-        demo.collect(tmp_path / "nothing", tmp_path / "a", None)
+        list(demo.library(tmp_path / "nothing", None))
     assert caught.value.status == BAD_DATA
 
 
@@ -141,14 +109,14 @@ def test_collect_is_the_same_each_time_and_leaves_out_what_is_no_text(tmp_path):
 def test_the_verdict_is_honest(tmp_path, capsys, ours, verdict):
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "the cat sat on the mat. "}) + "\n")
-    demo.compare(ours, tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
+    compare(ours, tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
     out = capsys.readouterr().out
     assert verdict in out and f"{ours:.3f}" in out
 
 
 def test_a_command_that_fails_ends_the_tour_with_its_status(tmp_path, capfd):
     with pytest.raises(UserError, match="no-such-file does not exist") as caught:
-        demo.call(
+        shell.call(
             tmp_path / "log", ["train-tokenizer", "--input", "no-such-file", "--vocab-size", "300", "--output", "x"]
         )
     assert caught.value.status == BAD_DATA
@@ -164,9 +132,9 @@ def test_ctrl_c_saves_and_prints_how_to_continue(tmp_path, capfd, monkeypatch):
         return line
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo.subprocess, "Popen", InProcess)
-    monkeypatch.setattr(demo, "shorten", interrupt)
-    assert demo.run(Path("demo"), dataclasses.replace(SMALL, iters=100000, stop=90000)) == 130
+    monkeypatch.setattr(shell.subprocess, "Popen", InProcess)
+    monkeypatch.setattr(tour, "shorten", interrupt)
+    assert demo.run(Path("demo"), dataclasses.replace(SMALL, steps=100000, stop=90000)) == 130
     printed = capfd.readouterr().out
     assert "to continue the training:   meshwright train --config demo/run/config.toml" in printed
     assert "to restart the demo:        meshwright demo demo" in printed

@@ -13,6 +13,7 @@ from meshwright.launch.world import die_with_parent
 
 # The module of each command is commands/NAME.py, with _ for -.
 COMMANDS = {
+    "quickstart": "make a model of your own text on this machine, in ten minutes",
     "demo": "train a small model on this machine, in three to five minutes",
     "preprocess": "convert text to .bin/.idx files of tokens",
     "data": "verify, inspect, merge, index and fetch token files",

@@ -1,0 +1,65 @@
+"""`meshwright quickstart FOLDER`: own text to a model that one can talk to, on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright import device as devices
+from meshwright.errors import DONE, SIGINT
+from meshwright.settings import flags
+from meshwright.settings.schema import MISSING, flag
+
+MARK = ".meshwright-quickstart"  # marks a folder as a quickstart's, and holds its progress
+# Bytes of text that a second can make use of: of one core, and of an accelerator.
+PER_CORE, PER_ACCELERATOR = 32_000, 4_000_000
+
+
+@dataclass(frozen=True)
+class QuickstartConfig:
+    """Settings of `meshwright quickstart`."""
+
+    text: list[str] = flag(MISSING, "your text: files of any kind that preprocess reads", positional=True)
+    minutes: float = flag(10, "minutes until the model talks, everything included", bound=">0")
+    output: Path | None = flag(None, "folder for everything that is made (none: the text's name and -model)")
+    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines and tables", "--json-key")
+    device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda ...")
+
+
+ABOUT = "Make a model of your own text on this machine, by commands that are printed, to be learnt and changed."
+
+
+def main(argv: list[str]) -> int:
+    c = flags.parse(QuickstartConfig, argv, "meshwright quickstart", about=ABOUT).config
+    # Imported late, for a quick --help.
+    from meshwright.checkpoint import publish
+    from meshwright.quickstart import folder as folders
+    from meshwright.quickstart.collect import Documents
+    from meshwright.quickstart.own_text import Deadline, is_accelerated, make
+    from meshwright.quickstart.tour import Tour
+
+    deadline = Deadline(c.minutes)
+    rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(devices.cores(), 8)
+    documents = Documents(c.text, c.json_keys, c.minutes * 60 * rate)
+    folder = c.output or Path(f"{Path(c.text[0]).resolve().name.split('.')[0]}-model")
+    folders.take(folder, MARK, "quickstart")
+    progress = folders.Progress(folder / MARK, settings(c))
+    with publish.lock(folder):
+        if progress.resume():
+            print(f"{folder} holds an unfinished quickstart of this text; going on")
+        else:
+            folders.clear(folder, "quickstart")
+        try:
+            make(Tour(folder, "quickstart.log", c.device), documents, progress, deadline)
+        except KeyboardInterrupt:
+            print(f"\nstopped; to go on:  {shlex.join(['meshwright', 'quickstart', *argv])}")
+            return SIGINT
+    return DONE
+
+
+def settings(c: QuickstartConfig) -> dict[str, object]:
+    """Return what decides about the result, to be compared with an unfinished quickstart's."""
+    values = dataclasses.asdict(c)
+    return values | {"text": [str(Path(one).resolve()) for one in c.text], "output": ""}

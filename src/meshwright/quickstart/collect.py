@@ -1,0 +1,140 @@
+"""Read any text, hold out a part of it, and write both parts as JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.data.prepare.inputs import find_inputs, inspect_inputs
+from meshwright.data.prepare.records import BadLine
+from meshwright.data.prepare.text import pieces, units
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.files import replacing
+
+HELD_OUT = 0.05  # share of the bytes, and the most of them
+MOST_HELD_OUT = 200_000
+SAMPLE = 50_000_000  # bytes from which a vocabulary is learnt
+LEAST = 20_000  # bytes of text from which something can be learnt
+LONGEST, SHORTEST = 1 << 16, 1 << 11  # bytes of a part that a long document is cut into
+BORDER = re.compile(r"\n\s*\n|\n")  # where it may be cut
+
+
+@dataclass(frozen=True)
+class Text:
+    """Facts about the collected text; sizes in bytes of UTF-8."""
+
+    documents: int
+    train_bytes: int
+    held_out_bytes: int
+    wide: float = 0.0  # bytes beyond the first of each character, as a share
+    sample: str | None = None  # a file with a part of the text, enough for a vocabulary
+    skipped: int = 0  # bad lines and damaged files
+    is_sample: bool = False  # the input has more than was read
+
+
+def fraction(text: str) -> float:
+    """Return a number in [0, 1) that depends on the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
+
+
+class Documents:
+    """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them."""
+
+    def __init__(self, inputs: list[str], keys: list[str], limit: float) -> None:
+        self.inputs, self.keys, self.limit = inspect_inputs(find_inputs(inputs)), keys, limit
+        self.bytes = sum(one.bytes for one in self.inputs)  # on disk
+        self.skipped, self.is_sample = 0, False
+
+    def __iter__(self) -> Iterator[str]:
+        share = self.limit / max(self.bytes, 1)
+        have = 0
+        for piece in pieces(self.inputs):
+            if fraction(f"{piece.number} {piece.begin}") >= share:
+                self.is_sample = True
+                continue
+            if piece.kind == "broken":
+                self.skipped += 1
+                continue
+            for unit in units(piece, self.keys):
+                if isinstance(unit, BadLine):
+                    self.skipped += 1
+                for text in () if unit is None or isinstance(unit, BadLine) else unit:
+                    have += len(text)
+                    if text.strip():
+                        yield text
+            if have > 1.5 * self.limit:  # a compressed input holds more than its size says
+                self.is_sample = True
+                return
+
+
+def cut(text: str, longest: int) -> Iterator[str]:
+    """Cut a long document at the ends of paragraphs, or else of lines; nothing is lost."""
+    begin = 0
+    while len(text) - begin > longest:
+        borders = [m.end() for m in BORDER.finditer(text, begin + longest // 2, begin + longest) if len(m[0]) > 1]
+        end = borders[-1] if borders else text.rfind("\n", begin + longest // 2, begin + longest) + 1
+        end = end or begin + longest
+        yield text[begin:end]
+        begin = end
+    if text[begin:].strip():
+        yield text[begin:]
+
+
+def border(parts: list[str], share: float) -> float:
+    """Return the fraction below which parts have this share of the characters, or one part has."""
+    places = sorted((fraction(part), len(part)) for part in parts)
+    wanted = share * sum(size for _, size in places)
+    for place, size in places:
+        wanted -= size
+        if wanted <= 0:
+            return math.nextafter(place, 1)
+    return 0.0
+
+
+def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Text:
+    """Write train.jsonl and held_out.jsonl, and of a large text sample.jsonl for the vocabulary.
+
+    A small text, or a single long one, is cut into a hundred parts or more, so that the held-out
+    ones lie everywhere in it. Which ones are held out depends on their text alone. `expected` bytes
+    of text are estimated.
+    """
+    first, have, rest = list[str](), 0, iter(documents)
+    for text in rest:
+        first.append(text)
+        have += len(text)
+        if have > 100 * LONGEST:
+            break
+    longest = min(LONGEST, max(SHORTEST, have // 100))
+    expected = max(have, expected)
+    held_out = min(HELD_OUT, MOST_HELD_OUT / max(expected, 1))
+    if have <= 100 * LONGEST:  # all of it is here
+        held_out = border([part for text in first for part in cut(text, longest)], held_out)
+    sampled = SAMPLE / expected if expected > 2 * SAMPLE else 0
+    sizes, count, wide = [0, 0], 0, 0
+    names = ["train.jsonl", "held_out.jsonl", *(["sample.jsonl"] if sampled else [])]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(replacing(folder / name)) for name in names]
+        for part in (part for text in itertools.chain(first, rest) for part in cut(text, longest)):
+            place, size = fraction(part), len(part.encode("utf-8", "replace"))
+            side = int(place < held_out)
+            line = json.dumps({"text": part}).encode() + b"\n"
+            files[side].write(line)
+            if place > 1 - sampled:
+                files[2].write(line)
+            sizes[side] += size
+            count += 1
+            wide += size - len(part)
+    if sum(sizes) < LEAST:
+        raise UserError(
+            f"{sum(sizes):,} bytes of text are too few to learn from; give at least {LEAST:,}, better some millions",
+            BAD_DATA,
+        )
+    sample = str(folder / names[2]) if sampled else None
+    return Text(count, sizes[0], sizes[1], wide / sum(sizes), sample)

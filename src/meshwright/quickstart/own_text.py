@@ -1,0 +1,185 @@
+"""`meshwright quickstart`: a user's own text to a model within some minutes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright import device as devices
+from meshwright.quickstart import plan as plans
+from meshwright.quickstart.collect import Documents, Text, collect
+from meshwright.quickstart.folder import Progress
+from meshwright.quickstart.plan import Machine, Plan, Size
+from meshwright.quickstart.shell import Logged, step
+from meshwright.quickstart.tour import Tour, prompt_from
+
+TRIAL = 0.1  # share of the time, at most, for the trial
+SMALL = 500_000  # bytes of a text that is called small
+MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
+RESTART = 5  # seconds that a correction costs
+CORRECTABLE = 0.5  # of the steps; later corrections would bend the learning rate
+
+
+@dataclass
+class Deadline:
+    """The minutes that were promised, and how much of them the steps after the training need."""
+
+    minutes: float
+    began: float = field(default_factory=time.perf_counter)
+    after: float = 0.0
+
+    def left(self) -> float:
+        """Return the seconds that are left for the training."""
+        return self.minutes * 60 - (time.perf_counter() - self.began) - self.after
+
+
+def make(tour: Tour, documents: Documents, progress: Progress, deadline: Deadline) -> None:
+    """Run all steps that are not done yet."""
+    accelerator = is_accelerated(tour.device)
+    with step("1. Read the text; hold out a part that the model never sees"):
+        text = read(tour, documents, progress)
+    with step("2. Learn a vocabulary of words and parts of words from it"):
+        if "vocabulary" not in progress.done:
+            learn(tour, text, accelerator)
+            progress.finish("vocabulary")
+    with step("3. Turn the text into token numbers"):
+        if "tokens" not in progress.done:
+            progress.finish("tokens", tour.tokenize())
+        tokens = int(progress.done["tokens"] * 0.95)  # the rest validates
+    if "plan" not in progress.done:
+        with step("4. Try how fast this machine is, and choose the model"):
+            progress.finish("plan", choose(tour, text, tokens, deadline, accelerator))
+    with step("5. Pre-train"):
+        train(tour, progress, deadline)
+        print(f"  plots of the run: {tour.run}/report.html")
+    with step("6. Evaluate on the text that was held out"):
+        progress.finish("bits per byte", tour.evaluate())
+    with step("7. Let it continue a held-out text: the most likely words, then words by chance"):
+        prompt = prompt_from(Path(tour.held_out))
+        tour.generate(prompt, 64, "--greedy")
+        tour.generate(prompt, 64, "--temperature", "0.8", "--top_p", "0.9")
+    progress.finish("end")
+    minutes, seconds = divmod(round(time.perf_counter() - deadline.began), 60)
+    print(f"\nDone in {minutes} min {seconds} s. The full output of the commands is in {tour.log}. Try next:")
+    tour.next_steps()
+    hf = shlex.join(["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"])
+    print(f"  {hf}")
+
+
+def is_accelerated(device: str) -> bool:
+    return device != "cpu" and devices.pick(device).type != "cpu"
+
+
+def read(tour: Tour, documents: Documents, progress: Progress) -> Text:
+    if "text" not in progress.done:
+        text = collect(documents, tour.folder, min(documents.bytes, documents.limit))
+        text = replace(text, skipped=documents.skipped, is_sample=documents.is_sample)
+        progress.finish("text", asdict(text))
+    text = Text(**progress.done["text"])
+    print(f"  {text.documents:,} documents, {text.train_bytes:,} bytes to learn from, {text.held_out_bytes:,} held out")
+    if text.is_sample:
+        print("  that is a sample: there is more text than can be read in the time")
+    if text.skipped:
+        print(f"  passed over: {text.skipped:,} lines or files that are damaged or no text")
+    if text.train_bytes < SMALL:
+        print(f"  this is little text: below {SMALL:,} bytes a model learns spelling and a few phrases")
+    return text
+
+
+def learn(tour: Tour, text: Text, accelerator: bool) -> None:
+    size = plans.vocabulary(text.train_bytes, text.wide, accelerator)
+    print(f"  {size:,} entries suit {text.train_bytes / 1e6:,.1f} MB; rarer words are put together from parts")
+    tour.learn_vocabulary(size, text.sample)
+
+
+def vocabulary_size(tour: Tour) -> int:
+    return len(json.loads(Path(tour.vocabulary, "vocab.json").read_text(encoding="utf-8")))
+
+
+def precision(accelerator: bool) -> list[str]:
+    return ["--bf16"] if accelerator else []
+
+
+def choose(tour: Tour, text: Text, tokens: int, deadline: Deadline, accelerator: bool) -> dict[str, Any]:
+    """Measure a trial; return the command of the run, and what limits its length."""
+    vocab, size = vocabulary_size(tour), plans.trial_size(tokens, accelerator)
+    speed, start = measure(tour, size, min(20, deadline.minutes * 60 * TRIAL), accelerator)
+    machine = Machine(size, speed, accelerator)
+    # Three commands start, the score reads each token twice in a third of a training step's time.
+    scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
+    deadline.after = 3 * start + scored + 1 + min(text.train_bytes, 5e7) / 1e7
+    plan = plans.choose(tokens, vocab, machine, deadline.left() - start)
+    for line in describe(plan, machine, tokens, vocab, deadline.left()):
+        print(f"  {line}")
+    command = tour.run_command(plan.size, plan.dropout, plan.steps, *precision(accelerator))
+    return {"command": command, "limit": plan.limit}
+
+
+def measure(tour: Tour, size: Size, most: float, accelerator: bool) -> tuple[float, float]:
+    """Train a few steps without saving; return tokens per second and the seconds of a start.
+
+    On a slow machine the trial ends after `most` seconds of steps.
+    """
+    steps, interval = (200, 5) if accelerator else (40, 1)
+    seen: list[Logged] = []
+
+    def stop(at: Logged) -> str | None:
+        seen.append(at)
+        return "that is enough to know" if sum(interval * at.seconds for at in seen) > most else None
+
+    how = f"--log-interval {interval} --eval-iters 0".split()
+    began = time.perf_counter()
+    tour.call(*tour.training(size, 0, steps, *how, *precision(accelerator)), show=lambda line: None, stop=stop)
+    start = max(time.perf_counter() - began - sum(interval * at.seconds for at in seen), 1.0)
+    steady = seen[len(seen) // 3 :]  # the first ones include what only happens once
+    speed = size.tokens * len(steady) / max(sum(at.seconds for at in steady), 1e-9)
+    print(f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden}")
+    return speed, start
+
+
+def describe(plan: Plan, machine: Machine, tokens: int, vocab: int, seconds: float) -> list[str]:
+    """Say what was chosen, and why."""
+    size, millions = plan.size, plan.size.cost(vocab) / 1e6
+    read = plan.steps * size.tokens
+    chosen = f"{size.layers} layers of width {size.hidden}, {millions:,.1f} million parameters"
+    why = {
+        "time": f"as many as fit into the {seconds / 60:.1f} minutes left for it",
+        "text": "more readings of so little text would only teach it by heart",
+    }[plan.limit]
+    out = [
+        f"model: {chosen}",
+        f"steps: {plan.steps:,} of {size.tokens:,} tokens, {why}",
+        f"the text has {tokens:,} tokens, so each is read {read / max(tokens, 1):.1f} times",
+    ]
+    if plan.dropout:
+        out.append(f"dropout {plan.dropout:g}, because it reads the text more than once")
+    return out
+
+
+def train(tour: Tour, progress: Progress, deadline: Deadline) -> None:
+    """Train; if the machine turns out faster or slower, correct the number of steps once."""
+    command, limit = progress.done["plan"]["command"], progress.done["plan"]["limit"]
+    steps = int(command[command.index("--train-iters") + 1])
+    corrected = 0
+
+    def check(at: Logged) -> str | None:
+        nonlocal corrected
+        if not steps * 0.1 <= at.iteration <= steps * CORRECTABLE:
+            return None
+        left, needed = deadline.left(), (steps - at.iteration) * at.seconds
+        if abs(left - needed) < 2 * MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
+            return None
+        corrected = at.iteration + max(int((left - RESTART) / at.seconds), 10)
+        return f"a step takes {at.seconds * 1000:.0f} ms now: the run goes on with {corrected:,} steps instead"
+
+    # A run that is continued after an interruption keeps its length, as a very short one does.
+    tour.pre_train(command, check if deadline.after and deadline.minutes >= 1 else None)
+    if corrected:
+        command = [*command, "--override-opt_param-scheduler"]
+        command[command.index("--train-iters") + 1] = str(corrected)
+        progress.finish("plan", {"command": command, "limit": limit})
+        tour.pre_train(command)

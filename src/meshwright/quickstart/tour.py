@@ -1,0 +1,122 @@
+"""The way from text to a model, step by step, by the commands that a user types."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.prepare.text import read_texts
+from meshwright.quickstart.plan import Size
+from meshwright.quickstart.shell import Logged, call, shorten
+
+COMPARED = 50_000_000  # bytes of text from which the trigram model learns
+PROMPT = 40  # characters of a held-out text that a prompt takes, to the end of a word
+
+# The network of Qwen 3, trained with Muon.
+NETWORK = "--swiglu --position-embedding-type rope --qk-layernorm --normalization RMSNorm --disable-bias-linear"
+RECIPE = "--optimizer muon --adam-beta2 0.98 --weight-decay 0.1 --lr-decay-style linear"
+
+
+def model_flags(size: Size, dropout: float) -> list[str]:
+    """Return the flags of a network and of its batch."""
+    sizes = f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads}"
+    batch = f"--seq-length {size.length} --micro-batch-size {size.batch}"
+    return f"{sizes} {NETWORK} --hidden-dropout {dropout:g} --attention-dropout 0 {batch}".split()
+
+
+def recipe_flags(size: Size, steps: int) -> list[str]:
+    """Return the flags of the optimizer and of a schedule over so many steps."""
+    warmup = max(1, min(50, steps // 10))
+    lr = f"--lr {size.lr:g} --min-lr {size.lr / 100:g} --lr-warmup-iters {warmup}"
+    return f"{RECIPE} {lr} --train-iters {steps}".split()
+
+
+class Tour:
+    """Runs the steps in one folder; each returns what the next ones need."""
+
+    def __init__(self, folder: Path, log: str, device: str) -> None:
+        self.folder, self.log, self.device = folder, folder / log, device
+        self.run, self.vocabulary, self.tokens = f"{folder}/run", f"{folder}/tokenizer", f"{folder}/train"
+        self.train, self.held_out = f"{folder}/train.jsonl", f"{folder}/held_out.jsonl"
+
+    def call(self, *argv: str, **how: Any) -> str:
+        return call(self.log, list(argv), **how)
+
+    def learn_vocabulary(self, size: int, source: str | None = None) -> None:
+        source = source or self.train
+        self.call("train-tokenizer", "--input", source, "--vocab-size", str(size), "--output", self.vocabulary)
+
+    def tokenize(self) -> int:
+        """Return the number of tokens."""
+        from meshwright.data.format.indexed import Indexed
+
+        files = ["--input", self.train, "--output-prefix", self.tokens]
+        self.call("preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod")
+        return len(Indexed(f"{self.tokens}_text_document").tokens)
+
+    def training(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
+        """Return the command that trains, without a folder to save to."""
+        data = ["--data-path", f"{self.tokens}_text_document", "--split", "95,5,0"]
+        command = ["train", *data, *model_flags(size, dropout), *recipe_flags(size, steps), *more]
+        return [*command, "--device", self.device]
+
+    def run_command(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
+        """Return the command of the run."""
+        keep = f"--log-interval {max(1, steps // 20)} --eval-interval {max(1, steps // 4)} --eval-iters 20"
+        keep += f" --save-interval {max(1, steps // 4)} --keep-last 1"
+        command = self.training(size, dropout, steps, *keep.split(), *more)
+        return [*command, "--save", self.run, "--load", self.run]
+
+    def pre_train(self, command: list[str], stop: Callable[[Logged], str | None] | None = None) -> None:
+        self.call(*command, show=shorten, stop=stop)
+
+    def evaluate(self) -> tuple[float, float]:
+        """Print the bits per byte of the model and of the trigram model; return both."""
+        table = self.call("evaluate", self.run, "--input", self.held_out, "--device", self.device)
+        ours = float(re.findall(r"bits per byte +([\d.]+)", table)[0])
+        return ours, compare(ours, Path(self.train), Path(self.held_out))
+
+    def generate(self, prompt: str, length: int, *how: str) -> None:
+        argv = ["generate", self.run, "--prompt", prompt, "--out-seq-length", str(length), *how]
+        self.call(*argv, "--device", self.device)
+
+    def next_steps(self) -> None:
+        """Print the commands to try next."""
+        for words in (["generate", "--interactive", self.run], ["report", self.run], ["inspect", self.run]):
+            print(f"  {shlex.join(['meshwright', *words])}")
+
+
+def compare(ours: float, train: Path, held_out: Path) -> float:
+    """Print the result beside that of a byte-trigram model, the simplest worth a comparison."""
+    from meshwright.evaluation.trigram import trigram_bits_per_byte
+
+    def encoded(path: Path) -> Iterator[bytes]:
+        return (text.encode() for text in read_texts([str(path)], ["text"]))
+
+    theirs = trigram_bits_per_byte(first_bytes(encoded(train), COMPARED), encoded(held_out))
+    verdict = "the GPT is better" if ours < theirs else "the trigram is better: this model needs more training"
+    print(f"  bits per byte: this GPT {ours:.3f}, a byte-trigram model of the same files {theirs:.3f}: {verdict}")
+    return theirs
+
+
+def first_bytes(texts: Iterable[bytes], most: int) -> Iterator[bytes]:
+    """Yield texts until they have so many bytes."""
+    for text in texts:
+        if most <= 0:
+            return
+        most -= len(text)
+        yield text
+
+
+def prompt_from(held_out: Path) -> str:
+    """Return the first words of a held-out text."""
+    for text in read_texts([str(held_out)], ["text"]):
+        for line in text.splitlines():
+            line = line.strip()
+            if len(line) >= PROMPT:
+                words = line[:PROMPT].rsplit(" ", 1)
+                return words[0] if len(words[0]) >= PROMPT // 2 else line[: PROMPT // 2]
+    return "The"

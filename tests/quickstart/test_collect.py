@@ -1,0 +1,87 @@
+"""What is held out, how long documents are cut, and what is too little."""
+
+import json
+import random
+
+import pytest
+
+from meshwright.data.prepare import text
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.quickstart import collect
+from meshwright.quickstart.collect import Documents, cut
+
+
+def words(number, seed=0):
+    chance = random.Random(seed)
+    return "".join("abcdefgh"[chance.randrange(8)] * chance.randrange(1, 5) + " " for _ in range(number))
+
+
+def sides(folder):
+    return [
+        [json.loads(x)["text"] for x in (folder / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "held_out")
+    ]
+
+
+def test_one_twentieth_is_held_out_and_never_trained_on(tmp_path):
+    texts = [words(100, seed) for seed in range(1000)]
+    facts = collect.collect(texts, tmp_path)
+    train, held_out = sides(tmp_path)
+    assert sorted(train + held_out) == sorted(texts) and 20 < len(held_out) < 90
+    assert facts.documents == 1000 and facts.wide == 0
+    assert (facts.train_bytes, facts.held_out_bytes) == tuple(sum(map(len, side)) for side in (train, held_out))
+    before = held_out
+    collect.collect(reversed(texts), tmp_path)
+    assert sorted(sides(tmp_path)[1]) == sorted(before)  # depends on the text alone
+
+
+def test_one_long_document_is_cut_at_paragraphs(tmp_path):
+    long = "\n\n".join(words(50, seed) for seed in range(2000))
+    collect.collect([long], tmp_path)
+    train, held_out = sides(tmp_path)
+    assert 0.04 < len("".join(held_out)) / len(long) < 0.07 and all(part.endswith(" \n\n") for part in train[:-1])
+    assert len("".join(train + held_out)) == len(long)
+
+
+def test_cutting_loses_nothing():
+    for one in ("x" * 1000, "line\n" * 300, "a b\n\n" * 300):
+        assert "".join(cut(one, 100)) == one
+        assert all(len(part) <= 100 for part in cut(one, 100))
+    assert all(part.endswith("b\n\n") for part in cut("a b\n\n" * 300, 100))
+
+
+def test_characters_beyond_ascii_count(tmp_path):
+    assert collect.collect([words(100, n) + "模型" * 300 for n in range(100)], tmp_path).wide > 0.3
+
+
+def test_a_large_text_has_a_sample_for_the_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "SAMPLE", 20_000)
+    facts = collect.collect([words(100, seed) for seed in range(1000)], tmp_path)
+    assert facts.sample == str(tmp_path / "sample.jsonl")
+    sample = {json.loads(x)["text"] for x in (tmp_path / "sample.jsonl").read_text().splitlines()}
+    assert 10_000 < sum(map(len, sample)) < 40_000 and sample <= set(sides(tmp_path)[0])
+
+
+def test_too_little_text_is_refused(tmp_path):
+    with pytest.raises(UserError, match="too few to learn from; give at least 20,000") as caught:
+        collect.collect([words(1000)], tmp_path)
+    assert caught.value.status == BAD_DATA
+
+
+def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 1 << 16)
+    file = tmp_path / "big.jsonl"
+    with file.open("w") as out:
+        for n in range(8000):
+            out.write(json.dumps({"text": f"{n} " + "word " * 200}) + "\n")
+    everything = Documents([str(file)], ["text"], 1e9)
+    assert sum(1 for _ in everything) == 8000 and not everything.is_sample
+    documents = Documents([str(file)], ["text"], 4_000_000)
+    numbers = [int(one.split()[0]) for one in documents]
+    assert documents.is_sample and 1500 < len(numbers) < 6500 and min(numbers) < 1000 and max(numbers) > 7000
+
+
+def test_bad_lines_are_counted(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "good"}\n{"text": 3}\nnothing\n')
+    documents = Documents([str(file)], ["text"], 1e9)
+    assert list(documents) == ["good"] and documents.skipped == 2

@@ -1,0 +1,131 @@
+"""The quickstart at a small scale; only trainings run in processes of their own."""
+
+import json
+import random
+import shlex
+
+import pytest
+
+from in_process import InProcess
+from meshwright.__main__ import main
+from meshwright.commands import quickstart
+from meshwright.errors import BAD_DATA, LOCKED, USAGE
+from meshwright.quickstart import own_text, plan, shell, tour
+from meshwright.quickstart.plan import Size
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shell.subprocess, "Popen", InProcess)
+    monkeypatch.setattr(plan, "SIZES", [Size(1, 16, 2, 16, 4, 1e-2)])
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=5)) for _ in range(200)]
+    lines = [json.dumps({"text": " ".join(chance.choices(words, k=60))}) for _ in range(200)]
+    (tmp_path / "my notes.jsonl").write_text("\n".join(lines))
+    return "my notes.jsonl"
+
+
+def quickstart_of(text, *more):
+    return main(["quickstart", text, "--minutes", "0.05", "--device", "cpu", *more])
+
+
+@pytest.mark.whole
+def test_from_text_to_a_model(text, tmp_path, capfd):
+    assert quickstart_of(text) == 0
+    out = capfd.readouterr().out
+    folder = tmp_path / "my notes-model"
+    for n in range(1, 8):
+        assert f"\n{n}. " in out
+    assert "this is little text" in out and "bits per byte: this GPT" in out and "report.html" in out
+    assert (folder / "run/report.html").is_file() and (folder / "quickstart.log").is_file()
+
+    # It prints the commands that it runs: they work when pasted.
+    commands = [shlex.split(line)[2:] for line in out.splitlines() if line.startswith("$ meshwright ")]
+    names = [c[0] for c in commands]
+    assert names == ["train-tokenizer", "preprocess", "train", "train", "evaluate", "generate", "generate"]
+    assert "--greedy" in commands[-2] and main(commands[-3]) == 0
+    last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
+    assert [c[0] for c in last] == ["generate", "report", "inspect", "convert"]
+    assert main(last[2]) == 0
+
+
+@pytest.mark.whole
+def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatch):
+    def interrupt(line):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(tour, "shorten", interrupt)
+        assert quickstart_of(text, "--output", "out") == 130
+    out = capfd.readouterr().out
+    again = shlex.split(out.splitlines()[-1].split("to go on:")[1])
+    assert again[:3] == ["meshwright", "quickstart", text]
+    assert main(again[1:]) == 0
+    out = capfd.readouterr().out
+    assert "going on" in out and "train-tokenizer" not in out and out.count("$ meshwright train ") == 1
+    # Another length is another quickstart.
+    progress = quickstart.MARK
+    saved = json.loads((tmp_path / "out" / progress).read_text())
+    del saved["done"]["end"]
+    (tmp_path / "out" / progress).write_text(json.dumps(saved))
+    assert main([*again[1:], "--minutes", "0.06"]) == 0
+    assert "its model is kept in out/run-1" in capfd.readouterr().out
+
+
+class Clock:
+    """A deadline that leaves a given number of seconds."""
+
+    after = 1.0
+
+    def __init__(self, seconds, minutes=1):
+        self.seconds, self.minutes = seconds, minutes
+
+    def left(self):
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    "left, limit, expected",
+    [
+        (90, "time", None),  # as planned: 900 steps of 0.1 s are to come
+        (60, "time", 100 + 550),  # slower, or later
+        (150, "time", 100 + 1450),  # faster
+        (150, "text", None),  # the text does not ask for more
+        (60, "text", 100 + 550),
+    ],
+)
+def test_the_length_is_corrected_once(left, limit, expected):
+    class Stub:
+        commands = []
+
+        def pre_train(self, command, stop=None):
+            self.commands.append(command)
+            if stop and (reason := stop(shell.Logged(100, 1000, 0.1, 9))):
+                assert "100 ms" in reason
+            assert stop is None or stop(shell.Logged(50, 1000, 9, 1)) is None  # too early to say
+            assert stop is None or stop(shell.Logged(900, 1000, 9, 1)) is None  # too late to change
+
+    class Done:
+        done = {"plan": {"command": ["train", "--train-iters", "1000"], "limit": limit}}
+
+        def finish(self, step, result):
+            self.done[step] = result
+
+    stub = Stub()
+    stub.commands = []
+    own_text.train(stub, Done(), Clock(left))
+    assert [c[2] for c in stub.commands] == ["1000", *([str(expected)] if expected else [])]
+    assert "--override-opt_param-scheduler" in stub.commands[-1] or not expected
+
+
+def test_bad_inputs(text, tmp_path, capsys):
+    (tmp_path / "tiny.jsonl").write_text('{"text": "three words only"}\n')
+    assert quickstart_of("tiny.jsonl") == BAD_DATA
+    assert "24" not in capsys.readouterr().err.split("give at least")[1]
+    assert quickstart_of("nowhere") == BAD_DATA and not (tmp_path / "nowhere-model").exists()
+    assert main(["quickstart"]) == USAGE and main(["quickstart", text, "--minutes", "0"]) == USAGE
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("three years")
+    assert quickstart_of(text, "--output", "full") == LOCKED and quickstart_of(text, "--output", text) == LOCKED
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]

@@ -1,0 +1,56 @@
+"""The choice of vocabulary, model and steps, as a table."""
+
+import pytest
+
+from meshwright.quickstart import plan
+from meshwright.quickstart.plan import SIZES, Machine, choose
+
+CPU = Machine(SIZES[0], 7_000)  # two cores
+GPU = Machine(SIZES[4], 1_500_000, accelerator=True)
+
+
+@pytest.mark.parametrize(
+    "size, wide, accelerator, expected",
+    [
+        (20_000, 0, False, 512),
+        (1_000_000, 0, False, 1024),
+        (4_000_000, 0, True, 2048),
+        (13_000_000, 0, False, 4096),
+        (13_000_000, 0.6, False, 8192),  # Chinese
+        (5_000_000_000, 0, False, 4096),
+        (50_000_000, 0, True, 8192),
+        (5_000_000_000, 0, True, 32768),
+    ],
+)
+def test_vocabulary(size, wide, accelerator, expected):
+    assert plan.vocabulary(size, wide, accelerator) == expected
+
+
+@pytest.mark.parametrize(
+    "tokens, machine, minutes, hidden, steps, dropout, limit",
+    [
+        (3_500_000, CPU, 1, 128, 410, 0, "time"),
+        (3_500_000, CPU, 8, 128, 3280, 0, "time"),
+        (3_500_000, CPU, 60, 192, 15_410, 0.1, "time"),
+        (300_000, CPU, 8, 128, 3280, 0.2, "time"),
+        (30_000, CPU, 60, 128, 350, 0.2, "text"),  # small: more would be learnt by heart
+        (500, CPU, 8, 128, 20, 0.2, "text"),
+        (30_000_000, GPU, 8, 512, 21_970, 0.2, "text"),
+        (600_000_000, GPU, 10, 768, 12_080, 0, "time"),
+    ],
+)
+def test_plan(tokens, machine, minutes, hidden, steps, dropout, limit):
+    p = choose(tokens, 4096, machine, minutes * 60)
+    assert (p.size.hidden, p.dropout, p.limit) == (hidden, dropout, limit)
+    assert p.steps == pytest.approx(steps, rel=0.05) and p.steps % 10 == 0
+    if limit == "time":
+        assert p.steps * p.size.tokens / machine.speed(p.size, 4096) <= minutes * 60
+
+
+def test_a_slow_machine_makes_a_few_steps():
+    assert choose(10**6, 4096, Machine(SIZES[0], 50), 1).steps == plan.STEPS
+
+
+def test_the_trial_fits_the_text():
+    assert plan.trial_size(10**9, accelerator=False) == SIZES[0] == plan.trial_size(1000, accelerator=True)
+    assert plan.trial_size(10**9, accelerator=True) == SIZES[4]
