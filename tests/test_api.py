@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import meshwright
+import meshwright.training.run
 from helpers import TINY_FLAGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -50,7 +51,7 @@ def test_the_page(tmp_path, monkeypatch, capsys):
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
         exec(compile(block, str(PAGE), "exec"), names)
     out = capsys.readouterr().out
-    assert "0 run " in out and "torch.Size([16, 257])" in out and "no checkpoint in no-such-folder 65" in out
+    assert "0 run " in out and "torch.Size([16, 257])" in out and "there is no folder no-such-folder 65" in out
     assert (tmp_path / "run-torch").is_dir()
 
 
@@ -137,12 +138,16 @@ def test_training_in_a_thread(tmp_path):
     def work():
         with pytest.raises(meshwright.UserError, match="main thread only"):
             meshwright.train(FLAGS, train_iters=1, handle_signals=True)
-        results.append(meshwright.train(FLAGS, train_iters=1, run_dir=str(tmp_path / "r")).status)
+        trained = meshwright.train(FLAGS, train_iters=1, run_dir=str(tmp_path / "r"))
+        results.append(trained.status)
+        checkpoint = dataclasses.replace(trained.config.checkpoint, run_dir=str(tmp_path / "s"))
+        again = dataclasses.replace(trained.config, checkpoint=checkpoint)
+        results.append(meshwright.training.run.run(again, handle_signals=True))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert results == [0]
+    assert results == [0, 0]
 
 
 def test_no_environment_is_left_behind(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import os
@@ -45,6 +46,11 @@ READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completio
 READ_ONLY |= {"inspect", "report", "evaluate", "data inspect", "data plan"}
 PRINTS = {"-h", "--help", "--help-all", "--print-config", "--dry-run"}
 
+# What to do about common errors of the system.
+ADVICE = {errno.ENOSPC: "; free space there, or choose another folder"}
+ADVICE |= {errno.EDQUOT: ADVICE[errno.ENOSPC], errno.EROFS: "; choose a folder that can be written to"}
+ADVICE |= dict.fromkeys((errno.EACCES, errno.EPERM), "; choose another folder, or change its permissions")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
@@ -76,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return DONE if only_prints else IO
     except OSError as e:
-        _print_error(f"meshwright {name}: error: {f'{e.filename}: {e.strerror}' if e.filename else e}")
+        place = f"{e.filename}: {e.strerror}" if e.filename else e
+        _print_error(f"meshwright {name}: error: {place}{ADVICE.get(e.errno or 0, '')}")
         return IO
 
 

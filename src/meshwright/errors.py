@@ -24,6 +24,19 @@ class UserError(Exception):
         self.status, self.everywhere = status, everywhere
 
 
+def not_a_run(path: object, missing: str) -> UserError:
+    """Return the error of every command that reads a run's folder and finds another path."""
+    from pathlib import Path
+
+    folder = Path(str(path))
+    if not folder.exists():
+        return bad_data(f"there is no folder {folder}; give the --save or --run-dir folder of a training")
+    if not folder.is_dir():
+        return bad_data(f"{folder} is a file; give the --save or --run-dir folder of a training")
+    what = "checkpoint; give the --save folder of a training, or another program's checkpoint"
+    return bad_data(f"{folder} holds no {what if missing == 'checkpoint' else f'{missing}, which a training writes'}")
+
+
 def bad_data(message: str) -> UserError:
     """Return the error of a file that is missing, damaged or not what the flags say."""
     return UserError(message, BAD_DATA)

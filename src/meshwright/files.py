@@ -25,6 +25,16 @@ BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
 
 @contextmanager
+def naming_file(path: str | Path) -> Iterator[None]:
+    """Name the file in an OSError that was raised for its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
@@ -32,12 +42,12 @@ def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
     """
     path = path.resolve()  # a link stays a link
     if path.exists() and not path.is_file():  # a device or a pipe
-        with path.open("wb") as file:
+        with naming_file(path), path.open("wb") as file:
             yield file
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with naming_file(path), temporary.open("wb") as file:
             yield file
             file.flush()
             if durably:

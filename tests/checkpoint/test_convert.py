@@ -204,7 +204,7 @@ def test_impossible_conversions_are_refused(folder, tmp_path):
         ([folder, new], USAGE, "two folders and --to"),
         ([folder, native], USAGE, "two folders and --to"),
         ([folder, new, "--to=onnx"], USAGE, "--to"),
-        ([tmp_path / "none", new, native], BAD_DATA, "no checkpoint in"),
+        ([tmp_path / "none", new, native], BAD_DATA, "there is no folder"),
         ([folder, folder, native], LOCKED, "already holds"),
         ([folder, tmp_path / "a", native], LOCKED, "already holds"),
         ([folder, folder, "--to=huggingface"], LOCKED, "not empty"),

@@ -338,3 +338,33 @@ def test_only_rank_0_evaluates(monkeypatch, capsys, environ):
     assert main(["evaluate", "none", "--input", "none"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "" and "rank 0; this rank has nothing to do" in shown.err
+
+
+def test_token_files(run, score, tmp_path):
+    """--data-path gives what the text of the files gives; with --split, their second part."""
+    (tmp_path / "t.jsonl").write_text((json.dumps({"text": TEXT}) + "\n") * 50)
+    by_text = score("--input", tmp_path / "t.jsonl")[1]
+    data = run.parent / "a_text_document"
+    assert score("--data-path", data)[1] == by_text == score("--data-path", f"{data}.bin")[1]
+    part = score("--data-path", data, "--split", "6,4,0")[1]
+    assert (part["documents"], part["loss"]) == (20, pytest.approx(by_text["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data-path=a", "--input=b"], "exclude each other"),
+        (["--data-path", "1", "a", "1", "b"], "one prefix"),
+        (["--train-data-path=a"], "--train-data-path is not read by evaluate; name token files with --data-path"),
+    ],
+)
+def test_data_that_would_not_be_read_is_refused(score, flags, message):
+    status, _, err = score(*flags)
+    assert status == 2 and message in err
+
+
+def test_missing_token_files(score, run):
+    status, _, err = score("--data-path", run / "none")
+    assert status == 65 and "none.idx" in err
+    status, _, err = score("--data-path", run.parent / "a_text_document", "--split", "1,0,0")
+    assert status == 65 and "no text to score" in err

@@ -212,8 +212,8 @@ def test_the_best_validation_is_explained(run):
 def test_errors_in_words(run, tmp_path, capsys):
     a, empty = run("a", A), run("empty", [])
     for words, status, said in (
-        ([a, str(tmp_path / "none")], 2, "there is no folder"),
-        ([a, str(tmp_path)], 65, "metrics.jsonl: no such file"),
+        ([a, str(tmp_path / "none")], 65, "there is no folder"),
+        ([a, str(tmp_path)], 65, "holds no metrics.jsonl"),
         ([a, empty], 65, "empty/metrics.jsonl holds no step"),
         ([a, a, "--output", str(tmp_path / "none" / "page.html")], 74, "No such file"),
     ):
@@ -241,3 +241,14 @@ def test_cautions(tmp_path, capsys):
         out = capsys.readouterr().out
         assert words in out and ("note:" in out) == bool(words)
         assert words in (tmp_path / "a" / "compare.html").read_text()
+
+
+def test_equal_settings_are_no_difference(run, capsys):
+    """A setting left open means the same as its outcome."""
+    a, b = run("a", A), run("b", B)
+    for folder, text in ((a, "max_position_embeddings = 64\nffn_hidden_size = 128"), (b, "swiglu = false")):
+        lines = f"[model]\nhidden_size = 32\n{text}\n[data]\nseq_length = 64\n"
+        Path(folder, "config.toml").write_text(lines)
+    assert compared(capsys, a, b)[1]["settings"] == {}
+    Path(b, "config.toml").write_text("[model]\nhidden_size = 64\n[data]\nseq_length = 64\n")
+    assert compared(capsys, a, b)[1]["settings"].keys() == {"hidden_size", "ffn_hidden_size"}

@@ -23,10 +23,12 @@ import meshwright.commands.train
 import meshwright.training.loop
 import meshwright.training.run
 import meshwright.training.step
-from helpers import TINY_FLAGS, read_rows
+from helpers import TINY_FLAGS, read_rows, write_counting
 from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError
+from meshwright.files import replacing
+from meshwright.settings.data_paths import Source
 from meshwright.settings.flags import parse
 from meshwright.settings.schema import TrainConfig
 
@@ -728,3 +730,41 @@ def test_a_run_goes_on_beside_its_checkpoints(tmp_path):
     branch = [*run[:-1], str(tmp_path / "new"), "--load", str(tmp_path / "save" / "iter_0000002")]
     assert main([*branch, "--finetune"]) == 73
     assert main(branch) == 0 and len(read_rows(tmp_path / "run", "start")) == 3
+
+
+def test_the_same_wrong_folder_is_reported_alike(tmp_path, capsys):
+    """generate, evaluate, inspect, convert and report: the same words, the same status."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    for name, words in (("none", "there is no folder"), ("file", "is a file"), ("empty", "holds no")):
+        folder, said = str(tmp_path / name), set()
+        for command in ("generate --prompt a", f"evaluate --input {tmp_path}/file", "inspect", "report"):
+            first, *more = command.split()
+            assert main([first, folder, *more]) == 65
+            said.add(capsys.readouterr().err.partition("error: ")[2].split(";")[0].split(",")[0].split(" no ")[0])
+        assert main(["convert", folder, str(tmp_path / "new"), "--to", "huggingface"]) == 65
+        assert len(said) == 1 and words in capsys.readouterr().err
+
+
+def test_an_error_of_the_disk_names_its_file(tmp_path, capsys, monkeypatch):
+    """Issue 13, line 7: metrics.jsonl, config.toml and the page."""
+    real = os.write
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def write(fd, data):
+        if b'"event"' in bytes(data):
+            raise full
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    assert main(["train", *TINY_FLAGS, "--run-dir", str(tmp_path / "a")]) == 74
+    said = f"{tmp_path / 'a' / 'metrics.jsonl'}: No space left on device; free space there, or choose another folder"
+    assert said in capsys.readouterr().err
+    with pytest.raises(OSError, match="page.html"), replacing(tmp_path / "page.html"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_name_of_a_token_file_stands_for_the_pair(tmp_path):
+    assert [Source(f"a/b{end}").prefix for end in ("", ".bin", ".idx", ".txt")] == ["a/b", "a/b", "a/b", "a/b.txt"]
+    write_counting(tmp_path / "a.bin", [9])  # a prefix that ends so is kept
+    assert Source(str(tmp_path / "a.bin")).prefix == str(tmp_path / "a.bin")

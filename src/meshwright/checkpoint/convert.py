@@ -25,7 +25,7 @@ from meshwright.checkpoint.saved_model import SavedModel, describe
 from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.console import notice
-from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.errors import BAD_DATA, LOCKED, UserError, not_a_run
 from meshwright.progress import progress_bar
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, Tokenizer, spelling
@@ -120,7 +120,7 @@ def prepare(source: str | Path, target: Target, settings: Mapping[str, Any]) -> 
     c = config.checkpoint
     opened = loading.open_any(source, OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads))
     if opened is None:
-        raise UserError(f"no checkpoint in {source}", BAD_DATA)
+        raise not_a_run(source, "checkpoint")
     for note in opened.notes:
         notice(note)
     complete, tokenizer = complete_source(opened, given, config.tokenizer)

@@ -16,7 +16,7 @@ from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.steps import Place
 from meshwright.data.history import History
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, UserError, not_a_run
 from meshwright.settings import flags
 from meshwright.settings.schema import OUTCOME, TrainConfig
 
@@ -37,7 +37,7 @@ def describe_folder(
     root, named = steps.split_path(path)
     number = named if step is None else step
     if not root.exists():
-        raise UserError(f"there is no folder {root}", BAD_DATA)
+        raise not_a_run(root, "checkpoint")
     present = steps.steps(root)[::-1]
     if present and (number is None or number in present):
         return describe_steps(root, number, detail, options)
@@ -55,7 +55,7 @@ def describe_folder(
 def open_existing(path: Path, options: OpenOptions) -> Source:
     source = loading.open_any(path, options)
     if source is None:
-        raise UserError(f"{path} holds no checkpoints" if path.exists() else f"there is no folder {path}", BAD_DATA)
+        raise not_a_run(path, "checkpoint")
     return source
 
 

@@ -29,7 +29,7 @@ from meshwright.checkpoint.manifests import MANIFEST, THREADS, Damaged, File, Ma
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listing, step_folder, steps
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import open_locked, replacing
+from meshwright.files import naming_file, open_locked, replacing
 from meshwright.launch.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
@@ -257,16 +257,6 @@ def clear_unfinished(root: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-
-
-@contextlib.contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Name the file in an OSError that was raised for its descriptor."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 @contextlib.contextmanager

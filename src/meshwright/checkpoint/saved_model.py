@@ -16,7 +16,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import loading, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.sources import Source
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, UserError, not_a_run
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import ARCHITECTURE, Model, TrainConfig
 
@@ -66,7 +66,7 @@ def open_saved(
     path = Path(path) if step is None else steps.step_folder(path, step)
     source = loading.open_any(path, options)
     if source is None:
-        raise UserError(f"no checkpoint in {path}", BAD_DATA)
+        raise not_a_run(path, "checkpoint")
     return describe(source, given)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.checkpoint.manifests import MANIFEST, Damaged, verify
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, UserError, not_a_run
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss
@@ -185,6 +185,8 @@ def listing(root: Path) -> list[str]:
         names = os.listdir(root)
     except FileNotFoundError:
         return []
+    except NotADirectoryError:
+        raise not_a_run(root, "checkpoint") from None
     except OSError as error:
         raise UserError(f"cannot read the folder {root}: {error.strerror}", BAD_DATA) from error
     trackers = "|".join(map(re.escape, (TRACKER, BEST, DEEPSPEED_TRACKER, LIBAI_TRACKER)))

@@ -12,8 +12,19 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.launch.world import is_first_process
-from meshwright.settings import checks, command, flags
-from meshwright.settings.schema import READING, Checkpoint, Data, Model, Parallel, Precision, Tokenizer, Training, flag
+from meshwright.settings import checks, command, data_paths, flags
+from meshwright.settings.schema import (
+    READING,
+    Checkpoint,
+    Data,
+    Model,
+    Parallel,
+    Precision,
+    Tokenizer,
+    Training,
+    flag,
+    spelling,
+)
 
 if TYPE_CHECKING:
     from meshwright.evaluation.score import Score
@@ -45,12 +56,21 @@ class EvaluateConfig:
     checkpoint: Checkpoint = Checkpoint()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Evaluate, Tokenizer) for f in dataclasses.fields(group)} | READING
+        {f.name for group in (Evaluate, Tokenizer) for f in dataclasses.fields(group)}
+        | {*READING, "data_path", "split", "split_arithmetic"}
     )
 
     def problems(self) -> list[str]:
         out = checks.reading_problems(self, "evaluate")
-        return out if self.evaluate.input else [*out, "--input is needed: text or JSON-lines files"]
+        others = [n for n in data_paths.given(self.data) if n != "data_path"]
+        out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
+        if self.data.data_path and self.evaluate.input:
+            out.append("--input, which is text, and --data-path, which are token files, exclude each other; give one")
+        elif self.data.data_path and len(self.data.data_path) > 1:
+            out.append("--data-path takes one prefix here; evaluate each part of a blend by itself")
+        elif not self.data.data_path and not self.evaluate.input:
+            out.append("--input is needed: text or JSON-lines files; or --data-path: token files")
+        return out
 
 
 ABOUT = "Score text with a model. Every token counts, a document's first one too: it follows an end of document."
@@ -63,11 +83,11 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     from meshwright.data.prepare.inputs import find_inputs
-    from meshwright.evaluation.score import read_documents, score
+    from meshwright.evaluation.score import read_documents, read_token_files, score, score_ids
 
     c, e = parsed.config, parsed.config.evaluate
     texts = [text for name in find_inputs(e.input) for text in read_documents(Path(name), e.json_keys)]
-    if not any(texts):
+    if e.input and not any(texts):
         raise UserError(f"{', '.join(e.input)}: no text to score", BAD_DATA)
 
     # torch is imported only now, so that a mistake in the flags is reported at once.
@@ -79,14 +99,19 @@ def main(argv: list[str]) -> int:
     load, given = c.checkpoint.load, flags.given(parsed)
     if parsed.dry_run:
         fit = engine.open_fit(load, given, c.tokenizer)
-        print(f"{len(texts)} documents; the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
+        what = f"{len(texts)} documents" if e.input else f"token files {c.data.data_path[0]}"
+        print(f"{what}; the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
         return DONE
     device = devices.pick(c.parallel.device)
     batch = int(c.training.micro_batch_size or 8)
     with command.explain_out_of_memory(f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,"):
         m = engine.load(load, given, c.tokenizer, dtype_of(c.precision), device)
         stride = min(e.overlapping_eval or max(1, m.seq_length // 2), m.seq_length)
-        s = score(m.model, m.tokenizer, texts, m.seq_length, stride, batch)
+        if c.data.data_path:
+            documents = read_token_files(c.data, m.tokenizer, divided=parsed.sources["split"] != "default")
+            s = score_ids(m.model, m.tokenizer.eod, documents, m.seq_length, stride, batch)
+        else:
+            s = score(m.model, m.tokenizer, texts, m.seq_length, stride, batch)
     print_score(s, m.step, m.seq_length, stride, e.json)
     return DONE
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data.prepare.text import read_texts
 from meshwright.errors import BAD_DATA, NON_FINITE, UserError
+from meshwright.settings.data_paths import path_sets
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
+    from meshwright.settings.schema import Data
     from meshwright.tokenizers import Tokenizer
 
 
@@ -60,6 +62,39 @@ def read_documents(path: Path, keys: list[str]) -> Iterator[str]:
 
 def score(model: GPT, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int) -> Score:
     """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
+    documents = ((tokenizer.encode(text), len(text.encode())) for text in texts)
+    return score_ids(model, tokenizer.eod, documents, length, stride, batch)
+
+
+def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[tuple[list[int], int]]:
+    """Yield tokens and bytes of the documents of --data-path, or of --split's validation part."""
+    from meshwright.data.format.indexed import Indexed, check_vocabulary
+    from meshwright.data.samples import split_bounds
+
+    for source in path_sets(d)[0].sources:
+        for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
+            if not Path(missing).exists():
+                raise UserError(f"--data-path {source.prefix}: there is no {missing}", BAD_DATA)
+        indexed = Indexed(source.prefix)
+        check_vocabulary(indexed, tokenizer.size)
+        count = len(indexed.doc_idx) - 1
+        bounds = split_bounds(d.split, count, d.split_arithmetic)[1:3] if divided else (0, count)
+        for document in range(*bounds):
+            first, stop = (
+                int(indexed.pointers[i]) if i < len(indexed) else indexed.tokens.nbytes
+                for i in indexed.doc_idx[document : document + 2]
+            )
+            size = indexed.dtype.itemsize
+            ids = indexed.tokens[first // size : stop // size].tolist()
+            while ids and ids[-1] == tokenizer.eod:  # of --append-eod
+                ids.pop()
+            yield ids, len(tokenizer.decode_bytes(ids))
+
+
+def score_ids(
+    model: GPT, eod: int, documents: Iterable[tuple[Sequence[int], int]], length: int, stride: int, batch: int
+) -> Score:
+    """Score documents given as their tokens, without an end, and their number of bytes."""
     import torch
 
     from meshwright.model.attention import Where
@@ -67,7 +102,7 @@ def score(model: GPT, tokenizer: Tokenizer, texts: Iterable[str], length: int, s
 
     device = model.wte.weight.device
     model.eval()
-    tokens = size = documents = 0
+    tokens = size = number = 0
     total = 0.0
     waiting: list[tuple[list[int], list[int], int]] = []
 
@@ -83,19 +118,21 @@ def score(model: GPT, tokenizer: Tokenizer, texts: Iterable[str], length: int, s
             losses = token_losses(model(x.to(device), Where()), y.to(device), model.vocab)
         return float((losses.double().cpu() * counted).sum())
 
-    for text in texts:
-        ids = [tokenizer.eod, *tokenizer.encode(text)]
-        documents, tokens, size = documents + 1, tokens + len(ids) - 1, size + len(text.encode())
+    for own, bytes_of_text in documents:
+        ids = [eod, *own]
+        number, tokens, size = number + 1, tokens + len(ids) - 1, size + bytes_of_text
         for begin, first, end in windows(len(ids) - 1, length, stride):
             waiting.append((ids[begin:end], ids[begin + 1 : end + 1], first - begin))
             if len(waiting) == batch:
                 total += flush()
     if waiting:
         total += flush()
+    if not tokens:
+        raise UserError("there is no text to score", BAD_DATA)
     if not math.isfinite(total):
         why = "the model's weights are damaged, or --fp16 overflows (try --bf16)"
         raise UserError(f"the loss is not finite; {why}", NON_FINITE)
-    return Score(total, tokens, size, documents)
+    return Score(total, tokens, size, number)
 
 
 def windows(n: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:

@@ -16,7 +16,7 @@ from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.saved_model import SavedModel, describe, open_saved
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, UserError, not_a_run
 from meshwright.generation import sampling
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
@@ -206,7 +206,7 @@ def load(
         return out
 
     if loading.load(folder, want, options=open_options(given), accept=accept) is None:
-        raise UserError(f"no checkpoint in {folder}", BAD_DATA)
+        raise not_a_run(folder, "checkpoint")
     fit, model = opened[-1]
     length = given.get("seq_length") or fit.saved.seq_length or fit.positions
     return LanguageModel(model, fit.tokenizer, fit.source.step, min(length, fit.positions))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import BAD_DATA, USAGE, UserError
+from meshwright.errors import BAD_DATA, UserError, not_a_run
 
 PATIENCE = 900.0  # seconds without a new row after which a run counts as killed
 
@@ -71,11 +71,9 @@ def read_history(folder: Path) -> History:
 
     So the last row of an iteration counts, and a run started anew is not mixed with the one before.
     """
-    if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}", USAGE)
     path = folder / "metrics.jsonl"
     if not path.exists():
-        raise UserError(f"{path}: no such file; a run writes it with --save or --run-dir", BAD_DATA)
+        raise not_a_run(folder, "metrics.jsonl")
     steps: dict[int, Step] = {}
     # Keyed by title, iteration, and whether it was the validation at the end of the run.
     validations: dict[tuple[str, int, bool], Validation] = {}

@@ -38,6 +38,12 @@ class Source:
     begin: float = 0.0
     end: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Take the name of one of the two files as their prefix."""
+        stem, dot, ending = self.prefix.rpartition(".")
+        if dot and ending in ("bin", "idx") and not os.path.exists(f"{self.prefix}.idx"):
+            object.__setattr__(self, "prefix", stem)
+
 
 @dataclass(frozen=True)
 class PathSet:

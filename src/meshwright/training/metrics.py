@@ -18,6 +18,7 @@ import torch
 from meshwright import device as devices
 from meshwright.console import remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
+from meshwright.files import naming_file
 from meshwright.launch.team import Team
 from meshwright.progress import new_bar
 from meshwright.settings import flags
@@ -66,6 +67,7 @@ class Metrics:
         self.device, self.timers, self.screen = timers.device, timers, attempt.screen
         self.peak = peak_flops(self.device)
         self.file, self.attempt_number = -1, 1
+        self.path = (folder or Path()) / "metrics.jsonl"
         if folder is not None:
             self.attempt_number = 1 + _count_starts(folder / "metrics.jsonl")
             self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -91,13 +93,15 @@ class Metrics:
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = json.dumps({"event": event, "attempt": self.attempt_number, "iteration": iteration, **plain})
         data = line.encode() + b"\n"
-        while data:  # a nearly full disk may write only a part
-            data = data[os.write(self.file, data) :]
+        with naming_file(self.path):
+            while data:  # a nearly full disk may write only a part
+                data = data[os.write(self.file, data) :]
 
     def sync(self) -> None:
         """Flush to disk, so that after a power cut no checkpoint has more steps than the log."""
         if self.file >= 0:
-            os.fsync(self.file)
+            with naming_file(self.path):
+                os.fsync(self.file)
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
         """Record one step, and print a line every --log-interval steps.

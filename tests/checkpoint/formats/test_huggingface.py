@@ -429,7 +429,7 @@ def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
 
 def check_tokenizer(folder, tokenizer):
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    assert loaded(TEXT)["input_ids"] == tokenizer.encode(TEXT)
+    assert loaded(TEXT)["input_ids"] == tokenizer.encode(TEXT) and loaded.model_max_length == LENGTH
     assert loaded.decode(tokenizer.encode(TEXT)) == TEXT
     added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     assert {t["content"] for t in added if t["special"]} == {"<|endoftext|>"}

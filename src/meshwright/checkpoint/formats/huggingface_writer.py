@@ -22,10 +22,11 @@ from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.formats.huggingface import LLAMA_NORMS
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
-from meshwright.checkpoint.publish import naming_file, sync_folder, write_all, write_durably
+from meshwright.checkpoint.publish import sync_folder, write_all, write_durably
 from meshwright.checkpoint.saved_model import SavedModel
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
+from meshwright.files import naming_file
 from meshwright.settings.schema import Model
 from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
 
@@ -357,6 +358,7 @@ def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, n
     word = library.id_to_token(tokenizer.eod)
     words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    fixed["model_max_length"] = saved_model.describe(source).require_positions()
     write_json(folder / "tokenizer_config.json", fixed | {name: w for name, w in words.items() if w is not None})
     return ids
 
