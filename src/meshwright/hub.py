@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import socket
-import urllib.parse
-import urllib.request
 from pathlib import Path
 
 from meshwright.console import notice
@@ -46,6 +42,8 @@ def find_folder(name: str, *files: str, is_needed: bool = True) -> Path | None:
 
 def _download(name: str, file: str) -> Path | None:
     """Return the downloaded file, or None if the repository has none of this name."""
+    import logging
+
     from huggingface_hub import constants, errors, hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -72,6 +70,10 @@ def _download(name: str, file: str) -> Path | None:
 
 def _require_address(endpoint: str) -> None:
     """Raise OSError without a network, which the library would try for half a minute."""
+    import socket
+    import urllib.parse
+    import urllib.request
+
     host = urllib.parse.urlsplit(endpoint).hostname
     if host and not urllib.request.getproxies():
         socket.getaddrinfo(host, None)
