@@ -15,8 +15,6 @@ from meshwright.settings import flags
 from meshwright.settings.grammar import did_you_mean
 from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family
 from meshwright.settings.schema import TrainConfig, flag, spelling
-from meshwright.tokenizers import padded_size
-from meshwright.training.sizes import bytes_per_parameter, logits_bytes
 
 FOOT = """
 memory: at least, to train on one device in bf16 with AdamW and micro-batches of
@@ -67,6 +65,9 @@ def main(argv: list[str]) -> int:
 
 def describe(name: str) -> dict[str, Any]:
     """Return a preset's size, source, memory in bytes and settings."""
+    from meshwright.tokenizers import padded_size
+    from meshwright.training.sizes import bytes_per_parameter, logits_bytes
+
     settings = PRESETS[name]
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
     config, _ = flags.build(TrainConfig, [(name, settings | own)])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from meshwright.settings.help import Command, Entry, entries
 from meshwright.settings.pages import PAGES, TOGETHER
+from meshwright.settings.presets import PRESETS
 
 KINDS = {"DIR": "dirs", "FILE": "files", "PATH": "files", "PREFIX": "prefixes"}
 # Flags that exist for old command lines only.
@@ -44,17 +45,20 @@ def verbs() -> dict[str, str]:
 def words_of_commands() -> list[Words]:
     out = []
     for name, page in PAGES.items():
+        if name.split()[0] not in commands():
+            continue
         found = entries(Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional))
         flags = {e.flag: e for e in found if e.group != "arguments" and not LEGACY.search(e.text)}
         bare = next((e for e in found if e.group == "arguments"), None)
         kind = (" ".join(bare.choices) or _kind_of_word(bare.flag)) if bare else ""
+        kind = " ".join(PRESETS) if name == "presets" else kind
         out.append(Words(name, list(flags.values()), kind))
     return out
 
 
 def _kind_of_word(word: str) -> str:
     """Return what completes a positional argument."""
-    known = {"COMMAND": " ".join(TOGETHER), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any"}
+    known = {"COMMAND": " ".join(TOGETHER), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
     return known.get(word, "dirs")
 
 

@@ -155,7 +155,24 @@ PAGES = {
         ),
     ),
     "doctor": Page("meshwright.commands.doctor:DoctorConfig"),
-    "data verify": Page("meshwright.commands.data:VerifyConfig", "prefixes"),
+    "presets": Page(
+        "meshwright.commands.presets:PresetsConfig",
+        examples=("meshwright presets", "meshwright presets gpt2-124m", "meshwright presets gpt2-124m --toml"),
+    ),
+    "quickstart": Page(
+        "meshwright.commands.quickstart:QuickstartConfig",
+        examples=("meshwright quickstart my-notes", "meshwright quickstart book.txt --minutes 20 --output book-model"),
+    ),
+    "data verify": Page(
+        "meshwright.commands.data:VerifyConfig",
+        "prefixes",
+        {
+            "Files": "prefixes checksums",
+            "Tokenizer": "tokenizer vocab_size",
+            "Settings": "config_file print_config dry_run",
+        },
+        ("meshwright data verify corpus_text_document --checksums corpus.sha256",),
+    ),
     "data merge": Page("meshwright.commands.data:MergeConfig", "datasets"),
     "data merge-json": Page("meshwright.commands.data:LooseTextConfig"),
     "data fetch": Page("meshwright.commands.data:FetchConfig", "names"),
