@@ -149,7 +149,7 @@ def test_page(run, tmp_path, capsys):
     text = target.read_text()
     page = Page(text)
     assert len(page.drawings) == 3
-    for said in ("a" + evil, "b", "━━━", "━ ━", "validation", "●", '"<b>"', "Difference", "Learning rate"):
+    for said in ("a" + evil, "b", "━ ━", "points: validation", "━━━ ●", '"<b>"', "Difference", "Learning rate"):
         assert said in page.said, said
     assert "◆" not in page.said
     for drawing in page.drawings.values():  # b's line alone is dashed, once if it is smoothed
@@ -183,7 +183,7 @@ def test_many_runs(run, capsys):
     text = (Path(folders[0]) / "compare.html").read_text()
     legends = [re.findall(r"</b> ([^<]*)</span>", part) for part in text.split("<figure")[1:]]
     names = [f"run-{n}" for n in range(9)]
-    assert legends == [[*names, "later", "later, validation"], names[1:], [*names, "later"]]
+    assert legends == [[*names, "later"], names[1:], [*names, "later"]]
     assert len({style_of(n) for n in range(32)}) == 32
 
 

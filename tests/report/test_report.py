@@ -173,7 +173,7 @@ def test_only_the_page_of_a_running_run_reloads_itself(tmp_path):
     folder = run_folder(tmp_path, [start(1, 0, train_iters=100), *(step(1, i, 2.0, ms=500) for i in range(1, 11))])
     text = write_report(folder).read_text()
     said = Page(text).said
-    assert "running, step 10 of 100; about 45.0 s left; updated 20" in said and "latest loss" in said
+    assert ": step 10 of 100; about 45.0 s left; updated 20" in said and "latest loss" in said
     assert '<progress max="100" value="10">' in text and "location.reload()" in text and 'http-equiv="refresh"' in text
     long_ago = time.time() - PATIENCE - 1
     os.utime(folder / "metrics.jsonl", (long_ago, long_ago))

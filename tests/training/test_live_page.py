@@ -25,7 +25,7 @@ def test_a_process_draws_it(started):
     page.next = 0.0
     page.update()
     assert page.process is not None and page.process.wait(60) == 0
-    assert "running, step 0 of 5" in (started / "report.html").read_text()
+    assert "</b>: step 0 of 5" in (started / "report.html").read_text()
     used = run_folder.children_seconds() - page.used
     assert page.next >= page.begun + page.EVERY
     page.next = 0.0

@@ -337,7 +337,7 @@ def page(runs: Sequence[Run], found: dict[str, Any]) -> str:
 
 def wide_table(rows: list[list[str]]) -> str:
     head, *body = turned(rows)
-    return table(body, "numbers", head)
+    return table(body, "numbers runs", head)
 
 
 def explained(runs: Sequence[Run]) -> list[str]:
@@ -362,7 +362,8 @@ def plots(runs: Sequence[Run]) -> list[str]:
 
     by_amount = amounts_differ(runs)
     x_label = runs[0].unit if by_amount else "iteration"
-    notes = {"Loss": "", "Difference": f"loss minus that of {runs[0].name}", "Learning rate": ""}
+    marks = "points: validation" if any(r.validations() for r in runs) else ""
+    notes = {"Loss": marks, "Difference": f"loss minus that of {runs[0].name}", "Learning rate": ""}
     drawn = {t: plot.new_axes((7.6, 3.4 if t == "Loss" else 2.4), x=x_label) for t in notes}
     losses, differences, rates = (axes for _, axes in drawn.values())
     differences.axhline(0, color=plot.INK, lw=0.8, alpha=0.6)
@@ -372,13 +373,15 @@ def plots(runs: Sequence[Run]) -> list[str]:
         style = style_of(number)
         key = plot.key(style.sign, style.colour, r.name)
         x, y = curve(r, "loss", by_amount)
+        signs = []
         if len(x):
             plot.draw(losses, x, y, style.colour, style.line)
-            legends["Loss"] += key
+            signs.append(style.sign)
         checks = [(r.amount(i) if by_amount else i, v) for i, v in r.validations().items() if math.isfinite(v)]
         if checks:
             losses.plot(*zip(*checks, strict=True), style.marker, color=style.colour, ms=5)
-            legends["Loss"] += plot.key(style.marker_sign, style.colour, f"{r.name}, validation")
+            signs.append(style.marker_sign)
+        legends["Loss"] += plot.key(" ".join(signs), style.colour, r.name) if signs else ""
         rates.plot(*plot.thin(*curve(r, "lr", by_amount)), color=style.colour, ls=style.line, lw=1.6)
         legends["Learning rate"] += key
         if number and len(x) and (both := (x0 >= x[0]) & (x0 <= x[-1])).any():

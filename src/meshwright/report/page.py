@@ -93,7 +93,7 @@ def show_state(history: History, now: float) -> list[str]:
         since = f" since {date(history.updated)}" if last.end is None and history.updated else ""
         return [f'<p class="quiet" id="state">last attempt: {escape(describe_end(last, True))}{since}</p>']
     total = last.start.get("train_iters")
-    words, bar = [f"running, step {last.last:,}"], []
+    words, bar = [f"step {last.last:,}"], []
     if isinstance(total, int) and total:
         words[0] += f" of {total:,}"
         recent = [s.ms for s in history.steps[-100:] if s.iteration > last.began]
@@ -101,7 +101,7 @@ def show_state(history: History, now: float) -> list[str]:
             words.append(f"about {duration((total - last.last) * statistics.median(recent) / 1e3)} left")
         bar = [f'<progress max="{total}" value="{last.last}"></progress>']
     words.append(f"updated {date(now)}; this page reloads itself")
-    return [f'<p class="quiet"><b class="running" id="state">{escape("; ".join(words))}</b></p>', *bar]
+    return [f'<p class="quiet" id="state"><b class="running">running</b>: {escape("; ".join(words))}</p>', *bar]
 
 
 def explain_validations(history: History, settings: dict[str, Any], is_running: bool = False) -> list[str]:

@@ -136,7 +136,7 @@ _IDLE = {
     "DeepSpeed's scheduling, which changes no result": "synchronize-each-layer",
     "DeepSpeed's own timer": "profile-backward",
     "torchrun's rendezvous port is used": "ctrl-port:1",
-    "the log is standard output; figures are in metrics.jsonl of --run-dir": "log:1",
+    "the log is standard output and log.txt of --run-dir; figures are in metrics.jsonl": "log:1",
     "there is one log line; metrics.jsonl is for programs": "metric-print-format:1",
     "OneFlow's own profiler": "profile-transformer-layer",
     "workers share one input and write one pair of files, in the order of the input": "partitions:1",

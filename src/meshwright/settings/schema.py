@@ -427,7 +427,7 @@ class Checkpoint:
     )
     universal_checkpoint: bool = flag(False, "no effect; --load recognizes DeepSpeed's universal checkpoints")
     async_save: bool | None = flag(None, "save in the background (none: only on accelerators)", needs="--save")
-    run_dir: str | None = flag(None, "folder for config.toml, metrics.jsonl and report.html (none: --save)")
+    run_dir: str | None = flag(None, "folder for config.toml, metrics.jsonl, log.txt and report.html (none: --save)")
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class State:
         else:
             self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
             for line in lines:
-                remark(line)
+                say(line)
         if c.no_load_optim:
             remark(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})

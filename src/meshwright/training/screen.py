@@ -270,7 +270,7 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
 def describe_start(run: Beginning) -> str:
     if run.loaded is None:
         return "new"
-    return f"goes on at step {run.iteration:,}" if run.iteration else f"weights of {run.loaded}"
+    return f"goes on at step {run.iteration:,} of {run.loaded}" if run.iteration else f"weights of {run.loaded}"
 
 
 def describe_warmup(c: TrainConfig) -> str:
