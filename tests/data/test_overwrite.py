@@ -113,6 +113,22 @@ def test_a_kill_between_two_pairs_goes_on(here, capsys, monkeypatch):
     assert "unchanged" in preprocess(capsys, "long.jsonl", *keys)[1]
 
 
+def test_a_kill_while_data_are_replaced_leaves_no_mixture(here, capsys, monkeypatch):
+    """No old data stand beside the new tokenizer, and the same command goes on."""
+    assert preprocess(capsys, "short.jsonl")[0] == 0
+
+    def kill(writer):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "finish", kill)
+        assert preprocess(capsys, "long.jsonl", "--overwrite")[0] == SIGINT
+    assert not Path("out_text_document.idx").exists()
+    assert preprocess(capsys, "long.jsonl")[0] == 0 and len(Indexed("out_text_document")) == 20
+    Path("out_text_document.idx").unlink()  # as after a kill between the two files
+    assert preprocess(capsys, "long.jsonl")[0] == 0 and len(Indexed("out_text_document")) == 20
+
+
 def test_a_vocabulary_is_never_replaced_in_silence(here, capsys):
     train = ["train-tokenizer", "--input", "long.jsonl", "--output", "vocabulary", "--vocab-size"]
     status, _, err = call(capsys, *train, "260")
