@@ -541,7 +541,10 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     (place / "d.txt").write_text("  \n")
     (place / "e.md").write_text("not read")
     out = tmp_path / "out" / "merged.json"
-    status, told, _ = run("merge-json", "--data_path", str(place), "--output_file", str(out))
+    (place / "deeper").mkdir()
+    (place / "deeper" / "f.txt").write_text("not read")
+    status, told, err = run("merge-json", "--data_path", str(place), "--output_file", str(out))
+    assert "passed over 2 files: 1 in folders of this one, 1 with other suffixes (.md); `meshwright preproc" in err
     lines = out.read_bytes().splitlines()
     assert status == 0 and lines[0] == b'{"text": "one \xc3\xa4"}'
     assert [json.loads(line)["text"] for line in lines] == ["one ä", "two", "three", "first line\n\nsecond ä\n"]

@@ -19,6 +19,7 @@ from meshwright.data.prepare import preprocess, text
 from meshwright.errors import BAD_DATA, IO
 from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer
+from meshwright.settings.texts import TextInputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,19 +148,14 @@ def test_a_bad_line_stops_by_default(tmp_path, bad):
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_plain_text_gets_a_hint(tmp_path, monkeypatch, capsys):
-    """The command in docs/data.md converts plain text."""
-    plain, path = "\nOnce upon a time\nthere was.\n\nThe end.\n", tmp_path / "in.jsonl"
-    for read in (lambda: list(text.read_texts([str(path)], ["text"])), lambda: work(tmp_path, [str(path)])):
-        path.write_text(plain)
-        hint = r'in.jsonl:2: not JSON .*one {"text": "..."} a line is expected, and docs/data.md'
+def test_plain_text_named_like_json_lines_gets_a_hint(tmp_path):
+    path = tmp_path / "in.jsonl"
+    for read in (lambda: list(text.read_texts(TextInputs(input=[str(path)]))), lambda: work(tmp_path, [str(path)])):
+        path.write_text("\nOnce upon a time\nthere was.\n\nThe end.\n")
+        hint = r'in.jsonl:2: not JSON .*one {"text": "..."} a line is expected; plain text is called .txt'
         require_refusal(BAD_DATA, hint, read)
         path.write_text('{"text": "x"}\nno\n')
-        require_refusal(BAD_DATA, r"in.jsonl:2: not JSON \([^)]*\)(?!; one)", read)
-    page = (ROOT / "docs/data.md").read_text()
-    monkeypatch.setattr("sys.stdin", io.StringIO(plain))
-    exec(page.split("python -c '")[1].split("' <")[0], {})
-    assert [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()] == plain.split("\n\n")
+        require_refusal(BAD_DATA, r"in.jsonl:2: not JSON \([^)]*\)(?!; in)", read)
 
 
 def test_a_line_that_the_tokenizer_refuses_is_bad(tmp_path):
@@ -205,7 +201,7 @@ def test_inputs_that_cannot_be_used(tmp_path):
     for status, words, given, settings in (
         (BAD_DATA, "--input nowhere does not exist", ["nowhere"], {}),
         (BAD_DATA, "in.jsonl is cut short or damaged", b"\xfd7zXZ\x00...", {}),
-        (IO, "Is a directory", [str(tmp_path)], {}),
+        (BAD_DATA, "in.jsonl is cut short or damaged", [str(tmp_path)], {}),
         (BAD_DATA, "no token under 'text'", b"\n\n", {}),
         (BAD_DATA, "no token under 'text' .*1 bad lines: 1 not JSON", b"{", {"on_error": "skip"}),
         (IO, "cannot be written", line("x"), {"output_prefix": within}),

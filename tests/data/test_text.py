@@ -23,12 +23,13 @@ import zstandard
 
 from helpers import error_of, tokens_of
 from meshwright.data.format.indexed import Indexed
-from meshwright.data.prepare import containers, preprocess, sentences, tables, text
-from meshwright.data.prepare.inputs import inspect_inputs
+from meshwright.data.prepare import containers, plain, preprocess, sentences, tables, text
+from meshwright.data.prepare.inputs import find
 from meshwright.data.prepare.text import BadLine, lines_of, pieces, read_place, units
 from meshwright.errors import IO, UNAVAILABLE, UserError
 from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer
+from meshwright.settings.texts import TextInputs
 
 
 def line(text, **more):
@@ -36,7 +37,12 @@ def line(text, **more):
 
 
 def texts_of(*paths, keys=("text",)):
-    return list(text.read_texts([str(p) for p in paths], list(keys)))
+    return list(text.read_texts(TextInputs(input=[str(p) for p in paths], json_keys=list(keys))))
+
+
+def pieces_of(*paths, ranks=(0, 1), **flags):
+    given = TextInputs(input=[str(p) for p in paths], **flags)
+    return list(pieces(find(given).inputs, given, *ranks))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
@@ -97,7 +103,7 @@ def test_compressed_lines(tmp_path, monkeypatch, kind):
     assert texts_of("-") == wanted
     for share in (0.2, 0.5, 0.9, 0.999):  # cut short: all complete lines before the cut, then the reason
         (tmp_path / "cut").write_bytes(packed[: int(len(packed) * share)])
-        found = list(pieces(inspect_inputs([str(tmp_path / "cut")])))
+        found = pieces_of(tmp_path / "cut")
         assert found[-1].kind == "broken"
         kept = [one[0] for piece in found[:-1] for one in units(piece, ["text"])]
         assert kept == wanted[: len(kept)]
@@ -131,7 +137,7 @@ def test_a_text_that_begins_like_another_kind(tmp_path, content):
     (tmp_path / "a.tar").write_bytes(archive({"a.txt": content, "b.txt": b"b"}))
     assert texts_of(tmp_path / "a.tar") == [content.decode(), "b"]
     (tmp_path / "a").write_bytes(content)
-    assert kinds_and_places(tmp_path / "a") == [("not JSON", "1")]
+    assert texts_of(tmp_path / "a") == [content.decode()]
 
 
 def archive(files, mode="w"):
@@ -153,14 +159,14 @@ def test_archives_of_text_files(tmp_path):
     for name, mode in {"a.tar": "w", "a.tar.xz": "w:xz", "a.tgz": "w:gz"}.items():
         (tmp_path / name).write_bytes(archive(outer, mode))
         assert texts_of(tmp_path / name) == [content.decode() for content in inner.values()]
-    (piece,) = pieces(inspect_inputs([str(tmp_path / "a.tar")]))
+    (piece,) = pieces_of(tmp_path / "a.tar")
     assert text.describe_place(piece, 3, 1) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
     whole = (tmp_path / "a.tar.xz").read_bytes()
     (tmp_path / "cut.tar.xz").write_bytes(whole[: len(whole) // 2])
-    assert list(pieces(inspect_inputs([str(tmp_path / "cut.tar.xz")])))[-1].kind == "broken"
+    assert pieces_of(tmp_path / "cut.tar.xz")[-1].kind == "broken"
     (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
-    with pytest.raises(UserError, match=r"latin.tar:x.txt: not UTF-8 \(byte 0xe9"):
-        texts_of(tmp_path / "latin.tar")
+    ((unit, where),) = units_in(tmp_path / "latin.tar")
+    assert str(unit) == "not UTF-8 (byte 0xe9 at 3)" and where == f"{tmp_path / 'latin.tar'}:x.txt"
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
@@ -232,7 +238,7 @@ def test_no_standard_input(monkeypatch):
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     (tmp_path / "a").write_bytes(line("a") + b"\n" + line("b"))
-    whole = list(pieces(inspect_inputs([str(tmp_path / "a")])))
+    whole = pieces_of(tmp_path / "a")
     os.truncate(tmp_path / "a", 9)
     message = error_of(lambda: list(units(whole[0], ["text"])))
     assert "a has become shorter while it was read: it ends at byte 9" in message
@@ -275,7 +281,7 @@ def test_tables(tmp_path):
 def units_in(path):
     """Return each unit of a file with its place."""
     out, lines = [], 1
-    for piece in pieces(inspect_inputs([str(path)])):
+    for piece in pieces_of(path):
         if piece.kind == "broken":
             out.append((piece.content, str(path)))
         found = list(units(piece, ["text"]))
@@ -307,7 +313,7 @@ def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind,
     """Small row groups are joined, large ones divided; any order gives the same rows."""
     path, rows = tmp_path / "t.arrow", table.column("text").to_pylist()
     write_table(table, path, kind)
-    whole = list(pieces(inspect_inputs([str(path)])))
+    whole = pieces_of(path)
     assert [one.begin for one in whole] == [0, *(one.end for one in whole[:-1])] and whole[-1].end == 5000
     assert len(whole) > 20 and max(one.end - one.begin for one in whole) <= 200
     assert [one.behind for one in whole] == sorted(one.behind for one in whole)
@@ -343,7 +349,7 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
     assert kept == rows[:first] + rows[2400:] and bad
     assert {one.kind for one, _ in bad} == {"damaged table"}
     assert bad[0][1] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
-    whole = list(pieces(inspect_inputs([str(tmp_path / "t")])))
+    whole = pieces_of(tmp_path / "t")
     for order in (whole[1::2] + whole[::2], whole[::-1]):
         again = {one.begin: list(map(str, units(one, ["text"]))) for one in order}
         assert again == {one.begin: list(map(str, units(one, ["text"]))) for one in whole}
@@ -435,12 +441,13 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
         assert place == f"{tmp_path / 't.tar'}:{where}"
         assert one == right or (where == "b.JSON:60" and one.kind == "not JSON")
     assert found[-1][0].kind == "not a JSON object" and found[-1][1].endswith(":g.json:2")
-    contents = [piece.content for piece in pieces(inspect_inputs([str(tmp_path / "t.tar")]))]
+    contents = [piece.content for piece in pieces_of(tmp_path / "t.tar")]
     assert max(sum(len(content) for _, content in one) for one in contents) < 5000
 
 
 def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "LONGEST", 5000)
+    for module in (text, plain):
+        monkeypatch.setattr(module, "LONGEST", 5000)
     monkeypatch.setattr(containers, "CHUNK", 500)
     files = {"a.txt": b"a", "b.txt": b"x" * 9000, "c.txt.xz": lzma.compress(b"x" * 9000)}
     files |= {"d.txt": "d".encode("utf-16"), "e.jsonl": "{}".encode("utf-16"), "f.txt": b"f"}
@@ -528,10 +535,9 @@ def test_shares_of_several_ranks_are_complete(tmp_path, monkeypatch):
         content = b"".join(line(f"{n}.{k}") + b"\n" for k in range(100 + 50 * n))
         paths.append(str(tmp_path / f"{n}"))
         (tmp_path / f"{n}").write_bytes(gzip.compress(content) if n == 2 else content)
-    inputs = inspect_inputs(paths)
-    whole = list(pieces(inputs))
+    whole = pieces_of(*paths)
     for size in (1, 2, 3, 5, 50):
-        parts = [list(text.pieces(inputs, rank, size)) for rank in range(size)]
+        parts = [pieces_of(*paths, ranks=(rank, size)) for rank in range(size)]
         assert [piece for part in parts for piece in part] == whole
         if size <= 3:
             assert min(map(len, parts)) > 3

@@ -179,7 +179,7 @@ def test_score_against_a_plain_computation():
         ("a.txt", None, "does not exist"),
         ("a.txt", b"", "no text to score"),
         ("a.jsonl", b'{"text": ""}\n\n', "no text to score"),
-        ("a.txt", b"gut\xff", "byte 3 is not UTF-8"),
+        ("a.txt", b"gut\xff", "not UTF-8 (byte 0xff at 3)"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', ":2:"),
         ("a.jsonl", b'{"text": "a"}\n{"other": "a"}', ":2:"),
         ("a.jsonl", b'{"text": "a"}\n[1]', ":2:"),

@@ -241,6 +241,9 @@ TABLE = {
     },
     "preprocess": {
         "input": "test_preprocess.py::test_several_inputs_patterns_and_standard_input",
+        "include": "test_inputs.py::test_a_folder",
+        "exclude": "test_inputs.py::test_a_folder",
+        "document_separator": "test_inputs.py::test_separators",
         "output_prefix": "test_preprocess.py::test_documents_in_order_with_eod",
         "json_keys": "test_preprocess.py::test_keys_stay_aligned_when_a_text_is_empty",
         "append_eod": "test_preprocess.py::test_documents_in_order_with_eod",
@@ -256,6 +259,9 @@ TABLE = {
     "evaluate": {
         "input": "test_evaluate.py::test_figures_equal_a_plain_computation",
         "json_keys": "test_evaluate.py::test_each_key_of_a_line_is_a_document",
+        "include": "test_inputs.py::test_a_folder",
+        "exclude": "test_inputs.py::test_a_folder",
+        "document_separator": "test_inputs.py::test_separators",
         "overlapping_eval": "test_evaluate.py::test_overlapping_eval",
         "json": "test_evaluate.py::test_json_and_table_show_the_same_numbers",
     },

@@ -309,6 +309,8 @@ def merge_json(config: LooseTextConfig, dry: bool) -> None:
         print(f"{t.output_file} is already there, unchanged: {merged.documents:,} documents")
         return
     print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.skipped}")
+    if merged.passed:
+        notice(merged.passed.line(loose.READ_BY))
 
 
 def fetch(config: FetchConfig, dry: bool) -> None:

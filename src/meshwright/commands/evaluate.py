@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright import console
@@ -25,17 +24,16 @@ from meshwright.settings.schema import (
     flag,
     spelling,
 )
+from meshwright.settings.texts import TextInputs
 
 if TYPE_CHECKING:
     from meshwright.evaluation.score import Score
 
 
-@dataclass(frozen=True)
-class Evaluate:
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(TextInputs):
     """Text to score."""
 
-    input: list[str] = flag([], "text files, or .jsonl/.json files with one document per line")
-    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines", "--json-key")
     overlapping_eval: int | None = flag(
         None, "tokens by which a window advances (none: half the sequence length)", bound=">0"
     )
@@ -69,8 +67,8 @@ class EvaluateConfig:
         elif self.data.data_path and len(self.data.data_path) > 1:
             out.append("--data-path takes one prefix here; evaluate each part of a blend by itself")
         elif not self.data.data_path and not self.evaluate.input:
-            out.append("--input is needed: text or JSON-lines files; or --data-path: token files")
-        return out
+            out.append("--input is needed: files or folders of text; or --data-path: token files")
+        return [*out, *(self.evaluate.input_problems() if self.evaluate.input else [])]
 
 
 ABOUT = "Score text with a model. Every token counts, a document's first one too: it follows an end of document."
@@ -82,13 +80,20 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(EvaluateConfig, argv, "evaluate", ABOUT, "load")
     if parsed is None:
         return DONE
-    from meshwright.data.prepare.inputs import find_inputs
-    from meshwright.evaluation.score import read_documents, read_token_files, score, score_ids
+    from meshwright.data.prepare.inputs import find
+    from meshwright.data.prepare.text import read_texts
+    from meshwright.evaluation.score import read_token_files, score, score_ids
 
     c, e = parsed.config, parsed.config.evaluate
-    texts = [text for name in find_inputs(e.input) for text in read_documents(Path(name), e.json_keys)]
-    if e.input and not any(texts):
-        raise UserError(f"{', '.join(e.input)}: no text to score", BAD_DATA)
+    texts = list[str]()
+    if e.input:
+        found = find(e)
+        texts = list(read_texts(e, found))
+        if not any(texts):
+            reason = f" ({found.passed.line()})" if found.passed else ""
+            raise UserError(f"{', '.join(e.input)}: no text to score{reason}", BAD_DATA)
+        if found.passed:
+            console.notice(found.passed.line())
 
     # torch is imported only now, so that a mistake in the flags is reported at once.
     from meshwright.generation import engine

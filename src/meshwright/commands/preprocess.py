@@ -20,13 +20,18 @@ def main(argv: list[str]) -> int:
     if parsed.dry_run:
         from meshwright import tokenizers
         from meshwright.data.prepare import sentences
-        from meshwright.data.prepare.inputs import find_inputs, inspect_inputs
+        from meshwright.data.prepare.inputs import find
 
         p = parsed.config.preprocess
-        inputs = [one.path for one in inspect_inputs(find_inputs(p.input))]
+        found = find(p)
         if p.split_sentences:
             sentences.build(p.lang, p.keep_newlines)
-        print(f"would read {', '.join(inputs)} with {tokenizers.build(parsed.config.tokenizer).size} ids")
+        size = tokenizers.build(parsed.config.tokenizer).size
+        print(f"would read {found.bytes:,} bytes with {size} ids: {found.describe()}")
+        for line in found.opened():
+            print(f"  {line}")
+        if found.passed:
+            print(found.passed.line())
         return DONE
     from meshwright.data.prepare.preprocess import run
     from meshwright.launch import rendezvous

@@ -8,13 +8,11 @@ the new ones, so that they have a context. Bits per byte compares different voca
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.data.prepare.text import read_texts
 from meshwright.errors import BAD_DATA, NON_FINITE, UserError
 from meshwright.settings.data_paths import path_sets
 
@@ -45,19 +43,6 @@ class Score:
     @property
     def bits_per_byte(self) -> float:
         return self.total_loss / math.log(2) / self.bytes
-
-
-def read_documents(path: Path, keys: list[str]) -> Iterator[str]:
-    """Yield the documents of a file: the lines of JSON lines, else one; `-` is standard input."""
-    if str(path) == "-":
-        yield sys.stdin.read()
-    elif path.suffix in (".jsonl", ".json"):
-        yield from read_texts([str(path)], keys)
-    else:
-        try:
-            yield path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"--input {path}: byte {error.start} is not UTF-8", BAD_DATA) from None
 
 
 def score(model: GPT, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int) -> Score:

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.prepare.inputs import find_inputs, inspect_inputs
-from meshwright.data.prepare.records import BadLine
+from meshwright.data.prepare.inputs import find
+from meshwright.data.prepare.records import BadLine, PassedFile
 from meshwright.data.prepare.text import pieces, units
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import replacing
+from meshwright.settings.texts import TextInputs
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
 MOST_HELD_OUT = 200_000
@@ -48,22 +49,25 @@ class Documents:
     """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them."""
 
     def __init__(self, inputs: list[str], keys: list[str], limit: float) -> None:
-        self.inputs, self.keys, self.limit = inspect_inputs(find_inputs(inputs)), keys, limit
-        self.bytes = sum(one.bytes for one in self.inputs)  # on disk
+        self.given, self.limit = TextInputs(input=inputs, json_keys=keys), limit
+        self.found = find(self.given)
+        self.bytes = self.found.bytes  # on disk
         self.skipped, self.is_sample = 0, False
 
     def __iter__(self) -> Iterator[str]:
         share = self.limit / max(self.bytes, 1)
         have = 0
-        for piece in pieces(self.inputs):
+        for piece in pieces(self.found.inputs, self.given):
             if fraction(f"{piece.number} {piece.begin}") >= share:
                 self.is_sample = True
                 continue
             if piece.kind == "broken":
                 self.skipped += 1
                 continue
-            for unit in units(piece, self.keys):
-                if isinstance(unit, BadLine):
+            for unit in units(piece, self.given.json_keys):
+                if isinstance(unit, PassedFile):
+                    self.found.passed[unit.kind] += 1
+                elif isinstance(unit, BadLine):
                     self.skipped += 1
                 for text in () if unit is None or isinstance(unit, BadLine) else unit:
                     have += len(text)

@@ -78,6 +78,8 @@ def read(tour: Tour, documents: Documents, progress: Progress) -> Text:
     if "text" not in progress.done:
         text = collect(documents, tour.folder, min(documents.bytes, documents.limit))
         text = replace(text, skipped=documents.skipped, is_sample=documents.is_sample)
+        if documents.found.passed:
+            print(f"  {documents.found.passed.line('give these by name')}")
         progress.finish("text", asdict(text))
     text = Text(**progress.done["text"])
     print(f"  {text.documents:,} documents, {text.train_bytes:,} bytes to learn from, {text.held_out_bytes:,} held out")

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.data.prepare.text import read_texts
 from meshwright.quickstart.plan import Size
 from meshwright.quickstart.shell import Logged, call, shorten
+from meshwright.settings.texts import TextInputs
 
 COMPARED = 50_000_000  # bytes of text from which the trigram model learns
 PROMPT = 40  # characters of a held-out text that a prompt takes, to the end of a word
@@ -94,7 +95,7 @@ def compare(ours: float, train: Path, held_out: Path) -> float:
     from meshwright.evaluation.trigram import trigram_bits_per_byte
 
     def encoded(path: Path) -> Iterator[bytes]:
-        return (text.encode() for text in read_texts([str(path)], ["text"]))
+        return (text.encode() for text in read_texts(TextInputs(input=[str(path)])))
 
     theirs = trigram_bits_per_byte(first_bytes(encoded(train), COMPARED), encoded(held_out))
     verdict = "the GPT is better" if ours < theirs else "the trigram is better: this model needs more training"
@@ -113,7 +114,7 @@ def first_bytes(texts: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 def prompt_from(held_out: Path) -> str:
     """Return the first words of a held-out text."""
-    for text in read_texts([str(held_out)], ["text"]):
+    for text in read_texts(TextInputs(input=[str(held_out)])):
         for line in text.splitlines():
             line = line.strip()
             if len(line) >= PROMPT:

@@ -6,19 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.settings.schema import Tokenizer, flag
+from meshwright.settings.texts import TextInputs
 
 
-@dataclass(frozen=True)
-class Preprocess:
+@dataclass(frozen=True, kw_only=True)
+class Preprocess(TextInputs):
     """Text to .bin/.idx."""
 
-    input: list[str] = flag(
-        [],
-        "files of JSON lines, one document per line, or Parquet, also compressed; folders of a saved data set; "
-        "tar archives of text files; - for standard input",
-    )
     output_prefix: str | None = flag(None, "prefix of the output files <prefix>_<key>_document.bin and .idx")
-    json_keys: list[str] = flag(["text"], "keys whose text is read", "--json-key")
     append_eod: bool = flag(False, "append the end-of-document token to each document")
     on_error: Literal["stop", "skip"] = flag("stop", "on a bad line: stop, or skip and count it")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
@@ -42,10 +37,8 @@ class PreprocessConfig:
     def problems(self) -> list[str]:
         p = self.preprocess
         conditions = {
-            "--input is needed: a file of JSON lines": p.input,
-            "--json-keys names no key; give at least one": p.json_keys,
             "--output-prefix is needed: where to write": p.output_prefix,
             "--keep-newlines needs --split-sentences": p.split_sentences or not p.keep_newlines,
             "--lang needs --split-sentences": p.split_sentences or p.lang == type(p).lang,
         }
-        return [message for message, holds in conditions.items() if not holds]
+        return [*p.input_problems(), *(message for message, holds in conditions.items() if not holds)]

@@ -1,7 +1,7 @@
-"""Unpack compressed streams and tar archives in bounded memory.
+"""Unpack compressed streams and archives in bounded memory.
 
-The standard library unpacks gzip, xz, bzip2 and tar; zstandard comes with the `data` extra. One
-loop over their decompressors replaces their file readers, which hide damage: LZMAFile and BZ2File
+The standard library unpacks gzip, xz, bzip2, tar and zip; zstandard comes with the `data` extra.
+One loop over the decompressors replaces their file readers, which hide damage: LZMAFile and BZ2File
 ignore whatever follows a stream, zstandard takes a stream that is cut short for complete, and
 tarfile takes a damaged header for the end.
 """
@@ -14,6 +14,7 @@ import io
 import lzma
 import re
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
@@ -26,6 +27,7 @@ MAGIC = {
     b"\xfd7zXZ": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
     b"\xff\xff\xff\xff": "legacy arrow",  # a stream of batches
@@ -43,7 +45,7 @@ class Damaged(Exception):
     """A stream that ends before it should, or cannot be unpacked."""
 
 
-DAMAGES = (Damaged, tarfile.TarError)
+DAMAGES = (Damaged, tarfile.TarError, zipfile.BadZipFile)
 
 
 def kind_of(start: bytes) -> str | None:
@@ -227,12 +229,36 @@ def members(stream: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO 
             opened = archive.extractfile(member) if member.isfile() else None
             if opened is None:
                 continue
-            name = folder + member.name
-            try:
-                inner = unpacked(cast(BinaryIO, opened))
-                if is_archive(inner):
-                    yield from members(inner, f"{name}/")
-                else:
-                    yield name, inner
-            except DAMAGES as error:
-                yield name, error
+            yield from _member(folder + member.name, cast(BinaryIO, opened))
+
+
+def _member(name: str, opened: BinaryIO) -> Iterator[tuple[str, BinaryIO | Exception]]:
+    try:
+        inner = unpacked(opened)
+        if is_archive(inner):
+            yield from members(inner, f"{name}/")
+        else:
+            yield name, inner
+    except DAMAGES as error:
+        yield name, error
+
+
+def zip_members(file: BinaryIO) -> Iterator[tuple[str, BinaryIO | Exception]]:
+    """Yield the unpacked files of a zip archive, or their damage, as `members` does."""
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if not member.is_dir():
+                try:
+                    with archive.open(member) as opened:
+                        yield from _member(member.filename, _buffered(_zipped(opened)))
+                except (*DAMAGES, RuntimeError) as error:  # encrypted, or packed in another way
+                    yield member.filename, Damaged(str(error))
+
+
+def _zipped(opened: Any) -> Iterator[bytes]:
+    """Yield a member's bytes; the library raises at the end if its checksum is wrong."""
+    try:
+        while data := opened.read(CHUNK):
+            yield data
+    except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+        raise Damaged(f"zip: {error}") from None

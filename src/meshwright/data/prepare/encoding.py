@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.data.prepare.records import PassedFile
 from meshwright.data.prepare.text import BadLine, Piece, expected_format, units
 from meshwright.errors import UserError
 
@@ -27,6 +29,7 @@ class Encoded:
     ends: list[Array] = field(default_factory=list)  # int64: sequences up to the end of each document
     bad: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind: how many, and number of the first
     first_bad: str = ""  # message
+    passed: Counter[str] = field(default_factory=Counter)  # files that hold no text, by kind
 
 
 class Encoder:
@@ -49,6 +52,9 @@ class Encoder:
         for number, texts in enumerate(units(piece, self.keys)):
             encoded.units += 1
             if texts is None:
+                continue
+            if isinstance(texts, PassedFile):
+                encoded.passed[texts.kind] += 1
                 continue
             try:
                 if isinstance(texts, BadLine):
@@ -111,5 +117,5 @@ def _bytes_of(piece: Piece) -> int:
     if piece.kind == "lines":
         return len(piece.content)
     if piece.kind == "texts":
-        return sum(len(content) for _, content in piece.content)
-    return piece.end - piece.begin if piece.kind == "place" else 0
+        return sum(len(content) for _, content in piece.content if isinstance(content, bytes))
+    return piece.end - piece.begin if piece.kind in ("place", "text", "files") else 0

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from meshwright.data.format.writer import PARTS
-from meshwright.data.prepare.text import PIECE
+from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import open_locked
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import hashlib
 import itertools
 import os
 import time
@@ -25,7 +26,8 @@ from meshwright import origin, tokenizers
 from meshwright.data.format.writer import Writer, is_made, token_dtype
 from meshwright.data.prepare import sentences
 from meshwright.data.prepare.encoding import Encoded, Encoder
-from meshwright.data.prepare.inputs import Input, find_inputs, inspect_inputs
+from meshwright.data.prepare.folders import PassedOver, shown
+from meshwright.data.prepare.inputs import Found, Input, find
 from meshwright.data.prepare.journal import Journal, has_parts
 from meshwright.data.prepare.text import Piece, count_lines, damage_message, describe_place, pieces
 from meshwright.data.prepare.workers import encode_pieces
@@ -50,6 +52,7 @@ class Totals:
     documents: int = 0
     bytes: int = 0
     bad: SkippedLines = field(default_factory=SkippedLines)
+    passed: PassedOver = field(default_factory=PassedOver)  # by the workers
     started: float = field(default_factory=time.perf_counter)
     before: tuple[int, int] = (0, 0)  # documents and bytes of the interrupted run that this one continues
 
@@ -87,11 +90,13 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
 def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> Job:
     """Check the inputs and the tokenizer before any work."""
     p = config.preprocess
-    inputs = inspect_inputs(find_inputs(p.input))
-    if world.size > 1 and any(one.kind == "stream" and not one.bytes for one in inputs):
+    found = find(p)
+    if world.size > 1 and any(one.kind == "stream" and not one.bytes for one in found.inputs):
         raise UserError("--input - or a pipe has one reader; start one process, or give files")
-    for one in inputs:
-        print(f"Opening {one.path}", file=stdout)
+    for line in found.opened():
+        print(f"Opening {line}", file=stdout)
+    if found.passed:
+        print(found.passed.line(), file=stderr)
     if p.dataset_impl != "mmap":
         print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
     named = config.tokenizer.tokenizer
@@ -106,7 +111,7 @@ def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: Wor
     print(f"Output prefix: {p.output_prefix}", file=stdout)
     if p.split_sentences:
         sentences.build(p.lang, p.keep_newlines)  # raises if NLTK or its model is missing
-    return Job(config, inputs, tokenizer, world, stdout, stderr)
+    return Job(config, found, tokenizer, world, stdout, stderr)
 
 
 def work_together(team: Team, job: Job) -> None:
@@ -120,7 +125,9 @@ def work_together(team: Team, job: Job) -> None:
             failure.unlink(missing_ok=True)
     totals = job.totals
     job.totals = Totals(started=totals.started)
-    for documents, size, before, bad in team.gather((totals.documents, totals.bytes, totals.before, totals.bad)):
+    mine = (totals.documents, totals.bytes, totals.before, totals.bad, totals.passed)
+    for documents, size, before, bad, passed in team.gather(mine):
+        job.totals.passed.update(passed)
         job.totals.documents += documents
         job.totals.bytes += size
         job.totals.before = (job.totals.before[0] + before[0], job.totals.before[1] + before[1])
@@ -152,28 +159,29 @@ class Job:
     def __init__(
         self,
         config: PreprocessConfig,
-        inputs: list[Input],
+        found: Found,
         tokenizer: tokenizers.Tokenizer,
         world: World,
         stdout: TextIO,
         stderr: TextIO,
     ) -> None:
-        self.config, self.inputs, self.world, self.stdout, self.stderr = config, inputs, world, stdout, stderr
-        self.tokenizer = tokenizer
+        self.config, self.world, self.stdout, self.stderr = config, world, stdout, stderr
+        self.inputs, self.passed, self.tokenizer = found.inputs, found.passed, tokenizer
+        self.paths = found.paths
         p = config.preprocess
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
         level = "sentence" if p.split_sentences else "document"
         self.prefixes = [f"{p.output_prefix}_{key}_{level}" for key in self.keys]
         self.suffix = "" if world.size == 1 else part_suffix(world.rank)
         self.failure_path, self.checked = f"{p.output_prefix}.failed", 0.0
-        self.states = [file_state(one) for one in inputs]
+        self.states = [file_state(one) for one in self.inputs]
         self._identify(tokenizer)
         self.totals = Totals()
         self.writers = list[Writer]()
         self.lengths = [[0, 0, 0]] * len(self.keys)  # tokens, sequences and documents of each key
         self.position = (-1, 0, 0)  # the current input, its units so far, and the byte at which this rank entered it
         self.state: dict[str, Any] | None = None
-        sizes = [max(one.bytes, 1) for one in inputs]
+        sizes = [max(one.bytes, 1) for one in self.inputs]
         self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
         self.begin, self.end = (self.offsets[-1] * n // world.size for n in (world.rank, world.rank + 1))
 
@@ -189,7 +197,9 @@ class Job:
             "tokenizer": names,
             **{spelling(k): v for k, v in settings.items()},
             "--on-error": p.on_error,
-            **{f"--input {n + 1}": [one.path, one.kind, one.bytes] for n, one in enumerate(self.inputs)},
+            **{
+                f"--input {n + 1}": [one.path, one.kind, one.bytes, len(one.files)] for n, one in enumerate(self.inputs)
+            },
         }
         self.identity = {
             "inputs": [[one.path, one.kind, *state] for one, state in zip(self.inputs, self.states, strict=True)],
@@ -218,7 +228,7 @@ class Job:
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
         tokenizer = [self.tokenizer.name, self.tokenizer.size, tokenizers.hashes(self.tokenizer)]
-        inputs = origin.digest_of([one.path for one in self.inputs])
+        inputs = origin.digest_of(self.paths)
         return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": tokenizer}
 
     def keep(self, writer: Writer) -> None:
@@ -276,6 +286,7 @@ class Job:
         t = self.totals
         t.documents, t.bytes = t.before = (state["documents"], state["bytes"])
         t.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
+        t.passed = PassedOver(state["passed"])
         self.position, self.lengths, self.state = tuple(state["input"]), state["lengths"], state
         print(f"continuing after {t.documents:,} documents of an interrupted run", file=self.stderr)
         return state
@@ -284,12 +295,12 @@ class Job:
         """Return what the journal notes after so many pieces."""
         t = self.totals
         state = dict(pieces=pieces, documents=t.documents, bytes=t.bytes, input=self.position, bad=dict(t.bad))
-        return {**state, "lengths": self.lengths, "is_complete": False}
+        return {**state, "passed": dict(t.passed), "lengths": self.lengths, "is_complete": False}
 
     def encode(self, done: int) -> None:
         """Encode and append all pieces but the first `done`."""
         p = self.config.preprocess
-        todo = islice(pieces(self.inputs, self.world.rank, self.world.size), done, None)
+        todo = islice(pieces(self.inputs, p, self.world.rank, self.world.size), done, None)
         make = functools.partial(build_encoder, self.config, self.dtype)
         self.stdout.flush()
         with (
@@ -312,7 +323,7 @@ class Job:
     def worker_count(self) -> int:
         """Return --workers, by default one for each core, but 1 for a few pieces."""
         wanted = self.config.preprocess.workers or max(1, cores() // self.world.local_size)
-        is_small = all(one.kind == "lines" for one in self.inputs) and sum(one.bytes for one in self.inputs) < 4 * MIB
+        is_small = all(one.kind in ("lines", "text", "texts") for one in self.inputs) and self.offsets[-1] < 4 * MIB
         return 1 if is_small else wanted
 
     def count(self, piece: Piece, encoded: Encoded) -> None:
@@ -328,13 +339,14 @@ class Job:
             if stop:
                 why = damage_message(piece)
                 raise UserError(f"{why}; fetch it again, or keep its undamaged part and {hint}", BAD_DATA)
-            self.totals.bad.count("input cut short", 1, f"{piece.path} ({piece.content})")
+            self.totals.bad.count("input cut short", 1, f"{shown(piece.path)} ({piece.content})")
         for kind, (count, unit) in encoded.bad.items():
             self.totals.bad.count(kind, count, "" if kind in self.totals.bad else self.place(piece, unit))
         number, count, begin = self.position
         self.position = (number, count + encoded.units, begin)
         self.totals.documents += encoded.documents
         self.totals.bytes += encoded.bytes
+        self.totals.passed.update(encoded.passed)
 
     def place(self, piece: Piece, unit: int) -> str:
         """Name the place of a bad unit; a rank counts the lines before its own."""
@@ -353,16 +365,19 @@ class Job:
         """Raise if a file grew or shrank while it was read: half of it is of another version."""
         for one, state in zip(self.inputs, self.states, strict=True):
             if one.kind != "stream" and file_state(one) != state:
-                sizes = f"{state[0]:,} bytes then, {os.path.getsize(one.path):,} now"
                 self.journal.state = None  # start from the beginning next time
-                what = f"{one.path} has changed while it was read ({sizes})"
+                what = f"{shown(one.folder or one.path)} has changed while it was read"
+                if not one.files:
+                    what += f" ({state[0]:,} bytes then, {file_state(one)[0]:,} now)"
                 raise UserError(f"{what}; start again when it is complete", BAD_DATA)
 
     def require_tokens(self) -> None:
         for key, (tokens, _, _) in zip(self.keys, self.lengths, strict=True):
             if not tokens:
                 reason = f" ({self.totals.bad})" if self.totals.bad else ""
-                paths = ", ".join(one.path for one in self.inputs)
+                passed = PassedOver(self.passed + self.totals.passed)
+                reason += f" ({passed.line()})" if passed else ""
+                paths = ", ".join(map(shown, self.config.preprocess.input))
                 raise UserError(f"no token under {key!r} in {paths}{reason}: nothing was written", BAD_DATA)
 
     def remove_parts(self) -> None:
@@ -407,10 +422,20 @@ def build_tokenizer(settings: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def file_state(one: Input) -> list[int]:
-    """Return size and time of a file, something else each time for a pipe."""
+    """Return size and time of a file, a hash of those of texts, something new for a pipe."""
     if one.kind == "stream" and not one.bytes:
         return [time.time_ns()]
-    about = os.stat(one.path)
+    if one.files:
+        states = [(path, *_size_and_time(path)) for path, _, _ in one.files]
+        return [int.from_bytes(hashlib.sha256(repr(states).encode()).digest())]
+    return _size_and_time(one.path)
+
+
+def _size_and_time(path: str) -> list[int]:
+    try:
+        about = os.stat(path)
+    except FileNotFoundError:
+        return [0, 0]
     return [about.st_size, about.st_mtime_ns]
 
 
@@ -418,6 +443,8 @@ def report(job: Job) -> None:
     print(job.totals.line(), file=job.stderr)
     if job.totals.bad:
         print(f"left out {job.totals.bad}", file=job.stderr)
+    if job.totals.passed:
+        print(PassedOver(job.passed + job.totals.passed).line(), file=job.stderr)
     dtype = np.dtype(job.dtype)
     for prefix, (tokens, sequences, _) in zip(job.prefixes, job.lengths, strict=True):
         counts = f"{job.totals.documents:,} documents, {sequences:,} sequences, {tokens:,} tokens"

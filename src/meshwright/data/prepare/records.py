@@ -20,7 +20,11 @@ class BadLine(Exception):
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind} ({detail})" if detail else kind)
-        self.kind = kind
+        self.kind, self.detail = kind, detail
+
+
+class PassedFile(BadLine):
+    """A file without text: an error if it was named, passed over in a folder or an archive."""
 
 
 def parse(line: memoryview, keys: list[str]) -> Texts | None:

@@ -7,7 +7,6 @@ on: its pieces come in increasing order.
 from __future__ import annotations
 
 import functools
-import glob
 import json
 import os
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ Part = tuple[int | None, int, int, int]
 # Folders.
 
 
-def find_tables(folder: str) -> list[str]:
-    """Return the files of a data set saved by Hugging Face's `datasets`, or all tables."""
+def find_saved(folder: str) -> list[str]:
+    """Return the files of a data set saved by Hugging Face's `datasets`; [] for another folder."""
     splits = _names(Path(folder) / "dataset_dict.json", "splits")
     if splits:
         one = Path(folder) / splits[0]
@@ -44,9 +43,7 @@ def find_tables(folder: str) -> list[str]:
                 f"{gone[0]}; copy the whole folder again",
                 BAD_DATA,
             )
-        return paths
-    escaped = glob.escape(folder)
-    return sorted(glob.glob(f"{escaped}/**/*.parquet", recursive=True)) or sorted(glob.glob(f"{escaped}/*.arrow"))
+    return paths
 
 
 def _names(path: Path, key: str) -> list[str]:

@@ -14,12 +14,15 @@ from typing import BinaryIO
 
 import orjson
 
-from meshwright.data.prepare.text import BOM, LONGEST, PIECE, TOO_LONG, BadLine, decode, parse
+from meshwright.data.prepare.folders import OTHER, Choice, PassedOver, suffix_of, walk
+from meshwright.data.prepare.plain import BOM, LONGEST, PIECE, TOO_LONG, decode
+from meshwright.data.prepare.text import BadLine, parse
 from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
 from meshwright.files import replacing
 from meshwright.progress import SkippedLines
 
 ENDINGS = (".json", ".jsonl", ".txt")
+READ_BY = "`meshwright preprocess --input FOLDER` reads most of these"
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Merged:
     documents: int = 0
     is_unchanged: bool = False  # the output was there, with this content
     bad: SkippedLines = field(default_factory=SkippedLines)
+    passed: PassedOver = field(default_factory=PassedOver)
 
     @property
     def skipped(self) -> str:
@@ -48,9 +52,10 @@ def merge(folder: str, output: str, each_line: bool, overwrite: bool = False) ->
         raise UserError(f"{folder} is not a folder; --json-path must name the one that holds the files", BAD_DATA)
     own = target.resolve()
     paths = sorted(p for p in place.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own)
+    out = Merged(passed=_passed_over(place, {*paths, own}))
+    advice = f"; {out.passed.line(READ_BY)}" if out.passed else ""
     if not paths:
-        raise UserError(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file", BAD_DATA)
-    out = Merged()
+        raise UserError(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}", BAD_DATA)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(_Unchanged), replacing(target) as file:
@@ -74,6 +79,16 @@ def merge(folder: str, output: str, each_line: bool, overwrite: bool = False) ->
                 raise UserError(f"{message}; add --overwrite to replace it, or choose another --output-file", LOCKED)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
+    return out
+
+
+def _passed_over(place: Path, read: set[Path]) -> PassedOver:
+    """Count the files that are not read, but for hidden ones."""
+    out = PassedOver()
+    for path, _ in walk(str(place), Choice(), out):
+        if place / path not in read and (place / path).resolve() not in read:
+            is_other = Path(path).suffix not in ENDINGS
+            out[OTHER + (suffix_of(path) or "no suffix") if is_other else "in folders of this one"] += 1
     return out
 
 
@@ -108,5 +123,5 @@ def require_object(line: bytes) -> bytes:
 
 
 def text_to_json(text: bytes) -> bytes:
-    content = decode(text)
+    content = decode(text, "")
     return orjson.dumps({"text": content.replace("\r\n", "\n")}) if content and not content.isspace() else b""

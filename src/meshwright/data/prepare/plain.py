@@ -1,0 +1,145 @@
+"""Read documents of plain text: a file is one, or several with a separating line between them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+
+from meshwright.data.prepare import containers, markup
+from meshwright.data.prepare.folders import shown
+from meshwright.data.prepare.records import BadLine, PassedFile
+from meshwright.errors import BAD_DATA, IO, UserError
+
+BOM = b"\xef\xbb\xbf"
+PIECE = 1 << 20  # bytes
+REST = 1 << 16  # bytes read beyond a piece, within which its last line mostly ends
+LONGEST = 1 << 28  # bytes of a line or of a text; a longer one counts as bad
+TOO_LONG = b"\xff too long"  # stands for such a line
+HTML_NAME = re.compile(r"\.x?html?(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
+
+
+@functools.cache
+def ends_of(separator: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """Return the patterns of a line that ends a document: with its line feed, or at the end too."""
+    line = rb"^" + re.escape(separator.encode()) + rb"\r?"
+    return re.compile(line + rb"\n", re.MULTILINE), re.compile(line + rb"(?:\n|\Z)", re.MULTILINE)
+
+
+def documents(content: bytes, name: str, separator: str) -> Iterator[tuple[int, str | BadLine]]:
+    """Yield the documents of a text, or what is wrong with each, and where they begin in it.
+
+    Blank ones do not count. What is no text at all is a `PassedFile`.
+    """
+    is_page = HTML_NAME.search(name) or markup.IS_HTML.match(content)
+    begin = len(BOM) * content.startswith(BOM)
+    separators = [] if is_page else ends_of(separator)[1].finditer(content)
+    for start, end in [*(one.span() for one in separators), (len(content), len(content))]:
+        if part := content[begin:start]:
+            try:
+                text = decode(part, separator)
+            except BadLine as bad:
+                yield begin, bad
+            else:
+                text = markup.text_of(text) if is_page else text
+                if text and not text.isspace():
+                    yield begin, text
+        begin = end
+
+
+def decode(content: bytes, separator: str) -> str:
+    """Return a text with line feeds alone; raise BadLine."""
+    if content.startswith(TOO_LONG):
+        raise BadLine(f"longer than {LONGEST:,} bytes", f"divide it: lines {separator!r}, or --document-separator")
+    other = containers.foreign_encoding(content)
+    if not other and (at := content.find(b"\0")) >= 0:
+        raise PassedFile("binary", f"NUL byte at {at}")
+    try:
+        if not other:
+            return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        other = f"byte 0x{content[error.start]:02x} at {error.start}"
+    raise PassedFile("not UTF-8", other)
+
+
+def read_file(path: str) -> bytes | BadLine:
+    """Return a text file's content, unpacked."""
+    try:
+        with open(path, "rb") as file:
+            content = containers.unpacked(file).read(LONGEST + 1)
+    except containers.DAMAGES as error:
+        return BadLine("damaged file", str(error))
+    except OSError as error:
+        why = "it has vanished" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise UserError(f"{shown(path)} cannot be read: {why}; start again", IO) from None
+    return content if len(content) <= LONGEST else TOO_LONG
+
+
+def read_place(path: str, begin: int, end: int, separator: str) -> tuple[bytes, int]:
+    """Return the documents that begin within these bytes of a file, and where the first begins."""
+    whole_line = ends_of(separator)[0]
+    margin = len(separator.encode()) + 3  # with the line feed before it and its own
+    start = max(begin - margin, 0)
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            data = bytearray(file.read(end - start))
+            require_length(path, start, len(data), end)
+            first = len(BOM) * data.startswith(BOM) if not begin else -1
+            last = first
+            for line in whole_line.finditer(data):
+                if begin <= start + line.end() < end:
+                    first, last = line.end() if first < 0 else first, line.end()
+            if first < 0:
+                return b"", 0  # no document begins here
+            at = max(last, len(data) - margin)
+            while more := file.read(REST if len(data) == end - start else PIECE):
+                data += more
+                found = next((m for m in whole_line.finditer(data, at) if m.end() >= end - start), None)
+                if found:
+                    return bytes(data[first : found.start()]), start + first
+                if len(data) - last > LONGEST:
+                    return bytes(data[first:last]) + TOO_LONG, start + first
+                at = max(last, data.rfind(b"\n") + 1)
+    except OSError as error:
+        raise UserError(f"{shown(path)} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
+    return bytes(data[first:]), start + first
+
+
+def require_length(path: str, start: int, have: int, end: int) -> None:
+    """Raise if a file ends before a place that it had when it was inspected."""
+    if have < end - start:
+        raise UserError(
+            f"{shown(path)} has become shorter while it was read: it ends at byte {start + have:,} and had at least "
+            f"{end:,}; start again when it is complete",
+            BAD_DATA,
+        )
+
+
+def cut(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[bytes]:
+    """Yield complete documents, about `size` bytes at a time; raise damage after all of them."""
+    whole_line, longest_line = ends_of(separator)[0], len(separator.encode()) + 2
+    # `end`: of the last complete document; `searched`: the beginning of the unfinished line.
+    kept, end, searched, too_long = bytearray(), 0, 0, False
+    try:
+        for chunk in chunks:
+            kept += chunk
+            if too_long:
+                line = whole_line.search(kept)
+                if line is None:
+                    kept = kept[kept.rfind(b"\n") + 1 :][:longest_line]
+                    continue
+                kept, searched, too_long = bytearray(TOO_LONG + b"\n") + kept[line.start() :], 0, False
+            end = max((line.end() for line in whole_line.finditer(kept, searched)), default=end)
+            searched = max(end, kept.rfind(b"\n") + 1)
+            if end and len(kept) >= size:
+                yield bytes(kept[:end])
+                kept, searched, end = kept[end:], searched - end, 0
+            if len(kept) > LONGEST:
+                kept, searched, too_long = kept[searched:][:longest_line], 0, True
+    except containers.DAMAGES:
+        if end:
+            yield bytes(kept[:end])
+        raise
+    if rest := TOO_LONG if too_long else bytes(kept):
+        yield rest

@@ -1,0 +1,308 @@
+"""Any text as input: folders, plain files, HTML, archives, standard input."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import random
+import tarfile
+import zipfile
+
+import pytest
+import zstandard
+
+from helpers import error_of
+from meshwright.__main__ import main
+from meshwright.data.format.indexed import Indexed
+from meshwright.data.prepare import folders, inputs, markup, plain, text
+from meshwright.data.prepare.inputs import find
+from meshwright.data.prepare.preprocess import run
+from meshwright.errors import BAD_DATA, IO
+from meshwright.settings.preprocess import Preprocess, PreprocessConfig
+from meshwright.settings.schema import Tokenizer
+from meshwright.settings.texts import TextInputs
+
+
+def read(*paths, **flags):
+    """Return the documents of the inputs, and the line of what was passed over."""
+    given = TextInputs(input=[str(path) for path in paths], **flags)
+    found = find(given)
+    documents = list(text.read_texts(given, found))
+    return documents, found.passed.line() if found.passed else ""
+
+
+def preprocess(tmp_path, *paths, **flags):
+    """Return the documents of the token files, standard output and standard error."""
+    settings = {"output_prefix": str(tmp_path / "out" / "x"), "overwrite": True, **flags}
+    p = Preprocess(input=[str(path) for path in paths], **settings)
+    out, err = io.StringIO(), io.StringIO()
+    run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), out, err)
+    data = Indexed(tmp_path / "out" / "x_text_document")
+    ids, ends = bytes(data.tokens.tolist()), [int(n) for n in data.sizes]
+    starts = [sum(ends[:n]) for n in range(len(ends))]
+    return [ids[a : a + n].decode() for a, n in zip(starts, ends, strict=True)], out.getvalue(), err.getvalue()
+
+
+def fill(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+PHOTO = b"\x89PNG\r\n\x1a\n\0\0\0"
+FILES = {
+    "b.txt": "b\n",
+    "a/z.py": "print()\n",
+    "a/b.md": "# b\n",
+    "a/page.html": "<p>one<script>no</script> &amp; two",
+    "a/lines.jsonl": '{"text": "l1"}\n{"text": "l2"}\n',
+    "a/config.json": '{\n "a": 1\n}',
+    "a/small.json": '{"a": 1}',
+    "a/lines.json": '{"text": "l3"}',
+    "style.css": "p {}",
+    "LICENSE": "free",
+    "empty.txt": "",
+    "blank.txt": " \n",
+    "picture.txt": PHOTO,
+    "latin.txt": b"caf\xe9",
+    "late.txt": b"x" * 2000 + b"\xe9",
+    "wide.txt": "x".encode("utf-16"),
+    ".hidden/x.txt": "hidden",
+    ".x.txt": "hidden",
+    "node_modules/x.js": "hidden",
+    "p.txt.gz": gzip.compress(b"p\n"),
+    "q.rst.xz": lzma.compress(b"q\n"),
+    "r.org.bz2": bz2.compress(b"r\n"),
+    "s.tex.zst": zstandard.compress(b"s\n"),
+    "t.jsonl.gz": gzip.compress(b'{"text": "t"}'),
+}
+READ = ["# b\n", "l3", "l1", "l2", "one & two\n", "print()\n", "b\n", "p\n", "q\n", "r\n", "s\n", "t"]
+
+
+def test_a_folder(tmp_path):
+    """Files by suffix in the order of their paths; what is passed over is counted."""
+    fill(tmp_path / "in", FILES)
+    documents, passed = read(tmp_path / "in")
+    assert documents == READ
+    kinds = "3 not UTF-8, 2 not JSON lines, 2 empty, 1 binary, 2 with other suffixes (no suffix, .css)"
+    assert passed.startswith("passed over 10 files: ") and passed.endswith("; choose with --include")
+    assert sorted(passed.split(": ")[1].split("; ")[0].split(", ")) == sorted(kinds.split(", "))
+    documents, out, err = preprocess(tmp_path, tmp_path / "in")
+    assert documents == READ and f"Opening {tmp_path / 'in'}: 14 files\n" in out
+    assert err.splitlines()[0].startswith("passed over 7 files: ") and err.splitlines()[-1] == passed
+    assert read(tmp_path / "in", include=["*.css", "a/*.md"])[0] == ["# b\n", "p {}"]
+    assert read(tmp_path / "in", include=["L*", ".x.txt", ".hidden"])[0] == ["hidden", "hidden", "free"]
+    everything = read(tmp_path / "in", include=["*"], exclude=["a", "[p-t].*"])
+    assert everything[0] == ["free", "b\n", "p {}"]
+    assert "not chosen by --include and --exclude" in everything[1]
+    assert read(tmp_path / "in" / "b.txt", tmp_path / "in" / "a", exclude=["*.html", "z.*"])[0] == [
+        "b\n",
+        "# b\n",
+        "l3",
+        "l1",
+        "l2",
+    ]
+
+
+def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkeypatch):
+    """Pieces hold many small files; a changed, new or removed file starts over."""
+    for module in (plain, inputs, text):
+        monkeypatch.setattr(module, "PIECE", 300)
+    rng = random.Random(0)
+    for n in range(300):
+        fill(tmp_path / "in", {f"{n % 7}/{n}.txt": f"{n} " + "é" * rng.randrange(60)})
+    fill(tmp_path / "in", {"3/big.txt": "x" * 1000, "5/l.jsonl": '{"text": "l"}', "6/b.txt": b"x" * 600 + b"\0"})
+    want = preprocess(tmp_path, tmp_path / "in", workers=1)
+    assert len(want[0]) == 302 and want[2].endswith("passed over 1 file: 1 binary\n")
+    got = preprocess(tmp_path, tmp_path / "in", workers=2)
+    assert got[0] == want[0]
+    given = TextInputs(input=[str(tmp_path / "in")])
+    whole = list(text.pieces(find(given).inputs, given))
+    assert len(whole) > 30
+    for size in (2, 3, 7):
+        parts = [list(text.pieces(find(given).inputs, given, rank, size)) for rank in range(size)]
+        assert [piece for part in parts for piece in part] == whole and min(map(len, parts)) > 1
+
+
+def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch):
+    folder = fill(tmp_path / "in", {"a.txt": "a", "b.txt": "b"})
+    real = plain.read_file
+
+    def act(change):
+        def changing(path):
+            if path.endswith("a.txt"):
+                change()
+            return real(path)
+
+        monkeypatch.setattr(plain, "read_file", changing)
+        return lambda: preprocess(tmp_path, folder)
+
+    assert "in has changed while it was read" in error_of(act(lambda: (folder / "b.txt").write_text("bb")), BAD_DATA)
+    message = error_of(act(lambda: (folder / "b.txt").unlink()), IO)
+    assert "b.txt cannot be read: it has vanished; start again" in message
+
+
+def test_odd_things_in_a_folder(tmp_path, monkeypatch):
+    """Links that loop, pipes, odd names, a damaged file, nothing at all."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    assert "in holds no text; nothing is there" in error_of(lambda: read(folder))
+    fill(folder, {"a.txt": PHOTO, "b.bin": b""})
+    message = error_of(lambda: preprocess(tmp_path, folder))
+    assert "passed over 2 files: 1 binary, 1 with other suffixes (.bin); choose with --include" in message
+    fill(folder, {"a.txt": b"\xef\xbb\xbfa\r\nb\r\n", "new\nline.txt": "n", "sub/with space.txt": "s"})
+    os.symlink(folder, folder / "sub" / "up")
+    os.symlink("gone", folder / "gone.txt")
+    os.symlink("self.txt", folder / "self.txt")
+    os.symlink(folder / "a.txt", folder / "link.txt")
+    os.mkfifo(folder / "pipe.txt")
+    documents, passed = read(folder)
+    assert documents == ["a\nb\n", "a\nb\n", "n", "s"]
+    assert "2 broken links" in passed and "1 pipes or devices" in passed
+    with open(os.fsencode(folder) + b"/\xff\n.txt", "wb") as file:
+        file.write(b"q")
+    assert preprocess(tmp_path, folder)[0] == [*documents, "q"]
+    fill(folder, {"z.txt.gz": gzip.compress(b"z" * 1000)[:-9]})
+    assert "z.txt.gz: damaged file (Compressed file ended" in error_of(lambda: read(folder))
+    assert "1 damaged file, first " in preprocess(tmp_path, folder, on_error="skip")[2]
+    fill(folder, {"z.txt.gz": "no", "l.jsonl": '{"text": "l"}\n{"text": 1}'})
+    assert "l.jsonl:2: no text under 'text'" in error_of(lambda: preprocess(tmp_path, folder))
+    assert preprocess(tmp_path, folder, on_error="skip")[0] == ["a\nb\n", "l", *documents[1:], "no", "q"]
+    monkeypatch.setattr(folders.os, "listdir", lambda place: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    assert "cannot be read: denied; make it readable, or leave it out with --exclude" in error_of(
+        lambda: read(folder), IO
+    )
+
+
+def test_files_given_by_name(tmp_path):
+    """JSON lines under any name; anything else is one document, and what is no text an error."""
+    folder = fill(
+        tmp_path,
+        {"a": '\n{"text": "json"}', "b.css": "p {}\r\n", "c.py": "{\n}", "d.json": '{"text": "d"}', "e": PHOTO},
+    )
+    assert read(*(folder / name for name in ("c.py", "b.css", "a", "d.json")))[0] == ["{\n}", "p {}\n", "json", "d"]
+    assert "e: binary (NUL byte at 8)" in error_of(lambda: read(folder / "e"))
+    assert "e: binary (NUL byte at 8); mend" in error_of(lambda: preprocess(tmp_path, folder / "e"))
+    fill(tmp_path, {"l.txt": b"caf\xe9", "u.txt": "x".encode("utf-16")})
+    assert "l.txt: not UTF-8 (byte 0xe9 at 3)" in error_of(lambda: read(folder / "l.txt"))
+    assert "u.txt is UTF-16: convert it" in error_of(lambda: read(folder / "u.txt"))
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "", "é"])
+def test_separators(tmp_path, monkeypatch, separator):
+    """Plain text of any size, in pieces of any size, packed or not: the same documents."""
+    rng = random.Random(1)
+    for size in (2, 7, 50, 300):
+        for module in (plain, inputs, text):
+            monkeypatch.setattr(module, "PIECE", size)
+        monkeypatch.setattr(plain, "REST", rng.choice([1, 9, 1000]))
+        monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", rng.choice([5, 30]))
+        for _ in range(20):
+            words = ["", "word", separator + "x", " " + separator, "é" * 9, separator, separator]
+            content = "\n".join(rng.choice(words) for _ in range(rng.randrange(1, 40))) + "\n" * rng.randrange(2)
+            lines, want = content.splitlines(keepends=True), [""]
+            for line in lines:
+                if line.rstrip("\n") == separator:
+                    want.append("")
+                else:
+                    want[-1] += line
+            want = [document for document in want if document.strip()]
+            crlf = content.replace("\n", "\r\n")
+            fill(tmp_path, {"a.txt": crlf, "b": gzip.compress(content.encode())})
+            with tarfile.open(tmp_path / "c.tar", "w") as tar:
+                tar.add(tmp_path / "a.txt", "c.txt")
+            for name in ("a.txt", "b", "c.tar"):
+                assert read(tmp_path / name, document_separator=separator)[0] == want, (size, name, content)
+
+
+def test_a_text_too_long_without_separators(tmp_path, monkeypatch):
+    """The others are kept, and the message says how to divide it."""
+    for module in (plain, inputs, text):
+        monkeypatch.setattr(module, "PIECE", 100)
+    monkeypatch.setattr(plain, "LONGEST", 1000)
+    monkeypatch.setattr(plain, "REST", 50)
+    monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", 70)
+    long = "\n".join("x" * 150 for _ in range(20))
+    content = f"a\n<|endoftext|>\n{long}\n<|endoftext|>\nb\n<|endoftext|>\n{long}".encode()
+    fill(tmp_path, {"a.txt": content, "b.gz": gzip.compress(content)})
+    for name in ("a.txt", "b.gz"):
+        message = error_of(lambda name=name: read(tmp_path / name))
+        assert "longer than 1,000 bytes (divide it: lines '<|endoftext|>', or --document-separator)" in message
+        documents, _, err = preprocess(tmp_path, tmp_path / name, on_error="skip", workers=1)
+        assert documents == ["a\n", "b\n"] and "2 longer than 1,000 bytes" in err
+    assert "a.txt: document at byte 16: longer" in error_of(lambda: read(tmp_path / "a.txt"))
+
+
+def test_standard_input_is_recognised_by_its_start(monkeypatch):
+    for content, want in {
+        "plain\n": ["plain\n"],
+        '{"text": "j"}\n': ["j"],
+        "a\n<|endoftext|>\nb": ["a\n", "b"],
+        "<!DOCTYPE html><p>a<p>b": ["a\n\nb\n"],
+    }.items():
+        for packed in (content.encode(), gzip.compress(content.encode())):
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(packed)))
+            assert read("-")[0] == want
+
+
+def test_archives(tmp_path):
+    """Members are read as the files of a folder are, whatever their suffix."""
+    files = {
+        "p/a.txt": "a",
+        "p/b": "b",
+        "p/c.html": "<b>c</b>",
+        "p/d.png": PHOTO,
+        "p/e.json": "{\n}",
+        "p/f.jsonl": '{"text": "f"}',
+        "p/g.txt.gz": gzip.compress(b"g"),
+        "p/h.txt": "",
+    }
+    with zipfile.ZipFile(tmp_path / "z.zip", "w", zipfile.ZIP_DEFLATED) as pack:
+        for name, content in files.items():
+            pack.writestr(name, content)
+    fill(tmp_path / "in", files)
+    with tarfile.open(tmp_path / "z.tgz", "w:gz") as tar:
+        tar.add(tmp_path / "in" / "p", "p")
+    for name in ("z.zip", "z.tgz"):
+        documents, passed = read(tmp_path / name)
+        assert sorted(documents) == ["a", "b", "c\n", "f", "g"]
+        assert passed == "passed over 3 files: 1 binary, 1 not JSON lines, 1 empty" or "3 files" in passed
+        assert sorted(read(tmp_path / name, exclude=["*.jsonl", "[a-b]*"])[0]) == ["c\n", "g"]
+    fill(tmp_path, {"z.zip.gz": gzip.compress((tmp_path / "z.zip").read_bytes())})
+    assert "z.zip.gz is a zip archive in a stream" in error_of(lambda: read(tmp_path / "z.zip.gz"))
+    content = bytearray((tmp_path / "z.zip").read_bytes())
+    content[34] ^= 255  # of the first member
+    fill(tmp_path, {"bad.zip": bytes(content), "cut.zip": bytes(content[:300])})
+    assert "bad.zip:p/a.txt: damaged member" in error_of(lambda: read(tmp_path / "bad.zip"))
+    assert sorted(preprocess(tmp_path, tmp_path / "bad.zip", on_error="skip")[0]) == ["b", "c\n", "f", "g"]
+    assert "cut.zip is cut short or damaged" in error_of(lambda: read(tmp_path / "cut.zip"))
+
+
+def test_html():
+    page = """<!DOCTYPE html><html><head><title>T &amp; x</title><style>p{}</style><script>if (a<b) x("</p>")</script>
+    </head><body><h1>Head</h1><p>One <b>bo</b>ld&nbsp;text
+    next</p><ul><li>a<li>b</ul><pre>  x
+    y</pre><table><tr><td>1<td>2</tr></table><![foo[ x ]]><!-- no > -->z<br>end &lt;x&gt; &eacute; &#x4e2d; &amp"""
+    want = "T & x\n\nHead\n\nOne bold text next\n\na\nb\n\n  x\n    y\n\n1 2\n\nz\nend <x> é 中 &\n"
+    assert markup.text_of(page) == want
+
+
+def test_dry_run_and_the_tokenizers_input(tmp_path, capsys):
+    fill(tmp_path / "in", FILES)
+    common = ["--input", str(tmp_path / "in"), "--exclude", "a"]
+    byte = ["--tokenizer-type", "ByteTokenizer", "--output-prefix", str(tmp_path / "x"), "--dry-run"]
+    assert main(["preprocess", *common, *byte]) == 0
+    out = capsys.readouterr().out
+    assert "with 257 ids: 8 of plain text, 1 of archives or streams" in out and "passed over" in out
+    assert not list(tmp_path.glob("x*"))
+    assert main(["train-tokenizer", *common, "--vocab-size", "257", "--output", str(tmp_path / "v")]) == 0
+    assert "passed over" in capsys.readouterr().err
+    assert (
+        main(["train-tokenizer", "--input", "x", "--document-separator", "a\nb", "--vocab-size=9", "--output=v"]) == 2
+    )
+    assert "--document-separator must be a single line" in capsys.readouterr().err
+    json.loads((tmp_path / "v" / "vocab.json").read_text())
