@@ -768,3 +768,7 @@ def test_the_name_of_a_token_file_stands_for_the_pair(tmp_path):
     assert [Source(f"a/b{end}").prefix for end in ("", ".bin", ".idx", ".txt")] == ["a/b", "a/b", "a/b", "a/b.txt"]
     write_counting(tmp_path / "a.bin", [9])  # a prefix that ends so is kept
     assert Source(str(tmp_path / "a.bin")).prefix == str(tmp_path / "a.bin")
+    data = parse(
+        TrainConfig, [*TINY_FLAGS, "--data-path", "0.5", "b.bin", "0.5", "c.idx"], "meshwright train"
+    ).config.data
+    assert data.data_path == ["0.5", "b", "0.5", "c"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.settings.grammar import blend
+from meshwright.settings.grammar import blend, prefix_of
 from meshwright.settings.schema import Data, spelling
 
 SPLITS = ("train", "valid", "test")
@@ -39,10 +39,7 @@ class Source:
     end: float = 1.0
 
     def __post_init__(self) -> None:
-        """Take the name of one of the two files as their prefix."""
-        stem, dot, ending = self.prefix.rpartition(".")
-        if dot and ending in ("bin", "idx") and not os.path.exists(f"{self.prefix}.idx"):
-            object.__setattr__(self, "prefix", stem)
+        object.__setattr__(self, "prefix", prefix_of(self.prefix))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 
@@ -29,6 +30,12 @@ def split_shares(split: str) -> list[float]:
     """Parse '949,50,1' or '949/50/1'; missing shares are 0."""
     parts = [float(x) for x in split.replace("/", ",").split(",")]
     return (parts + [0.0] * 3)[: max(3, len(parts))]
+
+
+def prefix_of(path: str) -> str:
+    """Return the prefix of a pair of token files, which the name of one of them stands for."""
+    stem, dot, ending = path.rpartition(".")
+    return stem if dot and ending in ("bin", "idx") and not os.path.exists(f"{path}.idx") else path
 
 
 def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:

@@ -12,7 +12,7 @@ from dataclasses import MISSING as MISSING
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from meshwright.settings.grammar import split_layers
+from meshwright.settings.grammar import prefix_of, split_layers
 
 
 def flag(
@@ -213,6 +213,11 @@ class Data:
     reset_position_ids: bool = flag(False, "restart positions after documents", needs="learned or rotary positions")
     reset_attention_mask: bool = flag(False, "mask attention across ends of documents")
     skip_train_iteration_range: list[str] = flag([], "ranges A-B of iterations that consume samples untrained")
+
+    def __post_init__(self) -> None:
+        """Give a pair of token files one spelling, so that equal settings compare equal."""
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            object.__setattr__(self, name, [prefix_of(word) for word in getattr(self, name)])
 
 
 @dataclass(frozen=True)
