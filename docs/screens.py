@@ -44,10 +44,11 @@ SCREENS = {
     "help": ("meshwright --help", "meshwright", 0),
     "train-help": ("meshwright train --help", "meshwright train --help", 0),
     "doctor": ("meshwright doctor", "meshwright doctor", 0),
-    "vocabulary": ("meshwright train-tokenizer --input texts --vocab-size 4096 --output vocabulary", "", HEIGHT),
+    "corpus": ("meshwright data merge-json --json-path texts --output-file corpus.jsonl", "", HEIGHT),
+    "vocabulary": ("meshwright train-tokenizer --input corpus.jsonl --vocab-size 4096 --output vocabulary", "", HEIGHT),
     "preprocess": (
-        "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary --append-eod",
-        "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary",
+        "meshwright preprocess --input corpus.jsonl --output-prefix corpus --tokenizer vocabulary --append-eod",
+        "meshwright preprocess --input corpus.jsonl --tokenizer vocabulary ...",
         HEIGHT,
     ),
     "train": (
@@ -56,6 +57,7 @@ SCREENS = {
         HEIGHT,
     ),
 }
+FOR_THE_PAGE = ("corpus", "vocabulary", "preprocess", "train")
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()=>][A-Z0-9]?|\x1b\][^\x07]*\x07")
 
 
@@ -157,7 +159,7 @@ def draw(name: str, title: str, lines: Sequence[str]) -> None:
     """Write the lines as two SVG pictures, without the address of a font that rich puts in."""
     for theme, colours in THEMES.items():
         console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)
-        for line in lines:
+        for line in [*lines, ""]:  # the picture ends where the last line's letters do
             console.print(Text.from_ansi(line), soft_wrap=True)
         picture = console.export_svg(title=title, theme=colours, unique_id=f"{name}-{theme}")
         picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)
@@ -177,16 +179,16 @@ def photograph(page: Path) -> None:
         subprocess.run(words, check=True, capture_output=True)
 
 
-def main(wanted: list[str]) -> None:
+def main(wanted: set[str]) -> None:
     PICTURES.mkdir(exist_ok=True)
+    library = Path(sysconfig.get_paths()["stdlib"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for package in LIBRARY:
-            shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / package, folder / "texts" / package)
+        (folder / "texts").mkdir()
+        for source in (path for package in LIBRARY for path in (library / package).rglob("*.py")):
+            (folder / "texts" / f"{'.'.join(source.relative_to(library).parts)}.txt").write_bytes(source.read_bytes())
         for picture, (command, title, rows) in SCREENS.items():
-            is_needed = picture in ("vocabulary", "preprocess", "train") and {"preprocess", "train", "page"} & set(
-                wanted
-            )
+            is_needed = picture in FOR_THE_PAGE and not wanted.isdisjoint({"preprocess", "train", "page"})
             if wanted and picture not in wanted and not is_needed:
                 continue
             print(picture, flush=True)
@@ -200,4 +202,4 @@ def main(wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(set(sys.argv[1:]))

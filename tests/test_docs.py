@@ -45,7 +45,8 @@ def commands(page: Path) -> list[list[str]]:
     """Return the words of each `meshwright ...` line in the code blocks of a page."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("meshwright ")]
+    found = [shlex.split(line, comments=True) for line in lines if line.startswith("meshwright ")]
+    return [[word for word in words if word != "..."] for words in found]
 
 
 def headings(page: Path) -> list[str]:
