@@ -125,6 +125,7 @@ def test_the_short_form_in_a_pipe_keeps_the_same_log(run, tmp_path):
     assert "  Skipped iterations 2 to 3 due to" in short.out
     assert "lm loss:" not in short.out and "\x1b" not in short.out and max(map(len, short.out.splitlines())) <= 80
     assert "log.txt" in short.out and "report.html" in short.out
+    assert console._screen is None and console._log is None
 
 
 @pytest.mark.parametrize("why", ["folder", "disk"])

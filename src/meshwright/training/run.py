@@ -154,6 +154,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     with contextlib.ExitStack() as held:
         open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         if screen is not None:
+            held.callback(console.set_stream, "stdout")  # what the caller does next has no screen
             held.callback(screen.close)
         team.run_on_lead(lambda: lock_folders(config, held))
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team)

@@ -94,7 +94,9 @@ class LineScreen:
         self.status: Status | None = None
         if has_status:
             # On stderr, as the progress bar that follows; lines on stdout go above it.
-            self.status = Console(file=sys.stderr).status("starting", spinner="dots")
+            terminal = Console(file=sys.stderr)
+            spinner = "dots" if terminal.encoding.startswith("utf") else "line"
+            self.status = terminal.status("starting", spinner=spinner)
             self.status.start()
 
     def form(self, *parts: RenderableType) -> str:
