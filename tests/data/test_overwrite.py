@@ -129,6 +129,16 @@ def test_a_kill_while_data_are_replaced_leaves_no_mixture(here, capsys, monkeypa
     assert preprocess(capsys, "long.jsonl")[0] == 0 and len(Indexed("out_text_document")) == 20
 
 
+def test_output_within_the_folder_of_the_text_is_not_read(here, capsys):
+    """`--input .` twice: vocabularies, token files and their records are no text."""
+    Path("prose.txt").write_text("one text")
+    train = "train-tokenizer --input . --output vocabulary --vocab-size 260".split()
+    words = "preprocess --input . --output-prefix out --tokenizer vocabulary".split()
+    assert call(capsys, *train)[0] == 0
+    assert call(capsys, *words)[0] == 0 and len(Indexed("out_text_document")) == 23
+    assert "unchanged" in call(capsys, *words)[1] and "unchanged" in call(capsys, *train)[1]
+
+
 def test_a_vocabulary_is_never_replaced_in_silence(here, capsys):
     train = ["train-tokenizer", "--input", "long.jsonl", "--output", "vocabulary", "--vocab-size"]
     status, _, err = call(capsys, *train, "260")

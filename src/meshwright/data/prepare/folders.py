@@ -27,6 +27,8 @@ SUFFIXES = frozenset(
 DATA = frozenset((".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".tar", ".tgz", ".txz", ".tbz2", ".zip"))
 PACKED = (".gz", ".xz", ".zst", ".bz2")
 FILLED = ("__pycache__", "node_modules")  # by programs: not anyone's own text
+# Names in a folder that train-tokenizer, preprocess or train made.
+OURS = ({"vocab.json", "merges.txt"}, {"meta.json", "tokenizer.json"}, {"config.toml", "metrics.jsonl"})
 OTHER = "other suffix "  # begins the kind of a file whose suffix is not known
 NOT_CHOSEN = "not chosen by --include and --exclude"
 
@@ -108,6 +110,9 @@ def walk(folder: str, choice: Choice, passed: PassedOver) -> list[tuple[str, os.
         if (about.st_dev, about.st_ino) in seen:
             continue
         seen.add((about.st_dev, about.st_ino))
+        if inside and any(own <= set(names) for own in OURS):
+            passed["folders of vocabularies or runs"] += 1
+            continue
         deeper = []
         for name in names:
             if choice.is_hidden(name):
