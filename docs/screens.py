@@ -192,7 +192,8 @@ def main(wanted: set[str]) -> None:
             if wanted and picture not in wanted and not is_needed:
                 continue
             print(picture, flush=True)
-            lines = [f"\x1b[1m$ {title}\x1b[0m", *run(command, folder).lines()]
+            shown = (line.replace(str(PICTURES.parents[1]), "~/meshwright") for line in run(command, folder).lines())
+            lines = [f"\x1b[1m$ {title}\x1b[0m", *shown]
             if title:
                 draw(picture, "Terminal", lines[-rows:])
             if picture == "train":
