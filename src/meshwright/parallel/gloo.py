@@ -20,7 +20,8 @@ NAME = "gloo_single"  # of the backend in torch's registry
 def register() -> str:
     """Register the backend with torch, once per process; return its name."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        kinds = dist.Backend.backend_capability["gloo"]
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=kinds)
     return NAME
 
 
