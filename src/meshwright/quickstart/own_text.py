@@ -17,6 +17,7 @@ from meshwright.quickstart.plan import Machine, Plan, Size
 from meshwright.quickstart.shell import Logged, step
 from meshwright.quickstart.tour import Tour, prompt_from
 
+COMPILED = 5  # minutes from which a compiled model pays
 TRIAL = 0.1  # share of the time, at most, for the trial
 SMALL = 500_000  # bytes of a text that is called small
 MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
@@ -102,14 +103,17 @@ def vocabulary_size(tour: Tour) -> int:
     return len(json.loads(Path(tour.vocabulary, "vocab.json").read_text(encoding="utf-8")))
 
 
-def precision(accelerator: bool) -> list[str]:
-    return ["--bf16"] if accelerator else []
+def fast(accelerator: bool, minutes: float) -> list[str]:
+    """Return the flags that are fastest here; compiling takes about a minute."""
+    compiled = [] if minutes >= COMPILED else ["--compile", "off"]
+    return ["--bf16", *compiled] if accelerator else []
 
 
 def choose(tour: Tour, text: Text, tokens: int, deadline: Deadline, accelerator: bool) -> dict[str, Any]:
     """Measure a trial; return the command of the run, and what limits its length."""
     vocab, size = vocabulary_size(tour), plans.trial_size(tokens, accelerator)
-    speed, start = measure(tour, size, min(20, deadline.minutes * 60 * TRIAL), accelerator)
+    how = fast(accelerator, deadline.minutes)
+    speed, start = measure(tour, size, min(20, deadline.minutes * 60 * TRIAL), how)
     machine = Machine(size, speed, accelerator)
     # Three commands start, the score reads each token twice in a third of a training step's time.
     scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
@@ -117,28 +121,29 @@ def choose(tour: Tour, text: Text, tokens: int, deadline: Deadline, accelerator:
     plan = plans.choose(tokens, vocab, machine, deadline.left() - start)
     for line in describe(plan, machine, tokens, vocab, deadline.left()):
         print(f"  {line}")
-    command = tour.run_command(plan.size, plan.dropout, plan.steps, *precision(accelerator))
+    command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
     return {"command": command, "limit": plan.limit}
 
 
-def measure(tour: Tour, size: Size, most: float, accelerator: bool) -> tuple[float, float]:
+def measure(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float, float]:
     """Train a few steps without saving; return tokens per second and the seconds of a start.
 
     On a slow machine the trial ends after `most` seconds of steps.
     """
-    steps, interval = (200, 5) if accelerator else (40, 1)
+    steps, interval = (200, 5) if how else (40, 1)
     seen: list[Logged] = []
 
     def stop(at: Logged) -> str | None:
         seen.append(at)
-        return "that is enough to know" if sum(interval * at.seconds for at in seen) > most else None
+        return "that is enough to know" if sum(interval * at.seconds for at in seen[1:]) > most else None
 
-    how = f"--log-interval {interval} --eval-iters 0".split()
+    how = [*f"--log-interval {interval} --eval-iters 0".split(), *how]
     began = time.perf_counter()
-    tour.call(*tour.training(size, 0, steps, *how, *precision(accelerator)), show=lambda line: None, stop=stop)
-    start = max(time.perf_counter() - began - sum(interval * at.seconds for at in seen), 1.0)
-    steady = seen[len(seen) // 3 :]  # the first ones include what only happens once
-    speed = size.tokens * len(steady) / max(sum(at.seconds for at in steady), 1e-9)
+    tour.call(*tour.training(size, 0, steps, *how), show=lambda line: None, stop=stop)
+    took = time.perf_counter() - began
+    steady = seen[len(seen) // 3 :]  # the first ones include what happens once, as compiling does
+    pace = max(sum(at.seconds for at in steady) / max(len(steady), 1), 1e-9)
+    speed, start = size.tokens / pace, max(took - pace * interval * len(seen), 1.0)
     print(f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden}")
     return speed, start
 
@@ -149,7 +154,7 @@ def describe(plan: Plan, machine: Machine, tokens: int, vocab: int, seconds: flo
     read = plan.steps * size.tokens
     chosen = f"{size.layers} layers of width {size.hidden}, {millions:,.1f} million parameters"
     why = {
-        "time": f"as many as fit into the {seconds / 60:.1f} minutes left for it",
+        "time": f"as many as fit into the {max(seconds, 0) / 60:.1f} minutes left for it",
         "text": "more readings of so little text would only teach it by heart",
     }[plan.limit]
     out = [
