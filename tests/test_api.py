@@ -51,7 +51,12 @@ def test_the_page(tmp_path, monkeypatch, capsys):
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
         exec(compile(block, str(PAGE), "exec"), names)
     out = capsys.readouterr().out
-    assert "0 run " in out and "torch.Size([16, 257])" in out and "there is no folder no-such-folder 65" in out
+    assert (
+        "0 run " in out
+        and "torch.Size([16, 257])" in out
+        and "there is no folder no-such-folder" in out
+        and " 65\n" in out
+    )
     assert (tmp_path / "run-torch").is_dir()
 
 

@@ -9,6 +9,7 @@ from meshwright.data.prepare import text
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.quickstart import collect
 from meshwright.quickstart.collect import Documents, cut
+from meshwright.settings.texts import TextInputs
 
 
 def words(number, seed=0):
@@ -73,9 +74,9 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
     with file.open("w") as out:
         for n in range(8000):
             out.write(json.dumps({"text": f"{n} " + "word " * 200}) + "\n")
-    everything = Documents([str(file)], ["text"], 1e9)
+    everything = Documents(TextInputs(input=[str(file)]), 1e9)
     assert sum(1 for _ in everything) == 8000 and not everything.is_sample
-    documents = Documents([str(file)], ["text"], 4_000_000)
+    documents = Documents(TextInputs(input=[str(file)]), 4_000_000)
     numbers = [int(one.split()[0]) for one in documents]
     assert documents.is_sample and 1500 < len(numbers) < 6500 and min(numbers) < 1000 and max(numbers) > 7000
 
@@ -83,5 +84,14 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
 def test_bad_lines_are_counted(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "good"}\n{"text": 3}\nnothing\n')
-    documents = Documents([str(file)], ["text"], 1e9)
+    documents = Documents(TextInputs(input=[str(file)]), 1e9)
     assert list(documents) == ["good"] and documents.skipped == 2
+
+
+def test_a_folder_with_patterns(tmp_path):
+    for name in ("a.txt", "b.md", "c.css", "drafts/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert list(Documents(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a.txt", "b.md", "drafts/d.txt"]
+    given = TextInputs(input=[str(tmp_path)], include=["*.css", "*.txt"], exclude=["drafts"])
+    assert list(Documents(given, 1e9)) == ["a.txt", "c.css"]

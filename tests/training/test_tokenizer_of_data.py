@@ -1,5 +1,6 @@
 """Token files know their tokenizer: who writes it, who finds it, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA
 from meshwright.settings.schema import Tokenizer as Flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.folder import as_continued
 
 TEXTS = ["the theme of the thesis, the other then " * 8, "a hundred and one words in one row " * 8]
 SIZES = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=16 --micro-batch-size=2 --lr=1e-3"
@@ -153,3 +156,10 @@ def test_data_commands_know_the_tokenizer(made, monkeypatch, capsys, tmp_path):
     assert main(["data", "merge", a, str(tmp_path / "old"), "--output-prefix", str(tmp_path / "o")]) == 0
     assert "does not say which tokenizer made it" in capsys.readouterr().err
     assert not (tmp_path / "o.tokenizer").exists()
+
+
+@pytest.mark.parametrize(("name", "kept"), [("org/name", None), ("byte", "byte"), (".", ".")])
+def test_config_toml_names_no_hub(name, kept):
+    """The run's own copy continues it on a machine without a network."""
+    config = dataclasses.replace(TrainConfig(), tokenizer=Flags(tokenizer=name))
+    assert as_continued(config).tokenizer.tokenizer == kept

@@ -21,9 +21,11 @@ PER_CORE, PER_ACCELERATOR = 32_000, 4_000_000
 class QuickstartConfig:
     """Settings of `meshwright quickstart`."""
 
-    text: list[str] = flag(MISSING, "your text: files of any kind that preprocess reads", positional=True)
+    text: list[str] = flag(MISSING, "your text: folders, or files of any kind that preprocess reads", positional=True)
     minutes: float = flag(10, "minutes until the model talks, everything included", bound=">0")
     output: Path | None = flag(None, "folder for everything that is made (none: the text's name and -model)")
+    include: list[str] = flag([], "patterns of the files to read in folders and archives, whatever their suffix")
+    exclude: list[str] = flag([], "patterns of files and folders to leave out")
     json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines and tables", "--json-key")
     device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda ...")
 
@@ -39,10 +41,12 @@ def main(argv: list[str]) -> int:
     from meshwright.quickstart.collect import Documents
     from meshwright.quickstart.own_text import Deadline, is_accelerated, make
     from meshwright.quickstart.tour import Tour
+    from meshwright.settings.texts import TextInputs
 
     deadline = Deadline(c.minutes)
     rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(devices.cores(), 8)
-    documents = Documents(c.text, c.json_keys, c.minutes * 60 * rate)
+    given = TextInputs(input=c.text, include=c.include, exclude=c.exclude, json_keys=c.json_keys)
+    documents = Documents(given, c.minutes * 60 * rate)
     folder = c.output or Path(f"{Path(c.text[0]).resolve().name.split('.')[0]}-model")
     folders.take(folder, MARK, "quickstart")
     progress = folders.Progress(folder / MARK, settings(c))

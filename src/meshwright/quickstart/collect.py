@@ -48,9 +48,8 @@ def fraction(text: str) -> float:
 class Documents:
     """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them."""
 
-    def __init__(self, inputs: list[str], keys: list[str], limit: float) -> None:
-        self.given, self.limit = TextInputs(input=inputs, json_keys=keys), limit
-        self.found = find(self.given)
+    def __init__(self, given: TextInputs, limit: float) -> None:
+        self.given, self.limit, self.found = given, limit, find(given)
         self.bytes = self.found.bytes  # on disk
         self.skipped, self.is_sample = 0, False
 

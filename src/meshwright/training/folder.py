@@ -82,8 +82,10 @@ def as_continued(config: TrainConfig) -> TrainConfig:
             # it is killed before its first save.
             exit_on_missing_checkpoint=c.exit_on_missing_checkpoint or elsewhere,
         )
-    p = dataclasses.replace(config.parallel, world_size=None, local_rank=None)
-    return dataclasses.replace(config, checkpoint=c, parallel=p)
+    p, t = dataclasses.replace(config.parallel, world_size=None, local_rank=None), config.tokenizer
+    if t.tokenizer and not Path(t.tokenizer).expanduser().exists():  # the run's own copy needs no download
+        t = dataclasses.replace(t, tokenizer="byte" if t.tokenizer == "byte" else None)
+    return dataclasses.replace(config, checkpoint=c, parallel=p, tokenizer=t)
 
 
 def write_report(folder: Path) -> None:
