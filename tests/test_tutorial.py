@@ -20,7 +20,6 @@ PAGE = ROOT / "docs" / "tutorial.md"
 SIZES = {"num_layers": 2, "seq_length": 32, "log_interval": 1, "eval_interval": 6, "train_iters": 12}
 SIZES |= {"eval_iters": 1, "lr_warmup_iters": 5, "save_interval": 6, "vocab_size": 320, "max_new_tokens": 8}
 COMMANDS = {
-    "data merge-json": "Merged file corpus.jsonl: 30 documents of 30 files",
     "train-tokenizer": "320 ids",
     "preprocess": "Processed 30 documents",
     "data inspect": "The quick brown fox",
