@@ -218,13 +218,16 @@ def test_both_readmes_have_the_same_commands() -> None:
 
 @pytest.mark.pictures
 def test_readme_commands(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the README's commands except `make` in order, and answer the interactive one."""
+    """Run the README's commands except `make` in order, and its Python."""
     home = place / "readme"
     home.mkdir()
     monkeypatch.chdir(home)
     for name in ("pretrain_gpt.py", "tools", "src", "gpt2-vocab.json", "gpt2-merges.txt"):
         (home / name).symlink_to(place / name)
     (home / "corpus.jsonl").symlink_to(place / "oscar-1GB.jsonl")
+    (home / "my-texts").mkdir()
+    for n in range(30):
+        (home / "my-texts" / f"{n}.md").write_text(f"Document {n}. The quick brown fox jumps over {n * n} dogs.\n" * 9)
     (home / "held-out.txt").write_text("The quick brown fox. " * 20)
     for line in documented("README.md"):
         line = line.replace("--tokenizer gpt2 ", "--tokenizer gpt2-vocab.json ")  # without a network
@@ -245,6 +248,8 @@ def test_readme_commands(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
             assert "The" in out
     assert (home / "gpt2-345m" / "report.html").exists() and (home / "output" / "iter_0000006").is_dir()
     assert (home / "plain" / "compare.html").exists()
+    exec(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[0], {})
+    assert float(capsys.readouterr().out.split()[-1]) > 0  # bits per byte
 
 
 def test_make_targets_exist() -> None:

@@ -13,7 +13,7 @@ SHORT = {
     "bf16": "compute in bfloat16",
     "device": "auto, cpu, cuda, npu, xpu, or one, as cuda:1",
     "global_batch_size": "samples of one step",
-    "input": "files of JSON lines, Parquet, archives; - for stdin",
+    "input": "folders, or files of text; - for standard input",
     "lr_decay_style": "linear, cosine, constant, WSD ...",
     "micro_batch_size": "samples of one forward pass, or auto",
     "out_seq_length": "most new tokens",
@@ -91,7 +91,7 @@ PAGES = {
             "Settings": "config_file print_config dry_run",
         },
         (
-            "meshwright preprocess --input corpus.jsonl --output-prefix corpus \\\n"
+            "meshwright preprocess --input texts --output-prefix corpus \\\n"
             "      --tokenizer tokenizer --append-eod",
         ),
     ),
@@ -128,7 +128,7 @@ PAGES = {
     "train-tokenizer": Page(
         "meshwright.commands.train_tokenizer:TrainTokenizerConfig",
         None,
-        examples=("meshwright train-tokenizer --input corpus.jsonl --vocab-size 8192 \\\n      --output tokenizer",),
+        examples=("meshwright train-tokenizer --input texts --vocab-size 8192 \\\n      --output tokenizer",),
     ),
     "launch": Page(
         "meshwright.launch.launcher:LaunchConfig",
