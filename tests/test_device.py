@@ -123,6 +123,16 @@ def test_too_many_processes_and_another_kind(machine):
         devices.pick("mtia", 1)
 
 
+def test_apples_gpu_is_not_used(machine):
+    machine("mps", 1)
+    assert devices.pick("auto") == CPU and devices.count() == 0 and devices.accelerators() == []
+    assert devices.unfit() == "Apple's GPU"
+    with pytest.raises(UserError, match="--device mps: .* give --device cpu"):
+        devices.pick("mps")
+    machine(None, 0)
+    assert devices.unfit() is None
+
+
 def test_a_process_that_sees_only_its_own_device(machine, monkeypatch):
     """srun shows devices so; ranks that share one are refused when they meet."""
     machine("cuda", 1)

@@ -106,6 +106,23 @@ def test_no_gpu_where_one_was_expected(
     assert row.level == level and words in row.text
 
 
+def test_an_accelerator_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch, 0, None, "CPU only")
+    monkeypatch.setattr(devices, "unfit", lambda: "Apple's GPU")
+    row = found(list(doctor._compute()))["GPU"]
+    assert row.level == "note" and row.text.startswith("Apple's GPU is not used")
+
+
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.gettempdir", fail)
+    row = found(list(doctor._storage()))["temporary"]
+    assert row.level == "problem" and "set TMPDIR" in row.text
+
+
 def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

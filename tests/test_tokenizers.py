@@ -268,6 +268,11 @@ def named(name):
     return tokenizers.build(Flags(tokenizer=str(name)))
 
 
+def test_the_home_of_a_user_who_does_not_exist():
+    with pytest.raises(UserError, match="~no-such-user/vocab.json"):
+        named("~no-such-user/vocab.json")
+
+
 def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
     expected = tokenizers.build(flags(bpe)).encode(TEXT)
     plain = [tmp_path / name for name in ("trained", "megatron", "json", "run/tokenizer")]

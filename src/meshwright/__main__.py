@@ -55,9 +55,9 @@ ADVICE |= dict.fromkeys((errno.EACCES, errno.EPERM), "; choose another folder, o
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
     die_with_parent()
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the parent process
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):  # a folder's name may be bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
@@ -77,10 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         writes = any(word.startswith(("--genfile", "--sample-input-file")) for word in argv)
-        only_prints = (
-            {name, " ".join(argv[:2])} & READ_ONLY or set(argv) & PRINTS or (name == "generate" and not writes)
-        )
-        return DONE if only_prints else IO
+        only_prints = {name, " ".join(argv[:2])} & READ_ONLY or {word.partition("=")[0] for word in argv} & PRINTS
+        return DONE if only_prints or (name == "generate" and not writes) else IO
     except OSError as e:
         place = f"{e.filename}: {e.strerror}" if e.filename else e
         _print_error(f"meshwright {name}: error: {place}{ADVICE.get(e.errno or 0, '')}")

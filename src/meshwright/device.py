@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NVIDIA = "cuda"
 # A command that shows the devices of the driver, and the variable that may hide them from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
+# Apple's GPUs lack float64, in which losses are summed, and torch says little of their memory.
+UNFIT = {"mps": "Apple's GPU"}
 HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
@@ -29,9 +31,11 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
     import torch
 
     kind, _, index = wanted.partition(":")
+    if kind in UNFIT:
+        raise UserError(f"--device {wanted}: Meshwright does not compute on {UNFIT[kind]}; give --device cpu")
     if kind == "npu":
         _load_torch_npu()
-    there = torch.accelerator.current_accelerator(check_available=True) if kind != "cpu" else None
+    there = _current() if kind != "cpu" else None
     if kind == "cpu" or (kind == "auto" and there is None):
         return torch.device("cpu")
     if there is None or kind not in ("auto", there.type):
@@ -74,7 +78,15 @@ def count() -> int:
     """Return the number of accelerators on this machine."""
     import torch
 
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return torch.accelerator.device_count() if _current() is not None else 0
+
+
+def _current() -> torch.device | None:
+    """Return the accelerator of this machine, if Meshwright computes on its kind."""
+    import torch
+
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return there if there is not None and there.type not in UNFIT else None
 
 
 def cores() -> int:
@@ -165,16 +177,16 @@ def accelerators() -> list[torch.device]:
     """Return the accelerators that this process sees."""
     import torch
 
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())] if kind is not None else []
+    there = _current()
+    return [torch.device(there.type, n) for n in range(torch.accelerator.device_count())] if there is not None else []
 
 
 def why_none() -> str:
-    """Return why a torch built for CUDA or ROCm sees no device, such as an old driver; or ""."""
+    """Return why torch sees no device, such as an old driver, as far as CUDA and ROCm say."""
     import torch
 
     if not (torch.version.cuda or torch.version.hip):
-        return ""
+        return "it finds none"
     if (shown := os.environ.get(HIDES[NVIDIA])) in ("", "-1"):
         return f"{HIDES[NVIDIA]}={shown} hides all"
     try:
@@ -182,6 +194,14 @@ def why_none() -> str:
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
     return "it finds none"
+
+
+def unfit() -> str | None:
+    """Return the name of an accelerator of this machine that is not used, or None."""
+    import torch
+
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return UNFIT.get(there.type) if there is not None else None
 
 
 def driver() -> str | None:

@@ -149,6 +149,8 @@ def _compute() -> Iterator[Fact]:
         )
     elif driver:
         yield Fact("Compute", "driver", driver, values={"driver": driver})
+    if unfit := devices.unfit():
+        yield Fact("Compute", "GPU", f"{unfit} is not used: Meshwright computes on the CPU here", "note")
     if found and devices.has_kernels(found[0]):
         yield from _compilers()
     yield from _speeds([*found[:1], torch.device("cpu")])
@@ -158,7 +160,7 @@ def _host() -> Iterator[Fact]:
     cores, all_cores, quota = devices.cores(), os.cpu_count() or 1, devices.cpu_quota()
     limits = [f"of {all_cores}"] if cores < all_cores else []
     limits += [f"the container may use {quota:g}"] if quota is not None and quota < cores else []
-    text = f"{cores} cores{' (' + ', '.join(limits) + ')' if limits else ''}"
+    text = f"{cores} core{'s' * (cores != 1)}{' (' + ', '.join(limits) + ')' if limits else ''}"
     slow = quota is not None and quota < cores / 2
     hint = f"; set OMP_NUM_THREADS={max(1, int(quota))}" if quota is not None and slow else ""
     yield Fact("Compute", "CPU", text + hint, "problem" if slow else "ok", {"cores": cores, "quota": quota})
@@ -194,10 +196,7 @@ def _threads(threads: int) -> Fact:
 def _accelerator(device: Any) -> Fact:
     memory, bf16 = devices.total_memory(device), devices.computes_bf16(device)
     text = f"{devices.name(device)}, {memory / GIB:.0f} GiB" + (", bf16" if bf16 else "; no bf16, use --fp16")
-    values = {"device": str(device), "memory": memory, "bf16": bf16}
-    if device.type == "mps":
-        text += "; not tested, --device cpu is the safe choice"
-    return Fact("Compute", str(device), text, "note" if device.type == "mps" else "ok", values)
+    return Fact("Compute", str(device), text, values={"device": str(device), "memory": memory, "bf16": bf16})
 
 
 def _compilers() -> Iterator[Fact]:
@@ -282,7 +281,12 @@ def _extras() -> dict[str, str]:
 
 
 def _storage() -> Iterator[Fact]:
-    for name, folder in (("this folder", Path.cwd()), ("temporary", Path(tempfile.gettempdir()))):
+    folders = {"this folder": Path.cwd()}
+    try:
+        folders["temporary"] = Path(tempfile.gettempdir())
+    except OSError:  # it tries to write in each
+        yield Fact("Disk", "temporary", "no folder for temporary files can be written to; set TMPDIR", "problem")
+    for name, folder in folders.items():
         kind, free = file_system(folder), shutil.disk_usage(folder).free
         text = f"{free / GIB:,.1f} GiB free" + (f", {kind}" if kind else "")
         if kind == "overlay":
@@ -297,8 +301,9 @@ def _storage() -> Iterator[Fact]:
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        few = 0 <= hard < 4096
-        text = f"up to {hard:,}" if hard >= 0 else "no limit"
+        is_limited = hard != resource.RLIM_INFINITY
+        few = is_limited and hard < 4096
+        text = f"up to {hard:,}" if is_limited else "no limit"
         text += "; blends of many files need more, see `ulimit -Hn`" if few else ""
         yield Fact("Disk", "open files", text, "problem" if few else "ok", {"limit": hard})
     with contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -328,7 +329,7 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         given.append(f"--tokenizer-type {t.tokenizer_type}")
     if given:
         raise UserError(f"--tokenizer {name} and {', '.join(given)} both name a tokenizer; give only one of them")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, for unknown users too
     if name == "byte":
         return Bytes()
     if path.is_dir():

@@ -85,7 +85,12 @@ def test_a_last_line_cut_by_a_kill_is_no_row(tmp_path, capsys, tail):
 
 
 @pytest.mark.parametrize(
-    "damage", ["garbage", "", "3", '{"event": "step", "iteration": 2}', json.dumps(step(1, 2, "many")), "\udcff"]
+    "damage",
+    [
+        *("garbage", "", "3", '{"event": "step", "iteration": 2}', json.dumps(step(1, 2, "many")), "\udcff"),
+        json.dumps(step(1, 2, 5.0) | {"ms": "nan"}),
+        '{"event": "start", "attempt": 2, "iteration": 2, "time": "inf"}',
+    ],
 )
 def test_any_other_damaged_line_is_an_error_that_names_it(tmp_path, capsys, damage):
     folder = run_folder(tmp_path, ROWS)

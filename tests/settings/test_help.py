@@ -165,6 +165,47 @@ def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert command.our_version() != "9.9"
 
 
+def test_help_inside_help(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = run(capsys, "train", "--help-all")
+    assert run(capsys, "help", "train", "--help-all") == run(capsys, "train", "-h", "--help-all") == everything
+    assert run(capsys, "help", "train", "--help") == run(capsys, "train", "--help")
+    assert run(capsys, "data", "help", "verify") == run(capsys, "data", "verify", "--help")
+    assert run(capsys, "data", "--help-all") == run(capsys, "data", "--help") == run(capsys, "data", "help")
+
+
+def test_one_rank_prints_the_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--help", "lr"]) == 0 and capsys.readouterr().out == ""
+
+
+def test_a_word_without_a_flag_is_named_as_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    assert "error: SHELL: 'tcsh' is none of bash, zsh, fish" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, status", [("train --help=lr", 0), ("train --help-all", 0), ("data plan -h", 0)])
+def test_a_reader_that_is_gone(words: str, status: int) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as pipe:
+        argv = [sys.executable, "-m", "meshwright", *words.split()]
+        done = subprocess.run(argv, stdout=pipe, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_a_closed_standard_input(tmp_path: Path) -> None:
+    program = "import sys; from meshwright.__main__ import main; main(['--version']); print(sys.stdin.read() == '')"
+    argv = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
+    assert subprocess.run(argv, capture_output=True, text=True).stdout.endswith("\nTrue\n")
+
+
 def on_terminal(argv: list[str], **more: str) -> str:
     """Run a command on a terminal of 80 x 24 and return what it shows."""
     lead, follow = pty.openpty()
@@ -198,4 +239,7 @@ def test_bold_headings_and_the_pager_on_terminals_only(tmp_path: Path) -> None:
     assert on_terminal(["train", "--help-all"], PAGER=note) == ""
     assert "--lr-wsd-decay-style" in (tmp_path / "paged").read_text()
     assert "peak learning rate" in on_terminal(["train", "--help", "lr"], PAGER="false")
+    interrupted = f"kill -INT $PPID; sleep 0.4; {note}"  # Ctrl-C is for the pager
+    assert on_terminal(["train", "--help", "optimizer"], PAGER=interrupted) == ""
+    assert "--weight-decay" in (tmp_path / "paged").read_text()
     assert "--lr-wsd-decay-style" in on_terminal(["train", "--help-all"], PAGER="no-such-pager")

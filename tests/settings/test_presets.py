@@ -160,6 +160,7 @@ def test_json(capsys):
     [
         ("gpt2-117", "no preset 'gpt2-117'; did you mean gpt2-117m?"),
         ("llama-7b", "did you mean llama2-7b?"),
+        ("GPT2-124M", "did you mean gpt2-124m?"),
         ("bloom", "no preset 'bloom'; `meshwright presets` lists them"),
     ],
 )

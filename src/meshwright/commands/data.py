@@ -15,6 +15,7 @@ from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.launch.world import find_world
 from meshwright.settings import checks, command, data_paths
 from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.help import WORDS
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.settings.schema import TrainConfig, flag, spelling
 
@@ -173,10 +174,12 @@ class LooseTextConfig:
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["help"] and argv[1:]:  # help VERB [TOPIC]
+        argv = [argv[1], "--help", *argv[2:]]
     name = argv[0] if argv else ""
     lines = [f"  {verb:<12} {about}" for verb, (_, about, _, _) in VERBS.items()]
     usage = "\n".join(["usage: meshwright data VERB [flags]", "", *lines, "", USAGE_END])
-    if name in ("", "-h", "--help", "help"):
+    if name in ("", "help", *WORDS):
         print(usage)
         return DONE if name else USAGE
     if name not in VERBS:

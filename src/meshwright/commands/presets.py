@@ -9,16 +9,15 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.errors import DONE, UserError
+from meshwright.errors import DONE
 from meshwright.model import counts
 from meshwright.settings import flags
-from meshwright.settings.grammar import did_you_mean
-from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family
+from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family, require
 from meshwright.settings.schema import TrainConfig, flag, spelling
 
 FOOT = """
 memory: at least, to train on one device in bf16 with AdamW and micro-batches of
-  one sequence: weights, gradients, optimizer state and logits, activations apart
+  one sequence: weights, gradients, optimizer state, logits; activations apart
 parameters and memory count the source's vocabulary; yours is the tokenizer's
 
 meshwright train --preset NAME ...    train it; flags given beside win
@@ -43,9 +42,8 @@ class PresetsConfig:
 def main(argv: list[str]) -> int:
     about = "List the presets of `train --preset`, or print one as flags."
     c = flags.parse(PresetsConfig, argv, "meshwright presets", about=about).config
-    if c.name and c.name not in PRESETS:
-        hint = did_you_mean(c.name, PRESETS, 0.7) or "; `meshwright presets` lists them"
-        raise UserError(f"no preset {c.name!r}{hint}")
+    if c.name:
+        require(c.name)
     if c.json:
         print(json.dumps(describe(c.name) if c.name else [describe(n) for f in FAMILIES for n in f.presets], indent=2))
     elif not c.name:

@@ -8,7 +8,7 @@ import time
 
 from meshwright.errors import DONE, UserError
 from meshwright.launch.world import World, find_world, require_world_size
-from meshwright.settings import flags
+from meshwright.settings import flags, help
 from meshwright.settings.schema import TrainConfig
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
 def command_line(argv: list[str], world: World) -> int:
     dry, prints = "--dry-run" in argv, "--print-config" in argv
-    if world.rank and (dry or prints):
+    if world.rank and (dry or prints or help.asked(argv) is not None):
         return DONE
     words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
     if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):

@@ -87,7 +87,7 @@ def read_history(folder: Path) -> History:
                     steps = {i: s for i, s in steps.items() if i <= iteration}
                     validations = {k: v for k, v in validations.items() if k[1] <= iteration}
                     attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
-                    row["time"] = float(row.get("time", 0))
+                    row["time"] = _time(row.get("time", 0))
                 elif event == "step":
                     steps[iteration] = step = _step(row)
                     if attempts:
@@ -98,10 +98,10 @@ def read_history(folder: Path) -> History:
                     v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")))
                     validations[v.title, iteration, bool(row.get("end"))] = v
                 elif event == "save" and attempts:
-                    attempts[-1].seconds += float(row["seconds"])
+                    attempts[-1].seconds += _time(row["seconds"])
                 elif event == "end" and attempts and attempts[-1].number == int(row["attempt"]):
                     attempts[-1].end = row
-                    row["time"] = float(row.get("time", 0))
+                    row["time"] = _time(row.get("time", 0))
             except (ValueError, TypeError, KeyError, OverflowError) as e:
                 if not line.endswith(b"\n"):
                     break  # the last line, cut by a kill
@@ -111,9 +111,18 @@ def read_history(folder: Path) -> History:
     return History([steps[i] for i in sorted(steps)], in_order, attempts, path.stat().st_mtime)
 
 
+def _time(value: Any) -> float:
+    """Return a time or a duration, which a run never writes as NaN or infinity."""
+    seconds = float(value)
+    if not 0 <= seconds < 1e11:
+        raise ValueError(f"{value} is not a time")
+    return seconds
+
+
 def _step(row: dict[str, Any]) -> Step:
     # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
-    loss, norm, lr, ms, speed = (float(row[n]) for n in ("loss", "grad_norm", "lr", "ms", "tokens_per_second"))
+    loss, norm, lr, speed = (float(row[n]) for n in ("loss", "grad_norm", "lr", "tokens_per_second"))
+    ms = _time(row["ms"])
     mfu, memory = (None if row.get(n) is None else float(row[n]) for n in ("mfu", "memory"))
     iteration, consumed = int(row["iteration"]), int(row["consumed_samples"])
     return Step(iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory)

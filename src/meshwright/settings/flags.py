@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.settings import checks, deepspeed_json, help
+from meshwright.settings import checks, deepspeed_json, help, presets
 from meshwright.settings.fields import choices_of, inner_type, switches, word_of
 from meshwright.settings.fields import default_of as default_of
 from meshwright.settings.fields import every_config as every_config
@@ -32,7 +32,6 @@ from meshwright.settings.fields import is_list as is_list
 from meshwright.settings.fields import is_not_yet as is_not_yet
 from meshwright.settings.grammar import did_you_mean
 from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
-from meshwright.settings.presets import PRESETS, fitted
 from meshwright.settings.schema import TrainConfig, is_flat, spelling
 
 C = TypeVar("C")
@@ -102,7 +101,7 @@ def parse(
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
     if control["preset"]:
         above = {name: value for _, layer in layers[1:] for name, value in layer.items()}
-        known = {k: v for k, v in fitted(control["preset"], above).items() if k in reader.known}
+        known = {k: v for k, v in presets.fitted(control["preset"], above).items() if k in reader.known}
         layers[0] = (layers[0][0], known)
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
@@ -125,10 +124,8 @@ def _layers_below(reader: _Reader, preset: str | None, file: str | None) -> list
     """Return the layers that the command line overrides."""
     layers = []
     if preset:
-        if preset not in PRESETS:
-            hint = did_you_mean(preset, PRESETS, 0.7) or "; `meshwright presets` lists them"
-            raise UserError(f"--preset: no preset {preset!r}{hint}")
-        layers.append((f"preset {preset}", {k: v for k, v in PRESETS[preset].items() if k in reader.known}))
+        presets.require(preset, "--preset: ")
+        layers.append((f"preset {preset}", {k: v for k, v in presets.PRESETS[preset].items() if k in reader.known}))
     if file:
         layers.append((file, reader.read_file(Path(file))))
     if not is_flat(reader.cls):
@@ -336,7 +333,8 @@ class _Reader:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
                     out[name] = value if is_raw else convert(self.known[name][2], value)
                 except argparse.ArgumentTypeError as e:
-                    self.complaints.append(f"{spelling(name)}{where}: {e}")
+                    is_bare = self.known[name][1].metadata["positional"]
+                    self.complaints.append(f"{word_of(name) if is_bare else spelling(name)}{where}: {e}")
             elif name in idle:
                 self.notices.append(f"{idle[name]} is accepted and has no effect: {NO_EFFECT[idle[name]][1]}{where}")
             elif elsewhere := known_elsewhere("--" + name.replace("_", "-")):

@@ -113,10 +113,8 @@ def asked(argv: list[str], names_follow: bool = False) -> str | None:
         if word == "--" or (names_follow and not word.startswith("-") and not is_value):
             return None
         name, _, value = word.partition("=")
-        if name == "--help-all":
-            return ALL
         if name in WORDS:
-            return value or " ".join(argv[i + 1 : i + 2])
+            return ALL if "--help-all" in argv[i:] else value or next((w for w in argv[i + 1 :] if w not in WORDS), "")
     return None
 
 
@@ -383,12 +381,17 @@ def _styled(line: str) -> str:
 def _page(text: str) -> bool:
     """Show a text as git does, by $PAGER or less; return whether that was possible."""
     import shutil
+    import signal
     import subprocess
 
     pager = os.environ.get("PAGER", "less")
     if not pager.strip() or pager.strip() == "cat" or shutil.which(pager.split()[0]) is None:
         return False
     how = {"LESS": "FRX", "LV": "-c"} | os.environ
-    with contextlib.suppress(BrokenPipeError):
-        subprocess.run(pager, shell=True, input=text, encoding="utf-8", errors="replace", env=how)
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the pager, which must keep its terminal
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            subprocess.run(pager, shell=True, input=text, encoding="utf-8", errors="replace", env=how)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return True

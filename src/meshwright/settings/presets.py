@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.errors import UserError
+from meshwright.settings.grammar import did_you_mean
+
 SIZES = "num_layers hidden_size num_attention_heads seq_length micro_batch_size global_batch_size".split()
 
 
@@ -248,6 +251,13 @@ FAMILIES: tuple[Family, ...] = (
 ALIASES = {"gpt2-124m": "gpt2-117m", "gpt2-355m": "gpt2-345m", "gpt2-774m": "gpt2-762m", "gpt2-1558m": "gpt2-1.5b"}
 PRESETS: dict[str, dict[str, Any]] = {name: values for family in FAMILIES for name, values in family.presets.items()}
 PRESETS |= {alias: PRESETS[name] for alias, name in ALIASES.items()}
+
+
+def require(name: str, where: str = "") -> None:
+    """Refuse a name that no preset has; suggest one."""
+    if name not in PRESETS:
+        hint = did_you_mean(name.lower(), PRESETS, 0.7) or "; `meshwright presets` lists them"
+        raise UserError(f"{where}no preset {name!r}{hint}")
 
 
 def family(name: str) -> Family:

@@ -83,7 +83,7 @@ def as_continued(config: TrainConfig) -> TrainConfig:
             exit_on_missing_checkpoint=c.exit_on_missing_checkpoint or elsewhere,
         )
     p, t = dataclasses.replace(config.parallel, world_size=None, local_rank=None), config.tokenizer
-    if t.tokenizer and not Path(t.tokenizer).expanduser().exists():  # the run's own copy needs no download
+    if t.tokenizer and not os.path.exists(os.path.expanduser(t.tokenizer)):  # the run's own copy needs no download
         t = dataclasses.replace(t, tokenizer="byte" if t.tokenizer == "byte" else None)
     return dataclasses.replace(config, checkpoint=c, parallel=p, tokenizer=t)
 
