@@ -14,26 +14,47 @@ from typing import Any
 from meshwright.errors import LOCKED, UserError
 from meshwright.files import replacing
 
-SMALL = 1 << 26  # bytes; a longer file is known by the time of its last change, not by its SHA-256
-
-
-def state_of(path: str | Path) -> list[Any]:
-    """Return size and SHA-256 of a file, or its time if it is large; something new for a pipe."""
-    if not os.path.exists(path):  # such as `-`
-        return [time.time_ns()]
-    about = os.stat(path)
-    if not stat.S_ISREG(about.st_mode):
-        return [time.time_ns()]
-    if about.st_size > SMALL:
-        return [about.st_size, about.st_mtime_ns]
-    with open(path, "rb") as file:
-        return [about.st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+SMALL = 1 << 24  # bytes in all; up to here files are known by their contents
+BLOCK, BLOCKS = 1 << 12, 8  # bytes and number of the samples of a longer file
 
 
 def digest_of(paths: Sequence[str | Path]) -> str:
-    """Return a hash of the names and states of files, in their order."""
-    states = [[Path(path).name, *state_of(path)] for path in paths]
+    """Return a hash of the names and states of files, in their order.
+
+    A few small files are read in full: written anew with the same content, they count as the same.
+    Reading more of them would take a good part of the time that encoding them takes; then size and
+    time of the last change decide, and samples in case that a program has set the time back. A pipe
+    is new each time.
+    """
+    abouts = [_stat(path) for path in paths]
+    is_small = sum(about.st_size for about in abouts if about) <= SMALL
+    states = [
+        [os.path.basename(path), *_state_of(path, about, is_small)] for path, about in zip(paths, abouts, strict=True)
+    ]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+
+
+def _stat(path: str | Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:  # such as `-`
+        return None
+
+
+def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) -> list[Any]:
+    if about is None or not stat.S_ISREG(about.st_mode):
+        return [time.time_ns()]
+    size = about.st_size
+    if not is_small and size < 1 << 20:
+        return [size, about.st_mtime_ns]
+    with open(path, "rb") as file:
+        if is_small:
+            return [size, hashlib.file_digest(file, "sha256").hexdigest()]
+        digest = hashlib.sha256()
+        for n in range(BLOCKS):
+            file.seek((size - BLOCK) * n // (BLOCKS - 1))
+            digest.update(file.read(BLOCK))
+    return [size, about.st_mtime_ns, digest.hexdigest()]
 
 
 def write(record: Path, made_from: dict[str, Any], sizes: dict[str, int]) -> None:

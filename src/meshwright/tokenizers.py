@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from meshwright import hub
@@ -230,7 +231,9 @@ class Null:
 
 
 def fastest(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
-    """Return the fastest encoder: gigatoken's where it is installed; it returns an array of ids."""
+    """Return the fastest encoder: with gigatoken if it is installed; most return arrays."""
+    if isinstance(tokenizer, Bytes):
+        return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
     fast = tokenizer.gigatoken() if isinstance(tokenizer, GPT2BPE) else None
     return fast or tokenizer.encode
 

@@ -92,8 +92,8 @@ def test_a_folder(tmp_path):
     assert passed.startswith("passed over 10 files: ") and passed.endswith("; choose with --include")
     assert sorted(passed.split(": ")[1].split("; ")[0].split(", ")) == sorted(kinds.split(", "))
     documents, out, err = preprocess(tmp_path, tmp_path / "in")
-    assert documents == READ and f"Opening {tmp_path / 'in'}: 14 files\n" in out
-    assert err.splitlines()[0].startswith("passed over 7 files: ") and err.splitlines()[-1] == passed
+    assert documents == READ and f"Opening {tmp_path / 'in'}: 16 files\n" in out
+    assert err.splitlines()[0].startswith("passed over 5 files: ") and err.splitlines()[-1] == passed
     assert read(tmp_path / "in", include=["*.css", "a/*.md"])[0] == ["# b\n", "p {}"]
     assert read(tmp_path / "in", include=["L*", ".x.txt", ".hidden"])[0] == ["hidden", "hidden", "free"]
     everything = read(tmp_path / "in", include=["*"], exclude=["a", "[p-t].*"])
@@ -106,6 +106,23 @@ def test_a_folder(tmp_path):
         "l1",
         "l2",
     ]
+
+
+def test_a_small_text_in_a_folder_is_opened_once(tmp_path, monkeypatch):
+    """By the worker, who finds JSON lines there, too; a bad line is named."""
+    files = {"a.txt": "a", "b.txt": '{"text": "l1"}\n{"text": "l2"}\n', "c.md": '{"key": 1}', "d.py": "d"}
+    folder, opened, real = fill(tmp_path / "in", files), [], open
+
+    def counting(path, *how, **more):
+        opened.append(str(path))
+        return real(path, *how, **more)
+
+    monkeypatch.setattr("builtins.open", counting)
+    monkeypatch.setattr("meshwright.origin.SMALL", 0)
+    assert preprocess(tmp_path, folder)[0] == ["a", "l1", "l2", '{"key": 1}', "d"]
+    assert [path for path in opened if path.startswith(str(folder))] == [f"{folder}/{name}" for name in files]
+    fill(folder, {"b.txt": '{"text": "l1"}\n{"text": 2}\n'})
+    assert "b.txt:2: no text under 'text'" in error_of(lambda: preprocess(tmp_path, folder))
 
 
 def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkeypatch):
@@ -297,7 +314,7 @@ def test_dry_run_and_the_tokenizers_input(tmp_path, capsys):
     byte = ["--tokenizer-type", "ByteTokenizer", "--output-prefix", str(tmp_path / "x"), "--dry-run"]
     assert main(["preprocess", *common, *byte]) == 0
     out = capsys.readouterr().out
-    assert "with 257 ids: 8 of plain text, 1 of archives or streams" in out and "passed over" in out
+    assert "with 257 ids: 10 of plain text, 1 of archives or streams" in out and "passed over" in out
     assert not list(tmp_path.glob("x*"))
     assert main(["train-tokenizer", *common, "--vocab-size", "257", "--output", str(tmp_path / "v")]) == 0
     assert "passed over" in capsys.readouterr().err

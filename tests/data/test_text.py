@@ -160,7 +160,7 @@ def test_archives_of_text_files(tmp_path):
         (tmp_path / name).write_bytes(archive(outer, mode))
         assert texts_of(tmp_path / name) == [content.decode() for content in inner.values()]
     (piece,) = pieces_of(tmp_path / "a.tar")
-    assert text.describe_place(piece, 3, 1) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
+    assert text.describe_place(piece, 3, 1, ["text"]) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
     whole = (tmp_path / "a.tar.xz").read_bytes()
     (tmp_path / "cut.tar.xz").write_bytes(whole[: len(whole) // 2])
     assert pieces_of(tmp_path / "cut.tar.xz")[-1].kind == "broken"
@@ -286,7 +286,9 @@ def units_in(path):
             out.append((piece.content, str(path)))
         found = list(units(piece, ["text"]))
         for count, unit in enumerate(found):
-            out.append((unit[0] if isinstance(unit, list) else unit, text.describe_place(piece, count, lines)))
+            out.append(
+                (unit[0] if isinstance(unit, list) else unit, text.describe_place(piece, count, lines, ["text"]))
+            )
         lines += len(found)
     return out
 
@@ -328,7 +330,7 @@ def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind,
     assert len(entered) <= 4 * len({one.content for one in whole})
     order = random.Random(1).sample(whole, len(whole))
     assert all([unit[0] for unit in units(one, ["text"])] == rows[one.begin : one.end] for one in order)
-    assert text.describe_place(whole[5], 2, 1) == f"{path}: row {whole[5].begin + 3}"
+    assert text.describe_place(whole[5], 2, 1, ["text"]) == f"{path}: row {whole[5].begin + 3}"
 
 
 def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypatch):

@@ -90,10 +90,7 @@ PAGES = {
             "Tokenizer": "tokenizer vocab_file merge_file tokenizer_type",
             "Settings": "config_file print_config dry_run",
         },
-        (
-            "meshwright preprocess --input texts --output-prefix corpus \\\n"
-            "      --tokenizer tokenizer --append-eod",
-        ),
+        ("meshwright preprocess --input texts --output-prefix corpus \\\n      --tokenizer tokenizer --append-eod",),
     ),
     "convert": Page(
         "meshwright.commands.convert:ConvertConfig",

@@ -149,6 +149,8 @@ def _inspect(path: str) -> Input:
 
 def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextInputs) -> Input | str:
     """Recognise a file in a folder, or return why it is passed over."""
+    if about.st_size <= PIECE and os.path.splitext(path)[1].lower() in folders.SUFFIXES:
+        return _input(path, None, about, folder)  # a worker, who opens it anyway, looks at the content
     try:
         with open(path, "rb") as file:
             start = containers.peek(file)
@@ -165,7 +167,7 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     suffix = folders.suffix_of(path)
     if kind in ("parquet", "arrow", "legacy arrow", "tar", "zip") or inner == "tar":
         return _input(path, kind, about, folder)
-    if suffix in (".jsonl", ".ndjson") or _is_json_lines(start, given.json_keys):
+    if suffix in (".jsonl", ".ndjson") or is_json_lines(start, given.json_keys):
         return Input(path, "stream" if kind else "lines", about.st_size, folder)
     if suffix == ".json" and not given.include:
         return "not JSON lines"
@@ -176,7 +178,7 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     return "binary" if b"\0" in start else _input(path, kind, about, folder)
 
 
-def _is_json_lines(start: bytes, keys: list[str]) -> bool:
+def is_json_lines(start: bytes, keys: list[str]) -> bool:
     """Return whether the first line is an object with these keys, as far as can be seen."""
     if not JSON_START.match(start):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterator
 
@@ -58,7 +59,8 @@ def decode(content: bytes, separator: str) -> str:
         raise PassedFile("binary", f"NUL byte at {at}")
     try:
         if not other:
-            return content.decode("utf-8").replace("\r\n", "\n")
+            text = content.decode("utf-8")
+            return text.replace("\r\n", "\n") if b"\r" in content else text
     except UnicodeDecodeError as error:
         other = f"byte 0x{content[error.start]:02x} at {error.start}"
     raise PassedFile("not UTF-8", other)
@@ -68,6 +70,11 @@ def read_file(path: str) -> bytes | BadLine:
     """Return a text file's content, unpacked."""
     try:
         with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size <= LONGEST:
+                content = file.read()  # many times as fast as reading up to LONGEST
+                if containers.kind_of(content[: containers.HEAD]) not in containers.STREAMS:
+                    return content
+                file.seek(0)
             content = containers.unpacked(file).read(LONGEST + 1)
     except containers.DAMAGES as error:
         return BadLine("damaged file", str(error))

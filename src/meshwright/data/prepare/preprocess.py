@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -174,7 +174,7 @@ class Job:
         self.prefixes = [f"{p.output_prefix}_{key}_{level}" for key in self.keys]
         self.suffix = "" if world.size == 1 else part_suffix(world.rank)
         self.failure_path, self.checked = f"{p.output_prefix}.failed", 0.0
-        self.states = [file_state(one) for one in self.inputs]
+        self.states = [hash_of(one.files) if one.files else file_state(one) for one in self.inputs]
         self._identify(tokenizer)
         self.totals = Totals()
         self.writers = list[Writer]()
@@ -351,7 +351,7 @@ class Job:
     def place(self, piece: Piece, unit: int) -> str:
         """Name the place of a bad unit; a rank counts the lines before its own."""
         before = count_lines(piece.path, self.position[2]) if piece.kind == "place" else 0
-        return describe_place(piece, unit, before + self.position[1] + 1)
+        return describe_place(piece, unit, before + self.position[1] + 1, self.keys)
 
     def check_other_ranks(self) -> None:
         """Stop early if another rank failed."""
@@ -426,9 +426,12 @@ def file_state(one: Input) -> list[int]:
     if one.kind == "stream" and not one.bytes:
         return [time.time_ns()]
     if one.files:
-        states = [(path, *_size_and_time(path)) for path, _, _ in one.files]
-        return [int.from_bytes(hashlib.sha256(repr(states).encode()).digest())]
+        return hash_of([(path, *_size_and_time(path)) for path, _, _ in one.files])
     return _size_and_time(one.path)
+
+
+def hash_of(files: Sequence[object]) -> list[int]:
+    return [int.from_bytes(hashlib.sha256(repr(list(files)).encode()).digest())]
 
 
 def _size_and_time(path: str) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 from meshwright.data.prepare import containers, markup, plain, records, tables
 from meshwright.data.prepare.folders import NOT_CHOSEN, shown
-from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, Found, Input, choice_of, find
+from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, START, Found, Input, choice_of, find, is_json_lines
 from meshwright.data.prepare.plain import BOM, HTML_NAME, LONGEST, PIECE, REST, TOO_LONG
 from meshwright.data.prepare.records import BadLine as BadLine
 from meshwright.data.prepare.records import PassedFile, Texts, no_text
@@ -306,7 +306,12 @@ def _placed_units(piece: Piece, keys: list[str]) -> Iterator[tuple[str, Texts | 
             yield f"{shown(piece.path)}: document at byte {at + begin:,}", unit
     elif piece.kind == "files":
         for path in piece.content:
-            yield from ((shown(path), unit) for unit in _whole(piece, plain.read_file(path), path, keys))
+            place, read = shown(path), plain.read_file(path)
+            if isinstance(read, bytes) and not piece.is_named and is_json_lines(read[:START], keys):
+                lines = _line_units((read, 0, len(read)), keys, True)
+                yield from ((f"{place}:{line}", unit) for line, unit in enumerate(lines, 1))
+            else:
+                yield from ((place, unit) for unit in _whole(piece, read, path, keys))
     elif piece.kind == "texts":
         before = piece.begin
         for number, (name, content) in enumerate(piece.content):
@@ -362,13 +367,13 @@ def parse(line: memoryview, keys: list[str]) -> Texts | None:
     return records.parse(line, keys)
 
 
-def describe_place(piece: Piece, unit: int, first_line: int) -> str:
+def describe_place(piece: Piece, unit: int, first_line: int, keys: list[str]) -> str:
     """Name the place of a unit; `first_line` is the number of the piece's first line."""
     if piece.kind in ("parquet", "arrow"):
         return f"{shown(piece.path)}: row {piece.begin + unit + 1}"
     if piece.kind in ("place", "lines"):
         return f"{shown(piece.path)}:{first_line + unit}"
-    return next((place for place, _ in islice(_placed_units(piece, [""]), unit, None)), shown(piece.path))
+    return next((place for place, _ in islice(_placed_units(piece, keys), unit, None)), shown(piece.path))
 
 
 Lines = tuple[bytes, int, int]  # a buffer, and where its lines begin and end; cutting copies nothing
@@ -429,15 +434,16 @@ def read_texts(
     """
     found = found or find(given)
     is_start, lines, done = True, dict[int, int](), (0, 0)
+    keys = list(dict.fromkeys(given.json_keys))
     for piece in pieces(found.inputs, given):
         if piece.kind == "broken":
             raise UserError(damage_message(piece), BAD_DATA)
         first, count = lines.get(piece.number, 1), 0
-        for unit in units(piece, list(dict.fromkeys(given.json_keys))):
+        for unit in units(piece, keys):
             if isinstance(unit, PassedFile):
                 found.passed[unit.kind] += 1
             elif isinstance(unit, BadLine):
-                place = describe_place(piece, count, first)
+                place = describe_place(piece, count, first, keys)
                 raise UserError(f"{place}: {unit}{expected_format(unit, is_start)}", BAD_DATA)
             elif unit:
                 is_start = False
