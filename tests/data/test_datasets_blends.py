@@ -560,7 +560,7 @@ def test_several_sets_in_the_report(files):
     assert found == [(1, "a<b", 4), (1, "wiki", 5), (2, "a<b", 5), (2, "wiki", 6)]
     shown = dict(page.headlines(read, {}))
     assert shown["final validation loss on wiki"] == "6.0000" and shown["best validation loss on a<b"] == "4.0000 at 1"
-    text = page.page(files, read, {})
+    text = page.page(files, read, {}, now=0.0)
     assert "validation on wiki" in text and "validation on a&lt;b" in text and "on a<b" not in text
 
 

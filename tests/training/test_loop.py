@@ -576,4 +576,4 @@ def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
     got = run(*data, "--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
     assert got.status == 0 and (tmp_path / "a" / "tokenizer").is_dir()
     refused = run(*data, "--save", tmp_path / "c")
-    assert refused.status == 2 and "--vocab-file" in refused.err
+    assert refused.status == 2 and "--tokenizer" in refused.err
