@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,30 @@ def test_the_same_preprocess_again_changes_nothing(here, capsys):
         assert status == 0 and "out_text_document.bin/.idx is already there, unchanged" in out and "wrote" not in out
     os.utime("long.jsonl", ns=(before["long.jsonl"][1],) * 2)
     assert files() == before
+
+
+def test_dry_run_says_what_would_become_of_the_output(here, capsys):
+    status, out, _ = preprocess(capsys, "long.jsonl", "--dry-run")
+    assert status == 0 and out.endswith("would write out_text_document.bin/.idx\n") and not list(here.glob("out*"))
+    assert preprocess(capsys, "long.jsonl")[0] == 0
+    before = files()
+    status, out, _ = preprocess(capsys, "long.jsonl", "--dry-run")
+    assert status == 0 and "out_text_document.bin/.idx is already there, unchanged" in out and "would write" not in out
+    status, _, err = preprocess(capsys, "short.jsonl", "--dry-run")
+    assert status == LOCKED and "made with other inputs: they are kept; add --overwrite" in err
+    assert "would write" in preprocess(capsys, "short.jsonl", "--dry-run", "--overwrite")[1] and files() == before
+
+
+def test_the_next_command_reads_the_same_text(here, capsys):
+    Path("my text").mkdir()
+    Path("my text/a.css").write_text("a\n---\nb\n---\n")
+    Path("my text/b.css").write_text("no")
+    flags = ["--include", "*.css", "--exclude", "b.*", "--document-separator=---"]
+    train = ["train-tokenizer", "--input", "my text", *flags, "--vocab-size", "257", "--output", "vocabulary"]
+    status, _, err = call(capsys, *train)
+    assert status == 0
+    following = shlex.split(err.splitlines()[-1].removeprefix("next: meshwright "))
+    assert call(capsys, *following)[0] == 0 and len(Indexed("PREFIX_text_document")) == 2
 
 
 def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):

@@ -49,6 +49,21 @@ def write_corpus(path, documents=2000, seed=0, bad=0.0):
     return path
 
 
+def write_folder(path, documents=1500):
+    """Write a folder of small texts, JSON lines among them, and files that are passed over."""
+    rng = random.Random(documents)
+    for n in range(documents):
+        file = path / f"part {n % 9}" / f"{n}.{rng.choice(['txt', 'md', 'py'])}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            rng.choice([f"file {n} " + "ü" * rng.randrange(200), f'{{"text": "{n}"}}\n{{"text": "b"}}', ""])
+        )
+    write_corpus(path / "part 4" / "many.jsonl", 200)
+    (path / "part 1" / "1.css").write_text("p {}")
+    (path / "part 2" / "x.txt").write_bytes(b"\0")
+    return path
+
+
 def run(folder, output, *inputs, **settings):
     """Preprocess the inputs; return what was printed on stderr."""
     settings = {"append_eod": True, "overwrite": True, **settings}
@@ -222,11 +237,12 @@ def kill_group(process, progress):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path, small, packed):
+@pytest.mark.parametrize("form", ["lines", "folder", pytest.param("packed", marks=pytest.mark.long)])
+def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path, small, form):
     """kill -9 of all its processes at seeded moments; never an .idx beside an incomplete .bin."""
-    source, rng, resumed = write_corpus(tmp_path / "in.jsonl", 3000), random.Random(7 + packed), 0
-    if packed:
+    rng, resumed = random.Random(form), 0
+    source = write_folder(tmp_path / "in") if form == "folder" else write_corpus(tmp_path / "in.jsonl", 3000)
+    if form == "packed":
         subprocess.run(["gzip", str(source)], check=True)
         source = tmp_path / "in.jsonl.gz"
     run(tmp_path, "complete", source, workers=1)
@@ -323,6 +339,17 @@ def test_ranks_share_the_input_and_make_the_same_files(tmp_path):
     assert "continuing after" in printed[0] and printed[1] == printed[2] == ""
     assert alone.splitlines()[-1] in printed[0]  # how many bad lines, and the first of each kind
     assert printed[0].count("wrote ") == 2
+
+
+@pytest.mark.whole
+def test_ranks_share_a_folder(tmp_path):
+    folder = write_folder(tmp_path / "in", 400)
+    alone = run(tmp_path, "alone", folder, workers=1)
+    flags = ["--input", str(folder), "--workers", "1", "--output-prefix", str(tmp_path / "ranks")]
+    statuses, printed = run_as_ranks(tmp_path, [flags] * 2, (None, None))
+    assert statuses == [0, 0], printed
+    assert output_bytes(tmp_path, "ranks") == output_bytes(tmp_path, "alone") and leftovers(tmp_path, "ranks") == []
+    assert alone.splitlines()[-1].startswith("passed over ") and alone.splitlines()[-1] in printed[0]
 
 
 @pytest.mark.whole

@@ -8,7 +8,7 @@ import sys
 
 from meshwright.console import notice
 from meshwright.errors import DONE
-from meshwright.launch.world import find_world
+from meshwright.launch.world import World, find_world
 from meshwright.settings import command
 from meshwright.settings.preprocess import PreprocessConfig
 
@@ -17,23 +17,20 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
     if parsed is None:
         return DONE
-    if parsed.dry_run:
-        from meshwright import tokenizers
-        from meshwright.data.prepare import sentences
-        from meshwright.data.prepare.inputs import find
+    from meshwright.data.prepare.preprocess import prepare, run
 
-        p = parsed.config.preprocess
-        found = find(p)
-        if p.split_sentences:
-            sentences.build(p.lang, p.keep_newlines)
-        size = tokenizers.build(parsed.config.tokenizer).size
-        print(f"would read {found.bytes:,} bytes with {size} ids: {found.describe()}")
-        for line in found.opened():
+    if parsed.dry_run:
+        with open(os.devnull, "w") as nowhere:
+            job = prepare(parsed.config, nowhere, nowhere, World())
+        job.stdout = sys.stdout
+        print(f"would read {job.found.bytes:,} bytes with {job.tokenizer.size} ids: {job.found.describe()}")
+        for line in job.found.opened():
             print(f"  {line}")
-        if found.passed:
-            print(found.passed.line())
+        if job.found.passed:
+            print(job.found.passed.line())
+        if not job.is_done(dry_run=True):
+            print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in job.prefixes)}")
         return DONE
-    from meshwright.data.prepare.preprocess import run
     from meshwright.launch import rendezvous
 
     world = find_world(os.environ)

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
             print(f"fewer than --vocab-size {given.vocab_size}: the text has no more pairs to merge")
     if found.passed:
         notice(found.passed.line())
-    words = ["meshwright", "preprocess", "--input", *given.input, "--tokenizer", str(given.output)]
+    words = ["meshwright", "preprocess", *given.words(), "--tokenizer", str(given.output)]
     notice(f"next: {shlex.join(words)} --append-eod --output-prefix PREFIX")
     return DONE
 

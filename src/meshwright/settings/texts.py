@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from meshwright.settings.schema import flag
+from meshwright.settings.schema import flag, spelling
 
 SEPARATOR = "<|endoftext|>"
 
@@ -20,6 +21,16 @@ class TextInputs:
     exclude: list[str] = flag([], "patterns of files and folders to leave out")
     json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines and tables", "--json-key")
     document_separator: str = flag(SEPARATOR, "line between the documents of a plain text; '' for a blank line")
+
+    def words(self) -> list[str]:
+        """Return these flags as words of a command, without those that have their defaults."""
+        out = []
+        for field in dataclasses.fields(TextInputs):
+            value = getattr(self, field.name)
+            if value != getattr(TextInputs(), field.name):
+                name = spelling(field.name)  # only after `=` may a value begin with a hyphen
+                out += [f"{name}={value}"] if isinstance(value, str) else [name, *value]
+        return out
 
     def input_problems(self) -> list[str]:
         """Return what is wrong with these flags."""

@@ -166,8 +166,7 @@ class Job:
         stderr: TextIO,
     ) -> None:
         self.config, self.world, self.stdout, self.stderr = config, world, stdout, stderr
-        self.inputs, self.passed, self.tokenizer = found.inputs, found.passed, tokenizer
-        self.paths = found.paths
+        self.found, self.inputs, self.passed, self.tokenizer = found, found.inputs, found.passed, tokenizer
         p = config.preprocess
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
         level = "sentence" if p.split_sentences else "document"
@@ -209,13 +208,13 @@ class Job:
             "version": our_version(),
         }
 
-    def is_done(self) -> bool:
+    def is_done(self, dry_run: bool = False) -> bool:
         """Return whether the same command made the output; refuse to replace another one."""
         overwrite = self.config.preprocess.overwrite
         if not all([is_made(prefix, self.made_from, overwrite) for prefix in self.prefixes]):
             return False
         for prefix in self.prefixes:
-            if not tokenizers.folder_of(prefix).exists():
+            if not dry_run and not tokenizers.folder_of(prefix).exists():
                 tokenizers.keep_beside(self.tokenizer, prefix)
             print(f"{prefix}.bin/.idx is already there, unchanged", file=self.stdout)
         return True
@@ -228,7 +227,7 @@ class Job:
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
         tokenizer = [self.tokenizer.name, self.tokenizer.size, tokenizers.hashes(self.tokenizer)]
-        inputs = origin.digest_of(self.paths)
+        inputs = origin.digest_of(self.found.paths)
         return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": tokenizer}
 
     def keep(self, writer: Writer) -> None:
