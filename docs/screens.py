@@ -44,11 +44,11 @@ SCREENS = {
     "help": ("meshwright --help", "meshwright", 0),
     "train-help": ("meshwright train --help", "meshwright train --help", 0),
     "doctor": ("meshwright doctor", "meshwright doctor", 0),
-    "corpus": ("meshwright data merge-json --json-path texts --output-file corpus.jsonl", "", HEIGHT),
-    "vocabulary": ("meshwright train-tokenizer --input corpus.jsonl --vocab-size 4096 --output vocabulary", "", HEIGHT),
+    "quickstart": ("meshwright quickstart texts --minutes 2", "meshwright quickstart texts --minutes 2", HEIGHT),
+    "vocabulary": ("meshwright train-tokenizer --input texts --vocab-size 4096 --output vocabulary", "", HEIGHT),
     "preprocess": (
-        "meshwright preprocess --input corpus.jsonl --output-prefix corpus --tokenizer vocabulary --append-eod",
-        "meshwright preprocess --input corpus.jsonl --tokenizer vocabulary ...",
+        "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary --append-eod",
+        "meshwright preprocess --input texts --tokenizer vocabulary ...",
         HEIGHT,
     ),
     "train": (
@@ -57,7 +57,7 @@ SCREENS = {
         HEIGHT,
     ),
 }
-FOR_THE_PAGE = ("corpus", "vocabulary", "preprocess", "train")
+FOR_THE_PAGE = ("vocabulary", "preprocess", "train")
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()=>][A-Z0-9]?|\x1b\][^\x07]*\x07")
 
 
