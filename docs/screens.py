@@ -44,7 +44,7 @@ SCREENS = {
     "help": ("meshwright --help", "meshwright", 0),
     "train-help": ("meshwright train --help", "meshwright train --help", 0),
     "doctor": ("meshwright doctor", "meshwright doctor", 0),
-    "quickstart": ("meshwright quickstart texts --minutes 2", "meshwright quickstart texts --minutes 2", HEIGHT),
+    "quickstart": ("meshwright quickstart texts --minutes 5", "meshwright quickstart texts --minutes 5", HEIGHT),
     "vocabulary": ("meshwright train-tokenizer --input texts --vocab-size 4096 --output vocabulary", "", HEIGHT),
     "preprocess": (
         "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary --append-eod",
@@ -57,7 +57,9 @@ SCREENS = {
         HEIGHT,
     ),
 }
-FOR_THE_PAGE = ("vocabulary", "preprocess", "train")
+NEEDED = {"preprocess": {"vocabulary"}, "train": {"vocabulary", "preprocess"}}
+NEEDED["page"] = NEEDED["train"] | {"train"}
+STARTS = ("train", "quickstart")  # whose first rows are a picture, too
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()=>][A-Z0-9]?|\x1b\][^\x07]*\x07")
 
 
@@ -167,6 +169,13 @@ def draw(name: str, title: str, lines: Sequence[str]) -> None:
         (PICTURES / f"{name}-{theme}.svg").write_text(picture, encoding="utf-8")
 
 
+def last(lines: list[str], rows: int) -> list[str]:
+    """Return the last rows (0: all); at most three fewer, to begin after an empty line."""
+    shown = lines[-rows:]
+    empty = [n for n, line in enumerate(shown[:3]) if not line.strip()] if len(lines) > len(shown) else []
+    return shown[empty[-1] + 1 :] if empty else shown
+
+
 def photograph(page: Path) -> None:
     """Take the run's page with Chromium, dark and light."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -185,19 +194,21 @@ def main(wanted: set[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "texts").mkdir()
-        for source in (path for package in LIBRARY for path in (library / package).rglob("*.py")):
+        sources = (path for package in LIBRARY for path in (library / package).rglob("*.py"))
+        for source in filter(lambda path: path.stat().st_size, sources):
             (folder / "texts" / f"{'.'.join(source.relative_to(library).parts)}.txt").write_bytes(source.read_bytes())
         for picture, (command, title, rows) in SCREENS.items():
-            is_needed = picture in FOR_THE_PAGE and not wanted.isdisjoint({"preprocess", "train", "page"})
-            if wanted and picture not in wanted and not is_needed:
+            if wanted and picture not in wanted.union(*(NEEDED.get(one, set()) for one in wanted)):
                 continue
             print(picture, flush=True)
             shown = (line.replace(str(PICTURES.parents[1]), "~/meshwright") for line in run(command, folder).lines())
             lines = [f"\x1b[1m$ {title}\x1b[0m", *shown]
+            if wanted and picture not in wanted:
+                continue
+            if picture in STARTS:
+                draw(f"{picture}-start", "Terminal", lines[:HEIGHT])
             if title:
-                draw(picture, "Terminal", lines[-rows:])
-            if picture == "train":
-                draw("train-start", "Terminal", lines[:HEIGHT])
+                draw(picture, "Terminal", last(lines, rows))
         if not wanted or "page" in wanted:
             photograph(folder / "my-model" / "report.html")
 

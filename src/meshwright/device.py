@@ -120,7 +120,8 @@ def name(device: torch.device) -> str:
     import torch
 
     if device.type == "cpu":
-        return f"cpu, {torch.get_num_threads()} threads"
+        number = torch.get_num_threads()
+        return f"cpu, {number} thread{'s' if number > 1 else ''}"
     return str(_module(device).get_device_name(device))
 
 

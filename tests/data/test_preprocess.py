@@ -79,6 +79,12 @@ def test_documents_in_order_with_eod(tmp_path):
     assert stderr.endswith(" MB/s).\n")
 
 
+def test_a_terminal_is_spared_megatrons_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "StringIO", type("Terminal", (io.StringIO,), {"isatty": lambda self: True}))
+    stdout, _ = work(tmp_path, line("ab"))
+    assert [text.split(" ")[0] for text in stdout.splitlines()] == ["Opening", "wrote"]
+
+
 def test_large_vocabulary_is_int32(tmp_path):
     work(tmp_path, line("65498 1"), "NullTokenizer", 65498)
     assert Indexed(tmp_path / "out_text_document").dtype == np.uint16

@@ -256,7 +256,7 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
     batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
     batch = f"{t.rampup_batch_size[0]:,} sequences, growing to {batch}" if t.rampup_batch_size else batch
     return [
-        ("model", f"{run.parameters:,} parameters: {shape}, {seq:,} tokens of context"),
+        ("model", f"{run.parameters:,} parameters: {shape}, context of {seq:,}"),
         ("run", f"{run.total:,} steps, {tokens:,} tokens; {describe_start(run)}"),
         ("data", data),
         ("tokenizer", f"{tokenizer}, {run.vocab:,} ids"),

@@ -77,7 +77,7 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
         rendezvous.require_equal(team, job.comparable)
         if team.run_on_lead(job.is_done):
             return job.prefixes
-        print(f"Time to startup: {time.perf_counter() - started}", file=stdout, flush=True)
+        say_to_scripts(f"Time to startup: {time.perf_counter() - started}", stdout)
         if world.size == 1:
             job.work()
         else:
@@ -85,6 +85,12 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
         if team.is_lead:
             report(job)
         return job.prefixes
+
+
+def say_to_scripts(line: str, stdout: TextIO) -> None:
+    """Print one of Megatron's lines, which scripts read; a terminal is spared them."""
+    if not stdout.isatty():
+        print(line, file=stdout, flush=True)
 
 
 def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> Job:
@@ -100,15 +106,16 @@ def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: Wor
     if p.dataset_impl != "mmap":
         print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
     named = config.tokenizer.tokenizer
-    print(f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", file=stdout)
+    say_to_scripts(f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout)
     build_tokenizer.cache_clear()  # its files may have changed
     tokenizer = build_tokenizer(config.tokenizer)
     tokenizers.fastest(tokenizer)
     if hint := tokenizers.missing_speed(tokenizer):
         print(f"note: {hint}, with the same ids", file=stderr)
-    print(tokenizers.padding_line(tokenizer.size, tokenizers.padded_size(tokenizer.size, 128, 1, None)), file=stdout)
-    print(f"Vocab size: {tokenizer.size}", file=stdout)
-    print(f"Output prefix: {p.output_prefix}", file=stdout)
+    padded = tokenizers.padded_size(tokenizer.size, 128, 1, None)
+    say_to_scripts(tokenizers.padding_line(tokenizer.size, padded), stdout)
+    say_to_scripts(f"Vocab size: {tokenizer.size}", stdout)
+    say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)
     if p.split_sentences:
         sentences.build(p.lang, p.keep_newlines)  # raises if NLTK or its model is missing
     return Job(config, found, tokenizer, world, stdout, stderr)
