@@ -95,3 +95,10 @@ def test_a_folder_with_patterns(tmp_path):
     assert list(Documents(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a.txt", "b.md", "drafts/d.txt"]
     given = TextInputs(input=[str(tmp_path)], include=["*.css", "*.txt"], exclude=["drafts"])
     assert list(Documents(given, 1e9)) == ["a.txt", "c.css"]
+
+
+def test_an_earlier_quickstart_in_the_folder_is_no_text(tmp_path):
+    for name in ("a.txt", "x-model/.meshwright-quickstart", "x-model/train.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}')
+    assert list(Documents(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a"]

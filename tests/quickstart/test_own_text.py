@@ -119,6 +119,17 @@ def test_the_length_is_corrected_once(left, limit, expected):
     assert "--override-opt_param-scheduler" in stub.commands[-1] or not expected
 
 
+def test_a_restart_that_costs_more_than_it_saves():
+    class Stub:
+        def pre_train(self, command, stop):
+            assert stop(shell.Logged(2, 20, 0.5, 9)) is None  # 10 of 18 steps of half a second
+
+    class Done:
+        done = {"plan": {"command": ["train", "--train-iters", "20"], "limit": "time"}}
+
+    own_text.train(Stub(), Done(), Clock(-20))
+
+
 def test_bad_inputs(text, tmp_path, capsys):
     (tmp_path / "tiny.jsonl").write_text('{"text": "three words only"}\n')
     assert quickstart_of("tiny.jsonl") == BAD_DATA
@@ -129,3 +140,30 @@ def test_bad_inputs(text, tmp_path, capsys):
     (tmp_path / "full/thesis.txt").write_text("three years")
     assert quickstart_of(text, "--output", "full") == LOCKED and quickstart_of(text, "--output", text) == LOCKED
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    "text, folder",
+    [
+        ("my notes.txt", "my notes-model"),
+        ("-", "text-model"),
+        (".config", "config-model"),
+        ("a/*.txt", "txt-model"),
+        ("笔记", "笔记-model"),
+    ],
+)
+def test_no_shell_and_no_command_takes_the_folder_for_something_else(text, folder):
+    assert str(quickstart.default_folder(text)) == folder
+
+
+@pytest.mark.parametrize(
+    "texts, prompt",
+    [
+        (["# Title\n- A line that is long enough to begin with"], "A line that is long enough to begin"),
+        (["春眠不觉晓\n处处闻啼鸟，夜来风雨声\n"], "处处闻啼鸟，夜来风雨声"),
+        (["\n---\n"], "The"),
+    ],
+)
+def test_a_prompt_from_the_text(tmp_path, texts, prompt):
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert tour.prompt_from(tmp_path / "held_out.jsonl") == prompt

@@ -54,3 +54,13 @@ def test_a_slow_machine_makes_a_few_steps():
 def test_the_trial_fits_the_text():
     assert plan.trial_size(10**9, accelerator=False) == SIZES[0] == plan.trial_size(1000, accelerator=True)
     assert plan.trial_size(10**9, accelerator=True) == SIZES[4]
+
+
+def test_an_accelerator_gets_larger_batches():
+    """Up to 8,192 tokens, as far as the text gives enough steps."""
+    small = SIZES[0]
+    assert [plan.grow(small, n).tokens for n in (300_000, 400_000, 800_000, 10**7)] == [1024, 2048, 4096, 8192]
+    assert plan.grow(small, 10**7).lr == 2 * small.lr and plan.grow(SIZES[4], 10**9) == SIZES[4]
+    p = choose(900_000, 1024, Machine(plan.trial_size(900_000, True), 300_000, accelerator=True), 600)
+    assert p.size.tokens == 4096 and p.steps > plan.ENOUGH
+    assert choose(900_000, 1024, CPU, 600).size.tokens == 1024

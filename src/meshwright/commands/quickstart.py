@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(devices.cores(), 8)
     given = TextInputs(input=c.text, include=c.include, exclude=c.exclude, json_keys=c.json_keys)
     documents = Documents(given, c.minutes * 60 * rate)
-    folder = c.output or Path(f"{Path(c.text[0]).resolve().name.split('.')[0]}-model")
+    folder = c.output or default_folder(c.text[0])
     folders.take(folder, MARK, "quickstart")
     progress = folders.Progress(folder / MARK, settings(c))
     with publish.lock(folder):
@@ -61,6 +62,12 @@ def main(argv: list[str]) -> int:
             print(f"\nstopped; to go on:  {shlex.join(['meshwright', 'quickstart', *argv])}")
             return SIGINT
     return DONE
+
+
+def default_folder(text: str) -> Path:
+    """Return a name that no shell and no command takes for a pattern or a flag."""
+    name = re.sub(r"[*?\[\]]", "", Path(text).resolve().name).strip("-. ")
+    return Path(f"{name.split('.')[0] or 'text'}-model")
 
 
 def settings(c: QuickstartConfig) -> dict[str, object]:

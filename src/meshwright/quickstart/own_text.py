@@ -80,10 +80,11 @@ def read(tour: Tour, documents: Documents, progress: Progress) -> Text:
         text = collect(documents, tour.folder, min(documents.bytes, documents.limit))
         text = replace(text, skipped=documents.skipped, is_sample=documents.is_sample)
         if documents.found.passed:
-            print(f"  {documents.found.passed.line('give these by name')}")
+            print(f"  {documents.found.passed.line()}")
         progress.finish("text", asdict(text))
     text = Text(**progress.done["text"])
-    print(f"  {text.documents:,} documents, {text.train_bytes:,} bytes to learn from, {text.held_out_bytes:,} held out")
+    parts = f"{text.documents:,} documents or parts of long ones"
+    print(f"  {parts}, {text.train_bytes:,} bytes to learn from, {text.held_out_bytes:,} held out")
     if text.is_sample:
         print("  that is a sample: there is more text than can be read in the time")
     if text.skipped:
@@ -154,9 +155,11 @@ def describe(plan: Plan, machine: Machine, tokens: int, vocab: int, seconds: flo
     read = plan.steps * size.tokens
     chosen = f"{size.layers} layers of width {size.hidden}, {millions:,.1f} million parameters"
     why = {
-        "time": f"as many as fit into the {max(seconds, 0) / 60:.1f} minutes left for it",
+        "time": f"as many as fit into the {seconds / 60:.1f} minutes left for it",
         "text": "more readings of so little text would only teach it by heart",
     }[plan.limit]
+    if plan.steps == plans.STEPS and plan.limit == "time":
+        why = "the fewest that make a run, although they take longer than the minutes"
     out = [
         f"model: {chosen}",
         f"steps: {plan.steps:,} of {size.tokens:,} tokens, {why}",
@@ -180,7 +183,10 @@ def train(tour: Tour, progress: Progress, deadline: Deadline) -> None:
         left, needed = deadline.left(), (steps - at.iteration) * at.seconds
         if abs(left - needed) < 2 * MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
             return None
-        corrected = at.iteration + max(int((left - RESTART) / at.seconds), 10)
+        new = at.iteration + max(int((left - RESTART) / at.seconds), 10)
+        if abs(new - steps) * at.seconds < 2 * RESTART:
+            return None
+        corrected = new
         return f"a step takes {at.seconds * 1000:.0f} ms now: the run goes on with {corrected:,} steps instead"
 
     # A run that is continued after an interruption keeps its length, as a very short one does.

@@ -8,11 +8,13 @@ most: 1.57 bits per byte of unseen Python, where GPT-2's network and AdamW reach
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STEPS = 20  # the fewest that make a run
 READS = 4  # tokens to be read per parameter of the layers before a larger model is worth its time
 PARAMETERS = 2  # most parameters of the layers per token of text
+FULL = 8192  # tokens of a step that keep an accelerator busy
+ENOUGH = 2000  # steps that a text must still give in larger batches
 EPOCHS = 12  # most readings of a text; more only learn it by heart
 
 
@@ -86,10 +88,21 @@ def vocabulary(text_bytes: int, wide: float, accelerator: bool) -> int:
     return 2 * size if wide > 0.3 else size
 
 
+def grow(size: Size, tokens: int) -> Size:
+    """Enlarge a batch for an accelerator, which needs the same time for it, if the text allows.
+
+    The learning rate grows with the root of the batch, at most to twice its value.
+    """
+    batch = size.batch
+    while batch * size.length < FULL and EPOCHS * tokens >= ENOUGH * 2 * batch * size.length:
+        batch *= 2
+    return replace(size, batch=batch, lr=size.lr * min(math.sqrt(batch / size.batch), 2))
+
+
 def trial_size(tokens: int, accelerator: bool) -> Size:
     """Return the size to measure: on an accelerator, small models would only wait."""
     fitting = [size for size in SIZES[:5] if size.parameters <= PARAMETERS * tokens]
-    return fitting[-1] if accelerator and fitting else SIZES[0]
+    return grow(fitting[-1] if fitting else SIZES[0], tokens) if accelerator else SIZES[0]
 
 
 def choose(tokens: int, vocab: int, machine: Machine, seconds: float) -> Plan:
@@ -100,6 +113,7 @@ def choose(tokens: int, vocab: int, machine: Machine, seconds: float) -> Plan:
 
     fitting = [s for s in SIZES if s.parameters <= PARAMETERS * tokens and s.parameters * READS <= reads(s)]
     size = fitting[-1] if fitting else SIZES[0]
+    size = grow(size, tokens) if machine.accelerator else size
     by_time, by_text = (int(n / size.tokens) for n in (machine.speed(size, vocab) * seconds, EPOCHS * tokens))
     steps = max(min(by_time, by_text), STEPS)
     steps = steps // 10 * 10  # a round number

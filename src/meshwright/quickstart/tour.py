@@ -113,11 +113,12 @@ def first_bytes(texts: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 
 def prompt_from(held_out: Path) -> str:
-    """Return the first words of a held-out text."""
+    """Return the first words of a held-out text: of a long line, or of the longest one."""
+    best = ""
     for text in read_texts(TextInputs(input=[str(held_out)])):
         for line in text.splitlines():
-            line = line.strip()
-            if len(line) >= PROMPT:
-                words = line[:PROMPT].rsplit(" ", 1)
-                return words[0] if len(words[0]) >= PROMPT // 2 else line[: PROMPT // 2]
-    return "The"
+            best = max(best, line.lstrip("-*#> \t").rstrip(), key=len)  # no value begins with a hyphen
+            if len(best) >= PROMPT:
+                words = best[:PROMPT].rsplit(" ", 1)
+                return words[0] if len(words[0]) >= PROMPT // 2 else best[: PROMPT // 2]
+    return best or "The"

@@ -27,8 +27,14 @@ SUFFIXES = frozenset(
 DATA = frozenset((".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".tar", ".tgz", ".txz", ".tbz2", ".zip"))
 PACKED = (".gz", ".xz", ".zst", ".bz2")
 FILLED = ("__pycache__", "node_modules")  # by programs: not anyone's own text
-# Names in a folder that train-tokenizer, preprocess or train made.
-OURS = ({"vocab.json", "merges.txt"}, {"meta.json", "tokenizer.json"}, {"config.toml", "metrics.jsonl"})
+# Names in a folder that train-tokenizer, preprocess, train, quickstart or the demo made.
+OURS: list[set[str]] = [
+    {"vocab.json", "merges.txt"},
+    {"meta.json", "tokenizer.json"},
+    {"config.toml", "metrics.jsonl"},
+    {".meshwright-quickstart"},  # its copies of the text, too
+    {".meshwright-demo"},
+]
 OTHER = "other suffix "  # begins the kind of a file whose suffix is not known
 NOT_CHOSEN = "not chosen by --include and --exclude"
 
