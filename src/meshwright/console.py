@@ -70,7 +70,7 @@ def show(line: str) -> None:
         if isinstance(error, BrokenPipeError):
             notice("the reader of the log is gone; the run continues")
         else:
-            notice(f"standard output: {error.strerror}; the log continues in metrics.jsonl only")
+            notice(f"standard output: {error.strerror}; the run continues; its log is in its folder only")
 
 
 def notice(line: str) -> None:
@@ -96,39 +96,35 @@ class LogFile:
     """The log in a file, appended to. A file that cannot be written is left off with a notice."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.kept: list[str] = []  # until it is opened
-        self.fd: int | None = None  # -1: left off
+        self.path, self.fd = path, -1
+        self.kept: list[str] | None = []  # until it is opened
 
     def open(self) -> None:
         """Open the file and write the lines that were added so far."""
+        kept, self.kept = "\n".join(self.kept or []), None
         try:
             self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             self._leave_off(error)
-        self._write("".join(self.kept))
+        self.add(kept)
 
     def add(self, line: str) -> None:
-        if self.fd is None:
-            self.kept.append(f"{line}\n")
-        else:
-            self._write(f"{line}\n")
-
-    def _write(self, text: str) -> None:
-        data = text.encode(errors="backslashreplace")
+        if self.kept is not None:
+            self.kept.append(line)
+            return
+        data = f"{line}\n".encode(errors="backslashreplace")
         try:
-            while data and self.fd is not None and self.fd >= 0:
+            while data and self.fd >= 0:
                 data = data[os.write(self.fd, data) :]
         except OSError as error:
-            self.close()
             self._leave_off(error)
 
     def _leave_off(self, error: OSError) -> None:
-        self.fd = -1
+        self.close()
         notice(f"{self.path}: {error.strerror}; the run continues without this file")
 
     def close(self) -> None:
-        if self.fd is not None and self.fd >= 0:
+        if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
 

@@ -261,20 +261,13 @@ def _packages() -> Iterator[Fact]:
 
 def _extras() -> dict[str, str]:
     """Return package -> extra that installs it, as the project declares them."""
-    if PROJECT.is_file():
-        import tomllib
+    from importlib.metadata import PackageNotFoundError, requires
 
-        declared = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-        rows = [(requirement, extra) for extra, listed in declared.items() for requirement in listed]
-    else:
-        from importlib.metadata import PackageNotFoundError, requires
-
-        found: list[str] = []
-        with contextlib.suppress(PackageNotFoundError):
-            found = requires("meshwright") or []
-        rows = [(r, m[1]) for r in found if (m := re.search(r"extra == ['\"](\w+)['\"]", r))]
-    named = [(re.split(r"[^\w-]", requirement)[0].lower(), extra) for requirement, extra in rows]
-    return {package: extra for package, extra in named if extra not in ("test", "peers")}
+    declared: list[str] = []
+    with contextlib.suppress(PackageNotFoundError):
+        declared = requires("meshwright") or []
+    found = (re.match(r"([\w-]+).*extra == ['\"](\w+)['\"]", line) for line in declared)
+    return {m[1].lower(): m[2] for m in found if m and m[2] not in ("test", "peers")}
 
 
 # Disks and limits.

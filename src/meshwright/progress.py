@@ -54,6 +54,15 @@ class Clock:
         return f"{count / 1e6 / max(time.perf_counter() - self.start, 1e-9):,.1f} MB/s"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in words: 5.0 s, 3 min 05 s, or 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s"
+
+
 class SkippedLines(dict[str, tuple[int, str]]):
     """The number of bad lines of each kind, and the place of the first."""
 

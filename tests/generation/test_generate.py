@@ -375,6 +375,10 @@ def chooser(settings, n, seen=None):
     return choose
 
 
+def complete(model, prompts, *how):
+    return engine.collect(engine.decode(model, prompts, *how), len(prompts), eod=10)
+
+
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [1] * 18, [2] * 20]
 
 
@@ -384,13 +388,13 @@ def test_cache_and_batch_change_nothing(settings):
     model, got, seen = little(), [], []
     for cached in (True, False):
         seen.append([])
-        got.append(engine.complete(model, PROMPTS, 12, 20, 10, chooser(settings, 5, seen[-1]), cached))
+        got.append(complete(model, PROMPTS, 12, 20, 10, chooser(settings, 5, seen[-1]), cached))
     assert got[0] == got[1] and len(seen[0]) == len(seen[1]) > 20
     for (row, a), (other, b) in zip(*seen, strict=True):
         assert row == other and a.shape == (11,) and torch.allclose(a, b, rtol=1e-10, atol=1e-10)
     for i, prompt in enumerate(PROMPTS):
         streams = [sampling.generator(3, i)]
-        alone = engine.complete(model, [prompt], 12, 20, 10, lambda r, x, s=streams: sampling.choose(x, settings, s[r]))
+        alone = complete(model, [prompt], 12, 20, 10, lambda r, x, s=streams: sampling.choose(x, settings, s[r]))
         assert alone == [got[0][i]]
     assert len(got[0][3][0]) <= 2 and got[0][4] == ([], False)
 
@@ -398,11 +402,11 @@ def test_cache_and_batch_change_nothing(settings):
 def test_each_row_ends_separately():
     """A row ends at its end of document, after `max_new` tokens, or at the sequence length."""
     script = {0: iter([4, 4, 10]), 1: iter([5] * 99), 2: iter([10])}
-    rows = engine.complete(little(), [[1], [2] * 17, [3] * 4], 5, 20, 10, lambda row, logits: next(script[row]))
+    rows = complete(little(), [[1], [2] * 17, [3] * 4], 5, 20, 10, lambda row, logits: next(script[row]))
     assert rows == [([4, 4], True), ([5] * 3, False), ([], True)]
-    most = engine.complete(little(), [[1]], 5, 20, 10, lambda row, logits: 4)
+    most = complete(little(), [[1]], 5, 20, 10, lambda row, logits: 4)
     assert most == [([4] * 5, False)]
-    assert engine.complete(little(), [[1]], 999, 20, 10, lambda row, logits: 4) == [([4] * 19, False)]
+    assert complete(little(), [[1]], 999, 20, 10, lambda row, logits: 4) == [([4] * 19, False)]
 
 
 def test_each_token_comes_when_it_is_chosen():

@@ -4,7 +4,9 @@ Tests compare it with the fields, the tests that it names and the flags that are
 """
 
 import ast
+import dataclasses
 import functools
+import json
 import re
 import typing
 from pathlib import Path
@@ -373,11 +375,36 @@ def test_named_tests_exist_and_mention_their_flag(group):
             assert re.search(rf"--(no-)?{spelled}\b", functions_in(file)[test]), f"{name}: not in {where}"
 
 
-MAKE = "python -c \"from meshwright.settings import flags; print(flags.reference(), end='')\" > docs/flags.md"
+HEAD = """# Flags
+
+Generated from the dataclasses of settings, most of them in `src/meshwright/settings/schema.py`.
+Every flag is also a setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment
+(`MESHWRIGHT_SEQ_LENGTH`). A switch `--x` also has `--no-x`. *Not yet*: only the default works.
+"""
+
+
+def reference() -> str:
+    """Return docs/flags.md: a table for each group of settings."""
+    out = [HEAD]
+    for name, group in {name: group for cls in CONFIGS for name, group in flags.groups(cls).items()}.items():
+        out += [f"## {name.capitalize().replace('_', ' ')}", "", (group.__doc__ or "").splitlines()[0], ""]
+        out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
+        for f in dataclasses.fields(group):
+            aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), flags.default_of(f)
+            shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
+            meaning = f.metadata["help"] + (" *(not yet)*" if flags.is_not_yet(f) else "")
+            cells = [f"`{settings.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
+            out.append("| " + " | ".join(cells) + " |")
+        out.append("")
+    return "\n".join(out)
 
 
 def test_the_page_of_flags_is_up_to_date():
     page = (TESTS.parent / "docs" / "flags.md").read_text(encoding="utf-8")
-    assert page == flags.reference(), f"docs/flags.md is out of date; regenerate it with\n{MAKE}"
+    assert page == reference(), "update it: python tests/settings/test_flag_table.py > docs/flags.md"
     for _, f in entries().items():
         assert f.metadata["help"].replace("|", "\\|") in page
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -654,7 +654,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Full())
     console.say("one")
     console.say("two")
-    message = "standard output: No space left on device; the log continues in metrics.jsonl only\n"
+    message = "standard output: No space left on device; the run continues; its log is in its folder only\n"
     assert capsys.readouterr().err == message and opened.getvalue() == "two\n"
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from meshwright.console import say
-from meshwright.errors import DONE, UserError
-from meshwright.settings import checks, flags
+from meshwright.errors import DONE
+from meshwright.settings import command, flags
 from meshwright.settings.schema import Checkpoint, Data, GenerateConfig, Model, Tokenizer, flag
 
 ABOUT = "Convert a checkpoint of any program: convert SRC DST --to native|torch|huggingface."
@@ -44,25 +44,24 @@ class ConvertConfig:
         | {"seq_length", "verify", "trust_pickle"}
     )
 
+    def problems(self) -> list[str]:
+        is_complete = len(self.conversion.paths) == 2 and self.conversion.to
+        form = "meshwright convert SRC DST --to native|torch|huggingface"
+        return [] if is_complete else [f"two folders and --to are needed: {form}"]
+
 
 def main(argv: list[str]) -> int:
-    parsed = flags.parse(ConvertConfig, argv, "meshwright convert", positional="paths", check=False, about=ABOUT)
-    if parsed.print_config:
-        print(flags.to_toml(parsed.config, parsed.sources))
+    parsed = command.settings(ConvertConfig, argv, "convert", ABOUT, "paths")
+    if parsed is None:
         return DONE
-    flags.print_notices(parsed)
     c = parsed.config.conversion
-    if wrong := checks.unusable(parsed.config) + checks.not_yet(parsed.config):
-        raise UserError(flags.listed(wrong))
-    if len(c.paths) != 2 or c.to is None:
-        raise UserError("two folders and --to are needed: meshwright convert SRC DST --to native|torch|huggingface")
+    assert c.to
     from meshwright.checkpoint.convert import Target, prepare
 
     ranks = (c.target_tensor_parallel_size, c.target_pipeline_parallel_size)
     target = Target(Path(c.paths[1]), c.to, c.dtype, not c.no_optimizer, *ranks)
     known = flags.fields(GenerateConfig)
-    values = flags.to_dict(parsed.config)
-    given = {name: values[name] for name, source in parsed.sources.items() if source != "default" and name in known}
+    given = {name: value for name, value in flags.given(parsed).items() if name in known}
     job = prepare(c.paths[0], target, given)
     source, folder = job.source, target.folder
     if parsed.dry_run:

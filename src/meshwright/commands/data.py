@@ -14,7 +14,7 @@ from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.launch.world import find_world
 from meshwright.settings import checks, command, data_paths
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.grammar import did_you_mean, prefix_of
 from meshwright.settings.help import WORDS
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.settings.schema import TrainConfig, flag, spelling
@@ -196,11 +196,10 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
     """Return prefixes of token files; a word may also name one file of a pair, or both."""
     out = list[str]()
     for word in words:
-        is_file = word.endswith((".bin", ".idx")) and not Path(f"{word}.idx").exists()
-        prefix = word[:-4] if is_file else word
+        prefix = prefix_of(word)
         for lost in (path for end in (".idx", ".bin") if must_exist and not (path := Path(prefix + end)).exists()):
             raise UserError(f"{lost} does not exist; {prefix} must be the prefix of a .bin and an .idx", BAD_DATA)
-        if not (is_file and prefix in out):  # a pattern names both
+        if prefix == word or prefix not in out:  # a pattern names both
             out.append(prefix)
     return out
 

@@ -110,9 +110,7 @@ def tour(folder: Path, scale: Scale) -> None:
         for prompt in scale.prompts:
             t.generate(prompt, scale.sample, "--temperature", "0.8", "--top_p", "0.9")
 
-    minutes, seconds = divmod(round(time.perf_counter() - began), 60)
-    print(f"\nDone in {minutes} min {seconds} s. The full output of the commands is in {t.log}. Try next:")
-    t.next_steps()
+    t.end(began)
     print("  meshwright quickstart FOLDER     the same with your own text")
     print(f"The real thing, GPT-2 345M on one GPU, once `meshwright preprocess` has read your text:\n  {GPT2_345M}")
 

@@ -92,10 +92,8 @@ def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: str) -> None
     ids = m.tokenizer.encode(prompt)
     if len(ids) >= m.seq_length:
         raise UserError(f"--prompt has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one", USAGE)
-    print(prompt, end=" " if m.tokenizer.name == Null.name else "")
     new: list[int] = []
-    for text in chat.pieces(m.tokenizer, chat.recorded(tokens(c, m, list(ids), 0), new)):
-        print(text, end="", flush=True)
-    print()
+    before = f"{prompt}{' ' * (m.tokenizer.name == Null.name)}"
+    chat.print_pieces(before, m.tokenizer, chat.recorded(tokens(c, m, list(ids), 0), new))
     if len(ids) + len(new) == m.seq_length and len(new) < c.sampling.out_seq_length:
         console.notice(f"note: the text ends at the model's sequence length, {m.seq_length} tokens")

@@ -256,19 +256,6 @@ def decode(
         yield new
 
 
-def complete(
-    model: GPT,
-    prompts: list[list[int]],
-    max_new: int,
-    seq_length: int,
-    eod: int,
-    choose: Callable[[int, Tensor], int],
-    use_cache: bool = True,
-) -> list[tuple[list[int], bool]]:
-    """Run `decode` to its end; return what `collect` does."""
-    return collect(decode(model, prompts, max_new, seq_length, eod, choose, use_cache), len(prompts), eod)
-
-
 def collect(rows: Iterator[list[int | None]], count: int, eod: int) -> list[tuple[list[int], bool]]:
     """Return the tokens of each of `count` rows without a final `eod`, and whether it came."""
     out: list[list[int]] = [[] for _ in range(count)]

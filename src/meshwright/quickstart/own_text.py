@@ -64,9 +64,7 @@ def make(tour: Tour, documents: Documents, progress: Progress, deadline: Deadlin
         tour.generate(prompt, 64, "--greedy")
         tour.generate(prompt, 64, "--temperature", "0.8", "--top_p", "0.9")
     progress.finish("end")
-    minutes, seconds = divmod(round(time.perf_counter() - deadline.began), 60)
-    print(f"\nDone in {minutes} min {seconds} s. The full output of the commands is in {tour.log}. Try next:")
-    tour.next_steps()
+    tour.end(deadline.began)
     hf = shlex.join(["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"])
     print(f"  {hf}")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from meshwright.data.prepare.text import read_texts
+from meshwright.progress import duration
 from meshwright.quickstart.plan import Size
 from meshwright.quickstart.shell import Logged, call, shorten
 from meshwright.settings.texts import TextInputs
@@ -84,8 +86,10 @@ class Tour:
         argv = ["generate", self.run, "--prompt", prompt, "--out-seq-length", str(length), *how]
         self.call(*argv, "--device", self.device)
 
-    def next_steps(self) -> None:
-        """Print the commands to try next."""
+    def end(self, began: float) -> None:
+        """Print how long it took since time.perf_counter() was `began`, and what to try next."""
+        took = duration(time.perf_counter() - began)
+        print(f"\nDone in {took}. The full output of the commands is in {self.log}. Try next:")
         for words in (["generate", "--interactive", self.run], ["report", self.run], ["inspect", self.run]):
             print(f"  {shlex.join(['meshwright', *words])}")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.progress import duration
 from meshwright.report import plot
 from meshwright.report.history import (
     PATIENCE,
@@ -180,14 +181,6 @@ def by_dataset(validations: Iterable[Validation]) -> list[list[Validation]]:
 
 def suffix(v: Validation) -> str:
     return f" on {v.dataset}" if v.dataset else ""
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s"
 
 
 def date(seconds: object) -> str:

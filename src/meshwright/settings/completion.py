@@ -45,8 +45,6 @@ def verbs() -> dict[str, str]:
 def words_of_commands() -> list[Words]:
     out = []
     for name, page in PAGES.items():
-        if name.split()[0] not in commands():
-            continue
         found = entries(Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional))
         flags = {e.flag: e for e in found if e.group != "arguments" and not LEGACY.search(e.text)}
         bare = next((e for e in found if e.group == "arguments"), None)

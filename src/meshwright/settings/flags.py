@@ -426,30 +426,6 @@ def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, 
     return out
 
 
-REFERENCE_HEAD = """# Flags
-
-Generated from the dataclasses of settings, most of them in `src/meshwright/settings/schema.py`.
-Every flag is also a setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment
-(`MESHWRIGHT_SEQ_LENGTH`). A switch `--x` also has `--no-x`. *Not yet*: only the default works.
-"""
-
-
-def reference() -> str:
-    """Return docs/flags.md: a table for each group of settings."""
-    out = [REFERENCE_HEAD]
-    for name, group in {name: group for cls in every_config() for name, group in groups(cls).items()}.items():
-        out += [f"## {name.capitalize().replace('_', ' ')}", "", (group.__doc__ or "").splitlines()[0], ""]
-        out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
-        for f in dataclasses.fields(group):
-            aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), default_of(f)
-            shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
-            meaning = f.metadata["help"] + (" *(not yet)*" if is_not_yet(f) else "")
-            cells = [f"`{spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
-            out.append("| " + " | ".join(cells) + " |")
-        out.append("")
-    return "\n".join(out)
-
-
 def print_notices(parsed: Parsed[Any]) -> None:
     for notice in parsed.notices:
         print(f"note: {notice}", file=sys.stderr)

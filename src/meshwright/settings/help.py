@@ -253,7 +253,7 @@ def common(command: Command, shown: list[Entry]) -> list[str]:
     """Return the common flags, a line each, examples, and how to see more."""
     by_name = {e.name: e for e in shown}
     lines = usage(command, shown)
-    for heading, names in command.page.common.items():
+    for heading, names in (command.page.common | {"Settings": command.page.settings}).items():
         lines += ["", f"{heading}:"]
         for e in (by_name[name] for name in names.split() if name in by_name):
             start = max(COMMON, len(e.left) + 4)
@@ -333,10 +333,8 @@ def _values(e: Entry) -> str:
         return ", ".join(e.choices)
     if not e.value:
         return "none: it is a switch"
-    plain, many = inner_type(e.kind), is_list(e.kind)
-    plain = plain.__args__[0] if many else plain
-    kind = {"int": "whole number", "float": "number", "Path": "path"}.get(getattr(plain, "__name__", ""), "text")
-    kind = "path" if kind == "text" and e.value.split()[0] in ("DIR", "FILE", "PATH", "PREFIX") else kind
+    word, many = e.value.split()[0], e.value.endswith("...")
+    kind = {"N": "whole number", "X": "number", "TEXT": "text"}.get(word, "path")
     kind = f"{kind}s, separated by spaces" if many and kind != "text" else "words" if many else kind
     bound = e.field.metadata["bound"] if e.field else None
     bounds = {">0": "above 0", ">=0": "0 or more", "[0,1)": "from 0 to below 1"}

@@ -35,13 +35,13 @@ class Page:
     positional: str | None = None  # the field that words without a flag set
     common: dict[str, str] = field(default_factory=dict)  # heading: names of fields
     examples: tuple[str, ...] = ()
+    settings: str = "config_file print_config dry_run"  # the last heading
 
 
 _SAMPLES = {
     "Data": "data_path train_data_path valid_data_path split seq_length seed",
     "Length and batches": "train_iters global_batch_size eval_interval eval_iters",
     "Tokenizer": "tokenizer",
-    "Settings": "config_file dry_run",
 }
 PAGES = {
     "train": Page(
@@ -53,12 +53,12 @@ PAGES = {
             "Training": "train_iters micro_batch_size global_batch_size lr lr_decay_style lr_warmup_iters",
             "Speed": "bf16 device tensor_model_parallel_size zero_stage",
             "Checkpoints": "save load save_interval",
-            "Settings": "config_file dry_run",
         },
         (
             "meshwright train --preset gpt2-117m --data-path corpus_text_document \\\n      --save run --load run",
             "meshwright train --config run/config.toml",
         ),
+        settings="config_file dry_run",
     ),
     "generate": Page(
         "meshwright.settings.schema:GenerateConfig",
@@ -67,7 +67,6 @@ PAGES = {
             "Text": "prompt interactive sample_input_file sample_output_file num_samples genfile out_seq_length",
             "Choice of tokens": "greedy temperature top_k top_p seed",
             "Model": "load tokenizer device bf16 micro_batch_size verify",
-            "Settings": "config_file print_config dry_run",
         },
         ('meshwright generate run --prompt "Once upon a time" --top_k 40', "meshwright generate run   # a dialogue"),
     ),
@@ -77,7 +76,6 @@ PAGES = {
         {
             "Text": "input json_keys overlapping_eval json",
             "Model": "load tokenizer device bf16 micro_batch_size seq_length verify",
-            "Settings": "config_file print_config dry_run",
         },
         ("meshwright evaluate run --input held-out.jsonl",),
     ),
@@ -88,7 +86,6 @@ PAGES = {
             "Text": "input json_keys include exclude on_error",
             "Output": "output_prefix append_eod overwrite workers",
             "Tokenizer": "tokenizer vocab_file merge_file tokenizer_type",
-            "Settings": "config_file print_config dry_run",
         },
         ("meshwright preprocess --input texts --output-prefix corpus \\\n      --tokenizer tokenizer --append-eod",),
     ),
@@ -99,7 +96,6 @@ PAGES = {
             "Target": "paths to dtype no_optimizer target_tensor_parallel_size target_pipeline_parallel_size",
             "What the source does not say": "num_attention_heads vocab_size tokenizer seq_length",
             "Reading": "verify trust_pickle",
-            "Settings": "config_file print_config dry_run",
         },
         (
             "meshwright convert run exported --to huggingface",
@@ -163,11 +159,7 @@ PAGES = {
     "data verify": Page(
         "meshwright.commands.data:VerifyConfig",
         "prefixes",
-        {
-            "Files": "prefixes checksums",
-            "Tokenizer": "tokenizer vocab_size",
-            "Settings": "config_file print_config dry_run",
-        },
+        {"Files": "prefixes checksums", "Tokenizer": "tokenizer vocab_size"},
         ("meshwright data verify corpus_text_document --checksums corpus.sha256",),
     ),
     "data merge": Page("meshwright.commands.data:MergeConfig", "datasets"),

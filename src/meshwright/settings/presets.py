@@ -59,13 +59,8 @@ def _ascend(*sizes: int, lr: float, min_lr: float, **more: Any) -> dict[str, Any
     Its global batch is spread over 8 devices; on fewer, micro-batches make it up.
     """
     recipe = _FP16 | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "initial_loss_scale": 2.0**12}
-    recipe |= {
-        "loss_scale_window": 500.0,
-        "loss_scale": None,
-        "eval_interval": 1000,
-        "eval_iters": 10,
-        "num_workers": 16,
-    }
+    recipe |= {"loss_scale_window": 500.0, "loss_scale": None}
+    recipe |= {"eval_interval": 1000, "eval_iters": 10, "num_workers": 16}
     return _megatron(*sizes, lr=lr, min_lr=min_lr, **recipe | more)
 
 
@@ -93,6 +88,7 @@ def _llama(
     return out | more
 
 
+_SMALL_SMOLLM2: dict[str, Any] = {"lr": 3e-3, "last": 0.2, "rotary_base": 100_000.0}
 _UNTIED = {"untie_embeddings_and_output_weights": True}
 # Without the scaling of frequencies by which 3.2 reaches 128k tokens.
 _LLAMA3: dict[str, Any] = {"rotary_base": 500_000.0, "groups": 8, "lr": 3e-4, "warmup": 8000}
@@ -167,24 +163,9 @@ FAMILIES: tuple[Family, ...] = (
         'SmolLM2: Allal et al. 2025, "SmolLM2: When Smol Goes Big", and model cards',
         49152,
         {
-            "smollm2-135m": _smollm2(
-                30,
-                576,
-                9,
-                2048,
-                8,
-                512,
-                ffn=1536,
-                groups=3,
-                tokens=2e12,
-                lr=3e-3,
-                last=0.2,
-                init_method_std=1 / 24,
-                rotary_base=100_000.0,
-            ),
-            "smollm2-360m": _smollm2(
-                32, 960, 15, 2048, 4, 512, ffn=2560, groups=5, tokens=4e12, lr=3e-3, last=0.2, rotary_base=100_000.0
-            ),
+            "smollm2-135m": _smollm2(30, 576, 9, 2048, 8, 512, ffn=1536, groups=3, tokens=2e12, **_SMALL_SMOLLM2)
+            | {"init_method_std": 1 / 24},
+            "smollm2-360m": _smollm2(32, 960, 15, 2048, 4, 512, ffn=2560, groups=5, tokens=4e12, **_SMALL_SMOLLM2),
             "smollm2-1.7b": _smollm2(
                 24, 2048, 32, 2048, 1, 1024, ffn=8192, groups=32, tokens=11e12, lr=5e-4, last=0.1, rotary_base=130_000.0
             ),

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from meshwright.optim.loss_scale import LossScale
     from meshwright.training.step import Network
 
-NEEDS_ONE = "needs one; give a folder that holds a checkpoint"
-
 
 @dataclass
 class Progress:
@@ -85,12 +83,7 @@ class State:
             hint = "to start anew, give another folder or --save-overwrite"
             raise Damaged(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
         if loaded is None:
-            needs = {"--exit-on-missing-checkpoint": c.exit_on_missing_checkpoint, "--finetune": c.finetune}
-            needs |= {"--no-load-optim": c.no_load_optim, "--skip-train": self.config.training.skip_train}
-            for flag in (flag for flag, given in needs.items() if given):
-                message = f"--load {c.load}: no checkpoint found, but {flag} {NEEDS_ONE}"
-                raise UserError(message, BAD_DATA, everywhere=True)
-            require_own(c)
+            refuse_missing(self.config)
             note = f"{c.load} holds no checkpoint yet: the weights are random"
             remark(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}", on_screen=note)
             say("    will not load any checkpoints and will start from random")
@@ -210,15 +203,23 @@ def open_options(config: TrainConfig) -> OpenOptions:
     return OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
 
 
-def require_own(c: Checkpoint) -> None:
+def refuse_missing(config: TrainConfig) -> None:
     """Refuse a --load without a checkpoint, unless it is --save: then the run starts anew."""
-    if c.load and not is_continued(c):
-        same = f"; to start anew, leave --load out{f', or give --load {c.save} as in --save' if c.save else ''}"
-        raise UserError(f"--load {c.load}: {missing_in(c.load)}{same}", BAD_DATA, everywhere=True)
-
-
-def missing_in(folder: str) -> str:
-    return "no checkpoint found" if Path(folder).exists() else "there is no such folder"
+    c = config.checkpoint
+    needed = ("num_layers", "hidden_size", "num_attention_heads")
+    lacking = [spelling(n) for n in needed if not getattr(config.model, n)]
+    switches = ("use_checkpoint_args", "finetune", "exit_on_missing_checkpoint", "no_load_optim")
+    on = [spelling(n) for n in switches if getattr(c, n)] + ["--skip-train"] * config.training.skip_train
+    if on:
+        then = f", but {on[0]} needs one; give a folder that holds a checkpoint"
+    elif lacking:
+        then = f", and without one {', '.join(lacking)} must be given"
+    elif not is_continued(c):
+        then = f"; to start anew, leave --load out{f', or give --load {c.save} as in --save' if c.save else ''}"
+    else:
+        return
+    found = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
+    raise UserError(f"--load {c.load}: {found}{then}", BAD_DATA, everywhere=True)
 
 
 def require_moments(config: TrainConfig, source: Source) -> None:
@@ -361,19 +362,7 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     options = open_options(config)._replace(verify="none")
     source = loading.open_any(c.load, options, report=lambda line: None)  # reported when it is loaded
     if source is None:
-        needed = ("num_layers", "hidden_size", "num_attention_heads")
-        lacking = [spelling(n) for n in needed if not getattr(config.model, n)]
-        needs = {
-            f"but --use-checkpoint-args {NEEDS_ONE}": c.use_checkpoint_args,
-            f"but --finetune {NEEDS_ONE}": c.finetune,
-            f"but --exit-on-missing-checkpoint {NEEDS_ONE}": c.exit_on_missing_checkpoint,
-            f"but --no-load-optim {NEEDS_ONE}": c.no_load_optim,
-            f"but --skip-train {NEEDS_ONE}": config.training.skip_train,
-            f"and without one {', '.join(lacking)} must be given": bool(lacking),
-        }
-        if need := next((need for need, applies in needs.items() if applies), None):
-            raise UserError(f"--load {c.load}: {missing_in(c.load)}, {need}", BAD_DATA)
-        require_own(c)
+        refuse_missing(config)
         return config
     saved = recorded_settings(source)
     # GPT-2 is trained on sequences as long as its table of positions.
