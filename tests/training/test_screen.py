@@ -16,6 +16,7 @@ import meshwright.training.run
 from helpers import TINY_FLAGS
 from meshwright import console
 from meshwright.__main__ import main
+from meshwright.errors import UserError
 from meshwright.training import lines, screen
 
 
@@ -177,3 +178,21 @@ def test_long_texts():
         "1:00:00",
         "3 d 2 h",
     ]
+
+
+def test_an_early_error_leaves_no_screen_behind(monkeypatch):
+    class Screen:
+        closed = False
+
+        def follow(self, line): ...
+
+        def close(self):
+            self.closed = True
+
+    def differ(team, config):
+        raise UserError("the ranks' settings differ")
+
+    shown = Screen()
+    monkeypatch.setattr(screen, "open_screen", lambda logging: shown)
+    monkeypatch.setattr(meshwright.training.run, "require_equal_settings", differ)
+    assert main(["train", *TINY_FLAGS]) == 2 and shown.closed and console._screen is None

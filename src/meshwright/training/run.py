@@ -146,16 +146,16 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
 
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)
-    require_equal_settings(team, config)
-    layout = connect(layout_of(config, team.rank), rendezvous.timeout())
     c = config.checkpoint
     folder = Path(root) if (root := c.run_dir or c.save) else None
 
     with contextlib.ExitStack() as held:
-        open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         if screen is not None:
             held.callback(console.set_stream, "stdout")  # what the caller does next has no screen
             held.callback(screen.close)
+        require_equal_settings(team, config)
+        layout = connect(layout_of(config, team.rank), rendezvous.timeout())
+        open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, held))
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team)
         tokenizer, vocab, padded = print_settings(config, folder, team)
