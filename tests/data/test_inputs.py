@@ -308,6 +308,16 @@ def test_html():
     assert markup.text_of(page) == want
 
 
+@pytest.mark.parametrize(
+    "how", ["preprocess --tokenizer byte --output-prefix out", "train-tokenizer --vocab-size 257 --output out"]
+)
+def test_blank_lines_separate_on_the_command_line(tmp_path, monkeypatch, capsys, how):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("one\n\ntwo\n\nthree\n")
+    assert main([*how.split(), "--input", "in.txt", "--document-separator", ""]) == 0
+    assert "preprocess" not in how or "3 documents" in capsys.readouterr().out
+
+
 def test_dry_run_and_the_tokenizers_input(tmp_path, capsys):
     fill(tmp_path / "in", FILES)
     common = ["--input", str(tmp_path / "in"), "--exclude", "a"]

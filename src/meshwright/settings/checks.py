@@ -224,8 +224,9 @@ def unusable(config: Any) -> list[str]:
         out += out_of_bounds(group)
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            # A prompt may be empty, and so may an argument of a launched command.
-            is_free = f.name == "prompt" or f.metadata["positional"] == "rest"
+            # A prompt may be empty, an empty separator means a blank line, and a launched command
+            # may have empty arguments.
+            is_free = f.name in ("prompt", "document_separator") or f.metadata["positional"] == "rest"
             if not is_free and (value == "" or (isinstance(value, list) and "" in value)):
                 out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
