@@ -11,7 +11,10 @@ from meshwright.__main__ import main
 from meshwright.commands import quickstart
 from meshwright.errors import BAD_DATA, LOCKED, USAGE
 from meshwright.quickstart import own_text, plan, shell, tour
+from meshwright.quickstart.collect import Documents
+from meshwright.quickstart.folder import Progress
 from meshwright.quickstart.plan import Size
+from meshwright.settings.texts import TextInputs
 
 
 @pytest.fixture
@@ -117,6 +120,19 @@ def test_the_length_is_corrected_once(left, limit, expected):
     own_text.train(stub, Done(), Clock(left))
     assert [c[2] for c in stub.commands] == ["1000", *([str(expected)] if expected else [])]
     assert "--override-opt_param-scheduler" in stub.commands[-1] or not expected
+
+
+def test_what_is_passed_over_is_said(tmp_path, capsys):
+    for n in range(30):
+        (tmp_path / f"{n}.md").write_text(f"text {n} " * 200)
+    (tmp_path / "style.css").write_text("p {}")
+    (tmp_path / "zero.txt").write_bytes(b"\0")
+    documents = Documents(TextInputs(input=[str(tmp_path)]), 1e9)
+    (tmp_path / "out").mkdir()
+    own_text.read(tour.Tour(tmp_path / "out", "log", "cpu"), documents, Progress(tmp_path / "progress", {}))
+    out = capsys.readouterr().out
+    assert "passed over 2 files: 1 binary, 1 with other suffixes (.css); choose with --include" in out
+    assert "30 documents or parts of long ones" in out
 
 
 def test_a_restart_that_costs_more_than_it_saves():
