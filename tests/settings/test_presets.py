@@ -104,6 +104,13 @@ def test_a_shorter_run_has_a_shorter_schedule():
     assert c.warmup_samples < c.decay_samples - c.wsd_samples
 
 
+def test_the_last_length_counts(monkeypatch):
+    monkeypatch.setenv("MESHWRIGHT_TRAIN_ITERS", "100")
+    more = ["--train-samples", "100000", "--mock-data", "--vocab-size", "64"]
+    o = parse("--preset", "gpt2-117m", *more, check=True).config.optimizer
+    assert (o.lr_decay_iters, o.lr_decay_samples) == (None, 64_000)
+
+
 def test_a_given_schedule_stays():
     o = settings("gpt2-117m", "--train-iters", "2000", "--lr-decay-iters", "9000").optimizer
     assert o.lr_decay_iters == 9000

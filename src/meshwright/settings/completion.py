@@ -15,6 +15,8 @@ from meshwright.settings.pages import PAGES, TOGETHER
 from meshwright.settings.presets import PRESETS
 
 KINDS = {"DIR": "dirs", "FILE": "files", "PATH": "files", "PREFIX": "prefixes"}
+# What completes a word without a flag; else folders do.
+BARE = {"COMMAND": " ".join(TOGETHER), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
 # Flags that exist for old command lines only.
 LEGACY = re.compile(r"\bold name\b|no effect|^accepted|set by launchers|'s name of|\[not yet\]")
 
@@ -48,20 +50,16 @@ def words_of_commands() -> list[Words]:
         found = entries(Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional))
         flags = {e.flag: e for e in found if e.group != "arguments" and not LEGACY.search(e.text)}
         bare = next((e for e in found if e.group == "arguments"), None)
-        kind = (" ".join(bare.choices) or _kind_of_word(bare.flag)) if bare else ""
+        kind = (" ".join(bare.choices) or BARE.get(bare.flag, "dirs")) if bare else ""
         kind = " ".join(PRESETS) if name == "presets" else kind
         out.append(Words(name, list(flags.values()), kind))
     return out
 
 
-def _kind_of_word(word: str) -> str:
-    """Return what completes a positional argument."""
-    known = {"COMMAND": " ".join(TOGETHER), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
-    return known.get(word, "dirs")
-
-
 def script(shell: str) -> str:
-    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell]()
+    if shell == "fish":
+        return _filled(FISH, {"HOW": _how("fish"), "LINES": "\n".join(_fish_lines())})
+    return _bash() if shell == "bash" else _zsh()
 
 
 def _how(shell: str) -> str:
@@ -232,10 +230,6 @@ function __meshwright_words
 end
 complete -c meshwright -f
 @LINES@"""
-
-
-def _fish() -> str:
-    return _filled(FISH, {"HOW": _how("fish"), "LINES": "\n".join(_fish_lines())})
 
 
 def _fish_lines() -> Iterator[str]:

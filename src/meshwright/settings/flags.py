@@ -100,7 +100,10 @@ def parse(
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
     if control["preset"]:
-        above = {name: value for _, layer in layers[1:] for name, value in layer.items()}
+        above: dict[str, Any] = {}
+        for _, layer in layers[1:]:
+            replaced = {other for name in layer for other in REPLACES.get(name, ())}
+            above = {name: value for name, value in above.items() if name not in replaced} | layer
         known = {k: v for k, v in presets.fitted(control["preset"], above).items() if k in reader.known}
         layers[0] = (layers[0][0], known)
     if complaints and is_flat(cls):

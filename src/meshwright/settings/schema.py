@@ -35,15 +35,8 @@ def flag(
         needs: Conditions, keys of `checks.CONDITIONS`, without which the flag has no effect.
         positional: Given without a flag; "rest" takes all that follows. Only in flat dataclasses.
     """
-    metadata = {
-        "help": help,
-        "aliases": aliases,
-        "only": only,
-        "step": step,
-        "bound": bound,
-        "needs": (needs,) if isinstance(needs, str) else needs,
-        "positional": positional,
-    }
+    needs = (needs,) if isinstance(needs, str) else needs
+    metadata = dict(help=help, aliases=aliases, only=only, step=step, bound=bound, needs=needs, positional=positional)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
