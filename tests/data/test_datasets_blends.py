@@ -517,6 +517,13 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     assert main([*run, *two, "--train-iters=6", "--save", "c", "--load", "a/iter_0000002", "--blend-change-at=8"]) == 0
     assert [r["loss"] for r in read_rows(files / "c", "step")] == losses[2:]
     assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # the run is done already
+    kept = (files / "a" / "config.toml").read_text()
+    rows = (files / "a" / "metrics.jsonl").read_text()
+    assert main([*run, *one, "--train-iters=6", "--save", "a", "--load", "a"]) == 2  # a finished run refuses it too
+    assert "are not blended as in the checkpoint" in capsys.readouterr().err
+    assert (files / "a" / "metrics.jsonl").read_text() == rows
+    flags = [*two, "--train-iters=5", "--save", "a", "--load", "a", "--override-opt_param-scheduler"]
+    assert main([*run, *flags]) == 0 and (files / "a" / "config.toml").read_text() == kept
     assert open_step(files / "a", 6).state["blends"]["blends"][1][0] == 8
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
     capsys.readouterr()

@@ -25,8 +25,11 @@ from meshwright.tokenizers import Tokenizer
 FILES = "config.toml metrics.jsonl log.txt report.html tensorboard wandb profile".split()
 
 
-def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
-    """Move an earlier run aside and write the settings."""
+def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None, will_train: bool = True) -> None:
+    """Move an earlier run aside and write the settings.
+
+    A finished run keeps those that it has: nothing is trained with the new ones.
+    """
     c = config.checkpoint
     if c.save_overwrite and not config.training.skip_train:
         roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
@@ -38,7 +41,9 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
                 remark(f"moved the earlier run to {move_aside(root, others)}")
     if c.save:  # a killed run with --ckpt-format torch leaves it
         shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)
-    if folder is not None and not config.training.skip_train:  # an evaluation does not change how the run continues
+    is_new = folder is not None and not (folder / "config.toml").exists()
+    # An evaluation does not change how the run continues.
+    if folder is not None and not config.training.skip_train and (will_train or is_new):
         keep_settings(folder, config, tokenizer)
 
 

@@ -111,13 +111,15 @@ class Trainer:
     def open_files(self) -> Datasets:
         """Open the data sets that the flags name.
 
-        The blends are those recorded in the checkpoint and any added since.
+        The blends are those recorded in the checkpoint and any added since. A finished run refuses
+        others too, as it would if it went on.
         """
         past, consumed = self.state.blends, self.progress.consumed_train_samples
+        if self.config.training.skip_train:  # a validation starts at the first sample, whatever was trained on
+            past, consumed = None, 0
+        data, blends = continue_datasets(self.config, self.vocab, past, consumed)
         if self.will_train:
-            data, self.state.blends = continue_datasets(self.config, self.vocab, past, consumed)
-        else:  # a validation starts at the first sample, whatever was trained on
-            data, _ = continue_datasets(self.config, self.vocab, None, 0)
+            self.state.blends = blends
         last = self.state.blends.blends[-1].begin if self.state.blends else 0
         d = dataclasses.replace(self.config.data, blend_change_at=str(last) if last else None)  # for config.toml
         self.config = self.state.config = dataclasses.replace(self.config, data=d)
@@ -133,7 +135,7 @@ class Trainer:
         c, p, seq = self.config, self.progress, self.config.data.seq_length
         assert seq
         self.state.check(tokenizer, self.will_train)
-        self.team.run_on_lead(lambda: run_folder.prepare(folder, c, tokenizer))
+        self.team.run_on_lead(lambda: run_folder.prepare(folder, c, tokenizer, self.will_train))
         flops = counts.flops_per_token(c.model, self.padded, seq, c.training.recompute)
         # The state that all ranks would save together holds each parameter once.
         own = self.net.store.named_state(False, to_save=True)
