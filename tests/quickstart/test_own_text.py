@@ -52,6 +52,14 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     assert [c[0] for c in last] == ["generate", "report", "inspect", "convert"]
     assert main(last[2]) == 0
 
+    # Typed again, it trains nothing and names the same next commands.
+    before = (folder / "quickstart.log").read_bytes()
+    assert quickstart_of(text) == 0
+    out = capfd.readouterr().out
+    assert "already done" in out and "bits per byte" in out and "$ meshwright" not in out and "--overwrite" in out
+    assert [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")] == last
+    assert (folder / "quickstart.log").read_bytes() == before and not (folder / "run-1").exists()
+
 
 @pytest.mark.whole
 def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatch):
@@ -72,8 +80,37 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
     saved = json.loads((tmp_path / "out" / progress).read_text())
     del saved["done"]["end"]
     (tmp_path / "out" / progress).write_text(json.dumps(saved))
-    assert main([*again[1:], "--minutes", "0.06"]) == 0
-    assert "its model is kept in out/run-1" in capfd.readouterr().out
+    assert main([*again[1:], "--minutes", "0.06"]) == LOCKED
+    assert "--overwrite" in capfd.readouterr().err
+    with monkeypatch.context() as m:
+        m.setattr(tour, "shorten", interrupt)
+        assert main([*again[1:], "--minutes", "0.06", "--overwrite"]) == 130
+    out = capfd.readouterr().out
+    assert "its model is kept in out/run-1" in out and "--overwrite" not in out.splitlines()[-1]
+
+
+def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkeypatch, capsys):
+    """The same text gives the same answer; other settings and a changed text need --overwrite."""
+    made = []
+    monkeypatch.setattr(own_text, "make", lambda *given: made.append(given))
+    assert quickstart_of(text, "--output", "out") == 0 and len(made) == 1
+    progress = made[0][2]
+    progress.finish("bits per byte", (1.5, 2.5))
+    progress.finish("end", made[0][1].bytes)
+    assert quickstart_of(text, "--output", "out") == 0 and len(made) == 2  # there is no model
+    (tmp_path / "out/run").mkdir()
+    capsys.readouterr()
+    assert quickstart_of(text, "--output", "out") == 0 and len(made) == 2
+    out = capsys.readouterr().out
+    assert "already done: out/run has 1.500 bits per byte, a byte-trigram model 2.500" in out
+    assert quickstart_of(text, "--output", "out", "--minutes", "3") == LOCKED
+    assert "other text or settings; --overwrite" in capsys.readouterr().err
+    with open(text, "a") as file:
+        file.write('{"text": "one more"}\n')
+    assert quickstart_of(text, "--output", "out") == LOCKED and len(made) == 2
+    assert "before a change; --overwrite" in capsys.readouterr().err
+    assert quickstart_of(text, "--output", "out", "--overwrite") == 0 and len(made) == 3
+    assert (tmp_path / "out/run-1").is_dir()
 
 
 class Clock:

@@ -29,6 +29,7 @@ class QuickstartConfig:
     exclude: list[str] = flag([], "patterns of files and folders to leave out")
     json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines and tables", "--json-key")
     device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda ...")
+    overwrite: bool = flag(False, "start again where a model is already; that one is kept aside")
 
 
 ABOUT = "Make a model of your own text on this machine, by commands that are printed, to be learnt and changed."
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     from meshwright.checkpoint import publish
     from meshwright.quickstart import folder as folders
     from meshwright.quickstart.collect import Documents
-    from meshwright.quickstart.own_text import Deadline, is_accelerated, make
+    from meshwright.quickstart.own_text import Deadline, already_done, is_accelerated, make
     from meshwright.quickstart.tour import Tour
     from meshwright.settings.texts import TextInputs
 
@@ -51,15 +52,22 @@ def main(argv: list[str]) -> int:
     folder = c.output or default_folder(c.text[0])
     folders.take(folder, MARK, "quickstart")
     progress = folders.Progress(folder / MARK, settings(c))
+    tour = Tour(folder, "quickstart.log", c.device)
     with publish.lock(folder):
-        if progress.resume():
-            print(f"{folder} holds an unfinished quickstart of this text; going on")
-        else:
+        if c.overwrite or not progress.resume():
+            if not c.overwrite:
+                folders.require_no_model(folder)
             folders.clear(folder, "quickstart")
+        elif "end" in progress.done:
+            already_done(tour, progress, documents)
+            return DONE
+        else:
+            print(f"{folder} holds an unfinished quickstart of this text; going on")
         try:
-            make(Tour(folder, "quickstart.log", c.device), documents, progress, deadline)
+            make(tour, documents, progress, deadline)
         except KeyboardInterrupt:
-            print(f"\nstopped; to go on:  {shlex.join(['meshwright', 'quickstart', *argv])}")
+            again = [word for word in argv if word != "--overwrite"]  # which would begin anew
+            print(f"\nstopped; to go on:  {shlex.join(['meshwright', 'quickstart', *again])}")
             return SIGINT
     return DONE
 
@@ -71,6 +79,7 @@ def default_folder(text: str) -> Path:
 
 
 def settings(c: QuickstartConfig) -> dict[str, object]:
-    """Return what decides about the result, to be compared with an unfinished quickstart's."""
+    """Return what decides about the result, to be compared with an earlier quickstart's."""
     values = dataclasses.asdict(c)
+    del values["overwrite"]
     return values | {"text": [str(Path(one).resolve()) for one in c.text], "output": ""}

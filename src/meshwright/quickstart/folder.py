@@ -28,6 +28,12 @@ def take(folder: Path, mark: str, name: str) -> None:
     (folder / mark).touch()
 
 
+def require_no_model(folder: Path, of: str = "other text or settings") -> None:
+    if (folder / "run").exists():
+        advice = "--overwrite starts again and keeps that model aside, or name another --output"
+        raise UserError(f"{folder} holds a model of {of}; {advice}", LOCKED)
+
+
 def clear(folder: Path, name: str) -> None:
     """Remove only what an earlier tour made; keep its model, which may be trained further."""
     left = [folder / one for one in OURS if (folder / one).exists()]
@@ -52,10 +58,11 @@ class Progress:
         self.file, self.settings, self.done = file, settings, dict[str, Any]()
 
     def resume(self) -> bool:
-        """Take up an unfinished tour with the same settings, if there is one."""
+        """Take up a tour with the same settings, if there is one whose model was not removed."""
         try:
             saved = json.loads(self.file.read_text(encoding="utf-8"))
-            same = saved["settings"] == self.settings and "end" not in saved["done"]
+            same = saved["settings"] == self.settings
+            same = same and ("end" not in saved["done"] or (self.file.parent / "run").is_dir())
         except (OSError, ValueError, LookupError, TypeError):
             return False
         if same:

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright import device as devices
 from meshwright.quickstart import plan as plans
 from meshwright.quickstart.collect import Documents, Text, collect
-from meshwright.quickstart.folder import Progress
+from meshwright.quickstart.folder import Progress, require_no_model
 from meshwright.quickstart.plan import Machine, Plan, Size
 from meshwright.quickstart.shell import Logged, step
 from meshwright.quickstart.tour import Tour, prompt_from
@@ -63,8 +63,23 @@ def make(tour: Tour, documents: Documents, progress: Progress, deadline: Deadlin
         prompt = prompt_from(Path(tour.held_out))
         tour.generate(prompt, 64, "--greedy")
         tour.generate(prompt, 64, "--temperature", "0.8", "--top_p", "0.9")
-    progress.finish("end")
+    progress.finish("end", documents.bytes)
     tour.end(deadline.began)
+    export(tour)
+
+
+def already_done(tour: Tour, progress: Progress, documents: Documents) -> None:
+    """Say what a finished quickstart gave, and what to do with it, unless the text has changed."""
+    if progress.done["end"] not in (None, documents.bytes):
+        require_no_model(tour.folder, "this text as it was before a change")
+    ours, theirs = progress.done["bits per byte"]
+    print(f"already done: {tour.run} has {ours:.3f} bits per byte, a byte-trigram model {theirs:.3f}. Try next:")
+    tour.try_next()
+    export(tour)
+    print("To start again: --overwrite, which keeps this model aside, or another --output")
+
+
+def export(tour: Tour) -> None:
     hf = shlex.join(["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"])
     print(f"  {hf}")
 

@@ -90,6 +90,9 @@ class Tour:
         """Print how long it took since time.perf_counter() was `began`, and what to try next."""
         took = duration(time.perf_counter() - began)
         print(f"\nDone in {took}. The full output of the commands is in {self.log}. Try next:")
+        self.try_next()
+
+    def try_next(self) -> None:
         for words in (["generate", "--interactive", self.run], ["report", self.run], ["inspect", self.run]):
             print(f"  {shlex.join(['meshwright', *words])}")
 
