@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(name: str, argv: list[str]) -> int:
     if name == "help" and argv:  # help COMMAND [VERB] [TOPIC]
+        if argv[0] not in (*COMMANDS, "-h", "--help", "--help-all", "--version", "-V"):
+            _help_of_flag(argv[0])
         known = 2 if argv[0] == "data" and len(argv) > 1 else 1
         return _run(argv[0], [*argv[1:known], "--help", *argv[known:]])
     if name in ("", "-h", "--help", "--help-all", "help"):
@@ -98,7 +100,7 @@ def _run(name: str, argv: list[str]) -> int:
     if name not in COMMANDS:
         from meshwright.settings.grammar import did_you_mean
 
-        hint = did_you_mean(name, COMMANDS) or "; `meshwright help` lists the commands"
+        hint = did_you_mean(name, COMMANDS, 0.7) or "; `meshwright help` lists the commands"
         print(f"meshwright: no command {name!r}{hint}", file=sys.stderr)
         return USAGE
     with contextlib.suppress(ImportError, ValueError, OSError):  # a blend of hundreds of files has thousands of maps
@@ -109,6 +111,16 @@ def _run(name: str, argv: list[str]) -> int:
     # Idle threads sleep soon: spinning, GNU OpenMP's default, halves the speed of a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     return importlib.import_module(f"meshwright.commands.{name.replace('-', '_')}").main(argv) or DONE
+
+
+def _help_of_flag(topic: str) -> None:
+    """Explain a flag or a group of `train` and raise SystemExit as --help does, if there is one."""
+    with contextlib.suppress(UserError):
+        try:
+            _run("train", ["--help", topic])
+        except SystemExit:
+            print(f"\n{topic} is no command; this is `meshwright help train {topic}`")
+            raise
 
 
 def _print_error(line: str) -> None:

@@ -14,7 +14,7 @@ from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.launch.world import find_world
 from meshwright.settings import checks, command, data_paths
-from meshwright.settings.grammar import did_you_mean, prefix_of
+from meshwright.settings.grammar import did_you_mean, near_path, prefix_of
 from meshwright.settings.help import WORDS
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.settings.schema import TrainConfig, flag, spelling
@@ -198,7 +198,8 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
     for word in words:
         prefix = prefix_of(word)
         for lost in (path for end in (".idx", ".bin") if must_exist and not (path := Path(prefix + end)).exists()):
-            raise UserError(f"{lost} does not exist; {prefix} must be the prefix of a .bin and an .idx", BAD_DATA)
+            hint = near_path(prefix, ".idx") or f"; {prefix} must be the prefix of a .bin and an .idx"
+            raise UserError(f"{lost} does not exist{hint}", BAD_DATA)
         if prefix == word or prefix not in out:  # a pattern names both
             out.append(prefix)
     return out

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         devices.use_deterministic_algorithms()
     device = devices.pick(c.parallel.device)
     batch = c.training.micro_batch_size or 8
-    advice = f"a smaller --micro-batch-size (now {batch}) or --out-seq-length (now {s.out_seq_length}), or --bf16,"
+    advice = f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {s.out_seq_length}), or --bf16,"
     with command.explain_out_of_memory(advice):
         m = engine.load(c.checkpoint.load, given, c.tokenizer, dtype_of(c.precision), device)
         write(c, m, lines, output)

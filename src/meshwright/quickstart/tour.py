@@ -83,7 +83,7 @@ class Tour:
         return ours, compare(ours, Path(self.train), Path(self.held_out))
 
     def generate(self, prompt: str, length: int, *how: str) -> None:
-        argv = ["generate", self.run, "--prompt", prompt, "--out-seq-length", str(length), *how]
+        argv = ["generate", self.run, "--prompt", prompt, "--max-new-tokens", str(length), *how]
         self.call(*argv, "--device", self.device)
 
     def end(self, began: float) -> None:

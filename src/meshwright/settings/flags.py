@@ -8,6 +8,7 @@ such as `TrainConfig`; a flat one, such as that of `report`, reads no files or e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -42,6 +43,10 @@ REPLACES = {
     for kind, units in {"train": "iters samples tokens", "lr_warmup": "fraction iters samples tokens"}.items()
     for unit in units.split()
 }
+
+# Words of other programs that are not near enough to ours for a suggestion, and for values.
+OTHER_WORDS = dict.fromkeys(("--max-tokens", "--max-length", "--num-tokens", "--length"), "--max-new-tokens")
+OTHER_VALUES = {"hf": "huggingface"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +86,7 @@ def parse(
         raise SystemExit(DONE)
     parser = _parser(cls, positional)
     argv, complaints = _without_switch_values(argv, parser)
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = _parse_known(parser, argv, complaints)
     cli, values = vars(namespace), dict(values or {})
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
     control |= {k: values.pop(k) for k in ("preset", "config_file") if k in values}
@@ -121,6 +126,19 @@ def parse(
     if complaints:
         raise UserError(listed(complaints))
     return Parsed(built, sources, reader.notices, bool(control["dry_run"]), bool(control["print_config"]))
+
+
+def _parse_known(parser: _Parser, argv: list[str], complaints: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse; beside missing flags report unknown ones too: a misspelled one is often the reason."""
+    try:
+        return parser.parse_known_args(argv)
+    except UserError as error:
+        for action in parser._actions:
+            action.required = False
+        with contextlib.suppress(UserError):
+            unknown = parser.parse_known_args(argv)[1]
+            complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
+        raise UserError(listed([*complaints, str(error)])) from None
 
 
 def _layers_below(reader: _Reader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
@@ -252,6 +270,7 @@ def convert(kind: Any, value: Any) -> Any:
     if choices:
         # YAML reads `on` as True.
         word = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+        word = word if word in choices else OTHER_VALUES.get(word, word)
         if word in choices:
             return word
         raise argparse.ArgumentTypeError(f"{_short(value)} is none of {', '.join(map(str, choices))}")
@@ -279,7 +298,10 @@ def convert(kind: Any, value: Any) -> Any:
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     name = word.split("=")[0]
+    ours = OTHER_WORDS.get(name.replace("_", "-"))
     hint = did_you_mean(name.replace("_", "-"), parser._option_string_actions, cutoff=0.8)
+    if ours in parser._option_string_actions:
+        hint = f"; did you mean {ours}?"
     if any(action.nargs == argparse.REMAINDER for action in parser._actions):
         hint = hint or "; flags of COMMAND go after it"
     return known_elsewhere(name) or f"unknown flag {name}{hint or '; see --help'}"

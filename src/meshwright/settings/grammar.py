@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -16,6 +17,21 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """
     near = (other for other in difflib.get_close_matches(word, list(known), 5, cutoff) if _is_alike(word, other))
     return next((f"; did you mean {other}?" for other in near), "")
+
+
+def near_path(path: str, ending: str = "") -> str:
+    """Return "; did you mean X?" for what is named like a path that does not exist, or nothing.
+
+    Names with this ending count, without it: first those that go on where the path ends.
+    """
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        there = [n.removesuffix(ending) for n in sorted(os.listdir(folder or "."))[:10_000] if n.endswith(ending)]
+        others = [n for n in there if n != name and n.isprintable() and not n.startswith(".")]
+        longer = [n for n in others if name and n.startswith(name)]
+        if near := longer[:3] or difflib.get_close_matches(name, others, 1, 0.8):
+            return f"; did you mean {' or '.join(os.path.join(folder, n) for n in near)}?"
+    return ""
 
 
 def _is_alike(word: str, other: str) -> bool:

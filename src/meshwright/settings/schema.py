@@ -393,7 +393,7 @@ class Checkpoint:
     """Saving and loading."""
 
     save: str | None = flag(None, "folder to save checkpoints to")
-    load: str | None = flag(None, "folder to load a checkpoint from")
+    load: str | None = flag(None, "folder to load a checkpoint from, to resume or go on")
     save_interval: int | None = flag(
         None, "steps between checkpoints (none: at the end)", "--persistent-save-interval", bound=">=0", needs="--save"
     )

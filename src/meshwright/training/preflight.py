@@ -21,6 +21,7 @@ from meshwright.model import counts
 from meshwright.settings import checks, flags
 from meshwright.settings.command import our_version
 from meshwright.settings.data_paths import prefixes
+from meshwright.settings.grammar import near_path
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
@@ -37,11 +38,9 @@ def require_files(config: TrainConfig) -> None:
     for prefix in prefixes(config.data):
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
         if missing:
-            raise UserError(
-                f"data {prefix}: missing {' and '.join(missing)}; create the pair with `meshwright preprocess` and "
-                "pass their common path without the extension",
-                BAD_DATA,
-            )
+            advice = "; create the pair with `meshwright preprocess` and pass their common path without the extension"
+            hint = near_path(str(prefix), ".idx") or advice
+            raise UserError(f"data {prefix}: missing {' and '.join(missing)}{hint}", BAD_DATA)
 
 
 def pick_backend(config: TrainConfig, device: torch.device, prints: bool = False) -> str:

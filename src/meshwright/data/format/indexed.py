@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.grammar import near_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -216,10 +217,8 @@ def map_file(path: str) -> bytes | mmap.mmap:
                 return b""  # nothing cannot be mapped
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist; --data-path is the prefix of a .bin and .idx written by `meshwright preprocess`, "
-            "such as my-gpt2_text_document",
-            BAD_DATA,
-        ) from None
+        advice = "; --data-path is the prefix of a .bin and .idx written by `meshwright preprocess`, such as "
+        hint = near_path(os.path.splitext(path)[0], ".idx") or f"{advice}my-gpt2_text_document"
+        raise UserError(f"{path} does not exist{hint}", BAD_DATA) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", BAD_DATA) from None
