@@ -10,7 +10,7 @@ from in_process import InProcess
 from meshwright.__main__ import main
 from meshwright.commands import quickstart
 from meshwright.errors import BAD_DATA, LOCKED, USAGE
-from meshwright.quickstart import own_text, plan, shell, tour
+from meshwright.quickstart import collect, own_text, plan, shell, tour
 from meshwright.quickstart.collect import Documents
 from meshwright.quickstart.folder import Progress
 from meshwright.quickstart.plan import Size
@@ -116,7 +116,7 @@ def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkey
 class Clock:
     """A deadline that leaves a given number of seconds."""
 
-    after = 1.0
+    after, start = 1.0, 5.0
 
     def __init__(self, seconds, minutes=1):
         self.seconds, self.minutes = seconds, minutes
@@ -157,6 +157,63 @@ def test_the_length_is_corrected_once(left, limit, expected):
     own_text.train(stub, Done(), Clock(left))
     assert [c[2] for c in stub.commands] == ["1000", *([str(expected)] if expected else [])]
     assert "--override-opt_param-scheduler" in stub.commands[-1] or not expected
+
+
+@pytest.mark.parametrize("minutes, seconds", [(0.5, 10), (1, 20), (2, 20), (10, 90)])
+def test_the_trial_takes_a_part_of_the_time(minutes, seconds):
+    assert own_text.Deadline(minutes).trial == seconds
+
+
+class Trial:
+    """A machine with a clock of its own that logs steps of so many seconds."""
+
+    device, run = "cpu", "run"
+
+    def __init__(self, start, seconds):
+        self.now, self.start, self.seconds, self.steps = 0.0, start, seconds, 0
+
+    def perf_counter(self):
+        return self.now
+
+    def training(self, *what):
+        return []
+
+    run_command = training
+
+    def call(self, *argv, show, stop):
+        self.now += self.start
+        for seconds in self.seconds:
+            self.steps += 1
+            self.now += seconds
+            if stop(shell.Logged(self.steps, 40, seconds, 1)):
+                return
+
+
+@pytest.mark.parametrize(
+    "start, seconds, steps, speed, starts",
+    [
+        (5, [1.0] + 39 * [0.1], 40, 10_240, (5.9, 5)),  # the first step takes longer, once
+        (30, 40 * [1.0], 2, 1024, (30, 30)),  # the start alone takes longer than the trial may
+        (5, 40 * [3.0], 6, 1024 / 3, (5, 5)),  # more than 20 s
+        (2, [10.0] + 39 * [4.0], 4, 256, (8, 2)),
+    ],
+)
+def test_a_trial_ends_in_time(monkeypatch, capsys, start, seconds, steps, speed, starts):
+    trial = Trial(start, seconds)
+    monkeypatch.setattr(own_text, "time", trial)
+    found = own_text.measure(trial, plan.SIZES[0], 20, [])
+    assert trial.steps == steps and found == pytest.approx((speed, *starts))
+
+
+@pytest.mark.parametrize("minutes, few", [(1, True), (4, False), (10, False)])
+def test_too_few_minutes_are_said_before_the_training(monkeypatch, capsys, minutes, few):
+    trial = Trial(20, 40 * [0.5])
+    monkeypatch.setattr(own_text, "time", trial)
+    monkeypatch.setattr(own_text, "vocabulary_size", lambda tour: 1024)
+    text = collect.Text(100, 10**6, 50_000)
+    own_text.choose(trial, text, 300_000, own_text.Deadline(minutes, began=0.0), accelerator=False)
+    out = capsys.readouterr().out
+    assert ("too few for a useful model" in out) == few and ("--minutes 4 would do" in out) == few
 
 
 def test_what_is_passed_over_is_said(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -18,10 +19,11 @@ from meshwright.quickstart.shell import Logged, step
 from meshwright.quickstart.tour import Tour, prompt_from
 
 COMPILED = 5  # minutes from which a compiled model pays
-TRIAL = 0.1  # share of the time, at most, for the trial
+TRIAL = 0.15  # share of the time, at most, for the trial with its start
+STEPPING = 20  # seconds of steps that are enough for it
 SMALL = 500_000  # bytes of a text that is called small
 MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
-RESTART = 5  # seconds that a correction costs
+START = 5  # seconds that a start takes, where it was not measured
 CORRECTABLE = 0.5  # of the steps; later corrections would bend the learning rate
 
 
@@ -32,6 +34,12 @@ class Deadline:
     minutes: float
     began: float = field(default_factory=time.perf_counter)
     after: float = 0.0
+    start: float = START  # seconds that a training needs before its first step
+
+    @property
+    def trial(self) -> float:
+        """Seconds that a trial may take; a start takes a large part of a short time."""
+        return min(max(TRIAL * self.minutes * 60, 20), self.minutes * 60 / 3)
 
     def left(self) -> float:
         """Return the seconds that are left for the training."""
@@ -127,39 +135,48 @@ def choose(tour: Tour, text: Text, tokens: int, deadline: Deadline, accelerator:
     """Measure a trial; return the command of the run, and what limits its length."""
     vocab, size = vocabulary_size(tour), plans.trial_size(tokens, accelerator)
     how = fast(accelerator, deadline.minutes)
-    speed, start = measure(tour, size, min(20, deadline.minutes * 60 * TRIAL), how)
+    speed, deadline.start, start = measure(tour, size, deadline.trial, how)
     machine = Machine(size, speed, accelerator)
     # Three commands start, the score reads each token twice in a third of a training step's time.
     scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
     deadline.after = 3 * start + scored + 1 + min(text.train_bytes, 5e7) / 1e7
-    plan = plans.choose(tokens, vocab, machine, deadline.left() - start)
-    for line in describe(plan, machine, tokens, vocab, deadline.left()):
+    seconds = deadline.left() - deadline.start
+    plan = plans.choose(tokens, vocab, machine, seconds)
+    for line in describe(plan, machine, tokens, vocab, max(seconds, 0)):
         print(f"  {line}")
+    missing = plans.useful(machine, vocab) - seconds
+    if plan.limit == "time" and missing > 0:
+        enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
+        print(f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do")
     command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
     return {"command": command, "limit": plan.limit}
 
 
-def measure(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float, float]:
-    """Train a few steps without saving; return tokens per second and the seconds of a start.
+def measure(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float, float, float]:
+    """Train a few steps without saving; return tokens per second and two times in seconds.
 
-    On a slow machine the trial ends after `most` seconds of steps.
+    These are the start of a training, including what its first steps do once, as compiling, and
+    the start of a command that does not. On a slow machine the trial ends after `most` seconds.
     """
     steps, interval = (200, 5) if how else (40, 1)
     seen: list[Logged] = []
 
     def stop(at: Logged) -> str | None:
         seen.append(at)
-        return "that is enough to know" if sum(interval * at.seconds for at in seen[1:]) > most else None
+        stepping = sum(interval * at.seconds for at in seen[1:])
+        late = len(seen) > 1 and (stepping > STEPPING or time.perf_counter() - began > most)
+        return "this machine is slow; the steps so far are enough to know its speed" if late else None
 
     how = [*f"--log-interval {interval} --eval-iters 0".split(), *how]
     began = time.perf_counter()
     tour.call(*tour.training(size, 0, steps, *how), show=lambda line: None, stop=stop)
     took = time.perf_counter() - began
-    steady = seen[len(seen) // 3 :]  # the first ones include what happens once, as compiling does
+    steady = seen[max(len(seen) // 3, 1) :] or seen
     pace = max(sum(at.seconds for at in steady) / max(len(steady), 1), 1e-9)
     speed, start = size.tokens / pace, max(took - pace * interval * len(seen), 1.0)
+    bare = min(max(took - interval * sum(at.seconds for at in seen), 1.0), start)
     print(f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden}")
-    return speed, start
+    return speed, start, bare
 
 
 def describe(plan: Plan, machine: Machine, tokens: int, vocab: int, seconds: float) -> list[str]:
@@ -196,8 +213,8 @@ def train(tour: Tour, progress: Progress, deadline: Deadline) -> None:
         left, needed = deadline.left(), (steps - at.iteration) * at.seconds
         if abs(left - needed) < 2 * MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
             return None
-        new = at.iteration + max(int((left - RESTART) / at.seconds), 10)
-        if abs(new - steps) * at.seconds < 2 * RESTART:
+        new = max(at.iteration + int((left - deadline.start) / at.seconds), at.iteration + 10, plans.STEPS)
+        if abs(new - steps) * at.seconds < 2 * deadline.start:
             return None
         corrected = new
         return f"a step takes {at.seconds * 1000:.0f} ms now: the run goes on with {corrected:,} steps instead"

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 STEPS = 20  # the fewest that make a run
+USEFUL = 200  # steps of the smallest size, the fewest after which a model has learnt words
 READS = 4  # tokens to be read per parameter of the layers before a larger model is worth its time
 PARAMETERS = 2  # most parameters of the layers per token of text
 FULL = 8192  # tokens of a step that keep an accelerator busy
@@ -103,6 +104,11 @@ def trial_size(tokens: int, accelerator: bool) -> Size:
     """Return the size to measure: on an accelerator, small models would only wait."""
     fitting = [size for size in SIZES[:5] if size.parameters <= PARAMETERS * tokens]
     return grow(fitting[-1] if fitting else SIZES[0], tokens) if accelerator else SIZES[0]
+
+
+def useful(machine: Machine, vocab: int) -> float:
+    """Return the seconds of training below which a model is hardly worth its minutes."""
+    return USEFUL * SIZES[0].tokens / machine.speed(SIZES[0], vocab)
 
 
 def choose(tokens: int, vocab: int, machine: Machine, seconds: float) -> Plan:
