@@ -11,7 +11,7 @@ import pytest
 from pages import Page, check_row, step_row
 
 from meshwright.__main__ import main
-from meshwright.report.history import PATIENCE, read_history
+from meshwright.report.history import PATIENCE, final_loss, read_history
 from meshwright.report.page import write_report
 
 EVIL = "<script>alert('1')</script>"
@@ -178,7 +178,7 @@ def test_only_the_page_of_a_running_run_reloads_itself(tmp_path):
     folder = run_folder(tmp_path, [start(1, 0, train_iters=100), *(step(1, i, 2.0, ms=500) for i in range(1, 11))])
     text = write_report(folder).read_text()
     said = Page(text).said
-    assert ": step 10 of 100; about 45.0 s left; updated 20" in said and "latest loss" in said
+    assert ": step 10 of 100; about 45.0 s left; updated 20" in said and "latest training loss" in said
     assert '<progress max="100" value="10">' in text and "location.reload()" in text and 'http-equiv="refresh"' in text
     long_ago = time.time() - PATIENCE - 1
     os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
@@ -210,6 +210,28 @@ def test_the_best_and_the_last_validation_are_explained(tmp_path, last, kept, wo
     if kept:
         (folder / "config.toml").write_text('[checkpoint]\nsave = "run"\nkeep_best = true\n')
     assert words in Page(write_report(folder).read_text()).said
+
+
+def test_one_definition_of_each_final_figure(tmp_path, capsys):
+    """The screen, the page and the comparison agree; the last weights may be validated twice."""
+    steps = [step(1, i, 5 - i / 100, skipped=i == 99) for i in range(1, 101)]
+    folder = run_folder(tmp_path, [start(1, 0), *steps, check(1, 50, 4.5), check(1, 100, 4.0)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(check(1, 100, 4.25) | {"end": True}) + "\n")
+        file.write(json.dumps({"event": "end", "attempt": 1, "iteration": 100, "reason": "", "status": 0}) + "\n")
+    (folder / "config.toml").write_text("[data]\nseq_length = 16\n[logging]\nlog_interval = 4\n")
+    mean = (5 - 0.96 + 5 - 0.97 + 5 - 0.98 + 5 - 1.0) / 4
+    said = Page(write_report(folder).read_text()).said
+    assert f"final training loss, mean of 4 steps\n{mean:.4f}" in said
+    assert "final validation loss\n4.2500" in said and "best validation loss\n4.0000 at 100" in said
+    assert "Step 100 was validated twice, on other batches: 4.0000, at the end 4.2500." in said
+    assert main(["report", "--json", str(folder), str(folder)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["runs"][0]
+    assert (first["final_loss"], first["final_loss_steps"]) == (pytest.approx(mean), 4)
+    assert (first["final_validation"], first["best_validation"]) == (4.25, 4.0)
+    assert found["differences"][0]["validation"] == {"50": 0.0, "100": 0.0}
+    assert final_loss([5.0] * 1000 + [4.0] * 20, 1000) == (4.0, 20)  # a fiftieth of a long run
 
 
 @pytest.mark.parametrize("losses", [["nan"], []])

@@ -162,6 +162,17 @@ def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
     shown = [table.validation(lines.Check(i, "validation", "", loss)) for i, loss in ((1, 3.0), (2, 2.5), (3, 2.75))]
     assert ["the lowest so far" in line for line in shown] == [False, True, False]
     assert table.results() == [("validation", "2.7500, perplexity 15.64; the lowest was 2.5000 at step 2")]
+    at_end = [lines.Check(4, "validation", when, loss) for when, loss in (("iteration 4", 2.0), ("the end", 2.25))]
+    shown = [table.validation(check) for check in at_end]
+    assert "the lowest so far" in shown[0] and "validation at the end, on other batches, perplexity 9.49" in shown[1]
+    assert table.results() == [("validation", "2.2500, perplexity 9.49; 2.0000 on other batches")]
+
+
+def test_the_end_of_a_run_that_stops_between_two_lines(run):
+    stopped = run("--log-format=short", "--log-interval=4", "--exit-interval=5")
+    assert "  stopped     after step 5 of 6 in 0:0" in stopped.out
+    mean = sum(stopped.losses[-4:]) / 4
+    assert f"  loss        {mean:.4f} in training, mean of the last 4 steps" in stopped.out
 
 
 def test_long_texts():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.progress import duration
 from meshwright.report import plot
-from meshwright.report.history import History, final_loss, read_history, read_settings, wall_time
+from meshwright.report.history import History, read_history, read_settings, wall_time
 from meshwright.report.html import document, escape, table, write_page
 from meshwright.report.page import columns, explain_validations
 from meshwright.settings.schema import OUTCOME, Model
@@ -64,25 +64,34 @@ class Run:
         at = bisect.bisect_right(steps, iteration, key=lambda s: s.iteration)
         return steps[at - 1].consumed_samples * self.scale if at else 0
 
-    def validations(self) -> dict[int, float]:
-        """Return iteration -> mean loss of the validation sets; of the last one's two the first."""
-        found: dict[int, dict[str, float]] = {}
-        for v in reversed(self.history.validations):
+    def checks(self) -> list[tuple[int, float]]:
+        """Return iterations and mean losses of the validation sets, with that at the end."""
+        found: dict[tuple[int, bool], list[float]] = {}
+        for v in self.history.validations:
             if v.name != "test":
-                found.setdefault(v.iteration, {})[v.dataset] = v.loss
-        return {i: math.fsum(losses.values()) / len(losses) for i, losses in sorted(found.items())}
+                found.setdefault((v.iteration, v.is_at_end), []).append(v.loss)
+        return [(i, math.fsum(losses) / len(losses)) for (i, _), losses in sorted(found.items())]
+
+    def validations(self) -> dict[int, float]:
+        """Return iteration -> mean validation loss; of the last one's two the first.
+
+        The one at the end reads other batches.
+        """
+        return dict(sorted(dict(reversed(self.checks())).items()))
 
     def final(self, kind: str) -> float:
-        """Return the last validation loss, or the median training loss of the last fiftieth."""
-        if kind == "validation":
-            return [*self.validations().values()][-1]
-        return final_loss([s.loss for s in self.history.steps])
+        """Return the last validation loss, or the mean training loss at the end."""
+        return self.checks()[-1][1] if kind == "validation" else self.final_training[0]
+
+    @property
+    def final_training(self) -> tuple[float, int]:
+        return self.history.final_loss(self.settings.get("log_interval"))
 
     def reaches(self, loss: float, kind: str) -> int | None:
         """Return the tokens (or samples) after which the loss is first that low, up to rounding."""
         loss += 1e-6 * abs(loss)
         if kind == "validation":
-            return next((self.amount(i) for i, x in self.validations().items() if x <= loss), None)
+            return next((self.amount(i) for i, x in self.checks() if x <= loss), None)
         x, y = curve(self, "loss", by_amount=True)
         if len(y) > 20:
             x, y = plot.running_median(x, y, len(y) // 100)
@@ -138,9 +147,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def figures(r: Run) -> dict[str, Any]:
     """Return the figures of one run."""
-    steps, checks = r.history.steps, r.validations()
-    last, best = steps[-1].iteration, min((x for x in checks.values() if not math.isnan(x)), default=None)
+    steps, checks = r.history.steps, r.checks()
+    last, best = steps[-1].iteration, min((x for _, x in checks if not math.isnan(x)), default=None)
     out = {"name": r.name, "steps": last, "amount": r.amount(last), "final_loss": r.final("training")}
+    out["final_loss_steps"] = r.final_training[1]
     out |= {"final_validation": r.final("validation") if checks else None, "best_validation": best}
     speed = statistics.median(s.tokens_per_second for s in steps)
     return out | {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
@@ -248,10 +258,18 @@ def to_json(value: Any) -> Any:
 
 def summary(found: dict[str, Any]) -> list[list[str]]:
     """Return the lines of a table with a column for each run."""
+    counts = {r["final_loss_steps"] for r in found["runs"]}
+    mean = (
+        ""
+        if counts <= {0, 1}
+        else f", mean of {counts.pop()} steps"
+        if len(counts) == 1
+        else ", mean of the last steps"
+    )
     form = {
         "steps": ("steps", ","),
         "amount": (found["unit"], ","),
-        "final_loss": ("final training loss", ".4f"),
+        "final_loss": (f"final training loss{mean}", ".4f"),
         "final_validation": ("final validation loss", ".4f"),
         "best_validation": ("best validation loss", ".4f"),
         "tokens_per_second": ("tokens per second, median", ",.0f"),

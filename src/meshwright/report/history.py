@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Reversible, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Validation:
     loss: float
     ppl: float
     dataset: str = ""  # its name where there are several
+    is_at_end: bool = False  # whether it followed the last step, which may have been validated before
 
     @property
     def title(self) -> str:
@@ -60,6 +62,11 @@ class History:
     validations: list[Validation]
     attempts: list[Attempt]
     updated: float = 0.0  # seconds since 1970, of the newest row
+
+    def final_loss(self, log_interval: Any = 1) -> tuple[float, int]:
+        """Return the mean training loss at the end, and of how many steps; see final_loss."""
+        losses = [s.loss for s in self.steps if not s.skipped]
+        return final_loss(losses, self.steps[-1].iteration if self.steps else 0, log_interval)
 
     def is_running(self, now: float) -> bool:
         """Return whether the last attempt goes on: it has no end, and had a row not long ago."""
@@ -95,8 +102,10 @@ def read_history(folder: Path) -> History:
                         attempts[-1].seconds += step.ms / 1e3
                 elif event == "validation":
                     loss, ppl = float(row["loss"]), float(row["ppl"])
-                    v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")))
-                    validations[v.title, iteration, bool(row.get("end"))] = v
+                    v = Validation(
+                        iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end"))
+                    )
+                    validations[v.title, iteration, v.is_at_end] = v
                 elif event == "save" and attempts:
                     attempts[-1].seconds += _time(row["seconds"])
                 elif event == "end" and attempts and attempts[-1].number == int(row["attempt"]):
@@ -107,7 +116,7 @@ def read_history(folder: Path) -> History:
                     break  # the last line, cut by a kill
                 why = f"{e} is missing" if isinstance(e, KeyError) else str(e)
                 raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
-    in_order = sorted(validations.values(), key=lambda v: v.iteration)
+    in_order = sorted(validations.values(), key=lambda v: (v.iteration, v.is_at_end))
     return History([steps[i] for i in sorted(steps)], in_order, attempts, path.stat().st_mtime)
 
 
@@ -140,12 +149,16 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     return {group: values for group, values in groups.items() if isinstance(values, dict)}
 
 
-def final_loss(values: Sequence[float]) -> float:
-    """Return the median of the last fiftieth (one step says little); NaN if none is finite."""
-    import statistics
+def final_loss(losses: Reversible[float], iteration: int, log_interval: Any = 1) -> tuple[float, int]:
+    """Return the mean training loss at the end, and of how many steps; NaN if none is finite.
 
-    finite = [x for x in values[-max(1, len(values) // 50) :] if math.isfinite(x)]
-    return statistics.median(finite) if finite else math.nan
+    One step says little: it is the last logged interval, in a long run the last fiftieth of all
+    steps. `losses` are those of steps that were not skipped, up to `iteration`. The final loss of
+    a validation set is simply its last one, and its best the lowest of all.
+    """
+    wanted = max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1)
+    finite = [x for x in itertools.islice(reversed(losses), wanted) if math.isfinite(x)]
+    return (math.fsum(finite) / len(finite) if finite else math.nan), len(finite)
 
 
 def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:

@@ -113,11 +113,13 @@ def explain_validations(history: History, settings: dict[str, Any], is_running: 
         if len(steps) < 2:
             continue
         best, last = min(checks, key=lambda v: v.loss), checks[-1]
-        gap = last.loss - best.loss
+        gap, pair = last.loss - best.loss, [v.loss for v in checks if v.iteration == last.iteration]
+        both = f"{pair[0]:.4f}, at the end {pair[-1]:.4f}"
+        twice = f" Step {last.iteration:,} was validated twice, on other batches: {both}." * (pair[0] != pair[-1])
         lead = f"Validation{suffix(last)}: the lowest loss, {best.loss:.4f}, was at step {best.iteration:,}"
         if best.iteration == last.iteration:
             then = "it is still falling." if is_running else "a longer training may lower it further."
-            out.append(f"{lead}, the last of {len(steps)}: {then}")
+            out.append(f"{lead}, the last of {len(steps)}: {then}{twice}")
             continue
         words = [f"{lead}; the last, at step {last.iteration:,}, is {last.loss:.4f}, which is {gap:.4f} higher."]
         if gap < 0.01 * best.loss and not settings.get("full_validation"):
@@ -129,7 +131,7 @@ def explain_validations(history: History, settings: dict[str, Any], is_running: 
             words.append(f"The best step is kept: {settings['save']}/iter_{best.iteration:07d}.")
         else:
             words.append("With --keep-best, a run keeps the checkpoint of its lowest validation loss.")
-        out.append(" ".join(words))
+        out.append(" ".join(words) + twice)
     return out
 
 
@@ -153,7 +155,8 @@ def headlines(history: History, settings: Settings, is_running: bool = False) ->
             out.append(("tokens", f"{end.consumed_samples * seq:,}"))
         if skipped := sum(s.skipped for s in steps):
             out.append(("skipped steps", f"{skipped:,}"))
-        out.append((f"{final} loss", f"{end.loss:.4f}"))
+        mean, count = history.final_loss(settings.get("logging", {}).get("log_interval"))
+        out.append((f"{final} training loss{f', mean of {count} steps' * (count > 1)}", f"{mean:.4f}"))
     for checks in by_dataset(v for v in history.validations if v.name != "test"):
         best, on = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss), suffix(checks[0])
         out.append((f"{final} validation loss{on}", f"{checks[-1].loss:.4f}"))

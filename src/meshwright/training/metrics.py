@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import math
@@ -21,6 +22,7 @@ from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserErro
 from meshwright.files import naming_file
 from meshwright.launch.team import Team
 from meshwright.progress import new_bar
+from meshwright.report.history import final_loss
 from meshwright.settings import flags
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.folder import LivePage
@@ -78,6 +80,9 @@ class Metrics:
             self.trackers = open_trackers(self.g, folder, settings, name, attempt.done + 1, attempt.consumed)
             self.bar = _start_bar(self.total_steps) if self.g.progress and sys.stderr.isatty() else None
         self._reset()
+        self.iteration = attempt.done
+        # As many as the mean at the end may need.
+        self.recent = collections.deque[float](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
         self.memory_is_printed = False
         self.page = LivePage(None if config.training.skip_train else folder)
 
@@ -116,6 +121,8 @@ class Metrics:
         self.nan += not math.isfinite(loss)
         if not values["skipped"]:
             self.losses.append(loss)
+            self.recent.append(loss)
+        self.iteration = iteration
         tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
         row = values | {
             "ms": round(seconds * 1e3, 3),
@@ -202,6 +209,11 @@ class Metrics:
         with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
             self.row("end", iteration, reason=reason, status=status, time=time.time())
         self.page.close(failed=True)
+
+    @property
+    def final_loss(self) -> tuple[float, int]:
+        """The mean training loss at the end of this attempt, and of how many steps."""
+        return final_loss(self.recent, self.iteration, self.g.log_interval)
 
     def stop_bar(self) -> None:
         if self.bar is not None:

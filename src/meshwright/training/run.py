@@ -238,7 +238,7 @@ def report_end(trainer: Trainer, reason: str, stop: StopConditions, folder: Path
         write_report(folder)
     if metrics.screen is not None:
         metrics.stop_bar()
-        show(metrics.screen.end(reason, is_done))
+        show(metrics.screen.end(reason, is_done, trainer.progress.iteration, metrics.final_loss))
 
 
 def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:

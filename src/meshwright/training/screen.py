@@ -191,10 +191,11 @@ class LineScreen:
         if self.best is not None and check.name != "test" and not check.dataset:
             known.append(self.best[1])
         earlier.append(check)
-        is_best = check.name != "test" and bool(known) and check.loss < min(known)
+        is_again = any(x.iteration == check.iteration and x.loss != check.loss for x in earlier[:-1])
+        is_best = check.name != "test" and bool(known) and check.loss < min(known) and not is_again
         cells = {"step": f"{check.iteration:,}", "loss": f"{check.loss:.4f}"}
         line = Text(INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]), "bold")
-        line.append(f"  {check.title}{' at the end' * check.is_at_end}", "bold")
+        line.append(f"  {check.title}{' at the end' * check.is_at_end}{', on other batches' * is_again}", "bold")
         line.append(f", perplexity {check.ppl:,.2f}{', the lowest so far' * is_best}")
         line.truncate(self.width, overflow="ellipsis")
         return self.form(line) if self.last is not None else self.form(self.head(), line)
@@ -205,10 +206,14 @@ class LineScreen:
             self.status.stop()
             self.status = None
 
-    def end(self, reason: str, is_done: bool) -> str:
-        """Return how the run ended, and what to type next."""
+    def end(self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]) -> str:
+        """Return how the run ended after `iteration` steps, and what to type next.
+
+        `training` is the mean loss at the end and of how many steps it is, as on the page.
+        """
         assert self.run is not None
-        rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done)), *self.results()]
+        rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
+        rows += [*self.training_loss(*training), *self.results()]
         if (folder := self.run.folder) is not None:
             rows.append(("page", str(folder / "report.html")))
         out = self.form("", self.grid(rows))
@@ -218,26 +223,28 @@ class LineScreen:
             lines.append(self.form("the model was not kept: --save DIR keeps it"))
         return "\n".join([out, "", "next:", *lines])
 
-    def describe_end(self, reason: str, is_done: bool) -> str:
+    def describe_end(self, reason: str, is_done: bool, at: int) -> str:
         assert self.run is not None
-        at = self.last.iteration if self.last is not None else self.run.iteration
         steps = f"{at:,} steps" if is_done else f"after step {at:,} of {self.run.total:,}"
         why = "" if is_done else f" ({reason})"
         return f"{steps} in {clock(time.perf_counter() - self.began)}{why}"
 
+    def training_loss(self, mean: float, count: int) -> list[tuple[str, str]]:
+        words = f", mean of the last {count:,} steps" if count > 1 else ""
+        return [("loss", f"{mean:.4f} in training{words}")] if count else []
+
     def results(self) -> list[tuple[str, str]]:
+        """Return the last validation of each set, which is the one at the end, and the lowest."""
         out = []
-        if self.last is not None and self.last.loss is not None:
-            out.append(("loss", f"{self.last.loss:.4f} in training"))
         for title, checks in self.checks.items():
             lowest = min(checks, key=lambda c: math.inf if math.isnan(c.loss) else c.loss)
             at, best = lowest.iteration, lowest.loss
             if self.best is not None and checks[0].name != "test" and not checks[0].dataset and self.best[1] < best:
                 at, best = self.best
-            text = f"{checks[-1].loss:.4f}, perplexity {checks[-1].ppl:,.2f}"
-            out.append(
-                (title, text + (f"; the lowest was {best:.4f} at step {at:,}" if best < checks[-1].loss else ""))
-            )
+            final = checks[-1]
+            is_again = at == final.iteration  # the same weights, so another loss says nothing about the training
+            lowest_was = f"; {best:.4f} on other batches" if is_again else f"; the lowest was {best:.4f} at step {at:,}"
+            out.append((title, f"{final.loss:.4f}, perplexity {final.ppl:,.2f}{lowest_was * (best < final.loss)}"))
         return out
 
 
