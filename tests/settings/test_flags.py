@@ -226,7 +226,7 @@ def test_words(argv, words):
         (["--train-samples", "100"], "give one"),
         (["--no-mock-data", "--valid-data-path", "b"], "--data-path is needed"),
         (["--lr-decay-samples", "10"], "cannot be mixed with --train-iters"),
-        (["--micro-batch-size", "auto", "--num-accumulation-steps", "2"], "--micro-batch-size auto needs"),
+        (["--micro-batch-size", "auto", "--num-accumulation-steps", "2"], "--micro-batch-size auto contradicts"),
         (["--num-accumulation-steps", "3"], "is 6, not the --global-batch-size 4"),
         (["--rampup-batch-size", "2", "2", "10"], "needs the length in samples"),
         (["--rampup-batch-size", "2", "2"], "START INCREMENT SAMPLES"),

@@ -58,3 +58,33 @@ def test_words_of_other_programs_bring_up_ours(tmp_path, capsys):
     assert "unknown flag --max-tokens; did you mean --max-new-tokens?" in capsys.readouterr().err
     assert main(["train", "--max-tokens", "5"]) == 2 and "--max-new-tokens" not in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "hf"]) == 65
+
+
+def test_a_wrong_input_brings_up_what_is_named_like_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-texts").mkdir()
+    assert main("preprocess --input my-text --output-prefix x --tokenizer byte".split()) == 65
+    assert "--input my-text does not exist; did you mean my-texts?" in capsys.readouterr().err
+    assert main(["quickstart", "my-text", "--output", "made"]) == 65
+    assert "error: my-text does not exist; did you mean my-texts?" in capsys.readouterr().err
+
+
+def test_auto_names_only_what_was_given(capsys):
+    small = "train --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 1 --train-iters 1 --lr 1"
+    words = f"{small} --seq-length 8 --max-position-embeddings 8 --micro-batch-size auto --vocab-size 9".split()
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert "auto needs --global-batch-size" in err and "accumulation" not in err
+    assert main([*words, "--num-accumulation-steps", "2"]) == 2
+    assert "auto contradicts --num-accumulation-steps 2" in capsys.readouterr().err
+
+
+def test_dry_run_warns_of_a_step_larger_than_the_data(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "just a few words"}\n')
+    prefix = str(tmp_path / "a")
+    assert main(["preprocess", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--tokenizer", "byte"]) == 0
+    small = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --train-iters 1 --lr 1 --seq-length 8 --dry-run"
+    words = ["train", *small.split(), "--max-position-embeddings", "8", "--data-path", f"{prefix}_text_document"]
+    assert main([*words, "--micro-batch-size", "1"]) == 0 and "warning" not in capsys.readouterr().out
+    assert main([*words, "--micro-batch-size", "9"]) == 0
+    assert "warning: one step reads more than the 16 tokens of the data" in capsys.readouterr().out

@@ -247,7 +247,8 @@ def write_step(source: Selection, job: Conversion) -> None:
     # A conversion that was killed leaves a lock and a step that was never finished.
     held = [path.name for path in folder.glob("*") if path.name != ".lock" and path.suffix != ".tmp"]
     if held:
-        raise UserError(f"{folder} already holds {min(held)}, and nothing is overwritten; give another folder", LOCKED)
+        what = f"{folder} already holds {min(held)}, and nothing is overwritten"
+        raise UserError(f"{what}; give another folder, or remove this one", LOCKED)
     files = native_files(source) if job.target.to == "native" else megatron_files(source, job)
     step = source.step or int(job.target.to == "torch")  # Megatron takes no iteration 0
     is_new = not folder.exists()

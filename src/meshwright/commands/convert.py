@@ -7,11 +7,12 @@ What the source does not say about its network, the usual flags do: `--num-atten
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from meshwright.console import say
+from meshwright.console import notice, say
 from meshwright.errors import DONE
 from meshwright.settings import command, flags
 from meshwright.settings.schema import Checkpoint, Data, GenerateConfig, Model, Tokenizer, flag
@@ -72,4 +73,7 @@ def main(argv: list[str]) -> int:
         f"{source.folder} ({source.kind}) -> {folder} ({target.to}): {done.tensors:,} tensors, {done.bytes:,} bytes in "
         f"{done.seconds:.1f} s, {done.bytes / max(done.seconds, 1e-9) / 1e6:,.0f} MB/s"
     )
+    if target.to == "huggingface":
+        load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+        notice(f"next: {load} with transformers, or meshwright generate --interactive {shlex.quote(str(folder))}")
     return DONE

@@ -49,7 +49,10 @@ class Documents:
     """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them."""
 
     def __init__(self, given: TextInputs, limit: float) -> None:
-        self.given, self.limit, self.found = given, limit, find(given)
+        try:
+            self.given, self.limit, self.found = given, limit, find(given)
+        except UserError as error:  # quickstart's texts have no flag
+            raise UserError(str(error).removeprefix("--input "), error.status) from None
         self.bytes = self.found.bytes  # on disk
         self.skipped, self.is_sample = 0, False
 

@@ -287,8 +287,12 @@ def batch_problems(c: TrainConfig) -> list[str]:
     micro, batch, number = t.micro_batch_size, t.global_batch_size, t.num_accumulation_steps
     if out_of_bounds(t):
         return []  # reported already
-    if micro == "auto" and (batch is None or number is not None):
-        return ["--micro-batch-size auto needs --global-batch-size, and no --num-accumulation-steps"]
+    if micro == "auto" and number is not None:
+        return [
+            f"--micro-batch-size auto contradicts --num-accumulation-steps {number}; give --global-batch-size instead"
+        ]
+    if micro == "auto" and batch is None:
+        return ["--micro-batch-size auto needs --global-batch-size: samples of one step"]
     p = c.parallel
     if micro == "auto" and (p.model_ranks > 1 or p.zero > 1):
         layout = f"ZeRO {p.zero}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"

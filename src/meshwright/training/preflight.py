@@ -159,6 +159,8 @@ def dry_run(config: TrainConfig) -> int:
         for indexed in files:
             check_vocabulary(indexed, vocab)
     print_sizes(config, vocab)
+    if files and (tokens := sum(len(indexed.tokens) for indexed in files)) < config.global_batch * (d.seq_length or 0):
+        print(f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text")
     if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
         print("\n".join(lines))
     for p in later:

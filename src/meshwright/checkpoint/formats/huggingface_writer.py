@@ -112,7 +112,7 @@ def refuse_full(folder: Path, run: Path | None = None) -> None:
         mark = read_mark(folder) if run is not None else None
         if run is None or mark is None or mark.get("run") != name_of(run):
             what = "is not empty" if folder.is_dir() else "is not a folder"
-            raise UserError(f"{folder} {what}, and nothing is overwritten; give another folder", LOCKED)
+            raise UserError(f"{folder} {what}, and nothing is overwritten; give another folder, or remove it", LOCKED)
         if mark.get("files") != files_of(folder):
             raise UserError(f"{folder} was changed since this run wrote it; give another folder", LOCKED)
 

@@ -20,6 +20,7 @@ from meshwright.data.prepare import containers, folders, tables
 from meshwright.data.prepare.folders import Choice, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
 from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.settings.grammar import near_path
 from meshwright.settings.texts import TextInputs
 
 START = 1 << 16  # bytes that are read to recognise JSON lines in a folder
@@ -106,7 +107,7 @@ def _expand(patterns: list[str]) -> list[str]:
             [pattern] if pattern == "-" or os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
         )
         if not matches:
-            raise UserError(f"--input {shown(pattern)} does not exist", BAD_DATA)
+            raise UserError(f"--input {shown(pattern)} does not exist{near_path(pattern)}", BAD_DATA)
         found += matches
     return found
 
