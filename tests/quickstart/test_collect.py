@@ -29,6 +29,7 @@ def test_one_twentieth_is_held_out_and_never_trained_on(tmp_path):
     train, held_out = sides(tmp_path)
     assert sorted(train + held_out) == sorted(texts) and 20 < len(held_out) < 90
     assert facts.documents == 1000 and facts.wide == 0
+    assert (facts.train_parts, facts.held_out_parts) == (len(train), len(held_out)) and "cut" not in facts.describe()
     assert (facts.train_bytes, facts.held_out_bytes) == tuple(sum(map(len, side)) for side in (train, held_out))
     before = held_out
     collect.collect(reversed(texts), tmp_path)
@@ -37,10 +38,12 @@ def test_one_twentieth_is_held_out_and_never_trained_on(tmp_path):
 
 def test_one_long_document_is_cut_at_paragraphs(tmp_path):
     long = "\n\n".join(words(50, seed) for seed in range(2000))
-    collect.collect([long], tmp_path)
+    facts = collect.collect([long], tmp_path)
     train, held_out = sides(tmp_path)
     assert 0.04 < len("".join(held_out)) / len(long) < 0.07 and all(part.endswith(" \n\n") for part in train[:-1])
     assert len("".join(train + held_out)) == len(long)
+    parts = len(train) + len(held_out)
+    assert facts.describe().startswith(f"1 document, cut into {parts} parts: {len(train)} to learn from (")
 
 
 def test_cutting_loses_nothing():

@@ -40,6 +40,7 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     folder = tmp_path / "my notes-model"
     for n in range(1, 8):
         assert f"\n{n}. " in out
+    assert "Opening" not in out and "Vocab size" not in out and "\n  wrote " in out and "SIGTERM" not in out
     assert "this is little text" in out and "bits per byte: this GPT" in out and "report.html" in out
     assert (folder / "run/report.html").is_file() and (folder / "quickstart.log").is_file()
 
@@ -226,7 +227,20 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
     own_text.read(tour.Tour(tmp_path / "out", "log", "cpu"), documents, Progress(tmp_path / "progress", {}))
     out = capsys.readouterr().out
     assert "passed over 2 files: 1 binary, 1 with other suffixes (.css); choose with --include" in out
-    assert "30 documents or parts of long ones" in out
+    assert "30 documents: 2" in out and " to learn from (" in out and " held out (" in out
+
+
+@pytest.mark.parametrize(
+    "times, words",
+    [
+        (0.001, "less than 1 % of it is read"),
+        (0.04, "4 % of it is read"),
+        (1, "each is read 1.0 times"),
+        (2.34, "each is read 2.3 times"),
+    ],
+)
+def test_how_often_the_text_is_read(times, words):
+    assert own_text.readings(times) == words
 
 
 def test_a_restart_that_costs_more_than_it_saves():

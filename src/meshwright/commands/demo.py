@@ -96,7 +96,7 @@ def tour(folder: Path, scale: Scale) -> None:
     command = t.run_command(scale.model, 0, scale.steps, *more)
 
     def stop(at: Logged) -> str | None:
-        reason = "as a cluster's scheduler sends it: the training saves and ends"
+        reason = "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"
         return reason if at.iteration >= scale.stop else None
 
     with step("4. Pre-train a GPT on the CPU, and stop it half-way"):

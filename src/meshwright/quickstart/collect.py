@@ -31,13 +31,24 @@ BORDER = re.compile(r"\n\s*\n|\n")  # where it may be cut
 class Text:
     """Facts about the collected text; sizes in bytes of UTF-8."""
 
-    documents: int
+    documents: int  # before long ones are cut into parts
     train_bytes: int
     held_out_bytes: int
     wide: float = 0.0  # bytes beyond the first of each character, as a share
     sample: str | None = None  # a file with a part of the text, enough for a vocabulary
     skipped: int = 0  # bad lines and damaged files
     is_sample: bool = False  # the input has more than was read
+    train_parts: int = 0
+    held_out_parts: int = 0
+
+    def describe(self) -> str:
+        """Return the numbers of documents, parts and bytes."""
+        parts, plural = self.train_parts + self.held_out_parts, "s" if self.documents != 1 else ""
+        number = f"{self.documents:,} document{plural}"
+        if parts > self.documents:
+            number += f", cut into {parts:,} parts"
+        learnt = f"{self.train_parts:,} to learn from ({self.train_bytes:,} bytes)"
+        return f"{number}: {learnt}, {self.held_out_parts:,} held out ({self.held_out_bytes:,} bytes)"
 
 
 def fraction(text: str) -> float:
@@ -123,24 +134,27 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Text
     if have <= 100 * LONGEST:  # all of it is here
         held_out = border([part for text in first for part in cut(text, longest)], held_out)
     sampled = SAMPLE / expected if expected > 2 * SAMPLE else 0
-    sizes, count, wide = [0, 0], 0, 0
+    sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
     names = ["train.jsonl", "held_out.jsonl", *(["sample.jsonl"] if sampled else [])]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(replacing(folder / name)) for name in names]
-        for part in (part for text in itertools.chain(first, rest) for part in cut(text, longest)):
-            place, size = fraction(part), len(part.encode("utf-8", "replace"))
-            side = int(place < held_out)
-            line = json.dumps({"text": part}).encode() + b"\n"
-            files[side].write(line)
-            if place > 1 - sampled:
-                files[2].write(line)
-            sizes[side] += size
+        for text in itertools.chain(first, rest):
             count += 1
-            wide += size - len(part)
+            for part in cut(text, longest):
+                place, size = fraction(part), len(part.encode("utf-8", "replace"))
+                side = int(place < held_out)
+                line = json.dumps({"text": part}).encode() + b"\n"
+                files[side].write(line)
+                if place > 1 - sampled:
+                    files[2].write(line)
+                sizes[side] += size
+                parts[side] += 1
+                wide += size - len(part)
     if sum(sizes) < LEAST:
         raise UserError(
             f"{sum(sizes):,} bytes of text are too few to learn from; give at least {LEAST:,}, better some millions",
             BAD_DATA,
         )
     sample = str(folder / names[2]) if sampled else None
-    return Text(count, sizes[0], sizes[1], wide / sum(sizes), sample)
+    wide_share = wide / sum(sizes)
+    return Text(count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1])

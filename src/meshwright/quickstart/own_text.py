@@ -104,12 +104,11 @@ def read(tour: Tour, documents: Documents, progress: Progress) -> Text:
             print(f"  {documents.found.passed.line()}")
         progress.finish("text", asdict(text))
     text = Text(**progress.done["text"])
-    parts = f"{text.documents:,} documents or parts of long ones"
-    print(f"  {parts}, {text.train_bytes:,} bytes to learn from, {text.held_out_bytes:,} held out")
+    print(f"  {text.describe()}")
     if text.is_sample:
         print("  that is a sample: there is more text than can be read in the time")
     if text.skipped:
-        print(f"  passed over: {text.skipped:,} lines or files that are damaged or no text")
+        print(f"  passed over: {text.skipped:,} damaged files or lines without text")
     if text.train_bytes < SMALL:
         print(f"  this is little text: below {SMALL:,} bytes a model learns spelling and a few phrases")
     return text
@@ -193,11 +192,18 @@ def describe(plan: Plan, machine: Machine, tokens: int, vocab: int, seconds: flo
     out = [
         f"model: {chosen}",
         f"steps: {plan.steps:,} of {size.tokens:,} tokens, {why}",
-        f"the text has {tokens:,} tokens, so each is read {read / max(tokens, 1):.1f} times",
+        f"the text has {tokens:,} tokens: {readings(read / max(tokens, 1))}",
     ]
     if plan.dropout:
         out.append(f"dropout {plan.dropout:g}, because it reads the text more than once")
     return out
+
+
+def readings(times: float) -> str:
+    """Say how often a text is read, which may be less than once."""
+    if times < 0.01:
+        return "less than 1 % of it is read"
+    return f"{times:.0%}".replace("%", " % of it is read") if times < 0.95 else f"each is read {times:.1f} times"
 
 
 def train(tour: Tour, progress: Progress, deadline: Deadline) -> None:
@@ -217,7 +223,7 @@ def train(tour: Tour, progress: Progress, deadline: Deadline) -> None:
         if abs(new - steps) * at.seconds < 2 * deadline.start:
             return None
         corrected = new
-        return f"a step takes {at.seconds * 1000:.0f} ms now: the run goes on with {corrected:,} steps instead"
+        return f"a step takes {at.seconds * 1000:.0f} ms now: it saves, and goes on to {corrected:,} steps instead"
 
     # A run that is continued after an interruption keeps its length, as a very short one does.
     tour.pre_train(command, check if deadline.after and deadline.minutes >= 1 else None)

@@ -68,7 +68,7 @@ def call(
                 if (shown := show(line.rstrip("\n"))) is not None:
                     print(f"  {shown}", flush=True)
                 if stop and (at := logged(line)) and at.iteration < at.of and (reason := stop(at)):
-                    print(f"  -> SIGTERM, {reason}", flush=True)
+                    print(f"  -> {reason}", flush=True)
                     child.send_signal(signal.SIGTERM)
                     stop, expected = None, SIGTERM  # a second one would end it immediately
             status = child.wait()

@@ -57,7 +57,7 @@ class Tour:
         from meshwright.data.format.indexed import Indexed
 
         files = ["--input", self.train, "--output-prefix", self.tokens]
-        self.call("preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod")
+        self.call("preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod", show=outcome)
         return len(Indexed(f"{self.tokens}_text_document").tokens)
 
     def training(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
@@ -95,6 +95,11 @@ class Tour:
     def try_next(self) -> None:
         for words in (["generate", "--interactive", self.run], ["report", self.run], ["inspect", self.run]):
             print(f"  {shlex.join(['meshwright', *words])}")
+
+
+def outcome(line: str) -> str | None:
+    """Return what preprocess wrote; Megatron's lines are for scripts."""
+    return line if line.startswith("wrote ") else None
 
 
 def compare(ours: float, train: Path, held_out: Path) -> float:
