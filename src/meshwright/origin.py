@@ -34,6 +34,33 @@ def digest_of(paths: Sequence[str | Path]) -> str:
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
 
+def inputs_of(paths: Sequence[str | Path]) -> dict[str, Any]:
+    """Return what identifies inputs, and enough about their names to say what has changed."""
+    names = [os.path.basename(path) for path in paths]
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+    return {"files": len(names), "first": names[:3], "names": digest, "content": digest_of(paths)}
+
+
+def _changed(name: str, before: Any, now: Any) -> str:
+    """Name one thing that differs, and how, as far as the record knows."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return name
+    if name == "settings":
+        differ = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+        return f"{name} ({' '.join('--' + key.replace('_', '-') for key in differ)})"
+    if before.get("names") == now["names"]:
+        return f"{name} (of the same names, but changed)"
+    then, these = (_listed(known) for known in (before, now))
+    return f"{name} (others of the same first names)" if then == these else f"{name} ({then} then, {these} now)"
+
+
+def _listed(known: dict[str, Any]) -> str:
+    files, first = known.get("files"), known.get("first")
+    names = " ".join(map(str, first)) if isinstance(first, list) else "?"
+    names = names if names.isprintable() else names.encode("unicode_escape").decode()
+    return f"{files:,} files, {names} ..." if isinstance(files, int) and files > 3 else names
+
+
 def _stat(path: str | Path) -> os.stat_result | None:
     try:
         return os.stat(path)
@@ -83,7 +110,8 @@ def is_done(record: Path, made_from: dict[str, Any], files: Sequence[Path], over
         if {file.name: file.stat().st_size for file in files} == sizes:
             return True
     other = [name for name in made_from if before.get(name) != made_from[name]]
-    how = f"made with other {' and '.join(other)}" if before and other else "and nothing says how they were made"
+    changes = " and ".join(_changed(name, before.get(name), made_from[name]) for name in other)
+    how = f"made with other {changes}" if before and other else "and nothing says how they were made"
     names = " and ".join(map(str, there))
     message = f"{names} {'exists' if len(there) == 1 else 'exist'} already, {how}: they are kept"
     raise UserError(f"{message}; add --overwrite to replace them, or choose another {flag}", LOCKED)

@@ -64,7 +64,10 @@ def test_dry_run_says_what_would_become_of_the_output(here, capsys):
     status, out, _ = preprocess(capsys, "long.jsonl", "--dry-run")
     assert status == 0 and "out_text_document.bin/.idx is already there, unchanged" in out and "would write" not in out
     status, _, err = preprocess(capsys, "short.jsonl", "--dry-run")
-    assert status == LOCKED and "made with other inputs: they are kept; add --overwrite" in err
+    assert (
+        status == LOCKED
+        and "made with other inputs (long.jsonl then, short.jsonl now): they are kept; add --overwrite" in err
+    )
     assert "would write" in preprocess(capsys, "short.jsonl", "--dry-run", "--overwrite")[1] and files() == before
 
 
@@ -84,9 +87,17 @@ def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):
     assert preprocess(capsys, "long.jsonl")[0] == 0
     before = files()
     for name, more, words in (
-        ("short.jsonl", [], "made with other inputs: they are kept; add --overwrite"),
-        ("long.jsonl", ["--append-eod"], "made with other settings"),
-        ("short.jsonl", ["--json-keys", "text", "title"], "made with other inputs and settings"),
+        (
+            "short.jsonl",
+            [],
+            "made with other inputs (long.jsonl then, short.jsonl now): they are kept; add --overwrite",
+        ),
+        ("long.jsonl", ["--append-eod"], "made with other settings (--append-eod): they"),
+        (
+            "short.jsonl",
+            ["--json-keys", "text", "title"],
+            "made with other inputs (long.jsonl then, short.jsonl now) and settings",
+        ),
     ):
         status, _, err = preprocess(capsys, name, *more)
         assert status == LOCKED and "out_text_document.bin and out_text_document.idx exist already, " in err
@@ -103,6 +114,26 @@ def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):
     assert preprocess(capsys, "short.jsonl", "--overwrite")[0] == 0 and len(Indexed("out_text_document")) == 2
     assert "unchanged" in preprocess(capsys, "short.jsonl")[1]
     assert preprocess(capsys, "long.jsonl")[0] == LOCKED
+
+
+def test_what_has_changed_is_named(here, capsys):
+    assert preprocess(capsys, "long.jsonl")[0] == 0
+    write("long.jsonl", SHORT)
+    assert "inputs (of the same names, but changed): they are kept" in preprocess(capsys, "long.jsonl")[2]
+    Path("texts").mkdir()
+    for n in range(5):
+        Path(f"texts/{n}.txt").write_text("text")
+    err = preprocess(capsys, "texts")[2]
+    assert "inputs (long.jsonl then, 5 files, 0.txt 1.txt 2.txt ... now): they are kept" in err
+    assert preprocess(capsys, "texts", "--overwrite")[0] == 0
+    Path("texts/4.txt").rename("texts/5.txt")
+    assert "inputs (others of the same first names): they" in preprocess(capsys, "texts")[2]
+    record = Path("out_text_document.origin.json")
+    for damage in ('{"files": "x", "first": 3}', '{"files": 2, "first": [1, 2]}', '"0"'):
+        known = json.loads(record.read_text())
+        known["made_from"]["inputs"] = json.loads(damage)
+        record.write_text(json.dumps(known))
+        assert preprocess(capsys, "texts")[0] == LOCKED
 
 
 def test_data_of_other_programs_are_never_replaced_in_silence(here, capsys):

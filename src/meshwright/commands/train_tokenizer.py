@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{', '.join(given.input)}: no text to learn from{reason}", BAD_DATA)
     vocabulary = [given.output / name for name in FILES]
     settings = [given.vocab_size, given.json_keys, given.document_separator]
-    made_from = {"command": "train-tokenizer", "inputs": origin.digest_of(found.paths), "settings": settings}
+    made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(found.paths), "settings": settings}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:

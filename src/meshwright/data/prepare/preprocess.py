@@ -234,7 +234,7 @@ class Job:
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
         tokenizer = [self.tokenizer.name, self.tokenizer.size, tokenizers.hashes(self.tokenizer)]
-        inputs = origin.digest_of(self.found.paths)
+        inputs = origin.inputs_of(self.found.paths)
         return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": tokenizer}
 
     def keep(self, writer: Writer) -> None:

@@ -77,7 +77,7 @@ def merge(prefixes: list[str], output_prefix: str, together: bool, overwrite: bo
     found = tokenizers.find_of_data(prefixes)  # raises if there are several
     lacking = [prefix for prefix in prefixes if not tokenizers.folder_of(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
-    made_from = {"command": "data merge", "inputs": origin.digest_of([file for file in files if Path(file).exists()])}
+    made_from = {"command": "data merge", "inputs": origin.inputs_of([file for file in files if Path(file).exists()])}
     is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)  # else `join` refuses it
     if is_other and is_made(output_prefix, made_from, overwrite):
         return None
