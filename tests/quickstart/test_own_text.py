@@ -254,6 +254,12 @@ def test_a_restart_that_costs_more_than_it_saves():
     own_text.train(Stub(), Done(), Clock(-20))
 
 
+@pytest.mark.parametrize("steps, iters", [(20, 1), (200, 10), (400, 20), (9000, 20)])
+def test_validation_takes_a_small_part_of_a_short_run(tmp_path, steps, iters):
+    command = tour.Tour(tmp_path, "log", "cpu").run_command(plan.SIZES[0], 0, steps)
+    assert command[command.index("--eval-iters") + 1] == str(iters)
+
+
 def test_bad_inputs(text, tmp_path, capsys):
     (tmp_path / "tiny.jsonl").write_text('{"text": "three words only"}\n')
     assert quickstart_of("tiny.jsonl") == BAD_DATA

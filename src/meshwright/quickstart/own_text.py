@@ -164,7 +164,7 @@ def measure(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float,
         seen.append(at)
         stepping = sum(interval * at.seconds for at in seen[1:])
         late = len(seen) > 1 and (stepping > STEPPING or time.perf_counter() - began > most)
-        return "this machine is slow; the steps so far are enough to know its speed" if late else None
+        return "stopped: these steps are enough to know the speed of this machine" if late else None
 
     how = [*f"--log-interval {interval} --eval-iters 0".split(), *how]
     began = time.perf_counter()

@@ -68,7 +68,8 @@ class Tour:
 
     def run_command(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
         """Return the command of the run."""
-        keep = f"--log-interval {max(1, steps // 20)} --eval-interval {max(1, steps // 4)} --eval-iters 20"
+        checked = max(1, min(20, steps // 20))  # all validations take less than a tenth of the training
+        keep = f"--log-interval {max(1, steps // 20)} --eval-interval {max(1, steps // 4)} --eval-iters {checked}"
         keep += f" --save-interval {max(1, steps // 4)} --keep-last 1"
         command = self.training(size, dropout, steps, *keep.split(), *more)
         return [*command, "--save", self.run, "--load", self.run]
