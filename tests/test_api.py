@@ -36,6 +36,12 @@ def test_importing_is_cheap():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_loading_leaves_stdout_to_the_caller(run, capsys):
+    meshwright.load(run.folder)
+    shown = capsys.readouterr()
+    assert not shown.out and "checkpoint version 3.0" in shown.err
+
+
 def test_every_name_resolves():
     for name in meshwright.__all__:
         assert getattr(meshwright, name) is not None

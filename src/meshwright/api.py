@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from meshwright import console
 from meshwright import device as devices
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings import checks, flags
@@ -121,7 +122,8 @@ def load(
     if wrong := checks.unusable(c):
         raise UserError(flags.listed(wrong))
     where = devices.pick(c.parallel.device)
-    return engine.load(os.fspath(path), flags.given(parsed), c.tokenizer, getattr(torch, dtype), where)
+    with console.lines_on_stderr():  # stdout is the caller's
+        return engine.load(os.fspath(path), flags.given(parsed), c.tokenizer, getattr(torch, dtype), where)
 
 
 def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str:

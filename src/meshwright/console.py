@@ -37,6 +37,17 @@ def set_stream(stream: Literal["stdout", "stderr"] | None, screen: Screen | None
     _stream, _screen = stream, screen
 
 
+@contextlib.contextmanager
+def lines_on_stderr() -> Iterator[None]:
+    """Print the block's lines on stderr, if this process prints at all."""
+    global _stream
+    before, _stream = _stream, _stream and "stderr"
+    try:
+        yield
+    finally:
+        _stream = before
+
+
 def say(line: str = "") -> None:
     """Add one line to the log: print it immediately, unless there is a short screen."""
     if _stream is None:

@@ -29,12 +29,14 @@ def not_a_run(path: object, missing: str) -> UserError:
     from pathlib import Path
 
     folder = Path(str(path))
+    wanted = "the --save or --run-dir folder of a training"
+    if missing == "checkpoint":  # a --run-dir has none
+        wanted = "the --save folder of a training, or another program's checkpoint"
     if not folder.exists():
-        return bad_data(f"there is no folder {folder}; give the --save or --run-dir folder of a training")
+        return bad_data(f"there is no folder {folder}; give {wanted}")
     if not folder.is_dir():
-        return bad_data(f"{folder} is a file; give the --save or --run-dir folder of a training")
-    what = "checkpoint; give the --save folder of a training, or another program's checkpoint"
-    return bad_data(f"{folder} holds no {what if missing == 'checkpoint' else f'{missing}, which a training writes'}")
+        return bad_data(f"{folder} is a file; give {wanted}")
+    return bad_data(f"{folder} holds no {missing}; give {wanted}")
 
 
 def bad_data(message: str) -> UserError:

@@ -466,8 +466,8 @@ def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
 def test_a_missing_checkpoint_is_reported_in_one_line(generate, tmp_path):
     status, out, err = generate("--prompt", "a", load=tmp_path / "none")
     assert (status, out) == (65, "") and err.strip().split("\n") == [
-        f"meshwright generate: error: there is no folder {tmp_path / 'none'}; give the --save or --run-dir folder of a "
-        "training"
+        f"meshwright generate: error: there is no folder {tmp_path / 'none'}; give the --save folder of a training, "
+        "or another program's checkpoint"
     ]
 
 

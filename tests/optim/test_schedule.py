@@ -286,6 +286,7 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
         resume_schedule(ours, saved, settings())
     head, difference, way_out = str(e.value).split("\n")
     assert e.value.status == 2 and "differs from the checkpoint's" in head
+    assert head.startswith("to train longer, add --override") == (name == "decay" and value > FULL.decay)
     before, now = (f"{x:,.10g} samples = " if name in _LENGTHS else x for x in (getattr(FULL, name), value))
     assert (
         f"the checkpoint has {before}" in difference and f", the flags say {now}" in difference and flag in difference

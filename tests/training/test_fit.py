@@ -328,7 +328,8 @@ def test_kill_switch_file(clock, tmp_path):
 def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
     """A signal is noted and wins over other reasons; a second one exits; handlers are restored."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    end = StopConditions(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0)
+    end = StopConditions(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0, True, lambda: newest)
+    newest = 1200
     with end.handle_signals():
         assert end.reason() == f"kill switch {tmp_path}" and end.status == 0 and end.signal is None
         signal.raise_signal(number)
@@ -339,6 +340,10 @@ def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
         monkeypatch.setattr(os, "_exit", left.append)
         for again in (signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(again)
+            newest = None
+        first, _, second, _ = capfd.readouterr().err.splitlines()  # the replaced _exit returns
+        assert first == "stopped at once; step 1,200 is saved: it goes on from there"
+        assert second == "stopped at once; no step is saved"
         assert left == [130, 143]
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 

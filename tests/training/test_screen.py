@@ -175,6 +175,28 @@ def test_the_end_of_a_run_that_stops_between_two_lines(run):
     assert f"  loss        {mean:.4f} in training, mean of the last 4 steps" in stopped.out
 
 
+def test_the_line_of_the_set_up_says_what_is_being_done():
+    class Status:
+        texts = []
+
+        def update(self, text):
+            self.texts.append(text)
+
+    table = screen.LineScreen(has_status=False)
+    table.status = Status()
+    for line in (
+        "building GPT model ...",
+        "    train/valid/test-data-iterators-setup ...........: (59.31, 59.31)",
+        "(min, max) time across ranks (ms):",
+        "[after dataloaders are built] datetime: 2026-01-01 00:00:00 ",
+        "------------------------ arguments ------------------------",
+        "  adam_beta1 ..................................... 0.9",
+        " > building dataset index ...",
+    ):
+        table.follow(line)
+    assert Status.texts == ["building GPT model", "building dataset index"]
+
+
 def test_long_texts():
     assert screen.shorten("/a/very/long/path/of/a/run", 11) == "/a/ve…a/run" and screen.shorten("abc", 3) == "abc"
     assert screen.broken(["meshwright", "train", "--config", "a b"], 14) == [

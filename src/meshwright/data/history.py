@@ -20,6 +20,7 @@ from meshwright.data.format.indexed import Indexed, fingerprint
 from meshwright.data.samples import split_bounds
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.settings.data_paths import SPLITS, PathSet, Source, path_sets
+from meshwright.settings.grammar import split_shares
 from meshwright.settings.schema import Data, TrainConfig
 
 # What a run reads
@@ -110,7 +111,8 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
         else:
             kept.append((weight, Part(source, indexed, mine, tokens, 0.0, 0)))
             continue
-        notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
+        if not paths.divided or split_shares(d.split)[SPLITS.index(paths.split)]:  # else 0 was asked for
+            notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
     total = sum(part.tokens for _, part in kept)
     if paths.split == "train" and total <= d.seq_length:
         raise UserError(

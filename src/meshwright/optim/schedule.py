@@ -184,8 +184,9 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         values[name] = theirs if matters else mine
         lines.append(f" > using checkpoint value {theirs} for {called}")
     if different:
-        stretch = " (this stretches the decay)" if ours.decay > before.decay else ""
-        ways = f"--override-opt_param-scheduler{stretch}; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
-        lines = ["the schedule differs from the checkpoint's:", *different, f"to continue with the flags, add {ways}"]
-        raise UserError("\n  ".join(lines))
+        head, override = "the schedule differs from the checkpoint's", "add --override-opt_param-scheduler"
+        if ours.decay > before.decay:
+            head = f"to train longer, {override} (this stretches the decay); {head}"
+        ways = f"to continue with the flags, {override}; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
+        raise UserError("\n  ".join([f"{head}:", *different, ways]))
     return dataclasses.replace(ours, **values), lines

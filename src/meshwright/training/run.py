@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.checkpoint import publish
+from meshwright.checkpoint import publish, steps
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.errors import UserError
 from meshwright.launch import rendezvous
@@ -179,7 +179,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         open_log()
         held.callback(trainer.metrics.close)
         held.callback(trainer.state.saver.close)  # waits for a save in flight
-        stop = StopConditions(config.training, job.began, saves=c.save is not None)
+        stop = StopConditions(config.training, job.began, c.save is not None, lambda: newest_step(c.save))
         with stop.handle_signals() if job.handle_signals else contextlib.nullcontext():
             try:
                 reason = trainer.train(stop)
@@ -189,6 +189,11 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
                 raise
         report_end(trainer, reason, stop, folder)
         return stop.status
+
+
+def newest_step(folder: str | None) -> int | None:
+    """Return the number of the last step that a run has saved."""
+    return next(iter(steps.steps(folder)), None) if folder else None
 
 
 def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 INDENT = "  "
+# Megatron's lines that do not say what is being done: settings, times, dates.
+FIGURES = re.compile(r"\.{4,}|across ranks \(ms\)|datetime: |^---|^ +rank +\d+: ")
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class LineScreen:
 
     def follow(self, line: str) -> None:
         """Show what the set-up is doing, until the header replaces it."""
-        if self.status is not None and (text := line.strip(" >.")):
+        if self.status is not None and not FIGURES.search(line) and (text := line.strip(" >.")):
             self.status.update(shorten(text.splitlines()[0], self.width - 4).replace("[", "\\["))
 
     def format_remark(self, line: str) -> str:

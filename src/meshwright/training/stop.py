@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,11 +19,13 @@ class StopConditions:
     """The conditions to check after every step; a signal also cuts a validation short.
 
     `began` is the time.perf_counter() of the run's start; `saves` is whether the run saves
-    checkpoints, for the message to the user.
+    checkpoints, and `newest` returns the last step that it has saved, for the messages to the user.
     """
 
-    def __init__(self, t: Training, began: float, saves: bool = True) -> None:
-        self.t, self.began, self.saves = t, began, saves
+    def __init__(
+        self, t: Training, began: float, saves: bool = True, newest: Callable[[], int | None] = lambda: None
+    ) -> None:
+        self.t, self.began, self.saves, self.newest = t, began, saves, newest
         self.signal: signal.Signals | None = None
 
     def reason(self) -> str | None:
@@ -41,6 +43,13 @@ class StopConditions:
     def status(self) -> int:
         return DONE if self.signal is None else SIGINT if self.signal is signal.SIGINT else SIGTERM
 
+    def describe_stop(self) -> str:
+        """Say from where a run that is stopped at once goes on."""
+        step = None
+        with contextlib.suppress(Exception):  # the folder may be gone
+            step = self.newest()
+        return "stopped at once; " + (f"step {step:,} is saved: it goes on from there" if step else "no step is saved")
+
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Note the first SIGTERM, SIGINT or SIGHUP; the second one ends the process at once.
@@ -51,14 +60,11 @@ class StopConditions:
         def note(number: int, frame: FrameType | None) -> None:
             number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal was closed
             if self.signal is not None:
+                tell(self.describe_stop())
                 os._exit(SIGINT if number == signal.SIGINT else SIGTERM)
             self.signal = signal.Signals(number)
-            if os.environ.get("LOCAL_RANK", "0") != "0":  # a launcher passes the signal to every rank
-                return
-            with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
-                name = self.signal.name
-                then = "and saving" if self.saves else "(no --save, so nothing is kept)"
-                os.write(2, f"{name}: finishing this step {then}; send it again to stop at once\n".encode())
+            then = "and saving" if self.saves else "(no --save, so nothing is kept)"
+            tell(f"{self.signal.name}: finishing this step {then}; send it again to stop at once")
 
         before = {}
         if self.t.exit_signal_handler and threading.current_thread() is threading.main_thread():
@@ -71,3 +77,10 @@ class StopConditions:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def tell(line: str) -> None:
+    """Print a line from a signal handler, once: a launcher passes the signal to every rank."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
+            os.write(2, f"{line}\n".encode())
