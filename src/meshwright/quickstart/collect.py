@@ -79,7 +79,7 @@ class Documents:
                 continue
             for unit in units(piece, self.given.json_keys):
                 if isinstance(unit, PassedFile):
-                    self.found.passed[unit.kind] += 1
+                    self.found.passed.note(unit.kind, unit.place)
                 elif isinstance(unit, BadLine):
                     self.skipped += 1
                 for text in () if unit is None or isinstance(unit, BadLine) else unit:

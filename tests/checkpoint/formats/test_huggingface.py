@@ -133,6 +133,7 @@ def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsy
     assert config["attn_pdrop" if name == "gpt2" else "attention_dropout"] == 0.2
     to = ["--to", "huggingface", "--init-method-std", "0.01"]
     assert cli.main(["convert", str(tmp_path / "a"), str(tmp_path / "f"), *to, "--true-vocab-size", str(VOCAB)]) == 0
+    assert "next: AutoModelForCausalLM.from_pretrained('" in capsys.readouterr().err
     assert json.loads((tmp_path / "f" / "config.json").read_text()) == (
         json.loads((tmp_path / "c" / "config.json").read_text()) | {"initializer_range": 0.01}
     )

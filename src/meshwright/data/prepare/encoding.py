@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.records import PassedFile
 from meshwright.data.prepare.text import BadLine, Piece, expected_format, units
 from meshwright.errors import UserError
@@ -29,7 +29,7 @@ class Encoded:
     ends: list[Array] = field(default_factory=list)  # int64: sequences up to the end of each document
     bad: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind: how many, and number of the first
     first_bad: str = ""  # message
-    passed: Counter[str] = field(default_factory=Counter)  # files that hold no text, by kind
+    passed: PassedOver = field(default_factory=PassedOver)  # files that hold no text, by kind
 
 
 class Encoder:
@@ -54,7 +54,7 @@ class Encoder:
             if texts is None:
                 continue
             if isinstance(texts, PassedFile):
-                encoded.passed[texts.kind] += 1
+                encoded.passed.note(texts.kind, texts.place)
                 continue
             try:
                 if isinstance(texts, BadLine):

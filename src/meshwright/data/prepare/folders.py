@@ -36,15 +36,40 @@ OURS: list[set[str]] = [
     {".meshwright-demo"},
 ]
 OTHER = "other suffix "  # begins the kind of a file whose suffix is not known
+NAMED = "\0"  # stands between a kind and a file's name
+ONE = {"broken links": "broken link", "pipes or devices": "pipe or device"}
+ONE |= {"folders of vocabularies or runs": "folder of a vocabulary or run"}
 NOT_CHOSEN = "not chosen by --include and --exclude"
 
 
 class PassedOver(Counter[str]):
-    """The number of files passed over, of each kind."""
+    """The number of files passed over, of each kind; a few that are not UTF-8 also have names."""
+
+    def note(self, kind: str, path: str = "") -> None:
+        """Count a file, with its name if it surprises and the line has room for it."""
+        has_name = kind == "not UTF-8" and path and sum(NAMED in key for key in self) < 3
+        self[f"{kind}{NAMED}{path}" if has_name else kind] += 1
+
+    def add(self, other: Counter[str]) -> None:
+        for key, count in other.items():
+            kind, _, path = key.partition(NAMED)
+            self[kind] += count - bool(path)
+            if path:
+                self.note(kind, path)
 
     def line(self, advice: str = "choose with --include") -> str:
         """Say how many files of which kind were passed over, and what to do about suffixes."""
-        kinds = [f"{count:,} {kind}" for kind, count in self.most_common() if not kind.startswith(OTHER)]
+        counts, names = Counter[str](), list[str]()
+        for key, count in self.items():
+            kind, _, path = key.partition(NAMED)
+            counts[kind] += count
+            names += [path] if path else []
+        shown_names = f" ({', '.join(names[:3])}{', ...' * (counts['not UTF-8'] > len(names[:3]))})" if names else ""
+        kinds = [
+            f"{count:,} {ONE.get(kind, kind) if count == 1 else kind}{shown_names if kind == 'not UTF-8' else ''}"
+            for kind, count in counts.most_common()
+            if not kind.startswith(OTHER)
+        ]
         others = [(kind.removeprefix(OTHER), count) for kind, count in self.most_common() if kind.startswith(OTHER)]
         if others:
             shown = ", ".join(suffix for suffix, _ in others[:5]) + (", ..." if len(others) > 5 else "")

@@ -125,7 +125,7 @@ def _find(path: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
         for inside, about in folders.chosen(path, choice_of(given), passed):
             found = _inspect_inside(path, inside, about, given)
             if isinstance(found, str):
-                passed[found] += 1
+                passed.note(found, shown(inside))
             else:
                 yield found
 

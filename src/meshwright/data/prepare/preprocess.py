@@ -101,8 +101,6 @@ def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: Wor
         raise UserError("--input - or a pipe has one reader; start one process, or give files")
     for line in found.opened():
         print(f"Opening {line}", file=stdout)
-    if found.passed:
-        print(found.passed.line(), file=stderr)
     if p.dataset_impl != "mmap":
         print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
     named = config.tokenizer.tokenizer
@@ -134,7 +132,7 @@ def work_together(team: Team, job: Job) -> None:
     job.totals = Totals(started=totals.started)
     mine = (totals.documents, totals.bytes, totals.before, totals.bad, totals.passed)
     for documents, size, before, bad, passed in team.gather(mine):
-        job.totals.passed.update(passed)
+        job.totals.passed.add(passed)
         job.totals.documents += documents
         job.totals.bytes += size
         job.totals.before = (job.totals.before[0] + before[0], job.totals.before[1] + before[1])
@@ -352,7 +350,7 @@ class Job:
         self.position = (number, count + encoded.units, begin)
         self.totals.documents += encoded.documents
         self.totals.bytes += encoded.bytes
-        self.totals.passed.update(encoded.passed)
+        self.totals.passed.add(encoded.passed)
 
     def place(self, piece: Piece, unit: int) -> str:
         """Name the place of a bad unit; a rank counts the lines before its own."""
@@ -452,8 +450,8 @@ def report(job: Job) -> None:
     print(job.totals.line(), file=job.stderr)
     if job.totals.bad:
         print(f"left out {job.totals.bad}", file=job.stderr)
-    if job.totals.passed:
-        print(PassedOver(job.passed + job.totals.passed).line(), file=job.stderr)
+    if passed := PassedOver(job.passed + job.totals.passed):
+        print(passed.line(), file=job.stderr)
     dtype = np.dtype(job.dtype)
     for prefix, (tokens, sequences, _) in zip(job.prefixes, job.lengths, strict=True):
         counts = f"{job.totals.documents:,} documents, {sequences:,} sequences, {tokens:,} tokens"

@@ -26,6 +26,8 @@ class BadLine(Exception):
 class PassedFile(BadLine):
     """A file without text: an error if it was named, passed over in a folder or an archive."""
 
+    place = ""
+
 
 def parse(line: memoryview, keys: list[str]) -> Texts | None:
     """Return the text under each key; None for a blank line."""

@@ -295,7 +295,10 @@ def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
         except containers.Damaged as error:
             yield BadLine("damaged table", str(error))
     else:
-        yield from (unit for _, unit in _placed_units(piece, keys))
+        for place, unit in _placed_units(piece, keys):
+            if isinstance(unit, PassedFile):
+                unit.place = place
+            yield unit
 
 
 def _placed_units(piece: Piece, keys: list[str]) -> Iterator[tuple[str, Texts | BadLine | None]]:
@@ -441,7 +444,7 @@ def read_texts(
         first, count = lines.get(piece.number, 1), 0
         for unit in units(piece, keys):
             if isinstance(unit, PassedFile):
-                found.passed[unit.kind] += 1
+                found.passed.note(unit.kind, unit.place)
             elif isinstance(unit, BadLine):
                 place = describe_place(piece, count, first, keys)
                 raise UserError(f"{place}: {unit}{expected_format(unit, is_start)}", BAD_DATA)
