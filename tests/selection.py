@@ -18,16 +18,29 @@ SLOW = Path(__file__).with_name("slow_tests.txt")
 LIMIT = 0.1  # seconds, of the slowest case
 
 THINNED = {
-    "test_exact.py::test_stopped_with_other_rules": 3,
+    "test_same_losses.py::test_layouts": 2,
+    "test_kill.py::test_kill_at_each_point_of_the_save": 3,
+    "test_kill.py::test_control_without_restoring_differs": 3,
+    "test_exact.py::test_a_curve_of_something_else_is_outside_the_bound": 4,
+    "test_exact.py::test_every_precision_computes_the_same_curve": 2,
+    "test_exact.py::test_forgotten_state_shows": 2,
+    "test_flag_effects.py::test_changes_the_losses": 2,
+    "test_flag_effects.py::test_changes_the_losses_of_another_run": 2,
+    "test_fit.py::test_the_largest_divisor_below_the_line": 3,
+    "test_zero_ranks.py::test_parameters_unused_by_some_losses": 2,
+    "test_zero_ranks.py::test_pending_collectives_are_awaited": 2,
+    "test_native_ranks.py::test_a_rank_is_killed_while_others_wait": 3,
+    "test_runs_on_ranks.py::test_a_run_continues_in_another_layout": 2,
+    "test_exact.py::test_stopped_with_other_rules": 6,
     "test_exact.py::test_stopped_again_and_again_it_is_the_same_run": 2,
-    "test_exact.py::test_options": 3,
+    "test_exact.py::test_options": 6,
     "test_exact.py::test_stopped_inside_a_skipped_range": 2,
     "test_documents_ranks.py::test_seed_001": 2,
-    "test_options.py::test_recomputation_changes_no_bit": 3,
+    "test_options.py::test_recomputation_changes_no_bit": 6,
     "test_options.py::test_gradients_equal_the_reference": 2,
     "test_zero_ranks.py::test_a_non_finite_number_on_one_rank_stops_all": 3,
     "test_zero_ranks.py::test_float64_equals_one_process": 2,
-    "test_precision.py::test_forced_overflows": 2,
+    "test_precision.py::test_forced_overflows": 4,
     "test_precision.py::test_a_bad_loss_never_reaches_the_weights": 2,
 }
 

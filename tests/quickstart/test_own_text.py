@@ -62,7 +62,7 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     assert (folder / "quickstart.log").read_bytes() == before and not (folder / "run-1").exists()
 
 
-@pytest.mark.whole
+@pytest.mark.long
 def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatch):
     def interrupt(line):
         raise KeyboardInterrupt
