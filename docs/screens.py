@@ -44,7 +44,7 @@ SCREENS = {
     "help": ("meshwright --help", "meshwright", 0),
     "train-help": ("meshwright train --help", "meshwright train --help", 0),
     "doctor": ("meshwright doctor", "meshwright doctor", 0),
-    "quickstart": ("meshwright quickstart texts --minutes 5", "meshwright quickstart texts --minutes 5", HEIGHT),
+    "quickstart": ("meshwright quickstart texts --minutes 2", "meshwright quickstart texts --minutes 2", HEIGHT),
     "vocabulary": ("meshwright train-tokenizer --input texts --vocab-size 4096 --output vocabulary", "", HEIGHT),
     "preprocess": (
         "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary --append-eod",
