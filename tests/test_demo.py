@@ -18,14 +18,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
 SMALL = demo.Scale(
-    files=40,
-    vocab_size=300,
-    model=Size(1, 16, 2, 16, 4, 1e-2),
-    steps=240,
-    stop=20,
-    log_interval=10,
-    prompts=("def",),
-    sample=5,
+    files=40, vocab_size=300, model=Size(1, 16, 2, 16, 4, 1e-2), steps=240, stop=20, prompts=("def",), sample=5
 )
 
 
@@ -127,14 +120,14 @@ def test_ctrl_c_saves_and_prints_how_to_continue(tmp_path, capfd, monkeypatch):
     """Ctrl-C reaches this process, here while it reads a line of the training, which it stops."""
 
     def interrupt(line):
-        if " iteration       10/" in line:
+        if " iteration      100/" in line:
             raise KeyboardInterrupt
         return line
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shell.subprocess, "Popen", InProcess)
     monkeypatch.setattr(tour, "shorten", interrupt)
-    assert demo.run(Path("demo"), dataclasses.replace(SMALL, steps=100000, stop=90000)) == 130
+    assert demo.run(Path("demo"), dataclasses.replace(SMALL, steps=2000, stop=1900)) == 130
     printed = capfd.readouterr().out
     assert "to continue the training:   meshwright train --config demo/run/config.toml" in printed
     assert "to restart the demo:        meshwright demo demo" in printed

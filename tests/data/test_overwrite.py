@@ -207,7 +207,7 @@ def test_a_vocabulary_is_never_replaced_in_silence(here, capsys):
     status, out, _ = call(capsys, *train, "260")
     assert status == 0 and "vocabulary/vocab.json and vocabulary/merges.txt are already there, unchanged" in out
     status, _, err = call(capsys, *train, "261")
-    assert status == LOCKED and "made with other settings: they are kept; add --overwrite" in err
+    assert status == LOCKED and "made with other settings (--vocab-size): they are kept; add --overwrite" in err
     assert files("vocabulary") == before
     assert call(capsys, *train, "261", "--overwrite")[0] == 0 and "unchanged" in call(capsys, *train, "261")[1]
     Path("vocabulary/vocab.origin.json").unlink()

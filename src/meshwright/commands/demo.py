@@ -44,7 +44,6 @@ class Scale:
     model: Size = SIZES[0]
     steps: int = 1000
     stop: int = 500  # SIGTERM follows the first log line from this step on
-    log_interval: int = 50
     prompts: tuple[str, ...] = ("def __init__(self,", "class Error(", "for name in")
     sample: int = 64  # tokens
 
@@ -92,8 +91,7 @@ def tour(folder: Path, scale: Scale) -> None:
     with step("3. Turn the text into token numbers"):
         t.tokenize()
 
-    more = ["--log-interval", str(scale.log_interval)]
-    command = t.run_command(scale.model, 0, scale.steps, *more)
+    command = t.run_command(scale.model, 0, scale.steps)
 
     def stop(at: Logged) -> str | None:
         reason = "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"

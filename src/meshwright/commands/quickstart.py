@@ -12,24 +12,25 @@ from meshwright import device as devices
 from meshwright.errors import DONE, SIGINT
 from meshwright.settings import flags
 from meshwright.settings.schema import MISSING, flag
+from meshwright.settings.texts import TextInputs
 
 MARK = ".meshwright-quickstart"  # marks a folder as a quickstart's, and holds its progress
 # Bytes of text that a second can make use of: of one core, and of an accelerator.
 PER_CORE, PER_ACCELERATOR = 32_000, 4_000_000
 
 
-@dataclass(frozen=True)
-class QuickstartConfig:
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig(TextInputs):
     """Settings of `meshwright quickstart`."""
 
-    text: list[str] = flag(MISSING, "your text: folders, or files of any kind that preprocess reads", positional=True)
+    input: list[str] = flag(MISSING, "your text: folders, or files of any kind that preprocess reads", positional=True)
     minutes: float = flag(10, "minutes until the model talks, everything included", bound=">0")
     output: Path | None = flag(None, "folder for everything that is made (none: the text's name and -model)")
-    include: list[str] = flag([], "patterns of the files to read in folders and archives, whatever their suffix")
-    exclude: list[str] = flag([], "patterns of files and folders to leave out")
-    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines and tables", "--json-key")
     device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda ...")
     overwrite: bool = flag(False, "start again where a model is already; that one is kept aside")
+
+    def problems(self) -> list[str]:
+        return self.input_problems()
 
 
 ABOUT = "Make a model of your own text on this machine, by commands that are printed, to be learnt and changed."
@@ -43,13 +44,11 @@ def main(argv: list[str]) -> int:
     from meshwright.quickstart.collect import Documents
     from meshwright.quickstart.own_text import Deadline, already_done, is_accelerated, make
     from meshwright.quickstart.tour import Tour
-    from meshwright.settings.texts import TextInputs
 
     deadline = Deadline(c.minutes)
     rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(devices.cores(), 8)
-    given = TextInputs(input=c.text, include=c.include, exclude=c.exclude, json_keys=c.json_keys)
-    documents = Documents(given, c.minutes * 60 * rate)
-    folder = c.output or default_folder(c.text[0])
+    documents = Documents(c, c.minutes * 60 * rate)
+    folder = c.output or default_folder(c.input[0])
     folders.take(folder, MARK, "quickstart")
     progress = folders.Progress(folder / MARK, settings(c))
     tour = Tour(folder, "quickstart.log", c.device)
@@ -82,4 +81,4 @@ def settings(c: QuickstartConfig) -> dict[str, object]:
     """Return what decides about the result, to be compared with an earlier quickstart's."""
     values = dataclasses.asdict(c)
     del values["overwrite"]
-    return values | {"text": [str(Path(one).resolve()) for one in c.text], "output": ""}
+    return values | {"input": [str(Path(one).resolve()) for one in c.input], "output": ""}

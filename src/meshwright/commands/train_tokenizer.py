@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         reason = f" ({found.passed.line()})" if found.passed else ""
         raise UserError(f"{', '.join(given.input)}: no text to learn from{reason}", BAD_DATA)
     vocabulary = [given.output / name for name in FILES]
-    settings = [given.vocab_size, given.json_keys, given.document_separator]
+    settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
     made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(found.paths), "settings": settings}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")

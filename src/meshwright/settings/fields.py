@@ -68,7 +68,7 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 def word_of(name: str) -> str:
     """Return the name of a positional argument."""
-    return {"load": "DIR", "folders": "DIR", "prefixes": "PREFIX", "paths": "SRC DST"}.get(
+    return {"load": "DIR", "folders": "DIR", "prefixes": "PREFIX", "paths": "SRC DST", "input": "TEXT"}.get(
         name, name.rstrip("s").upper()
     )
 
