@@ -35,7 +35,7 @@ THINNED = {
     "test_exact.py::test_stopped_again_and_again_it_is_the_same_run": 2,
     "test_exact.py::test_options": 6,
     "test_exact.py::test_stopped_inside_a_skipped_range": 2,
-    "test_documents_ranks.py::test_seed_001": 2,
+    "test_ascend_gpt2.py::test_seed_001": 2,
     "test_options.py::test_recomputation_changes_no_bit": 6,
     "test_options.py::test_gradients_equal_the_reference": 2,
     "test_zero_ranks.py::test_a_non_finite_number_on_one_rank_stops_all": 3,

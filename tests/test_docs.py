@@ -1,6 +1,6 @@
 """The documentation in both languages: links, commands and flags exist, and the pages correspond.
 
-tests/test_tutorial.py and tests/test_documents.py run the commands of the first hour and README.
+tests/test_tutorial.py and tests/test_readme.py run the commands of the first hour and README.
 """
 
 from __future__ import annotations

@@ -1,18 +1,26 @@
-"""What the tests of the documents' commands share: a folder as the documents have it, and sizes
-made smaller.
+"""What the tests of the documents' commands share: a folder as the documents have it, smaller
+sizes, and programs of several ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+from ranks import run_programs
+
+ROOT = Path(__file__).parents[2]
 
 # Values that make a documented run small; everything else stays as the document has it.
 SMALLER = {
@@ -80,6 +88,101 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+ROUNDING = 1e-2  # fp16
+SCRIPT = "pretrain_gpt.py"
+Step = tuple[float, float, bool]  # loss, gradient norm, skipped
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def steps(folder: Path) -> list[Step]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(float(r["loss"]), float(r["grad_norm"]), r["skipped"]) for r in rows if r["event"] == "step"]
+
+
+def with_values(flags: list[str], **values: object) -> list[str]:
+    """These flags, with other values where they are there."""
+    known = {"--" + name.replace("_", "-"): str(value) for name, value in values.items()}
+    return [known.get(before, word) for before, word in zip(["", *flags], flags, strict=False)]
+
+
+def as_one_process(place: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps of the same command without ranks."""
+    from meshwright.__main__ import main
+
+    monkeypatch.chdir(place)
+    folder = f"single-{len(list(place.iterdir()))}"
+    one = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_gpus_per_node"), 1)
+    assert main(["train", *with_values(flags, save=folder, load=folder, tensorboard_dir=folder, **one)]) == 0
+    return steps(place / folder)
+
+
+def assert_same(ours: list[Step], single: list[Step], within: float) -> None:
+    assert len(ours) == len(single) > 0 and not all(skipped for _, _, skipped in ours)
+    for (loss, norm, skipped), (loss_1, norm_1, skipped_1) in zip(ours, single, strict=True):
+        assert math.isfinite(loss) and loss == pytest.approx(loss_1, rel=within) and skipped == skipped_1
+        assert skipped or norm == pytest.approx(norm_1, rel=within)
+
+
+@contextlib.contextmanager
+def started(place: Path, *scripts: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Side by side; what is left of them at the end is killed."""
+    processes = []
+    with contextlib.ExitStack() as held:
+        for n, script in enumerate(scripts):
+            log = held.enter_context((place / f"log-{n}").open("w"))
+            processes.append(
+                subprocess.Popen(
+                    ["bash", "-c", script, "script.sh", str(n)],
+                    cwd=place,
+                    text=True,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(),
+                    start_new_session=True,
+                )
+            )
+        try:
+            yield processes
+        finally:
+            end(processes)
+
+
+def run(place: Path, *scripts: str) -> list[str]:
+    """All to their ends, which must be good; $1 is a script's number."""
+    with started(place, *scripts) as processes:
+        ends = [process.wait() for process in processes]
+    logs = [(place / f"log-{n}").read_text() for n in range(len(scripts))]
+    assert ends == [0] * len(scripts), "\n".join(log[-3000:] for log in logs)
+    return logs
+
+
+def by_deepspeed(place: Path, nodes: list[list[str]], each: int) -> tuple[list[int], list[str]]:
+    """As the deepspeed launcher starts `each` ranks on each node with that node's flags."""
+    port = str(free_port())
+    environ, argv = [], []
+    for node, flags in enumerate(nodes):
+        for local in range(each):
+            environ.append(
+                {
+                    "RANK": str(node * each + local),
+                    "LOCAL_RANK": str(local),
+                    "WORLD_SIZE": str(len(nodes) * each),
+                    "LOCAL_SIZE": str(each),
+                    "CROSS_RANK": str(node),
+                    "CROSS_SIZE": str(len(nodes)),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+            )
+            argv.append([f"--local_rank={local}", *flags])
+    return run_programs(place / SCRIPT, argv, environ, place)
 
 
 # The documents' distributed commands

@@ -1,0 +1,70 @@
+"""The README's commands, run word for word; only sizes are made smaller."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from documents import ROOT, SMALLER, fill, shell, smaller
+from meshwright.__main__ import main
+
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
+
+
+def documented(name: str) -> list[str]:
+    """Return the commands of a README's bash blocks, each as one line."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.S)
+    return [line for block in blocks for line in re.sub(r" *\\\n *", " ", block).splitlines() if line.strip()]
+
+
+def test_both_readmes_have_the_same_commands() -> None:
+    assert documented("README.md") == documented("README.zh.md") and len(documented("README.md")) >= 10
+
+
+@pytest.mark.pictures
+def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the README's commands except `make` in order, and its Python."""
+    place = fill(tmp_path)
+    home = place / "readme"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    for name in ("pretrain_gpt.py", "tools", "src", "gpt2-vocab.json", "gpt2-merges.txt"):
+        (home / name).symlink_to(place / name)
+    (home / "corpus.jsonl").symlink_to(place / "oscar-1GB.jsonl")
+    (home / "my-texts").mkdir()
+    for n in range(30):
+        (home / "my-texts" / f"{n}.md").write_text(f"Document {n}. The quick brown fox jumps over {n * n} dogs.\n" * 9)
+    (home / "held-out.txt").write_text("The quick brown fox. " * 20)
+    for line in documented("README.md"):
+        line = line.replace("--tokenizer gpt2 ", "--tokenizer gpt2-vocab.json ")  # without a network
+        words = shlex.split(line)
+        if words[0] == "make":
+            continue
+        if "--preset" in words:  # later flags win over the preset's
+            chosen = {k: v for k, v in SMALLER.items() if k != "save-interval" or "--save" in words}
+            line += " " + " ".join(f"--{k} {v}" for k, v in chosen.items())
+            line += " --micro-batch-size 2 --global-batch-size 4"
+        if words[:2] == ["meshwright", "launch"] or words[0] != "meshwright":
+            out = shell(home, smaller(line))
+        else:  # in this process, which has imported torch already
+            monkeypatch.setattr("sys.stdin", io.StringIO("The quick\nstop\n"))
+            assert main(shlex.split(smaller(line))[1:]) == 0, line
+            out = capsys.readouterr().out
+        if "generate" in words:
+            assert "The" in out
+    assert (home / "gpt2-345m" / "report.html").exists() and (home / "output" / "iter_0000006").is_dir()
+    assert (home / "plain" / "compare.html").exists()
+    exec(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[0], {})
+    assert float(capsys.readouterr().out.split()[-1]) > 0  # bits per byte
+
+
+def test_make_targets_exist() -> None:
+    """`make demo` and `make test` themselves run in `make test-long`, in a fresh clone."""
+    for target, what in (("demo", "meshwright demo"), ("test", "pytest")):
+        done = subprocess.run(["make", "-n", "-C", ROOT, target], capture_output=True, text=True, check=True)
+        assert what in done.stdout
