@@ -48,14 +48,17 @@ def lines_on_stderr() -> Iterator[None]:
         _stream = before
 
 
-def say(line: str = "") -> None:
-    """Add one line to the log: print it immediately, unless there is a short screen."""
+def say(line: str = "", shown: str | None = None) -> None:
+    """Add one line to the log: print it immediately, unless there is a short screen.
+
+    `shown` is printed in its place, and the log's file has the line itself.
+    """
     if _stream is None:
         return
     if _log is not None:
         _log.add(line)
     if _screen is None:
-        show(line)
+        show(line if shown is None else shown)
     else:
         _screen.follow(line)
 

@@ -106,6 +106,37 @@ def test_megatrons_log_on_a_terminal(tmp_path):
     assert status == 0 and shown.replace("\r\n", "\n") == (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("flag", ["--log-format=table", "--metric-print-format=table"])
+def test_oneflows_table_in_the_log(run, tmp_path, flag):
+    """Rows in place of the lines of steps, with one head; the rest and log.txt are Megatron's."""
+    shown = run(flag, "--log-interval=2", "--save-interval=4", f"--save={tmp_path / 'checkpoints'}")
+    rows = [line for line in shown.out.splitlines() if line.startswith("| ")]
+    assert rows[:2] == [
+        "| step     | micro_batches   | samples         | throughput | latency    | loss       |",
+        "| -------- | --------------- | --------------- | ---------- | ---------- | ---------- |",
+    ]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+    assert [row[:3] for row in cells] == [["2", "4", "8"], ["4", "8", "16"], ["6", "12", "24"]]
+    assert all(len(row) == len(rows[0]) for row in rows)
+    means = [sum(shown.losses[n : n + 2]) / 2 for n in (0, 2, 4)]
+    assert [row[5] for row in cells] == [f"{mean:.5f}" for mean in means]
+    assert all(float(row[3]) * float(row[4]) == pytest.approx(4, rel=1e-2) for row in cells)  # samples of a step
+    lines = shown.out.splitlines()
+    assert "Training..." in lines and "training ..." not in lines and "arguments ----" in shown.out
+    for line in (" validation loss at iteration 3 |", "successfully saved checkpoint at iteration       4"):
+        assert line in shown.out
+    log = (tmp_path / "run0" / "log.txt").read_text()
+    assert log.count(" iteration        ") == 3 and "| step" not in log and " iteration        2/" not in shown.out
+
+
+def test_oneflows_normal_form(run):
+    shown = run("--log-format=normal", "--log-interval=3")
+    figures = r"throughput=\d+\.\d{5},latency=\d+\.\d{5},loss=\d\.\d{5},"
+    lines = [line for line in shown.out.splitlines() if line.startswith("step=")]
+    for line, counts in zip(lines, ("step=3,micro_batches=6,samples=12,", "step=6,micro_batches=12,"), strict=True):
+        assert line.startswith(counts) and re.search(figures + "$", line)
+
+
 def test_the_log_is_kept_beside_what_is_printed(run, tmp_path):
     first = run(f"--save={tmp_path / 'run0'}")
     log = tmp_path / "run0" / "log.txt"
@@ -154,7 +185,7 @@ def test_a_log_that_cannot_be_written_ends_no_run(run, tmp_path, monkeypatch, wh
 def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
     values = {"grad_norm": 1.0, "loss_scale": 4096.0}
     table = screen.LineScreen(has_status=False)
-    step = lines.Interval(50, 100, 400, 50, 5.0, 0.1, values, None, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0)
+    step = lines.Interval(50, 100, 400, 50, 5.0, 0.1, values, None, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0, 50)
     head, row, note = table.step(step).splitlines()
     assert head.split() == "step loss gradient rate tokens/s MFU elapsed left".split()
     assert row.split()[:7] == "50 - 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("25:00:00")

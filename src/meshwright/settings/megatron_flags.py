@@ -137,7 +137,6 @@ _IDLE = {
     "DeepSpeed's own timer": "profile-backward",
     "torchrun's rendezvous port is used": "ctrl-port:1",
     "the log is standard output and log.txt of --run-dir; figures are in metrics.jsonl": "log:1",
-    "there is one log line; metrics.jsonl is for programs": "metric-print-format:1",
     "OneFlow's own profiler": "profile-transformer-layer",
     "workers share one input and write one pair of files, in the order of the input": "partitions:1",
     # Flags of training on which the files of `preprocess` do not depend

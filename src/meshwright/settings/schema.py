@@ -433,8 +433,11 @@ class Logging:
     """Logging and reports."""
 
     log_interval: int = flag(100, "steps between log lines", bound=">0")
-    log_format: Literal["auto", "short", "megatron"] = flag(
-        "auto", "lines on stdout: a table or Megatron's log (auto: short on a terminal); log.txt has Megatron's"
+    log_format: Literal["auto", "short", "megatron", "table", "normal"] = flag(
+        "auto",
+        "lines on stdout: short; Megatron's log; or that log with each logged step as a row of OneFlow's table "
+        "or its name=value form (auto: short on a terminal, else megatron); log.txt has Megatron's",
+        "--metric-print-format",
     )
     progress: bool = flag(True, "show a progress bar on stderr if it is a terminal")
     tensorboard: bool = flag(True, "write TensorBoard files, if TensorBoard is installed and the run has a folder")

@@ -1,9 +1,13 @@
-"""Figures of logged steps and validations, and Megatron's lines of them, which scripts read."""
+"""Figures of logged steps and validations, and the lines of them, which scripts read.
+
+The log has Megatron's lines. `FORMS` are other forms of a logged step, for --log-format.
+"""
 
 from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +32,7 @@ class Interval:
     peak: float | None  # FLOP/s of the device, if known
     memory: int | None  # peak bytes, if known
     left: float  # seconds
+    micro_batches: int  # of one replica, since the run's first step
 
     @property
     def mfu(self) -> float | None:
@@ -58,6 +63,49 @@ class Interval:
         if self.memory:
             parts.append(f"memory (GiB): {self.memory / 2**30:.2f}")
         return " | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(self.left))}"]) + " |"
+
+    def named(self) -> dict[str, str]:
+        """Return the figures of the table and the normal form, by OneFlow's names."""
+        return {
+            "step": f"{self.iteration}",
+            "micro_batches": f"{self.micro_batches}",
+            "samples": f"{self.consumed}",
+            "throughput": f"{self.samples_per_second:.5f}",
+            "latency": f"{self.seconds / self.steps:.5f}",
+            "loss": f"{math.nan if self.loss is None else self.loss:.5f}",
+        }
+
+
+# OneFlow's columns and their widths
+WIDTHS = {"step": 8, "micro_batches": 15, "samples": 15, "throughput": 10, "latency": 10, "loss": 10}
+
+
+def table_row(cells: dict[str, str]) -> str:
+    return "| " + " | ".join(cells[name].ljust(width) for name, width in WIDTHS.items()) + " |"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the log's lines of steps on stdout.
+
+    All other lines stay as they are: settings, validations, saved checkpoints, notices.
+    """
+
+    step: Callable[[Interval], str]
+    head: str = ""  # printed once, before the first step
+    start: str = "training ..."  # when the first step begins
+
+
+MEGATRON = Form(Interval.in_megatrons_form)
+# By the values of --log-format; the others are MEGATRON
+FORMS = {
+    "table": Form(
+        lambda x: table_row(x.named()),
+        head=f"{table_row({n: n for n in WIDTHS})}\n{table_row({n: '-' * width for n, width in WIDTHS.items()})}",
+        start="Training...",
+    ),
+    "normal": Form(lambda x: "".join(f"{name}={value}," for name, value in x.named().items()), start="Training..."),
+}
 
 
 @dataclass(frozen=True)

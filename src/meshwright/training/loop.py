@@ -35,7 +35,7 @@ from meshwright.settings.grammar import allowed_in_a_row, skipped
 from meshwright.tokenizers import Tokenizer
 from meshwright.training import folder as run_folder
 from meshwright.training import memory, network
-from meshwright.training.lines import Check
+from meshwright.training.lines import FORMS, MEGATRON, Check
 from meshwright.training.metrics import Attempt, Metrics, Timers, profiler
 from meshwright.training.resume import Progress, State
 from meshwright.training.screen import Beginning, LineScreen
@@ -178,7 +178,7 @@ class Trainer:
         done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
         for line in warn_of_idle_steps(self.state.schedule, self.config, self.total_steps(), *done):
             notice(f"WARNING: {line}")
-        say("training ...")
+        say("training ...", FORMS.get(self.config.logging.log_format, MEGATRON).start)
         say_time("before the start of training step")
         if self.is_done:
             remark(f" > nothing is left to train: step {self.progress.iteration} of {self.total_steps()} is done")

@@ -26,7 +26,7 @@ from meshwright.report.history import final_loss
 from meshwright.settings import flags
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.folder import LivePage
-from meshwright.training.lines import Check, Interval
+from meshwright.training.lines import FORMS, MEGATRON, Check, Interval
 from meshwright.training.screen import LineScreen
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
@@ -84,6 +84,7 @@ class Metrics:
         # As many as the mean at the end may need.
         self.recent = collections.deque[float](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
         self.memory_is_printed = False
+        self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
         self.page = LivePage(None if config.training.skip_train else folder)
 
     def _reset(self) -> None:
@@ -176,8 +177,12 @@ class Metrics:
             peak=self.peak,
             memory=memory,
             left=max(left, 0),
+            micro_batches=consumed // (self.config.micro_batch * self.config.dp),
         )
-        say(interval.in_megatrons_form())
+        if self.form.head and not self.head_is_printed:
+            self.head_is_printed = True
+            show(self.form.head)
+        say(interval.in_megatrons_form(), self.form.step(interval))
         if self.screen is not None:
             show(self.screen.step(interval))
         if memory is not None and not self.memory_is_printed:
