@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from meshwright import tokenizers
+from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
 from meshwright.settings.schema import Tokenizer as Flags
 
@@ -399,7 +400,9 @@ def test_padded_size():
     assert tokenizers.padding_line(50257, 50304) == line
 
 
-def test_training_a_vocabulary_below_the_bytes_is_refused(tmp_path):
-    refused(USAGE, "at least 257", lambda: tokenizers.train_bpe(["x"], 256, tmp_path))
+def test_training_a_vocabulary_below_the_bytes_is_refused(tmp_path, capsys):
+    words = ["train-tokenizer", "--input", "text", "--output", str(tmp_path / "never"), "--vocab-size"]
+    assert main([*words, "256"]) == USAGE and "at least 257" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
     tokenizers.train_bpe(["x"], 400, tmp_path)  # nothing to merge: smaller than requested
     assert tokenizers.build(flags(tmp_path)).size == 257

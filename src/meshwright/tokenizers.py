@@ -566,8 +566,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: b
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(f"a vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}; use at least 257")
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

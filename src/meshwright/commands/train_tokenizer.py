@@ -35,7 +35,8 @@ class TrainTokenizerConfig(TextInputs):
     overwrite: bool = flag(False, "replace a vocabulary that was made from other text or settings")
 
     def problems(self) -> list[str]:
-        return self.input_problems()
+        wrong = f"--vocab-size {self.vocab_size} cannot hold the 256 bytes and <|endoftext|>; use at least 257"
+        return [*self.input_problems(), *([wrong] if self.vocab_size < 257 else [])]
 
 
 def main(argv: list[str]) -> int:
