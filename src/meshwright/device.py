@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NVIDIA = "cuda"
 # A command that shows the devices of the driver, and the variable that may hide them from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
+SMI_SECONDS = 20  # until nvidia-smi must have answered; a hung driver never lets it
 # Apple's GPUs lack float64, in which losses are summed, and torch says little of their memory.
 UNFIT = {"mps": "Apple's GPU"}
 HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -207,17 +208,30 @@ def unfit() -> str | None:
 
 def driver() -> str | None:
     """Return the version of the NVIDIA driver, or None without one, whatever torch sees."""
-    import shutil
+    try:
+        return next(iter(ask_nvidia_smi("driver_version", "csv,noheader").split()), None)
+    except RuntimeError:
+        return None
+
+
+def ask_nvidia_smi(fields: str, form: str = "csv") -> str:
+    """Return what nvidia-smi says of this machine's GPUs; RuntimeError says why it does not."""
     import subprocess
 
-    if shutil.which(TOOLS[NVIDIA]) is None:
-        return None
-    words = [TOOLS[NVIDIA], "--query-gpu=driver_version", "--format=csv,noheader"]
+    tool = TOOLS[NVIDIA]
+    words = [tool, f"--query-gpu={fields}", f"--format={form}"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
+    except FileNotFoundError:
+        raise RuntimeError(f"there is no {tool} here") from None
+    except OSError as error:
+        raise RuntimeError(f"{tool}: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{tool} gave no answer in {SMI_SECONDS} s") from None
+    if done.returncode:
+        said = next(iter((done.stdout + done.stderr).strip().splitlines()), "")
+        raise RuntimeError(f"{tool} ended with status {done.returncode}{said and f': {said}'}")
+    return done.stdout
 
 
 def computes_bf16(device: torch.device) -> bool:

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from helpers import TINY_FLAGS, flip_bit, open_step, read_rows
+from meshwright import device
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.data.format.writer import Writer
 from meshwright.report import history as report
+from meshwright.settings import schema
 from meshwright.tokenizers import train_bpe
-from meshwright.training import loop
+from meshwright.training import loop, metrics
 
 
 def steps_in(folder):
@@ -313,6 +315,60 @@ def test_profile(run, tmp_path):
     (trace,) = (tmp_path / "run0" / "profile").iterdir()
     assert trace.name == "trace_2_3.json.gz" and json.loads(gzip.open(trace).read())["traceEvents"]
     assert "Self CPU" in run(*small, "--profile-step-start", 3, "--profile-step-end", 100).out
+
+
+SMI = """#!/bin/sh
+[ "$1 $2" = "--query-gpu=$FIELDS --format=csv" ] || exit 9
+printf 'timestamp, name, memory.used [MiB]\n2026/11/22 15:00:00.123, NVIDIA H200, 1234 MiB\n'
+"""
+
+
+def fake_smi(folder, monkeypatch, script):
+    folder.mkdir(exist_ok=True)
+    (folder / "nvidia-smi").write_text(script.replace("$FIELDS", metrics.GPU_FIELDS))
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_nvidia_smi(run, tmp_path, monkeypatch, capsys):
+    """Its lines follow the iteration's own, in the log too; without it one line says so once."""
+    fake_smi(tmp_path / "bin", monkeypatch, SMI)
+    small = ("--num-layers", 1, "--eval-iters", 0, "--train-iters", 3, "--log-interval", 1)
+    lines = run(*small, "--nvidia-smi-at", 2).out.splitlines()
+    at = lines.index("2026/11/22 15:00:00.123, NVIDIA H200, 1234 MiB")
+    assert lines[at - 1].startswith("timestamp, name") and lines[at - 2].startswith(" iteration        2/")
+    assert lines[at] in (tmp_path / "run0" / "log.txt").read_text().splitlines()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    got = run(*small, "--nvidia-smi-at", 1, 2, 9)
+    assert got.out.count("there is no nvidia-smi here") == 1
+    assert "--nvidia-smi-at 9: after the last step" in got.err
+    assert main(["train", *TINY_FLAGS, "--nvidia-smi-at", "3", "0"]) == 2
+    assert "--nvidia-smi-at 0 must be above 0" in capsys.readouterr().err
+
+
+def test_nvidia_smi_of_other_machines(tmp_path, monkeypatch, capsys):
+    """A machine's first rank prints; a failure, and one that hangs, are reported in one line."""
+    mine = object.__new__(metrics.Metrics)
+    mine.is_lead, mine.gpus_are_hidden, mine.config = False, False, schema.TrainConfig()
+    place = {"RANK": "4", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.10.0.8", "MASTER_PORT": "6000"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    fake_smi(tmp_path / "bin", monkeypatch, SMI)
+    for local_rank in "10":
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        mine.print_gpus()
+    assert capsys.readouterr().out.count("1234 MiB\n") == 1
+    monkeypatch.setattr(device, "SMI_SECONDS", 0.2)
+    for script, why in (
+        ("echo 'Driver/library version mismatch'; exit 18", "with status 18: Driver/library version mismatch"),
+        ("sleep 30", "no answer in 0.2 s"),
+    ):
+        mine.gpus_are_hidden = False
+        fake_smi(tmp_path / "bin", monkeypatch, f"#!/bin/sh\n{script}\n")
+        mine.print_gpus()
+        mine.print_gpus()
+        out = capsys.readouterr().out
+        assert out.count("\n") == 1 and why in out
 
 
 # Resuming

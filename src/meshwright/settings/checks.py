@@ -168,6 +168,7 @@ def notices(config: Any) -> list[str]:
     ]
     zero, start = f"--zero-stage {p.zero_stage:g}", f"--profile-step-start {g.profile_step_start}"
     is_late = g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
+    beyond = [n for n in g.nvidia_smi_at if t.train_iters is not None and n > t.train_iters]
     others = {
         f"--use-distributed-optimizer is --zero-stage 1; {zero} goes further": p.use_distributed_optimizer
         and p.zero_stage > 1,
@@ -178,6 +179,7 @@ def notices(config: Any) -> list[str]:
         "--mock-data: the files of --data-path and similar flags are not read": d.mock_data and data_paths.given(d),
         "--profile without --run-dir or --save keeps no trace": g.profile and not (k.run_dir or k.save),
         f"{start} is after the last step; nothing is profiled": is_late,
+        f"--nvidia-smi-at {' '.join(map(str, beyond))}: after the last step, so not printed": beyond,
         "--universal-checkpoint has no effect; --load recognizes the format of a folder": k.universal_checkpoint,
         "--log-timers-to-tensorboard logs only iterations with --timing-log-level 0": g.log_timers_to_tensorboard
         and g.timing_log_level == "0",
@@ -240,15 +242,16 @@ def out_of_bounds(group: Any) -> list[str]:
     out = []
     for f in dataclasses.fields(group):
         bound, value = f.metadata["bound"], getattr(group, f.name)
-        if bound is None or not isinstance(value, int | float):
-            continue
-        is_inside, rule = {
-            ">0": (value > 0, "must be above 0"),
-            ">=0": (value >= 0, "must not be below 0"),
-            "[0,1)": (0 <= value < 1, "is not in [0, 1)"),
-        }[bound]
-        if not is_inside:
-            out.append(f"{spelling(f.name)} {value} {rule}")
+        for number in value if isinstance(value, list) else [value]:
+            if bound is None or not isinstance(number, int | float):
+                continue
+            is_inside, rule = {
+                ">0": (number > 0, "must be above 0"),
+                ">=0": (number >= 0, "must not be below 0"),
+                "[0,1)": (0 <= number < 1, "is not in [0, 1)"),
+            }[bound]
+            if not is_inside:
+                out.append(f"{spelling(f.name)} {number} {rule}")
     return out
 
 

@@ -464,6 +464,9 @@ class Logging:
     profile: bool = flag(False, "trace steps --profile-step-start to --profile-step-end with torch's profiler")
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
+    nvidia_smi_at: list[int] = flag(
+        [], "after these iterations, print nvidia-smi's use and memory of each machine's GPUs", bound=">0"
+    )
 
 
 @dataclass(frozen=True)

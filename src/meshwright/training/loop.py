@@ -358,9 +358,11 @@ class Trainer:
         return next((reason for reason, *_ in everyone if reason), None)
 
     def validate_and_save(self, stop: StopConditions) -> None:
-        """Validate and save where the intervals say so; neither counts as time of a step."""
+        """Do what follows some steps, and counts in no step's time: print GPUs, validate, save."""
         t, c, p, pause = self.config.training, self.config.checkpoint, self.progress, time.perf_counter()
         is_best = False
+        if p.iteration in self.config.logging.nvidia_smi_at:
+            self.metrics.print_gpus()
         if p.iteration % t.eval_interval == 0:
             loss = self.validate("valid", f"iteration {p.iteration}", -1, stop)
             is_best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)

@@ -21,6 +21,7 @@ from meshwright.console import remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
 from meshwright.files import naming_file
 from meshwright.launch.team import Team
+from meshwright.launch.world import find_world
 from meshwright.progress import new_bar
 from meshwright.report.history import final_loss
 from meshwright.settings import flags
@@ -33,6 +34,9 @@ from meshwright.training.trackers import open_trackers, tags, validation_tags
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
 PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
 PEAKS |= dict.fromkeys(("H100", "H200", "H800"), 989e12) | dict.fromkeys(("A100", "A800"), 312e12)
+
+# Printed by --nvidia-smi-at.
+GPU_FIELDS = "timestamp,name,driver_version,utilization.gpu,utilization.memory,memory.total,memory.free,memory.used"
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -63,7 +67,7 @@ class Metrics:
 
     def __init__(self, folder: Path | None, config: TrainConfig, attempt: Attempt, timers: Timers, team: Team) -> None:
         assert config.data.seq_length
-        self.world = team.size
+        self.world, self.is_lead = team.size, team.is_lead
         self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
         self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
         self.device, self.timers, self.screen = timers.device, timers, attempt.screen
@@ -83,7 +87,7 @@ class Metrics:
         self.iteration = attempt.done
         # As many as the mean at the end may need.
         self.recent = collections.deque[float](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
-        self.memory_is_printed = False
+        self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
         self.page = LivePage(None if config.training.skip_train else folder)
 
@@ -205,6 +209,21 @@ class Metrics:
         )
         self.row("validation", check.iteration, **row, **end)
         self._track(validation_tags(self.g, row), check.iteration, consumed)
+
+    def print_gpus(self) -> None:
+        """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
+        if self.gpus_are_hidden or find_world(os.environ, self.config.parallel.local_rank).local_rank:
+            return
+        try:
+            lines = devices.ask_nvidia_smi(GPU_FIELDS).strip().splitlines()
+        except RuntimeError as error:
+            self.gpus_are_hidden, lines = True, [f" > --nvidia-smi-at: {error}, so nothing is printed"]
+        for line in lines:
+            if self.is_lead:
+                remark(line)
+            else:  # the lead's log has no lines of other machines
+                with contextlib.suppress(OSError):
+                    print(line, flush=True)
 
     def record_failure(self, iteration: int, error: BaseException) -> None:
         """Record why the run ends, and have the page say so."""
