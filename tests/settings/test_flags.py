@@ -3,11 +3,13 @@
 import dataclasses
 import os
 import resource
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, main
 from meshwright.commands.data import VERBS, MergeConfig
@@ -325,6 +327,77 @@ def test_hostile_files(tmp_path, monkeypatch, name, raw, words):
     (tmp_path / name).write_bytes(raw)
     assert words in refusal("--config", name)
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+# Addresses instead of paths
+
+S3 = "s3://bucket/y"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (f"train --mock-data --save {S3}", "--save"),
+        (f"train --mock-data --load {S3}", "--load"),
+        (f"train --mock-data --load {S3} --dry-run", "--load"),
+        (f"train --mock-data --load {S3} --print-config", "--load"),
+        (f"train --data-path 0.5 here 0.5 {S3}", "--data-path"),
+        (f"train --train-weighted-split-paths 'T: 0.5 0:1 {S3}, 0.5 0:1 b'", "--train-weighted-split-paths"),
+        (f"train --mock-data --deepspeed_config {S3}", "--deepspeed_config"),
+        (f"train --config {S3}", "--config"),
+        (f"convert {S3} out --to native", "--paths"),
+        (f"convert in {S3} --to native", "--paths"),
+        (f"inspect {S3}", "DIR"),
+        (f"report run --output {S3}", "--output"),
+        (f"evaluate {S3} --input text", "--load"),
+        (f"evaluate run --input {S3}", "--input"),
+        (f"generate run --num-samples 1 --genfile {S3}", "--genfile"),
+        (f"preprocess --input a.txt --output-prefix {S3}", "--output-prefix"),
+        (f"train-tokenizer --input a.txt --vocab-size 300 --output {S3}", "--output"),
+        (f"data fetch http://127.0.0.1:1/a.txt --output {S3}", "--output"),
+        (f"data merge a b --output-prefix {S3}", "--output-prefix"),
+        (f"data verify {S3}", "--prefixes"),
+        (f"demo {S3}", "DIR"),
+        (f"quickstart {S3}", "TEXT"),
+    ],
+)
+def test_an_address_is_no_path(command, flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == USAGE
+    error = capsys.readouterr().err
+    assert f"{flag} {S3} is an address, not a path of this machine; mount it here" in error
+    assert error.count(S3) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("file:///data/run", "give the path /data/run"),
+        ("https://example.org/a.bin", "download it first, as by `meshwright data fetch`"),
+        ("hf://gpt2", "a name on the Hugging Face Hub is given alone, as gpt2"),
+    ],
+)
+def test_what_to_do_about_an_address(address, advice):
+    assert f"--vocab-file {address} is an address" in (said := refusal("--vocab-file", address)) and advice in said
+
+
+def test_addresses_in_files_environment_and_python(tmp_path, monkeypatch):
+    (tmp_path / "c.toml").write_text(f"save = '{S3}'")
+    (tmp_path / "paths.txt").write_text(f"0.5 a\n0.5 {S3}\n")
+    (tmp_path / "paths.json").write_text(f'{{"train": ["{S3}"]}}')
+    wanted = f"{S3} is an address"
+    assert f"--save {wanted}" in refusal("--config", str(tmp_path / "c.toml"))
+    for flag in ("--data-args-path", "--per-split-data-args-path"):
+        file = str(tmp_path / ("paths.json" if "per" in flag else "paths.txt"))
+        assert f"{flag} {file}: {wanted}" in refusal(flag, file, check=True)
+    with pytest.raises(UserError, match=wanted):
+        meshwright.convert(tmp_path, S3)
+    monkeypatch.setenv("MESHWRIGHT_RUN_DIR", S3)
+    assert f"--run-dir {wanted}" in refusal()
+
+
+def test_a_prompt_may_hold_an_address():
+    assert parse("--prompt", f"{S3} is", cls=GenerateConfig).config.sampling.prompt == f"{S3} is"
 
 
 def test_a_file_that_stands_for_gigabytes(tmp_path):

@@ -28,6 +28,7 @@ from meshwright.console import notice
 from meshwright.errors import BAD_DATA, LOCKED, UserError, not_a_run
 from meshwright.progress import progress_bar
 from meshwright.settings import checks, flags
+from meshwright.settings.grammar import find_address, refuse_address
 from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, Tokenizer, spelling
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def convert(
     """
     if idle := settings.keys() - DESCRIBING:
         raise UserError(f"convert() does not use {', '.join(sorted(idle))}; leave it out")
+    for place in (source, target):
+        if address := find_address(os.fspath(place)):
+            raise UserError(refuse_address(address))
     wanted = Target(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
     return prepare(Path(source), wanted, settings).run()
 

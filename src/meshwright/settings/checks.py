@@ -11,7 +11,15 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from meshwright.settings import data_paths
-from meshwright.settings.grammar import allowed_in_a_row, skipped, split_layers, split_shares
+from meshwright.settings.fields import word_of
+from meshwright.settings.grammar import (
+    allowed_in_a_row,
+    find_address,
+    refuse_address,
+    skipped,
+    split_layers,
+    split_shares,
+)
 from meshwright.settings.schema import (
     ARCHITECTURE,
     OUTCOME,
@@ -221,7 +229,7 @@ def not_yet(config: Any) -> list[str]:
 
 def unusable(config: Any) -> list[str]:
     """Report empty strings, often unset shell variables, and numbers out of bounds."""
-    out = []
+    out = remote_paths(config)
     for group in group_values(config):
         out += out_of_bounds(group)
         for f in dataclasses.fields(group):
@@ -234,6 +242,28 @@ def unusable(config: Any) -> list[str]:
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
             if type(value) is int and abs(value) >= most and f.name != "seed":
                 out.append(f"{spelling(f.name)} {str(value)[:20]} must be below {most}")
+    return out
+
+
+# Settings of text that may hold an address, because they name no path.
+NO_PATHS = "command document_separator exclude include json_keys master_addr name names prompt".split()
+
+
+def remote_paths(config: Any) -> list[str]:
+    """Report addresses, such as s3://bucket, where a path of this machine is needed.
+
+    Without this, pathlib would make a folder named "s3:".
+    """
+    out = []
+    for group in group_values(config):
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name)
+            flag = word_of(f.name) if f.metadata["positional"] else spelling(f.name)
+            for one in (value if isinstance(value, list) else [value]) if f.name not in NO_PATHS else ():
+                # A Path has lost one of two slashes.
+                text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
+                if isinstance(text, str) and (address := find_address(text)):
+                    out.append(f"{flag} {refuse_address(address)}")
     return out
 
 
@@ -352,7 +382,7 @@ def parallel_problems(c: TrainConfig) -> list[str]:
     """Check that ranks, model and batches can be divided as asked."""
     p, m = c.parallel, c.model
     out = naming_problems(p)
-    if p.deepspeed_config:
+    if p.deepspeed_config and not find_address(p.deepspeed_config):
         try:
             with open(p.deepspeed_config, "rb"):
                 pass

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.settings.grammar import blend, prefix_of
+from meshwright.settings.grammar import blend, find_address, prefix_of, refuse_address
 from meshwright.settings.schema import Data, spelling
 
 SPLITS = ("train", "valid", "test")
@@ -228,11 +228,14 @@ def overlaps(d: Data) -> list[str]:
 
 def _read(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise ValueError(f"{flag} {path} is no UTF-8 text") from None
+    if address := find_address(text):
+        raise ValueError(f"{flag} {path}: {refuse_address(address)}")
+    return text
 
 
 def _require_once(one: PathSet) -> None:

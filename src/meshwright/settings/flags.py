@@ -31,7 +31,7 @@ from meshwright.settings.fields import fields as fields
 from meshwright.settings.fields import groups as groups
 from meshwright.settings.fields import is_list as is_list
 from meshwright.settings.fields import is_not_yet as is_not_yet
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.grammar import did_you_mean, find_address, refuse_address
 from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
 from meshwright.settings.schema import TrainConfig, is_flat, spelling
 
@@ -114,15 +114,16 @@ def parse(
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
     built, sources = build(cls, layers)
-    if (check or control["dry_run"]) and isinstance(built, TrainConfig):
+    remote = checks.remote_paths(built)  # before a file is opened
+    if (check or control["dry_run"]) and isinstance(built, TrainConfig) and not remote:
         built = _with_deepspeed(built, sources, reader)
     reader.notices += checks.notices(built) + _unused(cls, layers[-1][1])
     # A checkpoint completes the settings of a run that loads one; they are checked after that.
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
-    if check and is_complete:
-        # A value that could not be read is not also reported as missing.
-        reported = {c.split()[0].rstrip(":") for c in complaints}
-        complaints += [p for p in checks.problems(built) if p.split()[0] not in reported]
+    # A value that could not be read is not also reported as missing.
+    reported = {c.split()[0].rstrip(":") for c in complaints}
+    found = checks.problems(built) if check and is_complete else remote
+    complaints += [p for p in found if p.split()[0] not in reported]
     if complaints:
         raise UserError(listed(complaints))
     return Parsed(built, sources, reader.notices, bool(control["dry_run"]), bool(control["print_config"]))
@@ -148,6 +149,8 @@ def _layers_below(reader: _Reader, preset: str | None, file: str | None) -> list
         presets.require(preset, "--preset: ")
         layers.append((f"preset {preset}", {k: v for k, v in presets.PRESETS[preset].items() if k in reader.known}))
     if file:
+        if address := find_address(file):
+            raise UserError(f"--config {refuse_address(address)}")
         layers.append((file, reader.read_file(Path(file))))
     if not is_flat(reader.cls):
         layers.append(("environment", reader.read_environment()))

@@ -42,6 +42,26 @@ def _is_alike(word: str, other: str) -> bool:
     return mine == theirs or difflib.SequenceMatcher(None, mine, theirs).ratio() >= 0.5
 
 
+def find_address(text: str) -> str | None:
+    """Return the first word that is an address, such as s3://bucket/folder, and no local path."""
+    found = re.search(r"""(?:^|[\s"'])([A-Za-z][A-Za-z0-9+.-]+://[^\s"',]*)""", text)
+    return found[1] if found else None
+
+
+def refuse_address(address: str) -> str:
+    """Return why an address cannot be read or written, and what to do."""
+    scheme, _, rest = address.partition(":")
+    rest = rest.strip("/")
+    advice = {
+        "file": f"give the path /{rest}",
+        "hf": f"a name on the Hugging Face Hub is given alone, as {rest or 'gpt2'}, and only to --tokenizer",
+        **dict.fromkeys(("http", "https"), "download it first, as by `meshwright data fetch`"),
+    }
+    return f"{address} is an address, not a path of this machine; " + advice.get(
+        scheme.lower(), "mount it here, or copy from and to a local folder"
+    )
+
+
 def split_shares(split: str) -> list[float]:
     """Parse '949,50,1' or '949/50/1'; missing shares are 0."""
     parts = [float(x) for x in split.replace("/", ",").split(",")]
