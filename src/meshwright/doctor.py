@@ -29,7 +29,7 @@ EXTRAS = {
     "numba": "builds the sample indices of large data faster",
     "zstandard": "reads .zst files",
     "pyarrow": "reads Parquet and Arrow tables",
-    "nltk": "splits sentences (--split-sentences)",
+    "nltk": "splits sentences by its models (--sentence-splitter punkt)",
     "tensorboard": "shows curves while a run goes on",
     "wandb": "logs to Weights & Biases",
     "transformers": "loads exported models",

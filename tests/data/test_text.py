@@ -15,20 +15,16 @@ import tracemalloc
 import zlib
 from itertools import pairwise
 
-import nltk
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
-from helpers import error_of, tokens_of
-from meshwright.data.format.indexed import Indexed
-from meshwright.data.prepare import containers, plain, preprocess, sentences, tables, text
+from helpers import error_of
+from meshwright.data.prepare import containers, plain, tables, text
 from meshwright.data.prepare.inputs import find
 from meshwright.data.prepare.text import BadLine, lines_of, pieces, read_place, units
 from meshwright.errors import IO, UNAVAILABLE, UserError
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer
 from meshwright.settings.texts import TextInputs
 
 
@@ -545,46 +541,6 @@ def test_shares_of_several_ranks_are_complete(tmp_path, monkeypatch):
             assert min(map(len, parts)) > 3
 
 
-@pytest.fixture
-def punkt(tmp_path, monkeypatch):
-    """Give NLTK a tiny model where its downloader puts models; return its language."""
-    folder = tmp_path / "nltk" / "tokenizers" / "punkt_tab" / "toylang"
-    folder.mkdir(parents=True)
-    (folder / "abbrev_types.txt").write_text("dr\n")
-    for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
-        (folder / name).write_text("")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
-    sentences.build.cache_clear()
-    yield "toylang"
-    sentences.build.cache_clear()
-
-
-def test_sentences(tmp_path, punkt):
-    """Each is a sequence, the last with the end of document; --keep-newlines keeps all text."""
-    content = "Dr. Who is here. He left!\n\nWhy? No answer"
-    assert sentences.build(punkt, False)(content) == ["Dr. Who is here.", "He left!", "Why?", "No answer"]
-    assert "".join(sentences.build(punkt, True)(content)) == content
-    (tmp_path / "in.jsonl").write_bytes(line(content) + b"\n" + line("") + b"\n" + line("One."))
-    tokenizer = Tokenizer(tokenizer_type="ByteTokenizer")
-    for keep, first in ((False, b"Dr. Who is here."), (True, b"Dr. Who is here. ")):
-        how = {"append_eod": True, "lang": punkt, "split_sentences": True, "keep_newlines": keep}
-        p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), overwrite=True, **how)
-        preprocess.run(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
-        data = Indexed(tmp_path / "out_text_sentence")
-        assert data.doc_idx.tolist() == [0, 4, 4, 5]
-        assert bytes(tokens_of(data, 0).tolist()) == first
-        assert [tokens_of(data, n).tolist()[-1] == 256 for n in range(5)] == [False, False, False, True, True]
-
-
-def test_sentences_without_nltk_or_its_model(punkt, monkeypatch):
-    command = "pip install nltk; python -m nltk.downloader"
-    message = error_of(lambda: sentences.build("klingon", False), UNAVAILABLE)
-    assert f"needs NLTK's model of klingon: {command}" in message
-    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
-    message = error_of(lambda: sentences.build("english", False), UNAVAILABLE)
-    assert f"needs NLTK and its model of english: {command}" in message
-
-
 def test_missing_packages(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd....")
     (tmp_path / "a.parquet").write_bytes(b"PAR1\x15\x04\x15")
@@ -593,10 +549,3 @@ def test_missing_packages(tmp_path, monkeypatch):
     for name, package in (("a.zst", "zstandard"), ("a.parquet", "pyarrow")):
         message = error_of(lambda name=name: texts_of(tmp_path / name), UNAVAILABLE)
         assert f"needs the package {package}: pip install 'meshwright[data]'" in message
-
-
-def test_flags_of_sentences_belong_together():
-    from meshwright.settings.checks import problems
-
-    found = problems(PreprocessConfig(Preprocess(input=["x"], output_prefix="y", keep_newlines=True, lang="german")))
-    assert found == ["--keep-newlines needs --split-sentences", "--lang needs --split-sentences"]

@@ -255,9 +255,10 @@ TABLE = {
         "overwrite": OVERWRITE + "preprocess_replaces_other_data_only_with_overwrite",
         "workers": "test_preprocess_workers.py::test_workers_write_the_bytes_of_one",
         "log_interval": "test_preprocess.py::test_a_bar_on_a_terminal",
-        "split_sentences": "test_text.py::test_sentences",
-        "keep_newlines": "test_text.py::test_sentences",
-        "lang": "test_text.py::test_sentences_without_nltk_or_its_model",
+        "split_sentences": "test_sentences.py::test_each_is_a_sequence",
+        "sentence_splitter": "test_sentences.py::test_each_is_a_sequence",
+        "keep_newlines": "test_sentences.py::test_each_is_a_sequence",
+        "lang": "test_sentences.py::test_languages",
     },
     "evaluate": {
         "input": "test_evaluate.py::test_figures_equal_a_plain_computation",

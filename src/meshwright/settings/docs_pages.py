@@ -28,7 +28,7 @@ PAGES = {
         multiple_validation_sets validation_set_names full_validation blend_change_at
         eod_mask_loss reset_position_ids reset_attention_mask skip_train_iteration_range
         global_batch_size rampup_batch_size eval_iters world_size keep_best input
-        output_prefix json_keys append_eod on_error workers split_sentences lang json
+        output_prefix json_keys append_eod on_error workers split_sentences sentence_splitter lang json
         checksums document sample sample_set top picture merge sha256 json_path output_file
         each_line""",
     "docs/randomness.md": """attention_impl micro_batch_size deterministic_mode context_parallel_size""",

@@ -21,7 +21,10 @@ class Preprocess(TextInputs):
     workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0")
     log_interval: int = flag(1000, "documents between progress lines", bound=">0")
     split_sentences: bool = flag(
-        False, "split documents into sentences with NLTK and write <prefix>_<key>_sentence.bin and .idx"
+        False, "split documents into sentences and write <prefix>_<key>_sentence.bin and .idx"
+    )
+    sentence_splitter: Literal["rules", "punkt"] = flag(
+        "rules", "with --split-sentences: rules need no download; punkt is NLTK's model, as in Megatron"
     )
     keep_newlines: bool = flag(False, "with --split-sentences, keep the white space between sentences")
     lang: str = flag("english", "language for --split-sentences")
@@ -40,5 +43,7 @@ class PreprocessConfig:
             "--output-prefix is needed: where to write": p.output_prefix,
             "--keep-newlines needs --split-sentences": p.split_sentences or not p.keep_newlines,
             "--lang needs --split-sentences": p.split_sentences or p.lang == type(p).lang,
+            "--sentence-splitter needs --split-sentences": p.split_sentences
+            or p.sentence_splitter == type(p).sentence_splitter,
         }
         return [*p.input_problems(), *(message for message, holds in conditions.items() if not holds)]

@@ -115,7 +115,7 @@ def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: Wor
     say_to_scripts(f"Vocab size: {tokenizer.size}", stdout)
     say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)
     if p.split_sentences:
-        sentences.build(p.lang, p.keep_newlines)  # raises if NLTK or its model is missing
+        sentences.build(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
     return Job(config, found, tokenizer, world, stdout, stderr)
 
 
@@ -231,6 +231,9 @@ class Job:
         idle = ("input", "output_prefix", "dataset_impl", "workers", "log_interval", "overwrite")
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
+        if p.split_sentences:  # before 0.8 all were split by Punkt, without a word of it
+            settings.pop("sentence_splitter", None)
+            settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
         tokenizer = [self.tokenizer.name, self.tokenizer.size, tokenizers.hashes(self.tokenizer)]
         inputs = origin.inputs_of(self.found.paths)
         return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": tokenizer}
@@ -415,7 +418,7 @@ class Job:
 def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
     """Return a worker's encoder; a forked worker finds the tokenizer built."""
     p, tokenizer = config.preprocess, build_tokenizer(config.tokenizer)
-    split = sentences.build(p.lang, p.keep_newlines) if p.split_sentences else None
+    split = sentences.build(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
     keys = list(dict.fromkeys(p.json_keys))
     return Encoder(tokenizers.fastest(tokenizer), tokenizer.eod if p.append_eod else None, keys, dtype, split)
 
