@@ -218,6 +218,7 @@ def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, va
     assert [s["nonfinite_in_a_row"] for s in (before, after, end)] == [0, 1, 0]
     lines = [line for line in got.out.splitlines() if line.startswith(" iteration ")]
     assert ["skipped iterations:   1" in x and "nan iterations:   1" in x for x in lines] == [False, False, True, False]
+    assert f" | lm loss: {value} | loss scale: " in lines[2]
 
 
 @pytest.mark.parametrize("flags", FORMATS[:3], ids=lambda f: "".join(f) or "fp32")
@@ -270,6 +271,8 @@ def test_an_overflow_is_not_a_non_finite_step(run):
     assert got.column("consumed_samples") == [4 * i for i in range(1, 25)]
     assert got.column("lr") == pytest.approx([0.01 * min(1, max(0, i - first) / 8) for i in range(24)])
     assert all(isinstance(x, float) for x in got.losses)
+    lines = [line for line in got.out.splitlines() if line.startswith(" iteration ")]  # one a step
+    assert [f" | lm loss: {loss:.6E} | " in line for line, loss in zip(lines, got.losses, strict=True)] == [True] * 24
 
 
 def test_a_constant_scale_that_never_fits(run):

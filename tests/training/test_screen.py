@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import math
 import multiprocessing
 import os
 import pty
@@ -185,10 +186,10 @@ def test_a_log_that_cannot_be_written_ends_no_run(run, tmp_path, monkeypatch, wh
 def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
     values = {"grad_norm": 1.0, "loss_scale": 4096.0}
     table = screen.LineScreen(has_status=False)
-    step = lines.Interval(50, 100, 400, 50, 5.0, 0.1, values, None, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0, 50)
+    step = lines.Interval(50, 100, 400, 50, 5.0, 0.1, values, math.nan, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0, 50)
     head, row, note = table.step(step).splitlines()
     assert head.split() == "step loss gradient rate tokens/s MFU elapsed left".split()
-    assert row.split()[:7] == "50 - 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("25:00:00")
+    assert row.split()[:7] == "50 nan 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("25:00:00")
     assert note == "  50 of these 50 steps were skipped: not finite, loss scale 4096"
     shown = [table.validation(lines.Check(i, "validation", "", loss)) for i, loss in ((1, 3.0), (2, 2.5), (3, 2.75))]
     assert ["the lowest so far" in line for line in shown] == [False, True, False]

@@ -23,7 +23,7 @@ class Interval:
     seconds: float
     lr: float  # of the next step, as Megatron prints it
     values: dict[str, Any]  # of the last step
-    loss: float | None  # mean of the steps that were not skipped
+    loss: float  # mean of the steps that were not skipped; if all were, of what they found
     skipped: int
     nan: int
     samples_per_second: float
@@ -46,9 +46,10 @@ class Interval:
             f"elapsed time per iteration (ms): {self.seconds / self.steps * 1e3:.1f}",
             f"learning rate: {self.lr:.3E}",
             f"global batch size: {values['batch']:5d}",
+            f"lm loss: {scientific(self.loss)}",
+            f"loss scale: {values['loss_scale']:.1f}",
+            f"grad norm: {values['grad_norm']:.3f}",
         ]
-        parts += [] if self.loss is None else [f"lm loss: {self.loss:.6E}"]
-        parts += [f"loss scale: {values['loss_scale']:.1f}", f"grad norm: {values['grad_norm']:.3f}"]
         parts += [f"num zeros: {values['num_zeros']:.1f}"] if "num_zeros" in values else []
         parts += [f"params norm: {values['params_norm']:.3f}"] if "params_norm" in values else []
         parts += [
@@ -72,8 +73,13 @@ class Interval:
             "samples": f"{self.consumed}",
             "throughput": f"{self.samples_per_second:.5f}",
             "latency": f"{self.seconds / self.steps:.5f}",
-            "loss": f"{math.nan if self.loss is None else self.loss:.5f}",
+            "loss": f"{self.loss:.5f}",
         }
+
+
+def scientific(value: float) -> str:
+    """Return a number in Megatron's form; nan and inf, which E would capitalise, as they are."""
+    return f"{value:.6E}" if math.isfinite(value) else str(value)
 
 
 # OneFlow's columns and their widths
@@ -135,6 +141,7 @@ class Check:
     def in_megatrons_form(self) -> str:
         """Return the line between two rules."""
         where = f"{self.when} on {self.dataset}" if self.dataset else self.when
-        line = f" validation loss at {where} | lm loss value: {self.loss:.6E} | lm loss PPL: {self.ppl:.6E} | "
+        loss, ppl = scientific(self.loss), scientific(self.ppl)
+        line = f" validation loss at {where} | lm loss value: {loss} | lm loss PPL: {ppl} | "
         rule = "-" * (len(line) + 1)
         return f"{rule}\n{line}\n{rule}"

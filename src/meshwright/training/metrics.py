@@ -92,7 +92,8 @@ class Metrics:
         self.page = LivePage(None if config.training.skip_train else folder)
 
     def _reset(self) -> None:
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # of steps that were not skipped
+        self.skipped_losses: list[float] = []
         self.steps = self.samples = self.skipped = self.nan = 0
         self.seconds = 0.0
 
@@ -124,8 +125,8 @@ class Metrics:
         self.seconds += seconds
         self.skipped += values["skipped"]
         self.nan += not math.isfinite(loss)
+        (self.skipped_losses if values["skipped"] else self.losses).append(loss)
         if not values["skipped"]:
-            self.losses.append(loss)
             self.recent.append(loss)
         self.iteration = iteration
         tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
@@ -164,6 +165,7 @@ class Metrics:
         in_all = self.config.samples
         left = (in_all - consumed if in_all else (self.total_steps - iteration) * values["batch"]) / samples
         memory = devices.peak_memory(self.device)
+        losses = self.losses or self.skipped_losses
         interval = Interval(
             iteration=iteration,
             total=self.total_steps,
@@ -172,7 +174,7 @@ class Metrics:
             seconds=self.seconds,
             lr=lr,
             values=values,
-            loss=sum(self.losses) / len(self.losses) if self.losses else None,
+            loss=sum(losses) / len(losses),
             skipped=self.skipped,
             nan=self.nan,
             samples_per_second=samples,

@@ -63,7 +63,7 @@ class Column:
 
 COLUMNS = (
     Column("step", 7, lambda x, _: f"{x.iteration:,}", 0),
-    Column("loss", 8, lambda x, _: "-" if x.loss is None else f"{x.loss:.4f}", 0),
+    Column("loss", 8, lambda x, _: f"{x.loss:.4f}", 0),
     Column("gradient", 9, lambda x, _: f"{x.values['grad_norm']:.3f}", 4),
     Column("rate", 9, lambda x, _: f"{x.lr:.2e}", 3),
     Column("tokens/s", 10, lambda x, _: f"{x.tokens_per_second:,.0f}", 1),
