@@ -2,37 +2,139 @@
 
 from __future__ import annotations
 
+import lzma
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
-from documents import CONFIG_003, ROUNDING, SEED_003, as_one_process, assert_same, by_deepspeed, smaller, steps
+import fakes
+from blocks import block, covers
+from documents import ROOT, ROUNDING, as_one_process, assert_same, by_deepspeed, free_port, shell, started, steps
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
+SYSTEM = ROOT / "compat/megatron-deepspeed"
+SCRIPTS = ("args_deepspeed_gpt.sh", "args_distributed_gpt.sh")
+# The parameters after the document's ten, and flags: sizes for a CPU.
+SMALL = "4 01b1d32 6 2 checkpoints/003 gpt2-vocab.json gpt2-merges.txt my-gpt2_text_document --hidden-size 32 \
+    --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --eval-iters 1 --lr-warmup-fraction 0.1 \
+    --lr-decay-iters 40 --no-tensorboard"
+NOTHING = "python3() { :; }\nexport -f python3\n"
 
-def seed_003(place: Path, micro: int, batch: int) -> list[str]:
-    file = place / f"ds_config-{batch}.json"
-    file.write_text(CONFIG_003.replace("$MICRO", str(micro)).replace("$GLOBAL", str(batch)))
-    text = SEED_003.format(micro=micro, batch=batch).replace("./ds_config.json", file.name)
-    text = smaller(text, num_layers=4).replace("checkpoints/gpt2", "checkpoints/003")
-    return [*text.split(), "--fp16", "--checkpoint-activations"]
+
+def lines(place: Path, ranks: int, **numbers: str) -> list[str]:
+    """Return the document's two lines with fewer ranks a node, smaller batches and sizes."""
+    for name in SCRIPTS:
+        shutil.copy(SYSTEM / name, place)
+    text = block("benchmarks/run-deepspeed").replace('"10.10.0.8"', "127.0.0.1").replace("2 8 ", f"2 {ranks} ")
+    for old, new in {"32 512": "2 8", "32 1024": "2 16", **numbers}.items():
+        text = text.replace(old, new)
+    return [f"{line} {SMALL}" for line in text.splitlines()]
+
+
+def flags_of(place: Path, line: str, environment: str = "") -> list[str]:
+    """Return the flags of training that a line of the document leads to, which runs nothing."""
+    given = shlex.split(shell(place, NOTHING + environment + line).splitlines()[0])
+    assert given[:5] == ["Run", "cmd", "python3", "-m", "meshwright"]
+    return given[given.index("train") + 1 :]
 
 
 def test_seed_003(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TP2 x PP4 on two nodes, ZeRO 1 and fp16 by the JSON file, everything recomputed."""
-    flags = seed_003(place, 2, 8)
-    ends, logs = by_deepspeed(place, [flags, flags], 4)
+    first, second = (flags_of(place, line) for line in lines(place, 4, **{"32 1024": "2 8"}))
+    assert first == second and {"--fp16", "--checkpoint-activations"} < set(first)
+    ends, logs = by_deepspeed(place, [first, second], 4)
     assert ends == [0] * 8, "\n".join(logs)
     assert "loss scale: 4096.0" in logs[0]
-    assert_same(steps(place / "checkpoints/003"), as_one_process(place, flags, monkeypatch), ROUNDING)
+    assert_same(steps(place / "checkpoints/003"), as_one_process(place, first, monkeypatch), ROUNDING)
 
 
-def test_seed_003_with_its_two_batch_sizes(place: Path) -> None:
-    """The document starts its second node with twice the batch: refused on all ranks, by name, not
-    trained or hung on.
+@covers("benchmarks/run-deepspeed")
+def test_both_lines_of_the_document_end_in_the_refusal(place: Path) -> None:
+    """Its second machine has twice the batch: refused by name, not trained or hung on.
+
+    Each machine is a folder here, with one rank; the script ends with the ranks' status.
     """
-    ends, logs = by_deepspeed(place, [seed_003(place, 2, 8), seed_003(place, 2, 16)], 4)
-    assert ends == [2] * 8
-    told = "global_batch_size: 8 on ranks 0-3, 16 on ranks 4-7"
-    assert [told in log for log in logs] == [True, False, False, False] * 2  # on each node once
+    scripts = []
+    for n, line in enumerate(lines(place, 1, **{"2 4 true": "2 1 true"})):
+        (place / f"machine-{n}").mkdir()
+        for path in [*place.glob("gpt2-*"), *place.glob("my-gpt2_text_document.*"), *map(place.joinpath, SCRIPTS)]:
+            (place / f"machine-{n}" / path.name).symlink_to(path) if path.suffix != ".sh" else shutil.copy(
+                path, place / f"machine-{n}"
+            )
+        scripts.append(f"cd machine-{n}\n{line}")
+    port = f"export MASTER_PORT={free_port()}\n"
+    with started(place, *(port + script for script in scripts)) as processes:
+        assert [process.wait(timeout=100) for process in processes] == [2, 2], (place / "log-0").read_text()
+    for n, batch in enumerate((8, 16)):
+        (log,) = (place / f"machine-{n}/test_logs/01b1d32/2n1g").iterdir()
+        name = rf"Megatron-Deepspeed_gpt2_nl4_nah16_hs1024_FP16_actrue_mp2_pp1_mb2_gb{batch}_2n1g_\d+_\w+\.log"
+        assert re.fullmatch(name, log.name)
+        assert "global_batch_size: 8 on rank 0, 16 on rank 1" in log.read_text()
+        assert log.read_text() == (place / f"log-{n}").read_text()
+
+
+def test_one_benchmark_after_the_other(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second replaces what the first saved; without DeepSpeed, in fp32, without saving too."""
+    from meshwright.__main__ import main
+
+    lines(place, 1)
+    monkeypatch.chdir(place)
+    one = f"args_distributed_gpt.sh 1 1 0 localhost 1 1 false false 2 4 {SMALL}".replace("003", "in-a-row")
+    flags = flags_of(place, f"bash {one}")
+    assert not {"--fp16", "--deepspeed", "--checkpoint-activations"} & set(flags)
+    for _ in range(2):
+        assert main(["train", *flags]) == 0
+    assert [path.name for path in (place / "checkpoints/in-a-row").glob("iter_*")] == ["iter_0000006"]
+    flags = flags_of(place, f"bash {one}", "export SAVE=false\n")
+    assert "--save" not in flags and "checkpoints/in-a-row" not in flags
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("x", "NNODES is 'x'; give a whole number from 1"),
+        ("2 8 -1", "NODE_RANK is '-1'; give a whole number from 0"),
+        ("1 1 0 localhost 1 1 yes", "USE_FP16 is 'yes'; give true or false"),
+        ("1 1 0 localhost 1 1 true true 4 8 24 a/b", "RUN_COMMIT is 'a/b'"),
+        (" ".join("1" * 6) + " true true" + " 1" * 11, "19 parameters"),
+    ],
+)
+def test_parameters_are_checked(place: Path, given: str, words: str) -> None:
+    lines(place, 1)
+    assert words in shell(place, f"bash {SCRIPTS[1]} {given}", status=2)
+
+
+def test_the_status_is_the_trainings(place: Path) -> None:
+    lines(place, 1)
+    assert "Run cmd" in shell(place, f"python3() {{ return 70; }}; export -f python3; bash {SCRIPTS[0]}", status=70)
+
+
+@covers("benchmarks/installation", "benchmarks/data")
+def test_installation_and_data(place: Path, tmp_path: Path) -> None:
+    """Downloads are stood in for; what they leave is enough for the benchmark's first step."""
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "oscar-1GB.jsonl.xz").write_bytes(lzma.compress((place / "oscar-1GB.jsonl").read_bytes()))
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        shutil.copy(place / name, files)
+    system = files / "Megatron-DeepSpeed"
+    system.mkdir()
+    for path in SYSTEM.iterdir():
+        if path.name in SCRIPTS:
+            shutil.copy(path, system)
+        else:
+            (system / path.name).symlink_to(path)
+    first = fakes.put_first(tmp_path / "bin", files)
+    out = shell(tmp_path, f"set -e\n{first}{block('benchmarks/installation')}{block('benchmarks/data')}")
+    assert "Processed 60 documents" in out
+    calls = (tmp_path / "bin/calls").read_text()
+    assert calls.count("git clone") == 3 and calls.count("pip install") == 3 and calls.count("wget ") == 3
+    there = tmp_path / "Megatron-DeepSpeed"
+    flags = flags_of(there, block("benchmarks/run-deepspeed").splitlines()[0])
+    for name in ("vocab_file", "merge_file"):
+        assert (there / flags[flags.index("--" + name.replace("_", "-")) + 1]).is_file()
+    assert (there / f"{flags[flags.index('--data-path') + 1]}.idx").is_file()
