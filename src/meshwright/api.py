@@ -77,6 +77,7 @@ def train(
     from meshwright.training.resume import checkpoint_architecture
     from meshwright.training.run import run
 
+    idle = {}
     if isinstance(config, TrainConfig):
         if settings:
             raise UserError(f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it")
@@ -86,12 +87,12 @@ def train(
             raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
         parsed = flags.parse(TrainConfig, words, "meshwright.train", values=settings, check=datasets is None)
         flags.print_notices(parsed)
-        config = checkpoint_architecture(parsed.config, set(flags.given(parsed)))
+        config, idle = checkpoint_architecture(parsed.config, set(flags.given(parsed))), parsed.idle
     if wanted(config.parallel) is not None:
         raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
-    status = run(config, model, loss, datasets, handle_signals=handle_signals)
+    status = run(config, model, loss, datasets, handle_signals=handle_signals, idle=idle)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 

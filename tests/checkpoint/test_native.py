@@ -105,7 +105,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     named = model()
     native.save(tmp_path, 5000, named, state(5000))
     where = f"checkpoint at iteration    5000 to {tmp_path}"
-    assert native.save_messages(tmp_path, 5000) == (f"saving {where}", f"  successfully saved {where}")
+    assert native.save_messages(tmp_path, 5000) == (f"saving {where}\n", f"  successfully saved {where}")
     want = blank(named)
     with captured_output() as (said, _):
         loaded = loading.load(tmp_path, want)

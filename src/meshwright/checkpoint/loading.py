@@ -156,6 +156,8 @@ def load_place(
         say(note)
     if place.kind != HUGGING_FACE:
         say(f" checkpoint version {source.version}")
+    if place.kind == steps.MEGATRON and float(source.version) < 2:  # Megatron's spelling, which scripts read
+        say(f" succesfully fixed query-key-values ordering for checkpoint version {source.version}")
     team.run_on_all(lambda: opened.append(accept(source)))
     source = opened[1]
     mine = want(source) if callable(want) else want
@@ -164,7 +166,7 @@ def load_place(
     for note in conversions(source.tensors, asked):
         say(note)
     team.run_on_all(lambda: source.fill(mine))
-    say(f"  successfully loaded checkpoint from {place.root}{at}")
+    say(f"  successfully loaded checkpoint from {place.root}{' at iteration 0' if release else at}")
     return Loaded(source.step, source.state)
 
 

@@ -28,6 +28,7 @@ CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much 
 THREADS = min(8, os.cpu_count() or 1)
 AHEAD = max(4, THREADS)  # chunks read and hashed in advance: at most 128 MiB of memory
 MANIFEST = "manifest.json"
+HIDDEN = f".{MANIFEST}"  # beside another program's files, so that its folder looks as it makes it
 MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
 JSON_LIMIT = 16 << 20
 
@@ -72,8 +73,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return json.dumps(body, sort_keys=True, indent=1).encode()
 
 
+def find_manifest(folder: Path) -> Path:
+    """Return the path of a step's manifest, whether or not it has one."""
+    hidden = folder / HIDDEN
+    return hidden if hidden.exists() else folder / MANIFEST
+
+
 def read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
+    path = find_manifest(folder)
     raw = read_small(path, MANIFEST_LIMIT)
     body = parse_json(raw, path)
     if not isinstance(body, dict):

@@ -144,9 +144,12 @@ def step_files(
 
 
 def save_messages(root: str | Path, step: int) -> tuple[str, str]:
-    """Return the lines of Megatron's log before and after a save, which scripts look for."""
+    """Return the lines of Megatron's log before and after a save, which scripts look for.
+
+    An empty line is between them in the log of 2023.
+    """
     where = f"checkpoint at iteration {step:7d} to {root}"
-    return f"saving {where}", f"  successfully saved {where}"
+    return f"saving {where}\n", f"  successfully saved {where}"
 
 
 def merge_indexes(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.checkpoint import manifests
-from meshwright.checkpoint.manifests import MANIFEST, THREADS, Damaged, File, Manifest, encode_manifest, sha256, verify
+from meshwright.checkpoint.manifests import THREADS, Damaged, File, Manifest, encode_manifest, sha256, verify
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listing, step_folder, steps
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
@@ -99,7 +99,9 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     raw = encode_manifest(manifest)
     if len(raw) > (limit := manifests.MANIFEST_LIMIT):
         raise UserError(f"{folder}: a manifest of {len(raw):,} bytes is above the {limit:,} we read", IO)
-    write_durably(folder / MANIFEST, raw, "manifest_unsynced")
+    is_foreign_tree = any("/" in name for name in manifest)  # Megatron's mp_rank_00/
+    name = manifests.HIDDEN if is_foreign_tree else manifests.MANIFEST
+    write_durably(folder / name, raw, "manifest_unsynced")
     for inner in {folder, *((folder / name).parent for name in manifest)}:
         sync_folder(inner)
     reached("before_rename")

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint.manifests import MANIFEST, Damaged, verify
+from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, Damaged, find_manifest, verify
 from meshwright.errors import BAD_DATA, UserError, not_a_run
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        return (self.folder / MANIFEST).exists() or self.kind == NATIVE
+        return find_manifest(self.folder).exists() or self.kind == NATIVE
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -206,7 +206,7 @@ def is_foreign(folder: Path) -> bool:
     except OSError:
         return False
     theirs = r"mp_rank_.*|.*\.distcp|\.metadata|common\.pt"
-    return MANIFEST not in names and any(re.fullmatch(theirs, name) for name in names)
+    return not {MANIFEST, HIDDEN} & set(names) and any(re.fullmatch(theirs, name) for name in names)
 
 
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:

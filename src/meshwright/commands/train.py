@@ -65,4 +65,4 @@ def command_line(argv: list[str], world: World) -> int:
         flags.print_notices(parsed)
     if dry:
         return preflight.dry_run(config)
-    return run.run(config, command=["meshwright", "train", *argv], handle_signals=True)
+    return run.run(config, command=["meshwright", "train", *argv], handle_signals=True, idle=parsed.idle)

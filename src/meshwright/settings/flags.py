@@ -56,6 +56,7 @@ class Parsed(Generic[C]):
     config: C
     sources: dict[str, str]
     notices: list[str]
+    idle: dict[str, Any]  # flags that were given and have no effect
     dry_run: bool
     print_config: bool
 
@@ -93,11 +94,9 @@ def parse(
     reader = _Reader(cls, complaints)
     if positional:
         unknown = _take_positional(cls, positional, cli, unknown, complaints)
-    reader.notices += [
-        f"{name} is accepted and has no effect: {why}"
-        for name, (_, why) in NO_EFFECT.items()
-        if cli.pop("no_effect_" + name, None) is not None
-    ]
+    for name in NO_EFFECT:
+        if (value := cli.pop("no_effect_" + name, None)) is not None:
+            reader.note_idle(name, value, "")
     complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
     if unknown and not complaints:
         complaints.append(f"unexpected argument {unknown[0]!r}")
@@ -126,7 +125,8 @@ def parse(
     complaints += [p for p in found if p.split()[0] not in reported]
     if complaints:
         raise UserError(listed(complaints))
-    return Parsed(built, sources, reader.notices, bool(control["dry_run"]), bool(control["print_config"]))
+    only_prints = bool(control["dry_run"]), bool(control["print_config"])
+    return Parsed(built, sources, reader.notices, reader.idle, *only_prints)
 
 
 def _parse_known(parser: _Parser, argv: list[str], complaints: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -342,6 +342,7 @@ class _Reader:
         self.cls, self.known = cls, fields(cls)
         self.complaints = complaints
         self.notices: list[str] = []
+        self.idle: dict[str, Any] = {}
         self.aliases = {
             _key(alias.lstrip("-")): n for n, (_, f, _) in self.known.items() for alias in f.metadata["aliases"]
         }
@@ -364,12 +365,18 @@ class _Reader:
                     is_bare = self.known[name][1].metadata["positional"]
                     self.complaints.append(f"{word_of(name) if is_bare else spelling(name)}{where}: {e}")
             elif name in idle:
-                self.notices.append(f"{idle[name]} is accepted and has no effect: {NO_EFFECT[idle[name]][1]}{where}")
+                self.note_idle(idle[name], value, where)
             elif elsewhere := known_elsewhere("--" + name.replace("_", "-")):
                 self.complaints.append(elsewhere + where)
             else:
                 self.complaints.append(f"unknown setting {str(key)[:100]!r}{where}{did_you_mean(name, self.known)}")
         return out
+
+    def note_idle(self, name: str, value: Any, where: str) -> None:
+        """Report a flag that has no effect, and keep what was given."""
+        self.notices.append(f"{name} is accepted and has no effect: {NO_EFFECT[name][1]}{where}")
+        is_one = isinstance(value, list) and NO_EFFECT[name][0] == 1
+        self.idle[_key(name.lstrip("-"))] = value[0] if is_one else value
 
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read a TOML or YAML file, flat or in sections named after the groups."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import MANIFEST, Damaged
+from meshwright.checkpoint.manifests import Damaged, find_manifest
 from meshwright.checkpoint.saved_model import GPT_NETWORK, model_settings, recorded_settings
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
@@ -236,7 +236,7 @@ def require_moments(config: TrainConfig, source: Source) -> None:
 def is_kept(c: Checkpoint, step: int) -> bool:
     """Return whether --save holds the loaded step, under the name it would be saved with."""
     folder = steps.step_folder(c.save or "", step)
-    return is_continued(c) and ((folder / MANIFEST).exists() or steps.is_foreign(folder))
+    return is_continued(c) and (find_manifest(folder).exists() or steps.is_foreign(folder))
 
 
 def guard_existing(config: TrainConfig) -> None:

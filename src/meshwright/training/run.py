@@ -7,9 +7,10 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright import console
 from meshwright import device as devices
@@ -20,7 +21,7 @@ from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
 from meshwright.launch.world import World, find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
-from meshwright.settings import checks, data_paths, deepspeed_json, flags
+from meshwright.settings import argument_dump, checks, data_paths, deepspeed_json, flags
 from meshwright.settings import command as commands
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
@@ -52,6 +53,7 @@ class Job:
     datasets: Datasets | None
     command: list[str]
     handle_signals: bool
+    idle: Mapping[str, Any]
     began: float  # time.perf_counter()
 
 
@@ -63,6 +65,7 @@ def run(
     *,
     command: list[str] | None = None,
     handle_signals: bool = False,
+    idle: Mapping[str, Any] | None = None,
 ) -> int:
     """Train as configured and return the exit status.
 
@@ -71,7 +74,7 @@ def run(
     `model`, `loss` and `datasets` replace our own: docs/extending.md shows all three. Under a
     launcher every rank calls this. With `handle_signals` a first SIGTERM or Ctrl-C finishes the
     step and saves, unless the settings say --no-exit-signal-handler; without it signals are left
-    to the caller.
+    to the caller. `idle` are given flags without effect, which the log shows.
     """
     began, p = time.perf_counter(), config.parallel
     here = find_world(os.environ, p.local_rank)
@@ -91,7 +94,8 @@ def run(
     try:
         backend = pick_backend(config, device, here.rank == 0)
         team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
-        return run_on_rank(config, device, team, Job(model, loss, datasets, command or [], handle_signals, began))
+        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, began)
+        return run_on_rank(config, device, team, job)
     except Exception as error:
         reported = error_to_report(error, config, here)
         if reported is error:
@@ -158,7 +162,8 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, held))
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team)
-        tokenizer, vocab, padded = print_settings(config, folder, team)
+        values = argument_dump.arguments(config, job.idle, pick_backend(config, device))
+        tokenizer, vocab, padded = print_settings(config, folder, team, values)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - job.began:.3f}")
         say_time("after megatron is initialized")
 
@@ -246,7 +251,9 @@ def report_end(trainer: Trainer, reason: str, stop: StopConditions, folder: Path
         show(metrics.screen.end(reason, is_done, trainer.progress.iteration, metrics.final_loss))
 
 
-def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tuple[Tokenizer | None, int, int]:
+def print_settings(
+    config: TrainConfig, folder: Path | None, team: Team, values: dict[str, Any]
+) -> tuple[Tokenizer | None, int, int]:
     """Print the head of the log; return the tokenizer, true and padded vocabulary size."""
     from meshwright.optim.loss_scale import dtype_of
 
@@ -257,7 +264,7 @@ def print_settings(config: TrainConfig, folder: Path | None, team: Team) -> tupl
         f"pipeline-model-parallel size: {pp} "
     )
     say(f"using {dtype_of(config.precision)} for parameters ...")
-    say_arguments(flags.to_dict(config) | {"rank": 0, "data_parallel_size": config.dp})
+    say_arguments(values)
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
     if t.rampup_batch_size:

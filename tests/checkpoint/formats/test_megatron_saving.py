@@ -48,7 +48,7 @@ def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
     cut = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     run_all({"": parse(f"{more} {cut} --save {tmp_path / 'a'}")}, 4, 3, read=save)
     ranks = [f"mp_rank_{t:02d}_{p:03d}" for t in (0, 1) for p in (0, 1)]
-    assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == ["manifest.json", *ranks]
+    assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == [".manifest.json", *ranks]
     line = f"{more} --world-size 2 --zero-stage 3 --load {tmp_path / 'a'} --exit-on-missing-checkpoint"
     got = run_all({"": parse(line)}, 2, 3)[""]
     want = run_all({"": alone(parse(more))}, 1, 6)[""][0]
@@ -88,7 +88,7 @@ def test_a_finished_run_in_megatrons_own_folder(tmp_path: Path) -> None:
     """Megatron's own last step keeps its folder, and the run can continue after it."""
     run = [*TINY_FLAGS, "--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", "6"]
     assert main(["train", *run, "--ckpt-format", "torch"]) == 0
-    (tmp_path / "iter_0000006/manifest.json").unlink()
+    (tmp_path / "iter_0000006/.manifest.json").unlink()
     tree = (tmp_path / "iter_0000006/mp_rank_00/model_optim_rng.pt").read_bytes()
     assert main(["train", *run]) == 0
     assert main(["train", *run, "--train-iters", "7"]) == 0
