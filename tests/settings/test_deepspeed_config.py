@@ -1,6 +1,7 @@
 """A DeepSpeed JSON file: which keys are taken, and which are refused with which message."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,9 @@ def refusal(parse):
         ({"fp16": {"enabled": False, "initial_scale_power": 12}}, "initial_loss_scale", 2.0**32),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": False, "loss_scale": 5}}, "bf16", True),
         ({"bfloat16": {"enabled": True}}, "bf16", True),
+        ({"steps_per_print": 5}, "steps_per_print", 5),
+        ({"steps_per_print": math.inf}, "steps_per_print", 2**31 - 1),
+        ({"wall_clock_breakdown": True}, "timing_log_level", "1"),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}, "fp16", False),
     ],
 )
@@ -83,9 +87,15 @@ def test_config_of_seed_003(parse):
     assert (p.fp16, p.loss_scale, p.initial_loss_scale, p.loss_scale_window, p.hysteresis) == (True, None, 4096, 500, 2)
     assert (got.config.parallel.zero, got.config.global_batch, got.config.micro_batch) == (1, 8, 2)
     assert got.notices == [
-        "ds.json sets --micro-batch-size 2, --global-batch-size 8, --loss-scale-window 500, --initial-loss-scale 4096",
-        "ds.json: without effect here: steps_per_print, wall_clock_breakdown",
+        "ds.json sets --micro-batch-size 2, --global-batch-size 8, --loss-scale-window 500, --initial-loss-scale 4096, "
+        "--steps-per-print 2000"
     ]
+
+
+def test_wall_clock_breakdown_agrees_with_any_timing(parse):
+    for value in (True, False):
+        got = parse(BATCHES | {"wall_clock_breakdown": value}, "--timing-log-level 2")
+        assert got.config.logging.timing_log_level == "2"
 
 
 def test_fp16_from_the_file_alone_is_reported(parse):

@@ -330,6 +330,23 @@ def fake_smi(folder, monkeypatch, script):
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
+def test_deepspeeds_lines(run, tmp_path):
+    """Every --steps-per-print steps, with the speed of the steps since the line before."""
+    small = ("--num-layers", 1, "--eval-iters", 0, "--train-iters", 7, "--log-interval", 100)
+    out = run(*small, "--steps-per-print", 3).out
+    found = re.findall(r"^steps: (\d+) loss: (\d\.\d{4}) iter time \(s\): (\d+\.\d{3}) samples/sec: (\S+)$", out, re.M)
+    rows = [json.loads(line) for line in (tmp_path / "run0" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["event"] == "step"]
+    assert [int(number) for number, *_ in found] == [3, 6]
+    for number, loss, seconds, speed in found:
+        last = steps[int(number) - 3 : int(number)]
+        spent = sum(row["ms"] for row in last) / 1e3
+        assert float(loss) == pytest.approx(last[-1]["loss"], abs=1e-4)
+        assert float(seconds) == pytest.approx(spent / 3, abs=1e-3)
+        assert float(speed) == pytest.approx(sum(row["batch"] for row in last) / spent, abs=1e-2)
+    assert "samples/sec" not in run(*small).out
+
+
 def test_nvidia_smi(run, tmp_path, monkeypatch, capsys):
     """Its lines follow the iteration's own, in the log too; without it one line says so once."""
     fake_smi(tmp_path / "bin", monkeypatch, SMI)

@@ -71,11 +71,13 @@ MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "fp16.min_loss_scale": ("min_loss_scale", number),
     "bf16.enabled": ("bf16", switch),
     "bfloat16.enabled": ("bf16", switch),
+    "steps_per_print": ("steps_per_print", lambda v: 2**31 - 1 if v == math.inf else integer(v)),
+    "wall_clock_breakdown": ("timing_log_level", lambda v: "1" if switch(v) else "0"),
     "checkpoint.load_universal": ("universal_checkpoint", switch),
 }
 SECTIONS = {key.rsplit(".", 1)[0] for key in MAPPED if "." in key}
 
-_IDLE = """steps_per_print wall_clock_breakdown memory_breakdown dump_state timers seed vocabulary_size
+_IDLE = """memory_breakdown dump_state timers seed vocabulary_size
 zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor
 communication_data_type seq_parallel_communication_data_type data_types disable_allgather allgather_size
 activation_checkpointing pipeline aio nebula compile flops_profiler comms_logger tensorboard csv_monitor wandb comet
@@ -143,6 +145,8 @@ def merge(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, lis
         return config, [], [f"--deepspeed_config {path}: {error}"]
     if not found.get("fp16.enabled", config.precision.fp16):  # its other keys have no effect
         found = {k: v for k, v in found.items() if k == "fp16.enabled" or not k.startswith("fp16.")}
+    if found.get("wall_clock_breakdown") == "0" or "timing_log_level" in given:  # no contradiction
+        found.pop("wall_clock_breakdown", None)
     known = {n: v for f in dataclasses.fields(config) for n, v in vars(getattr(config, f.name)).items()}
     taken = dict[str, Any]()
     for key, value in found.items():

@@ -20,9 +20,7 @@ class Preprocess(TextInputs):
     overwrite: bool = flag(False, "replace token files that were made from other inputs or settings")
     workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0")
     log_interval: int = flag(1000, "documents between progress lines", bound=">0")
-    split_sentences: bool = flag(
-        False, "split documents into sentences and write <prefix>_<key>_sentence.bin and .idx"
-    )
+    split_sentences: bool = flag(False, "split documents into sentences and write <prefix>_<key>_sentence.bin and .idx")
     sentence_splitter: Literal["rules", "punkt"] = flag(
         "rules", "with --split-sentences: rules need no download; punkt is NLTK's model, as in Megatron"
     )

@@ -439,6 +439,9 @@ class Logging:
         "or its name=value form (auto: short on a terminal, else megatron); log.txt has Megatron's",
         "--metric-print-format",
     )
+    steps_per_print: int | None = flag(
+        None, "steps between DeepSpeed's lines `steps: ... samples/sec: ...` (none: no such lines)", bound=">0"
+    )
     progress: bool = flag(True, "show a progress bar on stderr if it is a terminal")
     tensorboard: bool = flag(True, "write TensorBoard files, if TensorBoard is installed and the run has a folder")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard files (none: tensorboard/ in the run's folder)")

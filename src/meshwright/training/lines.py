@@ -114,6 +114,12 @@ FORMS = {
 }
 
 
+def in_deepspeeds_form(step: int, loss: float, steps: int, samples: int, seconds: float) -> str:
+    """Return the line of DeepSpeed's engine: the last step, and the speed of the last `steps`."""
+    speed = samples / seconds
+    return f"steps: {step} loss: {loss:.4f} iter time (s): {seconds / steps:.3f} samples/sec: {speed:.3f}"
+
+
 @dataclass(frozen=True)
 class Check:
     """The loss of a validation or test set."""

@@ -27,7 +27,7 @@ from meshwright.report.history import final_loss
 from meshwright.settings import flags
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.folder import LivePage
-from meshwright.training.lines import FORMS, MEGATRON, Check, Interval
+from meshwright.training.lines import FORMS, MEGATRON, Check, Interval, in_deepspeeds_form
 from meshwright.training.screen import LineScreen
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
@@ -84,6 +84,7 @@ class Metrics:
             self.trackers = open_trackers(self.g, folder, settings, name, attempt.done + 1, attempt.consumed)
             self.bar = _start_bar(self.total_steps) if self.g.progress and sys.stderr.isatty() else None
         self._reset()
+        self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
         self.iteration = attempt.done
         # As many as the mean at the end may need.
         self.recent = collections.deque[float](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
@@ -151,6 +152,12 @@ class Metrics:
             self._track(tags(self.g, row | extra), iteration, consumed)
         if self.bar is not None:
             self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
+        if every := self.g.steps_per_print:
+            steps, samples, time_spent = self.since_print
+            self.since_print = (steps + 1, samples + batch, time_spent + seconds)
+            if iteration % every == 0:
+                say(in_deepspeeds_form(iteration, loss, *self.since_print))
+                self.since_print = (0, 0, 0.0)
         if iteration % self.g.log_interval == 0 or iteration == self.total_steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr, values)
         self.page.update()
