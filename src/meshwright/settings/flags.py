@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.settings import checks, deepspeed_json, help, presets
+from meshwright.settings import checks, deepspeed_json, help, lazy_config, presets
 from meshwright.settings.fields import choices_of, inner_type, switches, word_of
 from meshwright.settings.fields import default_of as default_of
 from meshwright.settings.fields import every_config as every_config
@@ -379,7 +379,9 @@ class _Reader:
         self.idle[_key(name.lstrip("-"))] = value[0] if is_one else value
 
     def read_file(self, path: Path) -> dict[str, Any]:
-        """Read a TOML or YAML file, flat or in sections named after the groups."""
+        """Read a TOML, YAML or Python file, flat or in sections named after the groups."""
+        if path.suffix == ".py":
+            return self.convert_all(self._without_others(self._flat(lazy_config.read(path))), f" in {path}")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
@@ -395,10 +397,13 @@ class _Reader:
             raise UserError(f"--config {path}: {e}") from None
         if not isinstance(data, dict):
             raise UserError(f"--config {path}: not a table of settings")
+        return self.convert_all(self._without_others(self._flat(data)), f" in {path}")
+
+    def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:
         flat: dict[Any, Any] = {}
         for key, value in data.items():
             flat.update(value if isinstance(value, dict) and self._is_section(key) else {key: value})
-        return self.convert_all(self._without_others(flat), f" in {path}")
+        return flat
 
     def read_environment(self) -> dict[str, Any]:
         prefix = "MESHWRIGHT_"
