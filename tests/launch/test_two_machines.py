@@ -1,15 +1,9 @@
-"""Training on two machines: two network namespaces of this one, joined by a cable that can be cut.
-
-The machine's name leads to neither address (it is on both, and usually 127.0.0.1), so gloo must be
-given the interface.
-"""
+"""Training on two machines, joined by a cable that can be cut."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,45 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from machines import ADDRESSES, ip, machines
 
 from documents import ROOT, end, environment
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.errors import HANG
 
+__all__ = ["machines"]  # a fixture
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
-ADDRESSES = ("192.168.0.1", "192.168.0.2")
 MINUTES = 0.2  # on a busy machine a rank may wait for seconds
 LAUNCH = "-m meshwright launch --nproc-per-node 2"
 TORCHRUN = f"-m torch.distributed.run --nproc_per_node 2 --nnodes 2 --master_addr {ADDRESSES[0]}"
-
-
-def ip(command: str) -> None:
-    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def machines() -> Iterator[tuple[str, str]]:
-    """Make two namespaces and return their names; the ends of the cable are cable-a and cable-b."""
-    if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("only root makes network namespaces, with the command ip of iproute2")
-    names = (f"meshwright-{os.getpid()}-a", f"meshwright-{os.getpid()}-b")
-    try:
-        try:
-            for name in names:
-                ip(f"netns add {name}")
-            ip(f"link add cable-a netns {names[0]} type veth peer name cable-b netns {names[1]}")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this system does not let network namespaces be made: {error.stderr.strip()}")
-        for name, address, cable in zip(names, ADDRESSES, ("cable-a", "cable-b"), strict=True):
-            ip(f"-n {name} addr add {address}/24 dev {cable}")
-            ip(f"-n {name} link set lo up")
-            ip(f"-n {name} link set {cable} up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 @contextlib.contextmanager

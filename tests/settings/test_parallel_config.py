@@ -304,7 +304,7 @@ def test_reading_commands_run_on_one_device(cls):
     ones = f" {TP} 1 {PP} 1 {CP} 1 {W} 1"
     parse(line + ones, cls)
     for flag in ones.split()[::2]:
-        reason = f"but {name} runs on one device and loads a checkpoint of any layout; give 1"
+        reason = f"but {name} runs on one device for now, which loads a checkpoint of any layout; give 1"
         assert refusal(f"{line} {flag} 2", cls) == f"{flag} is 2, {reason}"
 
 

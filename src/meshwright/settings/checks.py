@@ -113,7 +113,7 @@ def reading_problems(c: Any, command: str) -> list[str]:
     if c.training.micro_batch_size == "auto":
         out.append("--micro-batch-size auto is only for training; give a number")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size")
-    reason = f"but {command} runs on one device and loads a checkpoint of any layout; give 1"
+    reason = f"but {command} runs on one device for now, which loads a checkpoint of any layout; give 1"
     out += naming_problems(p)
     out += [f"{spelling(n)} is {getattr(p, n)}, {reason}" for n in sizes if (getattr(p, n) or 1) > 1]
     return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]

@@ -1,0 +1,1 @@
+../../../tools/merge_preprocessed_data.py
