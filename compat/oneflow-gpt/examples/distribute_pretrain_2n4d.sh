@@ -1,0 +1,7 @@
+#!/bin/bash
+# Two machines with four GPUs each: two replicas of four tensor ranks
+: "${ONEFLOW_GPT_NUM_NODES:=2}" "${ONEFLOW_GPT_NUM_GPUS_PER_NODE:=4}"
+: "${ONEFLOW_GPT_TENSOR_MODEL_PARALLEL_SIZE:=4}" "${ONEFLOW_GPT_SEQ_LENGTH:=2048}"
+: "${ONEFLOW_GPT_NUM_LAYERS:=16}" "${ONEFLOW_GPT_HIDDEN_SIZE:=1536}" "${ONEFLOW_GPT_NUM_ATTENTION_HEADS:=16}"
+: "${ONEFLOW_GPT_MICRO_BATCH_SIZE:=8}" "${ONEFLOW_GPT_GLOBAL_BATCH_SIZE:=16}"
+source "$(dirname -- "$0")/pretrain.sh"

@@ -1,0 +1,7 @@
+#!/bin/bash
+# Four machines with eight GPUs each: two replicas of four stages of four tensor ranks
+: "${ONEFLOW_GPT_NUM_NODES:=4}" "${ONEFLOW_GPT_NUM_GPUS_PER_NODE:=8}" "${ONEFLOW_GPT_SEQ_LENGTH:=2048}"
+: "${ONEFLOW_GPT_TENSOR_MODEL_PARALLEL_SIZE:=4}" "${ONEFLOW_GPT_PIPELINE_MODEL_PARALLEL_SIZE:=4}"
+: "${ONEFLOW_GPT_NUM_LAYERS:=24}" "${ONEFLOW_GPT_HIDDEN_SIZE:=2304}" "${ONEFLOW_GPT_NUM_ATTENTION_HEADS:=24}"
+: "${ONEFLOW_GPT_MICRO_BATCH_SIZE:=8}" "${ONEFLOW_GPT_GLOBAL_BATCH_SIZE:=512}"
+source "$(dirname -- "$0")/pretrain.sh"

@@ -1,0 +1,13 @@
+#!/bin/bash
+# The perplexity of LAMBADA's texts, {"text": ...} a line. Its accuracy is not built yet.
+set -euo pipefail
+if [[ ! -e "${CHECKPOINT_PATH:-}" || ! -e "${VALID_DATA:-}" ]]; then
+    echo "$0: set CHECKPOINT_PATH to a --save folder and VALID_DATA to lambada_test.jsonl; see README.md" >&2
+    exit 2
+fi
+src="$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../../../src" && pwd)"
+export PYTHONPATH="$src${PYTHONPATH:+:$PYTHONPATH}"
+words=()
+[[ -z "${VOCAB_FILE:-}" ]] || words=(--vocab-file "$VOCAB_FILE" --merge-file "${MERGE_FILE:-}")
+echo "LAMBADA: perplexity, not yet the accuracy of the last word" >&2
+exec python3 -m meshwright evaluate "$CHECKPOINT_PATH" --input "$VALID_DATA" ${words[@]+"${words[@]}"} "$@"

@@ -1,0 +1,7 @@
+#!/bin/bash
+# Eight GPUs of one machine, all of them tensor ranks, in a container
+: "${ONEFLOW_GPT_NUM_GPUS_PER_NODE:=8}" "${ONEFLOW_GPT_TENSOR_MODEL_PARALLEL_SIZE:=8}" "${ONEFLOW_GPT_SEQ_LENGTH:=2048}"
+: "${ONEFLOW_GPT_NUM_LAYERS:=24}" "${ONEFLOW_GPT_HIDDEN_SIZE:=2304}" "${ONEFLOW_GPT_NUM_ATTENTION_HEADS:=24}"
+: "${ONEFLOW_GPT_MICRO_BATCH_SIZE:=16}" "${ONEFLOW_GPT_GLOBAL_BATCH_SIZE:=16}"
+: "${ONEFLOW_GTP_PRETRAIN_WITH_CONTAINER:=ON}"
+source "$(dirname -- "$0")/pretrain.sh"

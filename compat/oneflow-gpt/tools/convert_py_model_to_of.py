@@ -1,0 +1,18 @@
+"""OneFlow-GPT's script name: makes a checkpoint that --load reads of one of Megatron."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # runs from a clone too, without an install
+
+from meshwright.__main__ import main  # noqa: E402
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--py_model_dir", type=Path, required=True, help="model_optim_rng.pt, or its checkpoint")
+    parser.add_argument("--of_dump_path", default="./convert_pt_to_of_gpt_release", help="folder to write")
+    given, more = parser.parse_known_args()
+    model = given.py_model_dir
+    folder = str(model.parents[1] if model.is_file() and len(model.parents) > 1 else model)
+    sys.exit(main(["convert", folder, given.of_dump_path, "--to", "native", *more]))
