@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from documents import ROUNDING, SEED_001, as_one_process, assert_same, by_deepspeed, smaller, steps
+import fakes
+from blocks import block, covers
+from documents import (
+    ROOT,
+    ROUNDING,
+    SEED_001,
+    as_one_process,
+    assert_same,
+    by_deepspeed,
+    shell,
+    smaller,
+    started,
+    steps,
+)
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
@@ -64,3 +86,249 @@ def test_seed_001(
     assert f"tensor-model-parallel size: {tp}, pipeline-model-parallel size: {pp}" in logs[0]
     assert f"loss scale: {scale or 4096}.0" in logs[0]
     assert_same(steps(place / "ckpts" / name), as_one_process(place, flags, monkeypatch), ROUNDING)
+
+
+# The drop-in
+
+SMALL = """ --num-layers=2 --hidden-size=32 --num-attention-heads=4 --seq-length=32 --max-position-embeddings=32
+    --global-batch-size=4 --micro-batch-size=1 --log-interval=2 --eval-interval=2 --eval-iters=1 --num-workers=0
+    --device=cpu""".replace("\n", "")
+
+
+@pytest.fixture(scope="module")
+def system(place: Path) -> Path:
+    """The folder of the drop-in, as in a clone."""
+    folder = place / "compat/ascend-gpt2"
+    shutil.copytree(ROOT / "compat/ascend-gpt2", folder, symlinks=True)
+    shutil.copy(ROOT / "pyproject.toml", place)
+    return folder
+
+
+def written(folder: Path, name: str, script: str) -> Path:
+    folder.mkdir()
+    (folder / name).write_text(script)
+    (folder / name).chmod(0o755)
+    return folder
+
+
+# TP, PP, width, layers, length, heads, global and micro-batch, rates, recomputation, loss scale
+TABLE = {
+    "345M": (1, 2, 1024, 24, 1024, 16, 16, 4, 1.5e-4, 1.5e-5, "full", None),
+    "1.3B": (2, 2, 2048, 24, 1024, 16, 32, 8, 2e-4, 2e-5, "full", None),
+    "2.7B": (2, 2, 2560, 32, 2048, 32, 32, 8, 1.6e-4, 1.6e-5, "full", None),
+    "3.7B": (2, 2, 3072, 32, 2048, 32, 16, 4, 1.2e-4, 1.2e-5, "full", None),
+    "345M_without_mp": (1, 1, 1024, 24, 1024, 16, 64, 8, 1.5e-4, 1e-5, None, 65536.0),
+}
+# In place of python3: it records its arguments and prints what LINES holds.
+RECORDER = """#!/bin/sh
+printf '%s\\0' "$@" "" >> "$ARGS"
+cat "$LINES"
+exit "${STATUS:-0}"
+"""
+
+
+@pytest.fixture
+def recorded(system: Path, tmp_path: Path) -> str:
+    """Shell lines after which the scripts start no rank; $ARGS has what they would start."""
+    lines = [f"steps: {n} loss: 3.0 iter time (s): 0.1 samples/sec: {n}.000" for n in range(1, 251)]
+    lines[100:100] = [" validation loss at iteration 100 | lm loss value: 3.4E+00 | lm loss PPL: 2.65E+01 | "]
+    lines += [
+        " validation loss at iteration 200 | lm loss value: NAN | lm loss PPL: NAN | ",
+        " validation loss at the end of training for val data | lm loss value: 3.5E+00 | lm loss PPL: 3.3E+01 | ",
+        " validation loss at the end of training for test data | lm loss value: 1E+00 | lm loss PPL: 2.7E+00 | ",
+    ]
+    (tmp_path / "lines").write_text("\n".join(lines) + "\n")
+    folder = written(tmp_path / "first", "python3", RECORDER)
+    return f"export PATH={folder}:$PATH ARGS={tmp_path}/args LINES={tmp_path}/lines\n"
+
+
+def train_block(place: Path) -> str:
+    script = block("ascend-gpt2/train").replace("--train_iters=$train_iters", f"--train_iters=$train_iters{SMALL}")
+    return f"export RANK_SIZE=2 real_data_path={place}/data selected_model_size=345M train_iters=5\n{script}"
+
+
+def assert_finals(out: str) -> None:
+    line = r"-+ Final result -+\nFinal Performance samples/sec : [\d.]+\nFinal Train lm loss PPL\(accuracy\): [\d.]+\n"
+    assert len(re.findall(line + r"E2E Training Duration sec : \d+\n", out)) == 2
+
+
+@covers("ascend-gpt2/train")
+def test_train(place: Path, system: Path, tmp_path: Path, recorded: str) -> None:
+    """Both scripts, one after the other; what they start runs as two ranks, which print what they
+    find in the log.
+    """
+    (tmp_path / "lines").write_text("")
+    shell(system, f"{recorded}{train_block(place)}", 1)
+    assert (system / "data").resolve() == (place / "data").resolve()
+    runs = [run.split("\0")[6:] for run in (tmp_path / "args").read_text().split("\0\0")[:-1]]
+    assert ["--save" in run for run in runs] == [True, False]
+    for run in runs:
+        ends, logs = by_deepspeed(system, [run], 2)
+        assert ends == [0, 0], "\n".join(logs)
+        assert "data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 2" in logs[0]
+        assert len(re.findall(r"^steps: \d loss: .* samples/sec: ", logs[0], re.M)) == 5
+        (tmp_path / "lines").write_text(logs[0])
+    assert_finals(shell(system, f"{recorded}{train_block(place)}"))
+    assert (system / "ckpts/ckpts_tmp/iter_0000005").is_dir()
+    (performance,) = system.glob("test/output/0/performance_345M_*")
+    assert len(steps(performance)) == 5 and not list(performance.glob("iter_*"))
+
+
+@pytest.mark.long  # the real launcher, whose ranks import torch one by one
+def test_train_by_the_launcher(place: Path, system: Path) -> None:
+    shutil.rmtree(system / "ckpts", ignore_errors=True)
+    assert_finals(shell(system, train_block(place)))
+    again = train_block(place).rsplit("bash ", 1)[0]  # it finds all steps done, and their figures
+    assert "Final Performance samples/sec : " in shell(system, again)
+    assert len(steps(system / "ckpts/ckpts_tmp")) == 5
+    log = (system / "test/output/0/train_0.log").read_text()
+    assert "using world size: 2, data-parallel-size: 1" in log
+
+
+@pytest.mark.parametrize("kind", ["full", "performance"])
+@pytest.mark.parametrize("size", TABLE)
+def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, recorded: str, size: str, kind: str) -> None:
+    out = shell(system, f"{recorded} bash ./test/train_{kind}_8p.sh --data_path={place}/data --model_size={size}")
+    assert "samples/sec : 200.5\nFinal Train lm loss PPL(accuracy): 26.5\n" in out  # the last hundred, the least
+    words = (tmp_path / "args").read_text().split("\0")[:-2]
+    assert words[:6] == ["-m", "meshwright", "launch", "--nproc-per-node", "8", "train"]
+    argv = [str(system / w) if w.startswith(("ckpts/", "test/")) else w for w in words[6:]]
+    c = flags.parse(TrainConfig, [*argv, "--world-size", "8"], "meshwright train").config
+    m, t, p = c.model, c.training, c.parallel
+    got = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, m.hidden_size, m.num_layers)
+    got += (c.data.seq_length, m.num_attention_heads, c.global_batch, c.micro_batch, c.optimizer.lr, c.optimizer.min_lr)
+    assert (*got, t.recompute, c.precision.loss_scale) == TABLE[size]
+    assert (c.precision.initial_loss_scale, c.precision.loss_scale_window) == (4096, 500)
+    length = {"full": (500000, 320000), "performance": (300, 300)}[kind]
+    assert (t.train_iters, c.optimizer.lr_decay_iters) == length
+    common = (
+        c.optimizer.lr_decay_style,
+        c.optimizer.lr_warmup_fraction,
+        c.optimizer.weight_decay,
+        c.optimizer.clip_grad,
+    )
+    assert common == ("cosine", 0.01, 0.01, 1.0) and (m.hidden_dropout, m.attention_dropout, t.seed) == (0, 0, 1234)
+    assert (c.data.split, c.data.num_workers, p.zero, c.precision.fp16) == ("949,50,1", 16, 0, True)
+    assert (t.eval_interval, t.eval_iters, c.logging.log_interval, c.logging.steps_per_print) == (1000, 10, 100, 1)
+    saved = ("ckpts/ckpts_tmp", 100000) if kind == "full" else (None, None)
+    assert (c.checkpoint.save and str(Path(c.checkpoint.save).relative_to(system)), c.checkpoint.save_interval) == saved
+
+
+def test_train_iters_count_in_both_scripts(place: Path, system: Path, tmp_path: Path, recorded: str) -> None:
+    """The original's performance script ignores them. Another --data_path than ./data is read."""
+    other = tmp_path / "other data"
+    other.mkdir()
+    for kind in ("full", "performance"):
+        out = shell(system, f"{recorded} bash test/train_{kind}_8p.sh --data_path='{other}' --train_iters=7")
+        words = (tmp_path / "args").read_text().split("\0\0")[-2].split("\0")
+        assert words[words.index("--train-iters") + 1] == "7" and f"{other}/my-gpt_text_sentence" in words
+        assert f"./data is there already, and another folder: training reads {other}" in out
+
+
+@pytest.mark.parametrize("kind", ["full", "performance"])
+def test_errors(place: Path, system: Path, tmp_path: Path, recorded: str, kind: str) -> None:
+    script = f"bash ./test/train_{kind}_8p.sh"
+    data = f"--data_path={place}/data"
+    assert shell(system, script, 1) == '[Error] para "data_path" must be confing\n'
+    choose = "Invalid model size. Please choose from: 345M 1.3B 2.7B 3.7B 345M_without_mp\n"
+    assert shell(system, f"{script} {data} --model_size=7B", 1) == choose
+    assert "is no folder; test/dataset_preprocess_gpt.sh makes" in shell(system, f"{script} --data_path=./none", 1)
+    assert "--data_path needs a value: --data_path=..." in shell(system, f"{script} --data_path x", 2)
+    assert "x is no option" in shell(system, f"{script} x", 2)
+    assert f"bash test/train_{kind}_8p.sh --data_path=DIR" in shell(system, f"{script} --help")
+    out = shell(system, f"{recorded} STATUS=70 {script} {data}", 70)  # the training's
+    assert "training ended with status 70" in out and "samples/sec: 250.000" in out and "Final" not in out
+    (system / "test/output/0/train_0.log").unlink()  # else it may be a run's that continues
+    out = shell(system, f"{recorded} LINES=/dev/null {script} {data}", 1)
+    assert "Final Performance samples/sec : no step is in" in out and "no validation is in" in out
+
+
+def test_a_signal_reaches_the_training(place: Path, system: Path, tmp_path: Path) -> None:
+    """It may save before it ends; the script waits, and has its status."""
+    slow = "#!/bin/bash\ntrap 'echo saved; exit 143' TERM\necho begun\nfor n in {1..600}; do sleep 0.1; done\n"
+    folder = written(tmp_path / "first", "python3", slow)
+    log = system / "test/output/0/train_0.log"
+    log.unlink(missing_ok=True)
+    script = f"export PATH={folder}:$PATH; exec bash test/train_performance_8p.sh --data_path={place}/data"
+    with started(system, script) as (process,):
+        while not (log.exists() and "begun" in log.read_text()):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(20) == 143
+    assert log.read_text() == "begun\nsaved\n"
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Quiet(*a, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@covers("ascend-gpt2/preprocess", "ascend-gpt2/data-folder")
+def test_preprocess(place: Path, tmp_path: Path) -> None:
+    """The dump is downloaded if it is not there; ./data then has the document's files."""
+    system = tmp_path / "compat/ascend-gpt2"
+    shutil.copytree(ROOT / "compat/ascend-gpt2", system, symlinks=True)
+    for name in ("tools", "src"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (system / "data").mkdir()
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):  # else fetched
+        (system / "data" / name).symlink_to(place / name)
+    (tmp_path / "web").mkdir()
+    shutil.copy(place / "my-corpus.json", tmp_path / "web/wiki.json")
+    with served(tmp_path / "web") as address:
+        script = f"export DUMP_URL={address}/wiki.json\n" + block("ascend-gpt2/preprocess")
+        assert "Processed 60 documents" in shell(system, script)
+    names = set(re.findall(r"[\w-]+\.\w+", block("ascend-gpt2/data-folder")))
+    assert len(names) == 4 and names <= {path.name for path in (system / "data").iterdir()}
+    from meshwright.data.format.indexed import Indexed
+
+    data = Indexed(system / "data/my-gpt_text_sentence")
+    assert len(data.doc_idx) == 61 and len(data) == 60 * 18  # sentences of each text; the last has no end of document
+    assert "is already there" in shell(system, f"bash test/dataset_preprocess_gpt.sh {system}/wiki.json")
+    assert "[Error] nothing: no such file or folder" in shell(system, "bash test/dataset_preprocess_gpt.sh nothing", 1)
+
+
+SOURCES = "reference-sources ascend-sources clone requirements deepspeed original-sources enter".split()
+
+
+@covers(*(f"ascend-gpt2/{name}" for name in SOURCES))
+def test_sources_and_installs(place: Path, system: Path, tmp_path: Path) -> None:
+    """With programs that fetch nothing: each block as it stands, in the folder that it is for."""
+    text = {name: block(f"ascend-gpt2/{name}") for name in SOURCES}
+    for name, value in (("{url}", "$url"), ("{code_path}", "${url##*/}/$code_path")):
+        text["clone"] = text["clone"].replace(name, value)
+    text["clone"] = text["clone"].replace("${url##*/}/", "ModelZoo-PyTorch/")
+    text["enter"] = text["enter"].replace("${模型文件夹名称}", "GPT-2_for_PyTorch")
+    model = tmp_path / "files/ModelZoo-PyTorch/PyTorch/built-in/nlp"
+    model.mkdir(parents=True)
+    (model / "GPT-2_for_PyTorch").symlink_to(system)
+    script = fakes.put_first(tmp_path / "bin", tmp_path / "files") + "set -e\n"
+    script += "".join(text[name] for name in ("reference-sources", "ascend-sources", "clone"))
+    script += f"(cd GPT-2_for_PyTorch\n{text['requirements']})\n"
+    script += "".join(f"({text[name]})\n" for name in ("deepspeed", "original-sources")) + text["enter"] + "ls; pwd -P"
+    out = shell(tmp_path, script)
+    assert out.endswith(f"{system}\n") and "pretrain_gpt.py" in out
+    assert (tmp_path / "bin/calls").read_text().splitlines() == [
+        "git clone https://gitee.com/ascend/ModelZoo-PyTorch.git",
+        "pip3 install -r requirements.txt",
+        "pip3 install deepspeed==0.6.0",
+        "git clone -b adaptor https://gitee.com/ascend/DeepSpeed.git",
+        "pip3 install ./",
+        "git clone https://github.com/microsoft/Megatron-DeepSpeed.git",
+        "git checkout b4d4a0e",
+    ]
+    assert (system / (system / "requirements.txt").read_text().strip()).resolve() == place
+    assert 'name = "meshwright"' in (place / "pyproject.toml").read_text()

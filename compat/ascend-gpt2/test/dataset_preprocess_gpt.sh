@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Make ./data of a Wikipedia dump: GPT-2's vocabulary and my-gpt_text_sentence.bin and .idx.
+#   bash test/dataset_preprocess_gpt.sh [TEXT]
+# TEXT: a dump (.xml.bz2), a folder of wikiextractor, or any text that `meshwright preprocess` reads.
+# Without it: ./enwiki-latest-pages-articles.xml.bz2, downloaded from DUMP_URL if it is not complete.
+set -euo pipefail
+
+text=${1:-}
+if [[ -n $text ]]; then
+    [[ -e $text ]] || { echo "[Error] $text: no such file or folder" >&2; exit 1; }
+    text=$(cd "$(dirname "$text")" && pwd)/$(basename "$text")
+fi
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD/../../src${PYTHONPATH:+:$PYTHONPATH} # a clone needs no install
+if [[ -z $text ]]; then
+    url=${DUMP_URL:-https://dumps.wikimedia.org/enwiki/latest/enwiki-latest-pages-articles.xml.bz2}
+    text=./${url##*/}
+    [[ -e $text ]] || python3 -m meshwright data fetch "$url"
+fi
+mkdir -p data
+for name in gpt2-vocab.json gpt2-merges.txt; do
+    [[ -e data/$name ]] || python3 -m meshwright data fetch "$name" --output data
+done
+python3 tools/preprocess_data.py \
+    --input "$text" \
+    --output-prefix data/my-gpt \
+    --vocab data/gpt2-vocab.json \
+    --merge-file data/gpt2-merges.txt \
+    --dataset-impl mmap \
+    --tokenizer-type GPT2BPETokenizer \
+    --split-sentences \
+    --workers "$(nproc 2> /dev/null || sysctl -n hw.ncpu)"
