@@ -70,6 +70,7 @@ def refusal(parse):
         ({"bfloat16": {"enabled": True}}, "bf16", True),
         ({"steps_per_print": 5}, "steps_per_print", 5),
         ({"steps_per_print": math.inf}, "steps_per_print", 2**31 - 1),
+        ({"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}, "checkpoint_in_cpu", True),
         ({"wall_clock_breakdown": True}, "timing_log_level", "1"),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}, "fp16", False),
     ],

@@ -282,6 +282,28 @@ def test_recompute_runs_blocks_again(run, monkeypatch, flags, again):
     assert calls["attention"] == 2 * (2 + (2 if flags == ["--recompute-activations"] else again))
 
 
+def test_inputs_of_recomputed_layers_in_host_memory(run, monkeypatch):
+    """--checkpoint-in-cpu moves what recomputation starts from, no more, and changes no bit."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from meshwright.model import gpt
+
+    full, kept = ("--recompute-granularity", "full", "--train-iters", "2"), []
+
+    def pack(tensor):
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    monkeypatch.setattr(gpt, "save_on_cpu", lambda pin_memory: saved_tensors_hooks(pack, lambda tensor: tensor))
+    without = run(*full)
+    assert not kept
+    assert run(*full, "--checkpoint-in-cpu").losses == without.losses
+    # Two steps of two micro-batches; the first layer has no residual yet, the second one has.
+    assert kept == [(2, 16, 32)] * (2 * 2 * 3)
+    monkeypatch.undo()
+    assert run(*full, "--checkpoint-in-cpu").losses == without.losses
+
+
 def test_compile(run, base, monkeypatch):
     """`on` hands each block to the compiler, `off` and, on a CPU, `auto` do not."""
     import torch

@@ -16,7 +16,9 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings import schema as settings
-from meshwright.settings.fields import inner_type
+from meshwright.settings.fields import choices_of, inner_type, not_yet
+from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED
+from meshwright.settings.schema import TrainConfig
 
 TESTS = Path(__file__).parents[1]
 CONFIGS = flags.every_config()
@@ -123,6 +125,7 @@ TABLE = {
             recompute_activations deepspeed_activation_checkpointing""".split(),
             E + "test_recompute_runs_blocks_again",
         ),
+        "checkpoint_in_cpu": E + "test_inputs_of_recomputed_layers_in_host_memory",
         "compile": E + "test_compile",
     },
     "optimizer": {
@@ -382,7 +385,13 @@ HEAD = """# Flags
 
 Generated from the dataclasses of settings, most of them in `src/meshwright/settings/schema.py`.
 Every flag is also a setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment
-(`MESHWRIGHT_SEQ_LENGTH`). A switch `--x` also has `--no-x`. *Not yet*: only the default works.
+(`MESHWRIGHT_SEQ_LENGTH`). A switch `--x` also has `--no-x`. *Not yet*: only the default works, or
+all values but those named. [Flags of other programs](#flags-of-other-programs) are at the end.
+"""
+OTHERS = """## Flags of other programs
+
+Flags of Megatron-LM, Megatron-Core, Megatron-DeepSpeed and OneFlow that `train` knows by name and
+does not have, and what it answers. `*` stands for any ending.
 """
 
 
@@ -392,14 +401,39 @@ def reference() -> str:
     for name, group in {name: group for cls in CONFIGS for name, group in flags.groups(cls).items()}.items():
         out += [f"## {name.capitalize().replace('_', ' ')}", "", (group.__doc__ or "").splitlines()[0], ""]
         out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
+        kinds = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
             aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), flags.default_of(f)
             shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
-            meaning = f.metadata["help"] + (" *(not yet)*" if flags.is_not_yet(f) else "")
+            lacking = not_yet(f, kinds[f.name])
+            meaning = f.metadata["help"] + (f" *({lacking})*" if lacking else "")
             cells = [f"`{settings.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
             out.append("| " + " | ".join(cells) + " |")
         out.append("")
-    return "\n".join(out)
+    return "\n".join(out + elsewhere())
+
+
+def elsewhere() -> list[str]:
+    """Return the tables of flags of other programs, with the answers that they get."""
+    idle = {}
+    for name, (_, reason) in NO_EFFECT.items():
+        idle.setdefault(reason, []).append(name)
+    refused = {}
+    for name, reason in REFUSED.items():
+        refused.setdefault(reason, []).append(name)
+    models = {f"for {model}": [f"--{s}*" for s in starts.split()] for model, starts in OTHER_MODELS.items()}
+    tables = {
+        "Not yet": {reason: names for reason, names in refused.items() if "not yet" in reason},
+        "Refused": {reason: names for reason, names in refused.items() if "not yet" not in reason} | models,
+        "Without effect": idle,
+        "Renamed": {f"use {new}": [old] for old, new in RETIRED.items()}
+        | {f"{settings.spelling(name)} {value}": [old] for old, (name, value) in EQUAL.items()},
+    }
+    out = OTHERS.splitlines()
+    for heading, table in tables.items():
+        out += ["", f"### {heading}", "", "| flags | answer |", "|---|---|"]
+        out += [f"| {' '.join(f'`{name}`' for name in names)} | {reason} |" for reason, names in table.items()]
+    return [*out, ""]
 
 
 def test_the_page_of_flags_is_up_to_date():
@@ -407,6 +441,18 @@ def test_the_page_of_flags_is_up_to_date():
     assert page == reference(), "update it: python tests/settings/test_flag_table.py > docs/flags.md"
     for _, f in entries().items():
         assert f.metadata["help"].replace("|", "\\|") in page
+
+
+def test_the_page_marks_all_that_answers_not_yet():
+    lines = reference().splitlines()
+    for _, (_, f, kind) in flags.fields(TrainConfig).items():
+        if only := f.metadata["only"]:
+            [line] = [line for line in lines if line.startswith(f"| `{settings.spelling(f.name)}` |")]
+            *_, mark = line.partition(" *(not yet")
+            assert mark and all(choice in mark for choice in choices_of(kind) if choice not in only)
+    begin, end = lines.index("### Not yet"), lines.index("### Refused")
+    listed = "\n".join(lines[begin:end])
+    assert all(f"`{name}`" in listed for name, reason in REFUSED.items() if "not yet" in reason)
 
 
 if __name__ == "__main__":

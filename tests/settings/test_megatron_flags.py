@@ -79,7 +79,11 @@ def test_other_spellings():
         (["--ckpt-step", "2"], "name the step in --load"),
         (["--wandb-entity", "x"], "set WANDB_ENTITY"),
         (["--grpo-iterations", "2"], "no reinforcement learning"),
-        (["--no-fp8-wgrad"], "8-bit and 4-bit training is not yet there"),
+        (["--no-fp8-wgrad"], "8-bit and 4-bit training is not yet there; give --bf16"),
+        (["--fp8-format", "hybrid"], "8-bit training is not yet there; it will keep all 8-bit numbers with 4 bits of"),
+        (["--fp8-format", "hybrid"], "(e4m3), or gradients with 5 (hybrid); give --bf16"),
+        (["--cpu-offloading"], "give --recompute-granularity full, with --checkpoint-in-cpu"),
+        (["--model_size=345M"], "--model_size is refused: give --preset; `meshwright presets` lists the sizes"),
     ],
 )
 def test_refusals_say_what_to_do(argv, words):
@@ -92,7 +96,7 @@ def test_reasons_are_plain():
     assert all(words == words.lower() for words in OTHER_MODELS.values())
 
 
-GOOD = """learning_rate=--learning-rate num-layer=--num-layers hidden-sizes=--hidden-size train-iter=--train-iters
+GOOD = """learning_rates=--learning-rate num-layer=--num-layers hidden-sizes=--hidden-size train-iter=--train-iters
 micro-batchsize=--micro-batch-size seq-lenght=--seq-length global-bach-size=--global-batch-size
 save-intervall=--save-interval weight-decy=--weight-decay no-progres=--no-progress
 disable-bias-linears=--disable-bias-linear train-iterations=--train-iters vocabfile=--vocab-file

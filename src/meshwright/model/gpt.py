@@ -14,17 +14,19 @@ layer's number in the full model; modules that an option switches off do not exi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.kernels import dropout
@@ -40,6 +42,7 @@ class Options:
     recompute: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_layers: int = 1
+    inputs_on_host: bool = False  # of recomputed layers
     fp32_residual: bool = False
     compiled: bool = False  # compile each block
 
@@ -124,9 +127,17 @@ class GPT(nn.Module):
         residual, pending = None, self.embed(tokens, where) if stream is None else stream
         for layers, again in self.stretches():
             if self.training and again:  # dropout has no state to keep
-                residual, pending = checkpoint(
-                    self.run, residual, pending, shared, sites, layers, use_reentrant=False, preserve_rng_state=False
-                )
+                with self.keep_inputs(pending.is_cuda):
+                    residual, pending = checkpoint(
+                        self.run,
+                        residual,
+                        pending,
+                        shared,
+                        sites,
+                        layers,
+                        use_reentrant=False,
+                        preserve_rng_state=False,
+                    )
             else:
                 residual, pending = self.run(residual, pending, shared, sites, layers)
         x = join(residual, pending, sites[2 * here[-1] + 2], self.m.hidden_dropout)
@@ -152,6 +163,10 @@ class GPT(nn.Module):
         if self.options.recompute_method == "block":
             return [([i], True) for i in here[:n]] + [(here[n:], False)]
         return [(here[i : i + n], True) for i in range(0, len(here), n)]
+
+    def keep_inputs(self, pinned: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return the context that decides where the inputs of recomputed layers are kept."""
+        return save_on_cpu(pin_memory=pinned) if self.options.inputs_on_host else contextlib.nullcontext()
 
     def run(
         self, residual: Tensor | None, pending: Tensor, shared: Shared, sites: list[Tensor | None], layers: list[int]

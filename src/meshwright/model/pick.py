@@ -16,7 +16,8 @@ def options(t: Training, m: Model, p: Precision, device: torch.device) -> Option
     wanted = devices.has_kernels(device) if t.compile == "auto" else t.compile == "on"
     compiled = wanted and not is_reference(m.attention_impl, m.attention_dropout, device)
     fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
-    return Options(t.recompute, t.recompute_method, t.recompute_num_layers, fp32_residual, compiled)
+    recompute = (t.recompute, t.recompute_method, t.recompute_num_layers, t.checkpoint_in_cpu)
+    return Options(*recompute, fp32_residual, compiled)
 
 
 def pick(m: Model, device: torch.device, compiled: bool = False) -> tuple[type[Block], str]:

@@ -73,6 +73,7 @@ MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bfloat16.enabled": ("bf16", switch),
     "steps_per_print": ("steps_per_print", lambda v: 2**31 - 1 if v == math.inf else integer(v)),
     "wall_clock_breakdown": ("timing_log_level", lambda v: "1" if switch(v) else "0"),
+    "activation_checkpointing.cpu_checkpointing": ("checkpoint_in_cpu", switch),
     "checkpoint.load_universal": ("universal_checkpoint", switch),
 }
 SECTIONS = {key.rsplit(".", 1)[0] for key in MAPPED if "." in key}
@@ -80,10 +81,13 @@ SECTIONS = {key.rsplit(".", 1)[0] for key in MAPPED if "." in key}
 _IDLE = """memory_breakdown dump_state timers seed vocabulary_size
 zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor
 communication_data_type seq_parallel_communication_data_type data_types disable_allgather allgather_size
-activation_checkpointing pipeline aio nebula compile flops_profiler comms_logger tensorboard csv_monitor wandb comet
+pipeline aio nebula compile flops_profiler comms_logger tensorboard csv_monitor wandb comet
 monitor_config autotuning dataloader_drop_last graph_harvesting use_data_before_expert_parallelism hybrid_engine
 fp16.auto_cast fp16.fused_mode bf16.immediate_grad_update bf16.check_grad_overflow bf16.accumulate_grads_via_hooks
 bfloat16.immediate_grad_update
+activation_checkpointing.partition_activations activation_checkpointing.number_checkpoints
+activation_checkpointing.contiguous_memory_optimization activation_checkpointing.synchronize_checkpoint_boundary
+activation_checkpointing.profile
 checkpoint.tag_validation checkpoint.use_node_local_storage checkpoint.parallel_write"""
 _IDLE_ZERO = """contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size allgather_partitions
 allgather_bucket_size use_multi_rank_bucket_allreduce load_from_fp32_weights sub_group_size elastic_checkpoint

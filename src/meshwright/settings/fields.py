@@ -50,6 +50,14 @@ def is_not_yet(f: dataclasses.Field[Any]) -> bool:
     return bool(f.metadata["only"] == (default_of(f),) and f.metadata["step"] > 0)
 
 
+def not_yet(f: dataclasses.Field[Any], kind: Any) -> str:
+    """Return "not yet", with the values that do not work if others do; empty if all work."""
+    if is_not_yet(f):
+        return "not yet"
+    lacking = [str(c) for c in choices_of(kind) if f.metadata["only"] and c not in f.metadata["only"]]
+    return f"not yet: {', '.join(lacking)}" if lacking else ""
+
+
 def inner_type(kind: Any) -> Any:
     """Return `int` of `int | None`, and so on."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):

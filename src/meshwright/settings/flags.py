@@ -86,7 +86,7 @@ def parse(
         help.show(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
     parser = _parser(cls, positional)
-    argv, complaints = _without_switch_values(argv, parser)
+    argv, complaints = _without_switch_values(argv if names_follow else _hyphenated(argv, parser), parser)
     namespace, unknown = _parse_known(parser, argv, complaints)
     cli, values = vars(namespace), dict(values or {})
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
@@ -313,6 +313,17 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
 def _short(value: Any) -> str:
     """Return a short form for messages: a few lines of YAML can stand for gigabytes."""
     return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
+
+
+def _hyphenated(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words with --seq_length, say, as --seq-length."""
+    known, out = parser._option_string_actions, list[str]()
+    for word in argv:
+        name, equals, value = word.partition("=")
+        ours = name.replace("_", "-")
+        is_other = name.startswith("--") and name not in known and ours in known
+        out.append(ours + equals + value if is_other else word)
+    return out
 
 
 def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:

@@ -28,7 +28,7 @@ from meshwright.settings.fields import (
     groups,
     inner_type,
     is_list,
-    is_not_yet,
+    not_yet,
     switches,
     word_of,
 )
@@ -191,7 +191,8 @@ def entries(command: Command, hidden: bool = False) -> list[Entry]:
 
 def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> Entry:
     default, meta = default_of(f), f.metadata
-    text = meta["help"] + (" [not yet]" if is_not_yet(f) else "")
+    lacking = not_yet(f, kind)
+    text = meta["help"] + (f" [{lacking}]" if lacking else "")
     shown = "" if default is None or isinstance(default, bool) or default is dataclasses.MISSING else str(default)
     if isinstance(default, float):
         shown = f"{default:g}"

@@ -20,10 +20,13 @@ EQUAL = {"--calculate-per-token-loss": ("loss_mean", "global")}
 
 # Reason -> accepted flags, each with its number of values (none: a switch; *: any number).
 _IDLE = {
-    "gradients are always in one flat buffer": """DDP-impl:1 no-contiguous-buffers-in-local-ddp
-        zero-contigious-gradients ddp-num-buckets:1 ddp-bucket-size:1 ddp-pad-buckets-for-high-nccl-busbw
-        no-gradient-reduce-div-fusion fsdp-double-buffer fsdp-manual-registration suggested-communication-unit-size:1
-        init-model-with-meta-device""",
+    "gradients lie in flat buffers, which are summed block by block": """DDP-impl:1
+        no-contiguous-buffers-in-local-ddp zero-contigious-gradients ddp-num-buckets:1 ddp-bucket-size:1
+        ddp-pad-buckets-for-high-nccl-busbw""",
+    "the loss is divided before the backward pass, so gradients are only summed": "no-gradient-reduce-div-fusion",
+    "ZeRO 3 is torch's fully_shard, which manages its buffers": """fsdp-double-buffer fsdp-manual-registration
+        suggested-communication-unit-size:1""",
+    "models are always built on the meta device": "init-model-with-meta-device",
     "gradients are always accumulated in float32": "accumulate-allreduce-grads-in-fp32",
     "gradients are always accumulated in float32, in place": """no-gradient-accumulation-fusion
         ddp-reduce-scatter-with-fp32-accumulation ddp-average-in-collective""",
@@ -48,18 +51,20 @@ _IDLE = {
         no-clone-scatter-output-in-embedding create-all-gather-group""",
     "communication is always overlapped": """overlap-grad-reduce overlap-param-gather
         overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather""",
-    "communication is overlapped where it can be": """tp-comm-overlap tp-comm-overlap-cfg:1 disable-tp-comm-overlap-ag
-        disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad
-        disable-tp-comm-split-ag disable-tp-comm-split-rs no-tp-comm-overlap-ag no-tp-comm-overlap-rs
-        no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-split-ag no-tp-comm-split-rs
-        tp-comm-bootstrap-backend:1 delay-wgrad-compute defer-embedding-wgrad-compute wgrad-deferral-limit:1""",
+    "which communication is overlapped is fixed, and changes no result": """
+        tp-comm-overlap tp-comm-overlap-cfg:1 disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
+        tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag
+        disable-tp-comm-split-rs no-tp-comm-overlap-ag no-tp-comm-overlap-rs no-tp-comm-bulk-dgrad
+        no-tp-comm-bulk-wgrad no-tp-comm-split-ag no-tp-comm-split-rs tp-comm-bootstrap-backend:1
+        delay-wgrad-compute defer-embedding-wgrad-compute wgrad-deferral-limit:1""",
     "how stages send activations changes no result": """no-scatter-gather-tensors-in-pipeline overlap-p2p-communication
         no-overlap-p2p-communication overlap-p2p-communication-warmup-flush use-ring-exchange-p2p
         microbatch-group-size-per-virtual-pipeline-stage:1 pipeline-model-parallel-comm-backend:1""",
     "with one stage there is no pipeline": "no-pipeline-parallel",
     "NCCL finds InfiniBand": "use-rdma",
     "NCCL's own variables (NCCL_*) set this": """use-nccl-ub disable-symmetric-registration use-sharp
-        sharp-enabled-group:1 nccl-communicator-config-path:1 high-priority-stream-groups:*""",
+        sharp-enabled-group:1 nccl-communicator-config-path:1""",
+    "collectives run on torch's own streams": "high-priority-stream-groups:*",
     "torch's recorder is set by its own variables (TORCH_FR_*, TORCH_NCCL_*)": """flight-recorder-dump-path:1
         flight-recorder-trace-buffer-size:1 no-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace
         no-flight-recorder-include-only-active no-flight-recorder-extra-dump-on-exec""",
@@ -67,7 +72,7 @@ _IDLE = {
     "groups of gloo are made where they are needed": "disable-gloo-process-groups",
     "--distributed-timeout-minutes holds for the whole run": "distributed-timeout-seconds-after-init:1",
     "weights are always drawn on the CPU, for any layout": "use-cpu-initialization",
-    "weights are always initialised": "no-initialization",
+    "weights are always drawn or loaded": "no-initialization",
     "no outer program initialises anything": "lazy-mpu-init:1",
     "torch's allocator keeps its cache": "empty-unused-memory-level:1",
     "a run's long-lived objects are always hidden from Python's collector": """manual-gc manual-gc-interval:1
@@ -101,13 +106,15 @@ _IDLE = {
     "it is not measured; --timing-log-level compares the ranks' times": """log-straggler disable-straggler-on-startup
         straggler-ctrlr-port:1 straggler-minmax-count:1 gpu-sniff-test-interval:1 run-workload-inspector-server""",
     "energy is not measured; run codecarbon separately": "codecarbon-dir:1 log-energy",
-    "this figure is not measured": "log-max-attention-logit log-memory-interval:1 log-device-memory-used",
+    "this figure is not measured": "log-max-attention-logit",
+    "the log line has the peak memory of the device": "log-memory-interval:1 log-device-memory-used",
     "timers wait for their own device": "no-barrier-with-level-1-timing",
     "notes go to stderr, the log to stdout": """logging-level:1 filter-warnings no-filter-warnings modules-to-filter:*
         set-level-for-all-loggers""",
-    "--profile is torch's profiler, on every rank": """use-pytorch-profiler profile-ranks:* record-memory-history
-        memory-snapshot-path:1 record-shapes nvtx-ranges pytorch-profiler-collect-shapes
-        pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra""",
+    "--profile is torch's profiler, of the first rank": """use-pytorch-profiler profile-ranks:*""",
+    "--profile records the time of operations alone": """record-memory-history memory-snapshot-path:1 record-shapes
+        nvtx-ranges pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra
+        profile-transformer-layer profile-backward""",
     "it is a service of NVIDIA's own": """no-one-logger one-logger-project:1 one-logger-run-name:1 one-logger-async
         app-tag-run-name:1 app-tag-run-version:1 enable-ft-package calc-ft-timeouts ft-num-warmup-iters:1""",
     "it asks a service of NVIDIA's cluster; SIGTERM saves and exits": "adlr-autoresume adlr-autoresume-interval:1",
@@ -131,13 +138,14 @@ _IDLE = {
     "the last step is always saved": "save-last",
     "generation has no pipeline to fill": "inference-batch-times-seqlen-threshold:1",
     "generation allots its memory before it starts": "max-tokens-to-oom:1",
-    "DeepSpeed's memory layout, which changes no result": """contigious-checkpointing checkpoint-in-cpu
-        scattered-embeddings split-transformers memory-centric-tiled-linear tile-factor:1""",
-    "DeepSpeed's scheduling, which changes no result": "synchronize-each-layer",
-    "DeepSpeed's own timer": "profile-backward",
+    "torch's allocator places what recomputation starts from": "contigious-checkpointing",
+    "recomputation does not wait for the device": "synchronize-each-layer",
+    "layers are recomputed whole, or their attention alone": "split-transformers",
+    "--sequence-parallel splits the embedding's output over tensor ranks": "scattered-embeddings",
+    "linear layers are not cut into tiles; --zero-stage 3 and tensor parallelism divide them": """
+        memory-centric-tiled-linear tile-factor:1""",
     "torchrun's rendezvous port is used": "ctrl-port:1",
     "the log is standard output and log.txt of --run-dir; figures are in metrics.jsonl": "log:1",
-    "OneFlow's own profiler": "profile-transformer-layer",
     "workers share one input and write one pair of files, in the order of the input": "partitions:1",
     # Flags of training on which the files of `preprocess` do not depend
     "the files hold true ids; padding belongs to training": """make-vocab-size-divisible-by:1 pad-vocab-size-to:1
@@ -161,7 +169,9 @@ _REFUSALS = {
     "data is .bin/.idx; see --data-path": "use-external-dataset object-storage-cache-path",
     "it belongs to the launcher; put it before the script's name": """nproc_per_node nnodes node_rank master_addr
         master_port nproc-per-node node-rank master-addr master-port hostfile include num_gpus""",
-    "8-bit and 4-bit training is not yet there; --bf16 is": """fp8 fp4-* fp8-* no-fp8-* first-last-layers-bf16
+    "8-bit training is not yet there; it will keep all 8-bit numbers with 4 bits of exponent (e4m3), or gradients with "
+    "5 (hybrid); give --bf16": "fp8-format fp8 fp8-e4m3 fp8-hybrid",
+    "8-bit and 4-bit training is not yet there; give --bf16": """fp4-* fp8-* no-fp8-* first-last-layers-bf16
         num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 keep-fp8-transpose-cache te-precision-config-file
         reuse-grad-buf-for-mxfp8-param-ag kitchen-* use-kitchen*""",
     "mixtures of experts are not yet there": """moe-* no-moe-* expert-model-parallel-size expert-tensor-parallel-size
@@ -188,7 +198,7 @@ _REFUSALS = {
     "torch's default holds for bfloat16 products": "disable-bf16-reduced-precision-matmul",
     "give --deterministic-mode": "batch-invariant-mode",
     "AdamW's decay is decoupled": "no-decoupled-weight-decay",
-    "activations stay on the device; --recompute-granularity full needs less memory": """cpu-offloading*
+    "give --recompute-granularity full, with --checkpoint-in-cpu if that is not enough": """cpu-offloading*
         fine-grained-activation-offloading offload-modules min-offloaded-tensor-size""",
     "give the layers of each stage in --pipeline-layout": """decoder-first-pipeline-num-layers
         decoder-last-pipeline-num-layers num-layers-in-first-pipeline-stage num-layers-in-last-pipeline-stage
@@ -219,6 +229,7 @@ _REFUSALS = {
     "the middle of texts is not trained": "fim-*",
     "set WANDB_ENTITY": "wandb-entity",
     "give --config FILE": "yaml-cfg",
+    "give --preset; `meshwright presets` lists the sizes": "model_size model-size",
     "give --tokenizer, whose files say this": """tokenizer-metadata tokenizer-special-tokens tiktoken-*
         tokenizer-sentencepiece-* no-tokenizer-sentencepiece-* tokenizer-hf-* null-tokenizer-* chat-template
         no-pad-vocab-size""",

@@ -243,6 +243,9 @@ class Training:
         None, "uniform: save one input per --recompute-num-layers; block: recompute only that many layers", needs=FULL
     )
     recompute_num_layers: int = flag(1, "layers for the method", "--checkpoint-num-layers", bound=">0", needs=FULL)
+    checkpoint_in_cpu: bool = flag(
+        False, "keep in host memory what recomputation starts from: less device memory, slower", needs=FULL
+    )
     checkpoint_activations: bool = flag(False, "old name of --recompute-granularity full")
     recompute_activations: bool = flag(False, "old name of --recompute-granularity selective")
     deepspeed_activation_checkpointing: bool = flag(False, "Megatron-DeepSpeed's name of --recompute-granularity full")

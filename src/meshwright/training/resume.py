@@ -302,7 +302,7 @@ _FREE = {
     *("min_lr", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "initial_loss_scale"),
     *("data_cache_path", "data_impl", "mmap_warmup", "num_workers", "data_fingerprint", "data_sets"),
-    *("blend_change_at", "make_vocab_size_divisible_by", "pad_vocab_size_to", "micro_batch_size"),
+    *("blend_change_at", "make_vocab_size_divisible_by", "pad_vocab_size_to", "micro_batch_size", "checkpoint_in_cpu"),
     *("kill_switch_path", "skip_train", "on_nonfinite", "compile", "checkpoint_activations", "deterministic_mode"),
 }
 
