@@ -88,6 +88,7 @@ NO_TORCH = [
     "optim.schedule",
     "report.page",
     "report.compare",
+    "report.logs",
     "checkpoint.convert",
     "checkpoint.inspect",
     "checkpoint.publish",

@@ -1,9 +1,10 @@
-"""`meshwright report`: a page for one run, the comparison of several, or exact losses."""
+"""`meshwright report`: a page for a run, a comparison of several, exact losses, a table of logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from meshwright.errors import DONE
 from meshwright.settings import flags
@@ -16,23 +17,37 @@ class ReportConfig:
 
     folders: list[Path] = flag(
         MISSING,
-        "run folder: --run-dir, or --save, of the training; with several, each is compared with the first",
+        "run folder: --run-dir, or --save, of the training; with several, each is compared with the first; with "
+        "--logs, folders of logs, or logs",
         positional=True,
     )
     output: Path | None = flag(
-        None, "file for the page (none: DIR/report.html, or compare.html in the first of several folders)"
+        None,
+        "file for the page (none: DIR/report.html, or compare.html in the first of several folders); with --logs, for "
+        "a picture of the table, .svg or .png",
     )
     losses: bool = flag(
         False,
         "print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text means equal bits",
     )
     json: bool = flag(False, "print the comparison as JSON; write a page only with --output")
+    logs: bool = flag(
+        False,
+        "print a table of speed, memory and loss from logs of ours, Megatron-LM, DeepSpeed, LiBai and OneFlow: medians "
+        "without the first line and the first tenth of the iterations",
+    )
+    table: Literal["text", "csv", "markdown", "json"] = flag("text", "form of the table of --logs")
     tolerance: float | None = flag(
         None, "exit with status 1 if the losses of two runs at a common iteration differ by more than this"
     )
 
     def problems(self) -> list[str]:
         several = len(self.folders) > 1
+        if self.logs:
+            others = [n for n in ("losses", "json", "tolerance") if getattr(self, n) not in (False, None)]
+            return [f"--{n} does not go with --logs; --table is the form of its table" for n in others]
+        if self.table != "text":
+            return ["--table is the form of the table of --logs; give both"]
         if self.losses and (self.output or several):
             return ["--losses prints one run's numbers; give one folder and no --output"]
         if not several and (self.json or self.tolerance is not None):
@@ -41,8 +56,12 @@ class ReportConfig:
 
 
 def main(argv: list[str]) -> int:
-    about = "Write one page with plots of a run, or a comparison of several."
+    about = "Write one page with plots of a run, or a comparison of several, or print a table of logs."
     c = flags.parse(ReportConfig, argv, "meshwright report", about=about).config
+    if c.logs:
+        from meshwright.report.logs import extract
+
+        return extract(c.folders, c.table, c.output)
     if len(c.folders) > 1:
         from meshwright.report.compare import compare
 

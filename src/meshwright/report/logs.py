@@ -1,0 +1,418 @@
+"""A table of benchmarks from their logs: Megatron's lines, DeepSpeed's, LiBai's and OneFlow's.
+
+The speed of a log is the median of its lines after the warm-up: no first line of a start, and no
+line within the first tenth of the iterations, unless there is no other.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import BAD_DATA, DONE, USAGE, UserError, bad_data
+from meshwright.files import replacing
+from meshwright.report.compare import COLOURS, to_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ENDINGS = (".log", ".txt", ".out")  # of logs in folders
+LONGEST = 1 << 16  # bytes of a line; a longer one is cut
+MOST_BARS = 100
+WORDS = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")  # of lines that are read
+NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a log says of the steps since the line before."""
+
+    iteration: int
+    samples_per_second: float | None = None
+    loss: float | None = None
+    tflops: float | None = None  # per device
+
+
+@dataclass
+class Log:
+    """What was read of one log."""
+
+    path: Path
+    name: str  # the path as shown
+    lines: dict[str, list[Line]] = field(default_factory=dict)  # per form
+    arguments: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)  # MiB, per source
+    ppl: float | None = None  # the lowest of all validations
+    last: bytes = b""  # the last line that is not empty
+    nvidia: list[str] = field(default_factory=list)  # the columns of nvidia-smi's last head
+
+
+@dataclass(frozen=True)
+class Row:
+    """One log in the table."""
+
+    config: str
+    samples_per_second: float | None
+    memory_mib: float | None
+    memory_from: str
+    tflops: float | None
+    loss: float | None
+    ppl: float | None
+    iteration: int
+    lines: int  # those that the medians are of
+    form: str
+    log: str
+
+
+# Lines of steps
+
+
+def megatron(text: str) -> Line | None:
+    """Read ` iteration 100/ 220 | elapsed time per iteration (ms): 12.5 | ...`, of any version."""
+    found = re.search(r"\biteration +(\d+) */", text)
+    if found is None or "|" not in text:
+        return None
+    values = dict(part.strip().rsplit(": ", 1) for part in text.split("|") if ": " in part)
+    ms, batch = (_number(values.get(n, "")) for n in ("elapsed time per iteration (ms)", "global batch size"))
+    speed, tpt, tflops, per_gpu = (
+        _number(values.get(n, "")) for n in ("samples per second", "tpt", "TFLOPs", "throughput per GPU (TFLOP/s/GPU)")
+    )
+    speed = tpt if speed is None else speed
+    if speed is None and ms and batch:
+        speed = batch * 1e3 / ms
+    tflops = per_gpu if tflops is None else tflops
+    return Line(int(found[1]), speed, _number(values.get("lm loss", "")), tflops) if ms or speed else None
+
+
+def libai(text: str) -> Line | None:
+    found = re.search(r"\biteration: +(\d+)/\d+", text)
+    if found is None or "total_loss" not in text:
+        return None
+    speed, loss = _after("total_throughput: +", text), _after("total_loss: +", text)
+    if speed is None and (seconds := _after(r"\btime: +", text)) and (batch := _after(r"total_batch_size: +", text)):
+        speed = batch / seconds
+    return Line(int(found[1]), speed, loss)
+
+
+def oneflow(text: str) -> Line | None:
+    """Read a row `| step | micro_batches | samples | throughput | latency | loss |`."""
+    cells = [cell.strip() for cell in text.strip().strip("|").split("|")]
+    if text.lstrip().startswith("|") and len(cells) == 6 and cells[0].isdigit():
+        return Line(int(cells[0]), _number(cells[3]), _number(cells[5]))
+    found = re.search(r"\bstep=(\d+),", text)
+    if found is None or "throughput=" not in text:
+        return None
+    return Line(int(found[1]), _after("throughput=", text), _after("loss=", text))
+
+
+def deepspeed(text: str) -> Line | None:
+    """Read what DeepSpeed's engine and timer print every `steps_per_print` steps."""
+    found = re.search(r"\bsteps: (\d+) loss: ", text)
+    if found is not None:
+        return Line(int(found[1]), _after("samples/sec: +", text), _after("loss: +", text))
+    found = re.search(r"\bglobal_step=(\d+),", text)
+    speed = _after("CurrSamplesPerSec=", text)
+    return Line(int(found[1]), speed) if found is not None and speed is not None else None
+
+
+# The first form of which a log has lines is the one it is read in.
+FORMS: dict[str, Callable[[str], Line | None]] = {
+    "megatron": megatron,
+    "libai": libai,
+    "oneflow": oneflow,
+    "deepspeed": deepspeed,
+}
+
+
+def _number(text: str) -> float | None:
+    found = re.match(NUMBER, text.strip(), re.I)
+    try:
+        return float(found[1]) if found else None
+    except ValueError:  # such as 1.2.3
+        return None
+
+
+def _after(pattern: str, text: str) -> float | None:
+    found = re.search(pattern + NUMBER, text, re.I)
+    return _number(found[1]) if found else None
+
+
+# Reading
+
+
+def find_logs(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield logs and their names: files that are named, and in folders those that look like logs.
+
+    LiBai writes one run to both log.txt and output.log of a folder; the second is enough.
+    """
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise bad_data(f"there is no log or folder {path}")
+            yield path, str(path)
+            continue
+        for file in sorted(p for p in path.rglob("*") if p.suffix in ENDINGS and p.is_file()):
+            if file.name != "log.txt" or not file.with_name("output.log").exists():
+                yield file, str(file)
+
+
+def read_log(path: Path, name: str) -> Log:
+    log = Log(path, name)
+    with path.open("rb") as file:
+        while block := file.readline(LONGEST):
+            *pieces, rest = re.split(rb"[\r\n]", block)  # progress bars write over their line
+            for piece in pieces:
+                log.last = piece.strip() or log.last
+                if piece.startswith(b"|") or any(word in piece for word in WORDS):
+                    read_line(log, clean(piece))
+            log.last = rest.strip() or log.last  # without its end: cut, perhaps within a number
+    return log
+
+
+def clean(piece: bytes) -> str:
+    """Return the text of a line without colours."""
+    return re.sub(r"\x1b\[[\d;]*[mK]", "", piece.decode(errors="replace")).rstrip()
+
+
+def read_line(log: Log, text: str) -> None:
+    if "iteration" in text or "step" in text or text.startswith("|"):
+        for form, read in FORMS.items():
+            if (line := read(text)) is not None:
+                log.lines.setdefault(form, []).append(line)
+                if (gib := _after(r"memory \(GiB\): +", text)) is not None:
+                    _keep_most(log, "tensors", gib * 1024)
+                return
+    if "MiB" in text:
+        read_nvidia(log, text)
+    elif "memory (MB)" in text and (reserved := _after("max reserved: +", text)) is not None:
+        _keep_most(log, "reserved", reserved)
+    elif "lm loss PPL:" in text and "validation loss at" in text and " test " not in text:
+        ppl = _after("lm loss PPL: +", text)
+        log.ppl = min((x for x in (ppl, log.ppl) if x is not None and not math.isnan(x)), default=None)
+    elif found := re.match(r" +(\w+) \.{2,} (.*)$", text):
+        log.arguments.setdefault(found[1], found[2].strip())
+
+
+def read_nvidia(log: Log, text: str) -> None:
+    """Take the memory in use from a row of nvidia-smi's CSV, in the columns of the head before."""
+    cells = [cell.strip() for cell in text.split(",")]
+    if "memory.used [MiB]" in cells:
+        log.nvidia = cells
+    elif log.nvidia and len(cells) == len(log.nvidia):
+        cell = cells[log.nvidia.index("memory.used [MiB]")]
+        if cell.endswith(" MiB") and (used := _number(cell)) is not None:
+            _keep_most(log, "nvidia-smi", used)
+
+
+def _keep_most(log: Log, source: str, mib: float) -> None:
+    log.memory[source] = max(mib, log.memory.get(source, 0.0))
+
+
+# Rows
+
+
+def after_warm_up(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines that the medians are of; see the top of this module."""
+    last = max(line.iteration for line in lines)
+    pairs = itertools.pairwise(lines)
+    return [b for a, b in pairs if a.iteration < b.iteration and b.iteration * 10 > last] or list(lines)
+
+
+def row_of(log: Log) -> Row | None:
+    """Return the log's row; None if it has no line of a step."""
+    form = next((form for form in FORMS if form in log.lines), None)
+    if form is None:
+        return None
+    lines = log.lines[form]
+    counted = after_warm_up(lines)
+    speeds = [x for line in counted if (x := line.samples_per_second) is not None]
+    tflops = [x for line in counted if (x := line.tflops) is not None]
+    memory_from = next((s for s in ("nvidia-smi", "reserved", "tensors") if s in log.memory), "")
+    return Row(
+        config_of(log),
+        statistics.median(speeds) if speeds else None,
+        log.memory.get(memory_from),
+        memory_from,
+        statistics.median(tflops) if tflops else None,
+        next((x for line in reversed(lines) if (x := line.loss) is not None), None),
+        log.ppl,
+        lines[-1].iteration,
+        len(counted),
+        form,
+        log.name,
+    )
+
+
+def config_of(log: Log) -> str:
+    """Return a name such as nl24_fp16_2x2x4_ac_mb32_gb512_2n8g, with DP x TP x PP.
+
+    The arguments in the log say what ran, the names of the log and its folder the rest.
+    """
+    have, name = log.arguments, f"{log.path.parent.name}/{log.path.stem}"
+
+    def value(argument: str, pattern: str) -> str | None:
+        said = have.get(argument)
+        if said and re.fullmatch(r"\d+", said):
+            return said
+        found = re.findall(pattern, name, re.I)
+        return str(found[-1]).lower() if found else None
+
+    layers, tp, pp, micro, batch = (
+        value(argument, rf"(?:^|[_/]){short}(\d+)")
+        for argument, short in (
+            ("num_layers", "nl"),
+            ("tensor_model_parallel_size", "mp"),
+            ("pipeline_model_parallel_size", "pp"),
+            ("micro_batch_size", "mb"),
+            ("global_batch_size", "gb"),
+        )
+    )
+    if not (layers and tp and pp):
+        return log.path.parent.name if log.path.stem in ("output", "log") else log.path.stem
+    machines = re.findall(r"[_/](\d+)n(\d+)g", f"/{log.path.parent.as_posix()}/{log.path.stem}")
+    world = value("world_size", "$^") or (str(math.prod(map(int, machines[-1]))) if machines else None)
+    where = f"_{machines[-1][0]}n{machines[-1][1]}g" if machines else f"_{world}g" if world else ""
+    ranks = int(tp) * int(pp)
+    dp = int(world) // ranks if world and ranks else "?"
+    named = value("", r"_(fp16|bf16|fp32|amp)(?=_|$)") or "fp32"
+    precision = next((p for p in ("fp16", "bf16") if have.get(p) == "True"), "fp32") if "fp16" in have else named
+    recomputed = have.get("checkpoint_activations") == "True" or have.get("recompute_granularity") == "full"
+    if "fp16" not in have:
+        recomputed = "_actrue" in name.lower()
+    parts = [f"nl{layers}", precision, f"{dp}x{tp}x{pp}", *(["ac"] if recomputed else [])]
+    return "_".join([*parts, *(f"{n}{x}" for n, x in (("mb", micro), ("gb", batch)) if x)]) + where
+
+
+def why_not(log: Log) -> str:
+    """Return why a log has no row."""
+    if not log.last:
+        return "empty"
+    shown = clean(log.last)
+    if "\0" in shown or "\ufffd" in shown:
+        return "no line of a step in it; not a text"
+    return f"no line of a step in it; its last line: {shown[:100]}{'...' if len(shown) > 100 else ''}"
+
+
+# Output
+
+HEAD = ("config", "samples/s", "memory (MiB)", "TFLOPs", "loss", "val. PPL", "iteration", "log")
+
+
+def cells(row: Row) -> list[str]:
+    def shown(value: float | None, form: str, after: str = "") -> str:
+        return "-" if value is None else f"{value:{form}}{after}"
+
+    memory = shown(row.memory_mib, ".0f", f" ({row.memory_from})")
+    numbers = shown(row.samples_per_second, ".2f"), memory, shown(row.tflops, ".1f"), shown(row.loss, ".4f")
+    return [row.config, *numbers, shown(row.ppl, ".2f"), str(row.iteration), row.log]
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    lines = [list(HEAD), *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ("  ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(shown) + "\n"
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    lines = [list(HEAD), ["---"] * len(HEAD), *map(cells, rows)]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, Row.__dataclass_fields__, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.__dict__ for row in rows)
+    return file.getvalue()
+
+
+def as_json(rows: Sequence[Row], without: Sequence[dict[str, str]] = ()) -> str:
+    found: dict[str, Any] = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
+    return json.dumps(to_json(found), allow_nan=False) + "\n"
+
+
+TABLES = {"text": as_text, "csv": as_csv, "markdown": as_markdown, "json": as_json}
+
+
+def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
+    """Print the table of all logs, and draw a picture of it."""
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        raise UserError(f"--output {picture}: with --logs it is a picture; name it .svg or .png", USAGE)
+    rows: list[Row] = []
+    without: list[dict[str, str]] = []
+    for path, name in find_logs(paths):
+        try:
+            log = read_log(path, name)
+            row, reason = row_of(log), why_not(log)
+        except OSError as error:
+            row, reason = None, f"cannot be read: {error.strerror}"
+        if row is None:
+            without.append({"log": name, "reason": reason})
+        else:
+            rows.append(row)
+    rows.sort(key=lambda row: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)])
+    if form == "json":
+        print(as_json(rows, without), end="")
+    elif rows:
+        print(TABLES[form](rows), end="")
+    for one in without:
+        print(f"{one['log']}: {one['reason']}", file=sys.stderr)
+    if not rows:
+        where = ", ".join(map(str, paths))
+        raise UserError(f"no log with a line of a step in {where} (files {', '.join(ENDINGS)} are read)", BAD_DATA)
+    if picture is not None:
+        write_picture(picture, draw(rows))
+        print(picture, file=sys.stderr)
+    return DONE
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Draw samples/s and memory as bars, a row each."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    if len(rows) > MOST_BARS:
+        print(
+            f"the picture shows the first {MOST_BARS} of {len(rows)} logs; name fewer for the others", file=sys.stderr
+        )
+    rows = rows[:MOST_BARS]
+    figure = Figure(figsize=(10, 1.2 + 0.35 * len(rows)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True, squeeze=False)[0]
+    forms, configs = list(dict.fromkeys(row.form for row in rows)), [row.config for row in rows]
+    for axes, title, values in (
+        (panels[0], "samples per second", [row.samples_per_second for row in rows]),
+        (panels[1], "memory of a device, MiB", [row.memory_mib for row in rows]),
+    ):
+        for n, (row, value) in enumerate(zip(rows, values, strict=True)):
+            if value is not None and math.isfinite(value):
+                axes.barh(n, value, color=COLOURS[forms.index(row.form)])
+                axes.text(value, n, f" {value:,.6g}", va="center", fontsize=8)
+        axes.set_xlabel(title)
+        axes.margins(x=0.2)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.spines[["top", "right"]].set_visible(False)
+    # The end of a log's name, where its date is, tells runs of one configuration apart.
+    which = (f"...{Path(row.log).stem[-30:]}" if configs.count(row.config) > 1 else row.form for row in rows)
+    labels = [f"{config}\n{note}" for config, note in zip(configs, which, strict=True)]
+    panels[0].set_yticks(range(len(rows)), labels, fontsize=8, parse_math=False)
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
+    return figure
+
+
+def write_picture(target: Path, figure: Figure) -> None:
+    with replacing(target) as file:
+        figure.savefig(
+            file, format=target.suffix[1:], dpi=150, metadata={"Date": None} if target.suffix == ".svg" else {}
+        )
