@@ -2,119 +2,361 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from foreign import assert_reads, read_tensors
+from megatron_files import Form, plain, write
 
 from blocks import block, covers
-from documents import ROUNDING, SCRIPT, as_one_process, assert_same, free_port, run, shell, smaller, steps, words
+from documents import (
+    ROOT,
+    ROUNDING,
+    SCRIPT,
+    SMALLER,
+    as_one_process,
+    assert_same,
+    environment,
+    free_port,
+    run,
+    shell,
+    smaller,
+    steps,
+    words,
+)
+from meshwright.__main__ import main
+from meshwright.checkpoint.formats import megatron
+from meshwright.settings import flags
+from meshwright.settings.argument_dump import arguments
+from meshwright.settings.schema import TrainConfig
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
-
-def pretrain_345m() -> str:
-    """Return the document's script with paths of the folder that the tests have."""
-    script = block("megatron-lm/pretrain-345m").replace("/workspace/model/megatron-models", "model/megatron-models")
-    return script.replace("/workspace/model/gpt2-vocab/", "").replace("/workspace/data/my-gpt2", "my-gpt2")
+COMPAT = ROOT / "compat/megatron-lm"
+# Only the last step is saved, as there; the loss scale of fp16 falls during the first twelve steps.
+SMALL = {"save_interval": 10000, "train_iters": 18, "eval_interval": 9}
 
 
-@covers("megatron-lm/pretrain-345m")
-def test_megatron_345m_under_torchrun(place: Path) -> None:
-    """From an empty folder, then once more from its own checkpoint, with the document's log lines
-    in its order.
+def pretrain_345m(place: Path) -> str:
+    """Return the document's script, smaller, with its /workspace in `place`."""
+    script = block("megatron-lm/pretrain-345m").replace("=/workspace/", f"={place}/workspace/")
+    return smaller(script, **SMALL)
+
+
+def variables(workspace: Path) -> dict[str, str]:
+    """Return the paths of the scripts of examples/."""
+    return {
+        "CHECKPOINT_PATH": f"{workspace}/model/megatron-models/345m",
+        "MODEL_PATH": f"{workspace}/model/megatron-models/output",
+        "VOCAB_FILE": f"{workspace}/model/gpt2-vocab/gpt2-vocab.json",
+        "MERGE_FILE": f"{workspace}/model/gpt2-vocab/gpt2-merges.txt",
+        "DATA_PATH": f"{workspace}/data/my-gpt2_text_document",
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+def tree(folder: Path, depth: str = "") -> list[str]:
+    """Return what `tree -h` prints, without sizes and its last line."""
+    lines = [] if depth else [folder.name]
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for path in entries:
+        is_last = path == entries[-1]
+        lines.append(f"{depth}{'└' if is_last else '├'}── []  {path.name}")
+        if path.is_dir():
+            lines += tree(path, depth + ("    " if is_last else "│   "))
+    return lines
+
+
+def listed(folder: Path) -> str:
+    """Return the document's two commands on a folder of checkpoints, and what they print."""
+    below = [path for path in folder.rglob("[!.]*")]
+    count = f"{sum(path.is_dir() for path in below)} directories, {sum(path.is_file() for path in below)} files"
+    tracker = f"{folder.name}/latest_checkpointed_iteration.txt"
+    lines = [f"> tree -h {folder.name}", *tree(folder), count, f"> cat {tracker}"]
+    return "\n".join([*lines, (folder.parent / tracker).read_text().strip()])
+
+
+def without_sizes(text: str) -> str:
+    """Return the text of a block with the last iteration of the test's run."""
+    text = re.sub(r"\[ *[\d.]+[KMG]?\]", "[]", text).replace("0005000", "0000018")
+    lines = [line.rstrip() for line in re.sub("^5000$", "18", text, flags=re.M).splitlines()]
+    return "\n".join(line for line in lines if line)
+
+
+# The log
+
+
+# Arguments whose value is another one here, and why.
+OTHER_VALUES = {
+    "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated in float32",
+    "apply_query_key_layer_scaling": "scores are float32, so there is nothing to scale",
+    "attention_softmax_in_fp32": "the softmax is always float32",
+    "data_sharding": "samples are read in one order for any number of ranks",
+    "distributed_backend": "this test runs on a CPU",
+    "exit_signal_handler": "SIGTERM and SIGINT always save",
+    "use_cpu_initialization": "weights are drawn on the CPU, for any layout",
+}
+# Lines of the document that are not ours to print.
+ONLY_THERE = {
+    r"CUDA_VISIBLE_DEVICES=3 sh examples/pretrain_gpt\.sh ": "the command",
+    r"> compiling dataset index builder \.\.\.": "nothing is compiled",
+    r"make: .*": "nothing is compiled",
+    r">>> done with dataset index builder\. .*": "nothing is compiled",
+    r"> compiling and loading fused kernels \.\.\.": "nothing is compiled",
+    r"Detected CUDA files, patching ldflags": "nothing is compiled",
+    r"Emitting ninja build file .*": "nothing is compiled",
+    r"Building extension module .*": "nothing is compiled",
+    r"Allowing ninja to set a default number of workers\.\.\. .*": "nothing is compiled",
+    r"ninja: no work to do\.": "nothing is compiled",
+    r"Loading extension module .*": "nothing is compiled",
+    r">>> done with compiling and loading fused kernels\. .*": "nothing is compiled",
+    r".*UserWarning: torch\.distributed\._all_gather_base is .*": "a warning of its torch",
+    r"  warnings\.warn\(": "a warning of its torch",
+}
+# Lines of ours that the document lacks, beside arguments that it lacks.
+ONLY_HERE = {
+    r" > running the plain PyTorch block on cpu with .*": "the kernels in use",
+    r" > nothing is left to train: step \d+ of \d+ is done": "why no step follows",
+}
+
+
+def compared(log: str, left_out: dict[str, str]) -> list[str]:
+    """Return the lines of a log without numbers and hashes; each pattern must leave out one."""
+    out, used = [], set()
+    for line in log.splitlines():
+        pattern = next((pattern for pattern in left_out if re.fullmatch(pattern, line)), None)
+        used.add(pattern)
+        argument = re.match(r"  (\w+) \.+ ", line)
+        if argument and argument[1] in OTHER_VALUES:
+            line = f"{argument[0]} another value"
+        if pattern is None:
+            line = re.sub(r"\b[0-9a-f]{32}_", "HASH_", line)
+            out.append(re.sub(r" *(?<!\w)-?\d+(\.\d+)?([eE][+-]?\d+)?", " N", line))
+    assert used >= set(left_out), set(left_out) - used
+    return out
+
+
+def own_arguments(log: str) -> dict[str, str]:
+    """Return patterns of the lines for settings that the document's release lacks."""
+    theirs = set(re.findall(r"^  (\w+) \.+ ", block("megatron-lm/run-and-log"), re.M))
+    printed = set(re.findall(r"^  (\w+) \.+ ", log, re.M))
+    assert len(theirs) == 225 and theirs <= printed and printed - theirs <= set(flags.to_dict(TrainConfig()))
+    return {rf"  {name} \.+ .*": "a setting of ours" for name in printed - theirs}
+
+
+@pytest.fixture(scope="module")
+def workspace(place: Path) -> Path:
+    """Return the document's /workspace before its first step."""
+    root = place / "workspace"
+    for names, folder in (("my-gpt2_text_document.*", "data"), ("gpt2-*", "model/gpt2-vocab")):
+        (root / folder).mkdir(parents=True)
+        for path in place.glob(names):
+            (root / folder / path.name).symlink_to(path.resolve())
+    form = Form(ffn=128, vocab=320, padded=384, positions=32, version=None, words="2019", args=False)
+    models = root / "model/megatron-models"
+    write(models / "megatron/release", form, plain(form))
+    (models / "megatron/latest_checkpointed_iteration.txt").write_text("release\n")
+    return root
+
+
+@covers(
+    "megatron-lm/release-folder", "megatron-lm/pretrain-345m", "megatron-lm/run-and-log", "megatron-lm/saved-folder"
+)
+def test_the_document(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release, finetuned by the document's script, stopped, resumed and finished; at last the
+    script of examples/, whose log is the document's line for line.
     """
-    first = shell(place, smaller(pretrain_345m()))
-    assert "WARNING: could not find the metadata file" in first
-    assert re.search(r" iteration +6/ +6 \| consumed samples: +12 \|.*loss scale: \d+\.0 \|", first)
-    again = "\n" + shell(place, smaller(pretrain_345m()))
-    order = [
-        "using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1",
-        "using torch.float16 for parameters ...",
-        "------------------------ arguments ------------------------",
-        "-------------------- end of arguments ---------------------",
-        "setting number of micro-batches to constant 2",
-        "> building GPT2BPETokenizer tokenizer ...",
-        " > padded vocab (size: 320) with 64 dummy tokens (new size: 384)",
-        "> initializing torch distributed ...",
-        "> initialized tensor model parallel with size 1",
-        "> initialized pipeline model parallel with size 1",
-        "> setting random seeds to 1234 ...",
-        "time to initialize megatron (seconds):",
-        "[after megatron is initialized] datetime:",
-        "building GPT model ...",
-        " > number of parameters on (tensor, pipeline) model parallel rank (0, 0):",
-        "> learning rate decay style: cosine",
-        " loading checkpoint from model/megatron-models/345m at iteration 6",
-        " checkpoint version 3.0",
-        " > using checkpoint value 0.00015 for learning rate",
-        " > using checkpoint value 1e-05 for minimum learning rate",
-        " > using checkpoint value 0.8 for warmup iterations",
-        " > using checkpoint value 80 for total number of iterations",
-        " > using checkpoint value cosine for learning rate decay style",
-        " > using checkpoint value 0.01 for start weight decay",
-        " > using checkpoint value 0.01 for end weight decay",
-        " > using checkpoint value 12 for total number of weight decay iterations",
-        " > using checkpoint value constant for weight decay incr style",
-        "  successfully loaded checkpoint from model/megatron-models/345m at iteration 6",
-        "    load-checkpoint ................................: (",
-        "[after model, optimizer, and learning rate scheduler are built] datetime:",
-        "> building train, validation, and test datasets ...",
-        " > datasets target sizes (minimum size):",
-        "    train:      12",
-        "    validation: 6",
-        "    test:       2",
-        "> building train, validation, and test datasets for GPT ...",
-        "Single data path provided for train, valid & test",
-        "data_prefix: ['my-gpt2_text_document']",
-        " > building dataset index ...",
-        "    reading sizes...",
-        "    reading pointers...",
-        "    reading document index...",
-        "    creating numpy buffer of mmap...",
-        "    creating memory view of numpy buffer...",
-        " > finished creating indexed dataset in",
-        "    number of documents: 60",
-        " > dataset split:",
-        "    train:",
-        "     document indices in [0, 42) total of 42 documents",
-        "    validation:",
-        "     document indices in [42, 54) total of 12 documents",
-        "    test:",
-        "     document indices in [54, 60) total of 6 documents",
-        " > loading doc-idx mapping from",
-        " > loading sample-idx mapping from",
-        " > loading shuffle-idx mapping from",
-        "    total number of samples:",
-        "    total number of epochs: 1",
-        "> finished creating GPT datasets ...",
-        "[after dataloaders are built] datetime:",
-        "done with setup ...",
-        "(min, max) time across ranks (ms):",
-        "    model-and-optimizer-setup ......................: (",
-        "    train/valid/test-data-iterators-setup ..........: (",
-        "training ...",
-        "[before the start of training step] datetime:",
-        "[after training is done] datetime:",
-        " validation loss at the end of training for val data | lm loss value:",
-        "saving checkpoint at iteration       6 to model/megatron-models/345m",
-        "  successfully saved checkpoint at iteration       6 to model/megatron-models/345m",
-        " validation loss at the end of training for test data | lm loss value:",
+    models = workspace / "model/megatron-models"
+    assert listed(models / "megatron") == without_sizes(block("megatron-lm/release-folder"))
+    shutil.copytree(models / "megatron", models / "345m")
+
+    monkeypatch.setenv("MESHWRIGHT_CKPT_FORMAT", "torch")
+    monkeypatch.setenv("MESHWRIGHT_RUN_DIR", str(models / "output"))
+    script = pretrain_345m(place)
+    first = shell(place, script.replace("--log-interval", "--exit-interval 2 --log-interval"))
+    expected = [
+        f" loading release checkpoint from {models}/345m",
+        " checkpoint version 0",
+        " succesfully fixed query-key-values ordering for checkpoint version 0",
+        f"  successfully loaded checkpoint from {models}/345m at iteration 0",
     ]
-    at = 0
-    for line in order:
-        found = again.find("\n" + line, at)
-        assert found >= 0, f"{line!r} is missing after:\n{again[max(0, at - 200) : at + 600]}"
-        at = found + 1
-    assert " iteration        " not in again  # no step was left
+    assert [line for line in first.splitlines() if line in expected] == expected
+    assert re.search(r"^ iteration        2/      18 \| consumed samples:            4 \|", first, re.M)
+
+    given = words(place, script, "torchrun")
+    monkeypatch.chdir(place)
+    assert main(["train", *given[given.index(SCRIPT) + 1 :]]) == 0
+    rows = steps(models / "output")
+    assert len(rows) == 18 and not rows[-1][2]  # the last step was not skipped
+    shutil.rmtree(models / "345m/iter_0000002")
+    for name in ("MESHWRIGHT_CKPT_FORMAT", "MESHWRIGHT_RUN_DIR"):
+        monkeypatch.delenv(name)
+
+    command, _ = block("megatron-lm/run-and-log").split("\n", 1)
+    sizes = SMALLER | {name.replace("_", "-"): value for name, value in SMALL.items()}
+    del sizes["lr-warmup-iters"]
+    again = subprocess.run(
+        ["sh", "-c", " ".join([command, *(f"--{name} {value}" for name, value in sizes.items())])],
+        cwd=COMPAT,
+        capture_output=True,
+        text=True,
+        env=environment() | variables(workspace),
+    )
+    assert again.returncode == 0, again.stderr
+    ours = again.stdout.replace(str(workspace), "/workspace")
+    theirs = compared(block("megatron-lm/run-and-log"), ONLY_THERE)
+    assert compared(ours, ONLY_HERE | own_arguments(ours)) == theirs
+    assert listed(models / "345m") == without_sizes(block("megatron-lm/saved-folder"))
 
 
-def test_seed_002_on_two_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its torchrun command, given two GPUs: both samples of a batch at once."""
+def test_two_ranks(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's torchrun command, given two GPUs: both samples of a batch at once."""
     ranks = f"torchrun --nproc_per_node 2 --master_port {free_port()} "
-    script = smaller(pretrain_345m(), train_iters=18, eval_interval=9).replace("torchrun ", ranks)
+    script = pretrain_345m(place).replace("torchrun ", ranks)
+    script = script.replace("megatron-models/345m", "two")
     (log,) = run(place, script)
     assert "using world size: 2, data-parallel-size: 2" in log
     given = words(place, script, "torchrun")
     single = as_one_process(place, given[given.index(SCRIPT) + 1 :], monkeypatch)
-    assert_same(steps(place / "model/megatron-models/345m"), single, ROUNDING)
+    assert_same(steps(workspace / "model/two"), single, ROUNDING)
+
+
+def test_values_of_arguments(tmp_path: Path) -> None:
+    """The document's flags give its block of arguments, numbers included."""
+    argv = words(tmp_path, block("megatron-lm/pretrain-345m"), "torchrun")[1:]
+    parsed = flags.parse(TrainConfig, argv, "train")
+    ours = {name: str(value) for name, value in arguments(parsed.config, parsed.idle, "nccl").items()}
+    theirs = dict(re.findall(r"^  (\w+) \.+ (.*)$", block("megatron-lm/run-and-log"), re.M))
+    other = {name for name, value in theirs.items() if ours[name] != value}
+    assert len(theirs) == 225 and other == set(OTHER_VALUES) - {"distributed_backend"}
+
+
+# The other scripts
+
+
+def script(name: str, *argv: object) -> int | str | None:
+    """Run a Python script of the folder in this process; return its status."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", [name, *map(str, argv)])
+        patch.setattr(sys, "path", [*sys.path])
+        runpy.run_path(str(COMPAT / name), run_name="__main__")
+    return ended.value.code
+
+
+def test_names_of_the_tree() -> None:
+    """Scripts that are the root's are links to them, and none is broken."""
+    files = {str(path.relative_to(COMPAT)): path for path in COMPAT.rglob("*") if path.is_file()}
+    links = {name: path.resolve().relative_to(ROOT) for name, path in files.items() if path.is_symlink()}
+    assert not [path for path in COMPAT.rglob("*") if path.is_symlink() and not path.exists()]
+    for name in ("preprocess_data.py", "merge_datasets.py", "generate_samples_gpt.py"):
+        assert links[f"tools/{name}"] == Path("tools", name)
+    for name in ("openwebtext/merge_data.py", "openwebtext/merge_jsons.py"):
+        assert links[f"tools/{name}"] == Path("tools", name)
+    assert links["pretrain_gpt.py"] == links["pretrain_gpt2.py"] == Path("pretrain_gpt.py")
+    assert script("pretrain_gpt2.py", "--batch-size", "4") == 2
+    code = [path for path in files.values() if path.suffix in (".py", ".sh") and not path.is_symlink()]
+    assert sum(len(path.read_text().splitlines()) for path in code) <= 200
+    assert (COMPAT / (COMPAT / "requirements.txt").read_text().strip()).resolve() == ROOT
+
+
+def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut a checkpoint for 2 x 2 ranks with its optimizer, and again for as many as it has."""
+    form = Form(state="masters")
+    write(tmp_path / "a/iter_0000007", form, *(plain(form, seed) for seed in (1, 2, 3)))
+    (tmp_path / "a/latest_checkpointed_iteration.txt").write_text("7")
+    both = ["--model-type", "GPT", "--loader", "megatron", "--saver", "megatron", "--max-queue-size", 50]
+    cut = ["--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2, "--no-checking"]
+    util = "tools/checkpoint_util.py"
+    assert script(util, *both, "--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", *cut) == 0
+    assert script(util, *both, "--load-dir", tmp_path / "b", "--save-dir", tmp_path / "c") == 0
+    before = megatron.open(tmp_path / "a/iter_0000007").of_vocabulary(form.vocab)
+    for folder in ("b", "c"):
+        assert_reads(megatron.open(tmp_path / folder / "iter_0000007"), read_tensors(before))
+        ranks = sorted(path.name for path in (tmp_path / folder / "iter_0000007").glob("mp_*"))
+        assert ranks == [f"mp_rank_0{t}_00{p}" for t in (0, 1) for p in (0, 1)]
+
+    release = Form(version=None, words="2019", args=False)
+    write(tmp_path / "r/release", release, plain(release))
+    vocab = tmp_path / "vocab.json"
+    vocab.write_text(json.dumps({str(n): n for n in range(61)}))
+    given = [
+        *both,
+        "--load-dir",
+        tmp_path / "r",
+        "--save-dir",
+        tmp_path / "d",
+        "--vocab-file",
+        tmp_path / "vocab.json",
+    ]
+    assert script("tools/checkpoint/util.py", *given) == 65 and "--num-attention-heads" in capsys.readouterr().err
+    assert script(util, *given, "--num-attention-heads", 4) == 0
+    assert megatron.open(tmp_path / "d/iter_0000001").vocab == 61
+
+    assert script(util, *both, "--load-dir", tmp_path / "none", "--save-dir", tmp_path / "e") == 65
+    assert script(util, "--model-type", "BERT") == 2 and "choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, argv, instead",
+    [
+        (
+            "tasks/main.py",
+            "--task WIKITEXT103 --valid-data wiki.test --load run --num-layers 24",
+            "meshwright evaluate run --input wiki.test",
+        ),
+        ("tools/run_text_generation_server.py", "--load run --port 5000", "meshwright generate --interactive"),
+        ("tools/text_generation_cli.py", "localhost:5000", "meshwright generate --interactive"),
+    ],
+)
+def test_what_is_not_there_yet(name: str, argv: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script(name, *argv.split()) == 2
+    said = capsys.readouterr().err
+    assert instead in said and said.count("\n") == 1 and name in said
+
+
+def launched(workspace: Path, name: str, *argv: str, **env: str) -> tuple[list[str], TrainConfig]:
+    """Return what a script of examples/ gives torchrun, and the settings of its training flags."""
+    fake = workspace / "bin/torchrun"
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    fake.chmod(0o755)
+    before = {name: value for name, value in environment().items() if name != "CUDA_VISIBLE_DEVICES"}
+    path = {"PATH": f"{fake.parent}:{before['PATH']}"}
+    done = subprocess.run(
+        ["sh", f"examples/{name}", *argv], cwd=COMPAT, capture_output=True, text=True, env=before | path | env
+    )
+    assert done.returncode == 0, done.stderr
+    given = done.stdout.split("\0")[:-1]
+    at = next(n for n, word in enumerate(given) if word.endswith("pretrain_gpt.py"))
+    assert (COMPAT / given[at]).resolve() == ROOT / "pretrain_gpt.py"
+    nodes = int(given[given.index("--nnodes") + 1]) if "--nnodes" in given else 1
+    world = nodes * int(given[given.index("--nproc_per_node") + 1])
+    return given[:at], flags.parse(TrainConfig, [*given[at + 1 :], f"--world-size={world}"], "train").config
+
+
+def test_scripts_of_examples(workspace: Path) -> None:
+    paths = variables(workspace)
+    for devices, count in (("3", 1), ("0,1", 2), ("", 1)):
+        _, config = launched(workspace, "pretrain_gpt.sh", **paths, CUDA_VISIBLE_DEVICES=devices)
+        assert config.world == count
+    _, config = launched(workspace, "pretrain_gpt.sh", "--train-iters", "7")
+    assert config.training.train_iters == 7 and config.checkpoint.load == "/workspace/model/megatron-models/345m"
+
+    first, config = launched(workspace, "pretrain_gpt_distributed.sh", **paths, NNODES="2", NODE_RANK="1")
+    assert first[first.index("--node_rank") + 1] == "1"
+    assert (config.world, config.micro_batch, config.global_batch, config.steps) == (16, 8, 64, 500000)
+    _, config = launched(workspace, "pretrain_gpt_distributed_with_mp.sh", **paths)
+    p = config.parallel
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.sequence_parallel) == (2, 2, True)
+    assert (config.dp, config.micro_batch, config.global_batch) == (2, 4, 16)
+
+    missing = subprocess.run(
+        ["sh", "examples/pretrain_gpt_distributed.sh"], cwd=COMPAT, capture_output=True, text=True, env=environment()
+    )
+    assert missing.returncode and "set CHECKPOINT_PATH to the folder" in missing.stderr

@@ -1,0 +1,1 @@
+../../../../tools/openwebtext/merge_data.py
