@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_oneflow_checkpoints import weights as weights
+from test_oneflow_checkpoints import write_oneflow_gpt
 from test_two_machines import ADDRESSES
 from test_two_machines import machines as machines
 
@@ -32,6 +36,7 @@ from documents import (
     with_values,
     words,
 )
+from meshwright.__main__ import main
 from meshwright.launch import launcher
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
@@ -66,7 +71,8 @@ def gpt(place: Path) -> Path:
 
 def sizes(**more: object) -> str:
     """Return the lines of a shell that make the examples small."""
-    return "".join(f"export ONEFLOW_GPT_{name}={value}\n" for name, value in (SMALL | more).items())
+    lines = [f"export ONEFLOW_GPT_{name}={value}\n" for name, value in (SMALL | more).items()]
+    return "".join(["export MESHWRIGHT_TENSORBOARD=false\n", *lines])
 
 
 def train(monkeypatch: pytest.MonkeyPatch, folder: Path, argv: list[str]) -> int:
@@ -137,13 +143,67 @@ def test_its_own_defaults(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["vocab_size"] is None and seen["seed"] == 7 and seen["nvidia_smi_at"] == [3]
 
 
+def test_a_snapshot_of_oneflow_is_gone_on_with(
+    gpt: Path, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The largest number in the folder; later steps go beside it, and are what is loaded next."""
+    for number in (20, 500):
+        write_oneflow_gpt(gpt / f"snapshots/iter{number}_snapshot", weights)
+    argv = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --seq-length 12 --vocab-size 50 --mock-data"
+    argv += " --micro-batch-size 2 --train-iters 2 --load snapshots --save snapshots --save-init"
+    assert train(monkeypatch, gpt, argv.split()) == 0
+    assert "successfully loaded checkpoint from snapshots at iteration 500" in capfd.readouterr().out
+    assert {"iter_0000000", "iter_0000002"} <= {path.name for path in (gpt / "snapshots").iterdir()}
+    assert train(monkeypatch, gpt, [*argv.split(), "--train-iters", "3", "--override-opt_param-scheduler"]) == 0
+    assert "successfully loaded checkpoint from snapshots at iteration 2" in capfd.readouterr().out
+
+
+def test_an_interrupted_training_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("meshwright.__main__.main", lambda argv: 130)
+    assert train(monkeypatch, ROOT, []) == 130 and capfd.readouterr().out == "interrupted\n"
+    monkeypatch.setenv("RANK", "1")
+    assert train(monkeypatch, ROOT, []) == 130 and capfd.readouterr().out == ""
+
+
+def test_tools_beside_the_training(
+    gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron's weights are converted and loaded, losses compared, and LAMBADA's texts scored."""
+    argv = flags_of(gpt, "bash examples/pretrain_117M.sh", **SMALL)
+    megatron = [*argv, "--ckpt-format", "torch"]
+    assert train(monkeypatch, gpt, with_values(megatron, save="megatron", load="megatron")) == 0
+    tool(monkeypatch, "convert_py_model_to_of", "--py_model_dir", "megatron/iter_0000004/mp_rank_00/model_optim_rng.pt")
+    argv = with_values(argv, save="both", load="convert_pt_to_of_gpt_release")
+    assert train(monkeypatch, gpt, [*argv, "--finetune"]) == 0
+    assert "successfully loaded checkpoint from convert_pt_to_of_gpt_release" in capfd.readouterr().out
+    tool(monkeypatch, "compare_loss", "megatron", "both", "--json")
+    assert json.loads(capfd.readouterr().out)
+    (gpt / "lambada_test.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog"}\n')
+    script = "bash examples/lambada_cloze_accuracy.sh"
+    given = given_to_python(gpt, script, CHECKPOINT_PATH="both", VALID_DATA="lambada_test.jsonl")
+    assert given[:2] == ["-m", "meshwright"] and main([*given[2:], "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["perplexity"] > 1
+    assert "set CHECKPOINT_PATH" in shell(gpt, script, status=2)
+    assert "not needed: clone this repository" in shell(gpt, "bash tools/prepare_distribute.sh -n all", status=2)
+
+
+def tool(monkeypatch: pytest.MonkeyPatch, name: str, *argv: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *argv])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SYSTEM / f"tools/{name}.py"), run_name="__main__")
+    assert end.value.code == 0
+
+
 @covers("oneflow-gpt/container", "oneflow-gpt/image")
 def test_container(gpt: Path, tmp_path: Path) -> None:
     """The image is loaded, and an engine that runs the mounted script trains."""
     files = tmp_path / "files"
     files.mkdir()
     (files / "oneflow-manylinux2014-cuda11.2-0.1.tar.gz").touch()
-    first = fakes.put_first(tmp_path / "bin", files, docker=ENGINE) + f"export HOME={tmp_path}\n"
+    first = (
+        fakes.put_first(tmp_path / "bin", files, docker=ENGINE)
+        + f"export HOME={tmp_path} MESHWRIGHT_TENSORBOARD=false\n"
+    )
     script = smaller(block("oneflow-gpt/container"), vocab_size=320, initial_loss_scale=1)
     script = script.replace("--load checkpoint", "--load contained").replace("--save checkpoint", "--save contained")
     out = shell(gpt, f"set -e\n{first}{block('oneflow-gpt/image')}{script}")
@@ -207,12 +267,12 @@ def test_container_mistakes(tmp_path: Path, given: list[str], status: int, told:
     assert not (tmp_path / "var-cache").exists()
 
 
-@covers("oneflow-gpt/corpus")
+@covers("oneflow-gpt/corpus", "oneflow-gpt/preprocess")
 def test_corpus(gpt: Path, tmp_path: Path) -> None:
+    """The document's two lines, as they are, by the tool of this folder."""
     (tmp_path / "my-corpus.json").write_text(block("oneflow-gpt/corpus"))
     for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
         shutil.copy(gpt / name, tmp_path)
-    link(tmp_path / "GPT")
     (tmp_path / "tools").symlink_to(SYSTEM / "tools")
     assert "Processed 2 documents" in shell(tmp_path, block("oneflow-gpt/preprocess"))
 
@@ -240,18 +300,23 @@ def test_installation_from_the_clone_alone(tmp_path: Path) -> None:
     (tmp_path / "OneFlow-Benchmark/LanguageModeling/GPT").symlink_to(clone / "compat/oneflow-gpt")
     variables = f"export PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_PREFIX='{tmp_path}/there'\nwget() {{ :; }}\n"
     out = shell(tmp_path, variables + block("oneflow-gpt/installation"))
-    assert "oneflow-gpt-" in out.splitlines()[-1] and "meshwright-" in out.splitlines()[-1], out
+    assert "cp37m-manylinux2014_x86_64.whl is not a supported wheel" in out
+    assert re.search("Successfully installed meshwright-[0-9.]+ oneflow-gpt-", out), out
     assert list(tmp_path.glob("there/lib/*/site-packages/meshwright/training/run.py"))
 
 
-def flags_of(folder: Path, script: str, **variables: object) -> list[str]:
-    """Return what a script of the examples gives the program; it starts nothing."""
-    recorder = "bin/python3"
+def given_to_python(folder: Path, script: str, **variables: object) -> list[str]:
+    """Return the arguments of the Python that a script starts; it does not run."""
     (folder / "bin").mkdir(exist_ok=True)
-    (folder / recorder).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-    (folder / recorder).chmod(0o755)
-    lines = "".join(f"export ONEFLOW_GPT_{name}={value}\n" for name, value in variables.items())
-    given = shell(folder, f"export PATH=$PWD/bin:$PATH\n{lines}{script}").split("\0")[:-1]
+    (folder / "bin/python3").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    (folder / "bin/python3").chmod(0o755)
+    lines = "".join(f"export {name}={value}\n" for name, value in variables.items())
+    return shell(folder, f"exec 2>/dev/null\nexport PATH=$PWD/bin:$PATH\n{lines}{script}").split("\0")[:-1]
+
+
+def flags_of(folder: Path, script: str, **variables: object) -> list[str]:
+    """Return the flags that a script of the examples gives the program."""
+    given = given_to_python(folder, script, **{f"ONEFLOW_GPT_{name}": value for name, value in variables.items()})
     assert given[:2] == ["-m", "oneflow_gpt.training"]
     return given[2:]
 

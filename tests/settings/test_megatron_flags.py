@@ -119,3 +119,8 @@ def test_no_suggestion_is_the_opposite_or_another_thing(name):
     assert f"unknown flag --{name}" in said
     for wrong in ("--no-progress", "--log-interval?", "--save?", "--learning-rate", "--global-batch-size", "--train"):
         assert f"did you mean {wrong}" not in said, said
+
+
+@pytest.mark.parametrize("flag", ["--src", "--py", "--image", "--wheel", "--cmd", "--extra-mount"])
+def test_flags_of_a_container_launcher(flag):
+    assert f"{flag} is refused: it belongs to tools/launch_container.py" in refusal(flag, "3.7")

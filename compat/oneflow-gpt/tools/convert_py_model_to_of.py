@@ -1,4 +1,4 @@
-"""OneFlow-GPT's script name: makes a checkpoint that --load reads of one of Megatron."""
+"""OneFlow-GPT's script name: makes of Megatron's checkpoint one of Meshwright, for --load."""
 
 import argparse
 import sys
@@ -10,9 +10,7 @@ from meshwright.__main__ import main  # noqa: E402
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--py_model_dir", type=Path, required=True, help="model_optim_rng.pt, or its checkpoint")
+    parser.add_argument("--py_model_dir", required=True, help="model_optim_rng.pt, or its checkpoint")
     parser.add_argument("--of_dump_path", default="./convert_pt_to_of_gpt_release", help="folder to write")
     given, more = parser.parse_known_args()
-    model = given.py_model_dir
-    folder = str(model.parents[1] if model.is_file() and len(model.parents) > 1 else model)
-    sys.exit(main(["convert", folder, given.of_dump_path, "--to", "native", *more]))
+    sys.exit(main(["convert", given.py_model_dir, given.of_dump_path, "--to", "native", *more]))

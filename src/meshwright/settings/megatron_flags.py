@@ -169,6 +169,8 @@ _REFUSALS = {
     "data is .bin/.idx; see --data-path": "use-external-dataset object-storage-cache-path",
     "it belongs to the launcher; put it before the script's name": """nproc_per_node nnodes node_rank master_addr
         master_port nproc-per-node node-rank master-addr master-port hostfile include num_gpus""",
+    "it belongs to tools/launch_container.py, which starts a container; in one, give the flags of --cmd alone": """
+        src py image wheel cmd extra-mount proxy no-interactive""",
     "8-bit training is not yet there; it will keep all 8-bit numbers with 4 bits of exponent (e4m3), or gradients with "
     "5 (hybrid); give --bf16": "fp8-format fp8 fp8-e4m3 fp8-hybrid",
     "8-bit and 4-bit training is not yet there; give --bf16": """fp4-* fp8-* no-fp8-* first-last-layers-bf16
