@@ -283,6 +283,7 @@ def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
     release = Form(version=None, words="2019", args=False)
     write(tmp_path / "r/release", release, plain(release))
+    (tmp_path / "r/latest_checkpointed_iteration.txt").write_text("release")
     vocab = tmp_path / "vocab.json"
     vocab.write_text(json.dumps({str(n): n for n in range(61)}))
     given = [
