@@ -86,6 +86,7 @@ def test_sizes(run, flags, want):
         ["--init-method-std", "0.05"],
         ["--hidden-dropout", "0"],
         ["--attention-dropout", "0"],
+        ["--embedding-dropout", "0"],
         ["--no-bias-gelu-fusion"],
         ["--attention-impl", "sdpa"],
         ["--seq-length", "8"],

@@ -41,6 +41,7 @@ TABLE = {
         "init_method_std": E + "test_smaller_initial_weights",
         "hidden_dropout": LOSSES,
         "attention_dropout": LOSSES,
+        "embedding_dropout": LOSSES,
         "untie_embeddings_and_output_weights": E + "test_sizes",
         "bias_gelu_fusion": LOSSES,
         "openai_gelu": SAME,

@@ -174,3 +174,22 @@ def test_settings_of_ours_in_a_python_file(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("num_2", "num_layers"))
     config = flags.parse(TrainConfig, ["--config", str(path), "--dry-run"], "meshwright train", check=False).config
     assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (2, 32, 3e-4)
+
+
+def test_overrides() -> None:
+    config = {"a": {"b": 1, "sets": [{"path": "x"}, 5]}}
+    words = [
+        "a.b=[0]*2",
+        "a.sets[0].path=./gpt=2",
+        "a.sets.1=1e-3",
+        "a.amp.enabled=TRUE",
+        "+a.c=null",
+        "a.d=",
+        "a.e='1'",
+    ]
+    lazy_config.override(config, words)
+    sets = [{"path": "./gpt=2"}, 0.001]
+    assert config == {"a": {"b": [0, 0], "sets": sets, "amp": {"enabled": True}, "c": None, "d": "", "e": "1"}}
+    for word in ("c.b=1", "a.b.0.c=1", "a.sets.2=1", "a.sets.x.y=1", "a.c.d=1"):
+        with pytest.raises(UserError, match=f"{word}: "):
+            lazy_config.override(config, [word])

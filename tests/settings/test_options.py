@@ -45,6 +45,8 @@ WORDS = {
     "rms": {"normalization": "RMSNorm"},
     "1p": {"apply_layernorm_1p": True},
     "eps": {"layernorm_epsilon": 0.3},
+    "embdrop": {"embedding_dropout": 0.4},
+    "embdrop-only": {"embedding_dropout": 0.4, "hidden_dropout": 0.0},
     "qknorm": {"qk_layernorm": True},
     "embnorm": {"embed_layernorm": True},
     "postnorm": {"apply_residual_connection_post_layernorm": True},
@@ -56,8 +58,8 @@ WORDS = {
 
 TABLE = [
     "gpt2",
-    "erf untied embnorm",
-    "openai postnorm wide",
+    "erf untied embnorm embdrop",
+    "openai postnorm wide embdrop-only",
     "relu2 1p nobias eps",
     "rope rms swiglu nobias untied gqa",  # Llama
     "rope half qknorm liglu mqa",
@@ -73,9 +75,9 @@ TABLE = [
     "nopos reglu 1p qknorm",
     "nopos mqa geglu rms qkvbias ffn",
     "nopos 6heads openai untied 3layers",
-    "gqa liglu ffn embnorm rms eps",
+    "gqa liglu ffn embnorm rms eps embdrop",
     "mqa narrow openai qknorm nobias",
-    "wide swiglu qkvbias postnorm 1p",
+    "wide swiglu qkvbias postnorm 1p embdrop-only",
     "glu-swiglu narrow gqa untied eps",
     "rope half rms qknorm embnorm postnorm untied gqa wide glu-swiglu 3layers 1p",
     "alibi postnorm rms embnorm qknorm mqa reglu untied qkvbias",
@@ -153,7 +155,8 @@ def dropout_factors(m: Model, samples: torch.Tensor) -> dict[int, np.ndarray]:
     scores = dropout.rows(SEED, samples[:, None, None], heads[:, None], columns)
     out = {}
     for site in range(2 * m.num_layers + 1):
-        out[site] = dropout.keep(dropout.at_site(hidden, site), m.hidden_size, m.hidden_dropout).double() / 0.8
+        p = m.hidden_dropout if site or m.embedding_dropout is None else m.embedding_dropout
+        out[site] = dropout.keep(dropout.at_site(hidden, site), m.hidden_size, p).double() / (1 - p)
     for i in range(m.num_layers):
         out[~i] = dropout.keep(dropout.at_site(scores, ~i), T, m.attention_dropout).double() / 0.8
     return {site: x.numpy() for site, x in out.items()}

@@ -138,6 +138,19 @@ def test_oneflows_normal_form(run):
         assert line.startswith(counts) and re.search(figures + "$", line)
 
 
+def test_libais_line(run):
+    shown = run("--log-format=libai", "--log-interval=3")
+    lines = [line for line in shown.out.splitlines() if line.startswith(" eta: 0:00:")]
+    found = [re.search(r"  iteration: (\S+)  consumed_samples: (\d+)  total_loss: (\S+)  time: ", x) for x in lines]
+    means = [f"{sum(shown.losses[n : n + 3]) / 3:.4g}" for n in (0, 3)]
+    assert [x.groups() for x in found] == [("2/6", "12", means[0]), ("5/6", "24", means[1])]
+    assert all(re.search(r" lr: \d\.\d\de[-+]\d\d  $", line) for line in lines)
+    words = lines[1].split(" ")  # an extractor of LiBai's users counts them
+    at = words.index("time:")
+    assert float(words[at + 1]) * float(words[at + 8]) == pytest.approx(4, rel=2e-2)  # samples of a step
+    assert 0 <= float(words[at + 5]) <= float(words[at + 1]) and words[at + 9] == "samples/s"
+
+
 def test_the_log_is_kept_beside_what_is_printed(run, tmp_path):
     first = run(f"--save={tmp_path / 'run0'}")
     log = tmp_path / "run0" / "log.txt"
@@ -186,7 +199,9 @@ def test_a_log_that_cannot_be_written_ends_no_run(run, tmp_path, monkeypatch, wh
 def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
     values = {"grad_norm": 1.0, "loss_scale": 4096.0}
     table = screen.LineScreen(has_status=False)
-    step = lines.Interval(50, 100, 400, 50, 5.0, 0.1, values, math.nan, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0, 50)
+    step = lines.Interval(
+        50, 100, 400, 50, 5.0, 0.5, 0.1, values, math.nan, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0, 50
+    )
     head, row, note = table.step(step).splitlines()
     assert head.split() == "step loss gradient rate tokens/s MFU elapsed left".split()
     assert row.split()[:7] == "50 nan 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("25:00:00")

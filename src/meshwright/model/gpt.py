@@ -125,6 +125,8 @@ class GPT(nn.Module):
         if stream is not None:
             sites[2 * here[0]] = None  # the previous stage has added its last branch
         residual, pending = None, self.embed(tokens, where) if stream is None else stream
+        if stream is None and self.m.embedding_dropout is not None:  # else the first join drops as all do
+            pending, sites[0] = join(None, pending, sites[0], self.m.embedding_dropout), None
         for layers, again in self.stretches():
             if self.training and again:  # dropout has no state to keep
                 with self.keep_inputs(pending.is_cuda):
@@ -181,14 +183,16 @@ class GPT(nn.Module):
     def dropout_rows(self, where: Where) -> list[Tensor | None]:
         """Return each site's hashes of (seed, sample, place, site), [B, T] or as the stream."""
         count = 2 * self.layers + 1
-        if not (self.m.hidden_dropout and self.training and where.samples is not None):
+        branches, embedding = self.m.hidden_dropout > 0, self.m.dropout_of_embeddings > 0
+        if not ((branches or embedding) and self.training and where.samples is not None):
             return [None] * count
         if where.stream is not None and where.stream.samples is not None:
             rows = dropout.rows(where.seed, where.stream.samples, where.stream.columns)
         else:
             assert where.columns is not None
             rows = dropout.rows(where.seed, where.samples[:, None], where.columns)
-        return list(dropout.at_sites(rows, count).unbind())
+        sites = list(dropout.at_sites(rows, count).unbind())
+        return [rows if (branches if site else embedding) else None for site, rows in enumerate(sites)]
 
     def head(self, x: Tensor) -> Tensor:
         return self.product(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)

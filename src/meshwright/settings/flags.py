@@ -46,7 +46,7 @@ REPLACES = {
 
 # Words of other programs that are not near enough to ours for a suggestion, and for values.
 OTHER_WORDS = dict.fromkeys(("--max-tokens", "--max-length", "--num-tokens", "--length"), "--max-new-tokens")
-OTHER_VALUES = {"hf": "huggingface"}
+OTHER_VALUES = {"hf": "huggingface", "GPT2Tokenizer": "GPT2BPETokenizer"}
 
 
 @dataclasses.dataclass(frozen=True)

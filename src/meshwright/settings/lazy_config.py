@@ -14,6 +14,7 @@ import dataclasses
 import math
 import operator
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -109,6 +110,34 @@ def value(text: str) -> Any:
         return file.reading.copied(file.expression(_parse(text[:BYTES], "eval").body))
     except (_Refusal, UserError) as why:
         raise ValueError(str(why)) from None
+
+
+def override(config: dict[str, Any], words: Collection[str]) -> None:
+    """Apply words such as `train.amp.enabled=True` or `train.sets[0].path=a/b` to tables.
+
+    A value is an expression without names, true, false or null, or else a text. The first part of
+    the key must be there; further tables are made.
+    """
+    for word in words:
+        key, _, text = word.lstrip("+").partition("=")
+        names = [int(n) if n.isdigit() else n for n in re.sub(r"\[(\d+)\]", r".\1", key).split(".")]
+        place: Any = config
+        for depth, name in enumerate(names[:-1]):
+            if isinstance(place, list):
+                place = place[name] if name in range(len(place)) else None
+            else:
+                place = place.setdefault(name, {}) if depth else place.get(name)
+            if not isinstance(place, dict | list):
+                raise UserError(f"{word}: there is no table {'.'.join(map(str, names[: depth + 1]))}")
+        if isinstance(place, list) and names[-1] not in range(len(place)):
+            raise UserError(f"{word}: the list has no item {names[-1]}")
+        try:
+            place[names[-1]] = {"true": True, "false": False, "null": None}[text.lower()]
+        except KeyError:
+            try:
+                place[names[-1]] = value(text)
+            except ValueError:
+                place[names[-1]] = text
 
 
 def _parse(source: str, mode: str) -> Any:

@@ -146,6 +146,7 @@ _IDLE = {
         memory-centric-tiled-linear tile-factor:1""",
     "torchrun's rendezvous port is used": "ctrl-port:1",
     "the log is standard output and log.txt of --run-dir; figures are in metrics.jsonl": "log:1",
+    "it is for BERT's vocabulary": "do-lower-case do-chinese-wwm",
     "workers share one input and write one pair of files, in the order of the input": "partitions:1",
     # Flags of training on which the files of `preprocess` do not depend
     "the files hold true ids; padding belongs to training": """make-vocab-size-divisible-by:1 pad-vocab-size-to:1

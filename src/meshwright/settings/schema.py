@@ -71,8 +71,9 @@ class Model:
     pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size", "--padded-vocab-size")
     layernorm_epsilon: float = flag(1e-5, "added to the variance in the norm", "--norm-epsilon", bound=">0")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", bound=">0")
-    hidden_dropout: float = flag(0.1, "dropout of embeddings and of each branch's output", bound="[0,1)")
+    hidden_dropout: float = flag(0.1, "dropout of each branch's output, and of embeddings", bound="[0,1)")
     attention_dropout: float = flag(0.1, "dropout probability of attention", bound="[0,1)")
+    embedding_dropout: float | None = flag(None, "dropout of embeddings (none: --hidden-dropout)", bound="[0,1)")
     untie_embeddings_and_output_weights: bool = flag(False, "use a separate weight for the output layer")
     bias_gelu_fusion: bool = flag(True, "tanh approximation of GELU; else the exact one", needs="a GELU activation")
     openai_gelu: bool = flag(False, "tanh approximation even without --bias-gelu-fusion", needs="a GELU activation")
@@ -121,6 +122,10 @@ class Model:
         return "alibi" if kind == "alibi" else "none" if kind == "none" else "learned"
 
     @property
+    def dropout_of_embeddings(self) -> float:
+        return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
+
+    @property
     def rotating(self) -> int:
         """Dimensions of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
@@ -160,7 +165,7 @@ class Tokenizer:
         "gpt2, or byte; replaces the flags below (none: the one found beside the data or in the run)",
     )
     tokenizer_type: Literal[TokenizerType, PlannedTokenizerType] = flag(
-        "GPT2BPETokenizer", "type of tokenizer", only=get_args(TokenizerType), step=4
+        "GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", only=get_args(TokenizerType), step=4
     )
     vocab_file: str | None = flag(None, "path to GPT-2's vocab.json", "--vocab")
     merge_file: str | None = flag(None, "path to GPT-2's merges.txt", "--merges-file")
@@ -436,10 +441,10 @@ class Logging:
     """Logging and reports."""
 
     log_interval: int = flag(100, "steps between log lines", bound=">0")
-    log_format: Literal["auto", "short", "megatron", "table", "normal"] = flag(
+    log_format: Literal["auto", "short", "megatron", "table", "normal", "libai"] = flag(
         "auto",
-        "lines on stdout: short; Megatron's log; or that log with each logged step as a row of OneFlow's table "
-        "or its name=value form (auto: short on a terminal, else megatron); log.txt has Megatron's",
+        "lines on stdout: short; Megatron's log; or that log with each logged step as a row of OneFlow's table, "
+        "its name=value form or LiBai's line (auto: short on a terminal, else megatron); log.txt has Megatron's",
         "--metric-print-format",
     )
     steps_per_print: int | None = flag(
@@ -603,10 +608,10 @@ class TrainConfig:
 
 # Settings that the weights were trained with and no later run may change: all but these.
 _FREE = """make_vocab_size_divisible_by pad_vocab_size_to init_method_std init_method_xavier_uniform hidden_dropout
-attention_dropout attention_impl num_experts""".split()
+attention_dropout embedding_dropout attention_impl num_experts""".split()
 ARCHITECTURE = tuple(f.name for f in dataclasses.fields(Model) if f.name not in _FREE)
 # Settings that a checkpoint states and a run that loads it takes over, unless a flag gives another.
-STATED = ("hidden_dropout", "attention_dropout", "init_method_std")
+STATED = ("hidden_dropout", "attention_dropout", "embedding_dropout", "init_method_std")
 # Settings that decide a property together, or by a default: the property is compared.
 OUTCOME = {
     "ffn_hidden_size": "ffn",

@@ -21,6 +21,7 @@ class Interval:
     consumed: int  # samples since the run's first step
     steps: int
     seconds: float
+    data_seconds: float  # of these, waiting for the data
     lr: float  # of the next step, as Megatron prints it
     values: dict[str, Any]  # of the last step
     loss: float  # mean of the steps that were not skipped; if all were, of what they found
@@ -64,6 +65,16 @@ class Interval:
         if self.memory:
             parts.append(f"memory (GiB): {self.memory / 2**30:.2f}")
         return " | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(self.left))}"]) + " |"
+
+    def in_libais_form(self) -> str:
+        """Return LiBai's line, which counts iterations from 0."""
+        seconds, waited = self.seconds / self.steps, self.data_seconds / self.steps
+        return (
+            f" eta: {datetime.timedelta(seconds=int(self.left))}  iteration: {self.iteration - 1}/{self.total}  "
+            f"consumed_samples: {self.consumed}  total_loss: {self.loss:.4g}  time: {seconds:.4f} s/iter  "
+            f"data_time: {waited:.4f} s/iter total_throughput: {self.samples_per_second:.2f} samples/s "
+            f"lr: {self.lr:.2e}  "
+        )
 
     def named(self) -> dict[str, str]:
         """Return the figures of the table and the normal form, by OneFlow's names."""
@@ -110,6 +121,7 @@ FORMS = {
         head=f"{table_row({n: n for n in WIDTHS})}\n{table_row({n: '-' * width for n, width in WIDTHS.items()})}",
         start="Training...",
     ),
+    "libai": Form(Interval.in_libais_form),
     "normal": Form(lambda x: "".join(f"{name}={value}," for name, value in x.named().items()), start="Training..."),
 }
 

@@ -67,6 +67,7 @@ class Trainer:
         self.has_loaded = False
         self.train_batches: Generator[list[Batch], None, None] | None = None
         self.last = time.perf_counter()  # the end of the last step
+        self.waited = 0.0  # seconds for the last batch
         self.may_have_to_stop = True  # whether any rank may have a reason to
 
     @property
@@ -204,8 +205,10 @@ class Trainer:
 
     def step(self, stop: StopConditions) -> None:
         """Update the weights with the next global batch and record the result."""
+        begun = time.perf_counter()
         with self.timers.time("batch-generator", 2):
             micro_batches = self.next_batch()
+        self.waited = time.perf_counter() - begun
         settings = self.step_settings(stop)
         self.record(settings, train_step(self.net, micro_batches, settings, self.timers.time))
 
@@ -248,7 +251,7 @@ class Trainer:
         p.schedule_samples += 0 if skipped else size
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
         row = {"batch": size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
-        row |= {"skipped": skipped, **shown}
+        row |= {"skipped": skipped, "data_ms": round(1e3 * self.waited, 3), **shown}
         now, next_lr = time.perf_counter(), self.state.schedule.lr(p.schedule_samples)
         self.metrics.step(p.iteration, p.consumed_train_samples, now - self.last, next_lr, row)
         self.last = now

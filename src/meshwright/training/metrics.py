@@ -96,7 +96,7 @@ class Metrics:
         self.losses: list[float] = []  # of steps that were not skipped
         self.skipped_losses: list[float] = []
         self.steps = self.samples = self.skipped = self.nan = 0
-        self.seconds = 0.0
+        self.seconds = self.data_ms = 0.0
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
         """Append one row immediately, so that a kill can truncate only the last line."""
@@ -124,6 +124,7 @@ class Metrics:
         self.steps += 1
         self.samples += batch
         self.seconds += seconds
+        self.data_ms += values["data_ms"]
         self.skipped += values["skipped"]
         self.nan += not math.isfinite(loss)
         (self.skipped_losses if values["skipped"] else self.losses).append(loss)
@@ -179,6 +180,7 @@ class Metrics:
             consumed=consumed,
             steps=self.steps,
             seconds=self.seconds,
+            data_seconds=self.data_ms / 1e3,
             lr=lr,
             values=values,
             loss=sum(losses) / len(losses),

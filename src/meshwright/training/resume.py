@@ -325,7 +325,11 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         for name in ours
         if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
     ]
-    needed = [*STATED, "layernorm_epsilon", *["rotary_base"] * (config.model.position == "rope")]
+    needed = [
+        *(n for n in STATED if n != "embedding_dropout"),
+        "layernorm_epsilon",
+        *["rotary_base"] * (config.model.position == "rope"),
+    ]
     if unstated := [name for name in needed if name not in saved]:
         values = ", ".join(f"{spelling(name)} {getattr(config.model, name):g}" for name in unstated)
         out.append(f" > note: the checkpoint does not state all settings; used are {values}")

@@ -118,7 +118,7 @@ def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsy
     """Issue 13, line 5: dropouts, epsilon, rotary base and initial deviation; a flag wins."""
     stated = {"attention_dropout": 0.03, "initializer_range": 0.05, "rms_norm_eps": 1e-4}
     if name == "gpt2":
-        stated = {"attn_pdrop": 0.03, "resid_pdrop": 0.07, "embd_pdrop": 0.07, "initializer_range": 0.05}
+        stated = {"attn_pdrop": 0.03, "resid_pdrop": 0.07, "embd_pdrop": 0.2, "initializer_range": 0.05}
     theirs(name, **stated).save_pretrained(tmp_path / "a")
     run = ["train", *SHORT.split(), "--seq-length", str(LENGTH), "--load", str(tmp_path / "a")]
     assert cli.main([*run, "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "c")]) == 0
@@ -148,7 +148,8 @@ def test_what_a_folder_does_not_state_is_noted(tmp_path, capsys):
     assert line.endswith("transformers' defaults are used: attention_dropout 0")
     theirs("gpt2").save_pretrained(tmp_path / "b")
     change_config(tmp_path / "b", embd_pdrop=0.2)
-    assert "embd_pdrop 0.2 is replaced by resid_pdrop 0 " in huggingface.open(tmp_path / "b").notes[0]
+    again = huggingface.open(tmp_path / "b")
+    assert again.config["embedding_dropout"] == 0.2 and not again.notes
     change_config(tmp_path / "b", resid_pdrop=1.5)
     assert "resid_pdrop is 1.5; it must be in [0, 1)" in error_of(lambda: huggingface.open(tmp_path / "b"))
 

@@ -159,7 +159,8 @@ def write_libai(root, state, flow_tensor, form, yaml=True):
     if yaml:
         (root / "config.yaml").write_text(
             f"model:\n  _target_: libai.models.GPTForPreTraining\n  cfg: {{num_attention_heads: {HEADS}, "
-            "layernorm_epsilon: 1.0e-05, output_dropout_prob: 0.05, initializer_range: 0.03, "
+            "layernorm_epsilon: 1.0e-05, output_dropout_prob: 0.05, embedding_dropout_prob: 0.1, "
+            "initializer_range: 0.03, "
             "apply_residual_post_layernorm: false, bias_gelu_fusion: true}\n"
         )
     return folder
@@ -202,6 +203,7 @@ def test_libai(form, turned, weights, flow_tensor, tmp_path):
     source = oneflow.open(folder)
     assert source.kind == "LiBai" and source.config["num_attention_heads"] == HEADS and not source.notes
     assert (source.config["hidden_dropout"], source.config["init_method_std"]) == (0.05, 0.03)
+    assert source.config["embedding_dropout"] == 0.1
     assert_same_logits(source, weights)
     found = loading.open_any(tmp_path)
     assert found is not None and found.kind == "LiBai"

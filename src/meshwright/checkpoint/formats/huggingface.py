@@ -297,11 +297,9 @@ def gpt2_dropouts(given: Given) -> dict[str, float]:
     """Return the settings of a training, which weights and shapes do not prove."""
     given.note_defaults(**GPT2_DEFAULTS)
     hidden, embedding, attention = (given.share(f"{x}_pdrop", 0.1) for x in ("resid", "embd", "attn"))
-    if embedding != hidden:
-        used = f"resid_pdrop {hidden:g} (--hidden-dropout)"
-        given.notes.append(f" > note: embd_pdrop {embedding:g} is replaced by {used}")
-    std = given.real("initializer_range", 0.02)
-    return {"hidden_dropout": hidden, "attention_dropout": attention, "init_method_std": std}
+    out = {"hidden_dropout": hidden, "attention_dropout": attention}
+    out |= {} if embedding == hidden else {"embedding_dropout": embedding}
+    return out | {"init_method_std": given.real("initializer_range", 0.02)}
 
 
 # transformers' values where config.json states none.

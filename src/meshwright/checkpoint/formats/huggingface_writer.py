@@ -185,7 +185,8 @@ def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
             "n_positions": saved.require_positions(),
             "layer_norm_epsilon": m.layernorm_epsilon,
             "activation_function": "gelu" if m.activation == "gelu" else "gelu_new",
-            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), m.hidden_dropout),
+            "embd_pdrop": m.dropout_of_embeddings,
+            "resid_pdrop": m.hidden_dropout,
             "attn_pdrop": m.attention_dropout,
         }
     return common | {

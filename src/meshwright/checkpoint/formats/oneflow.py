@@ -53,9 +53,9 @@ LIKE_MEGATRON = {
     "transformer.layernorm_f.": "transformer.final_layernorm.",
 }
 
-# LiBai's config.yaml; its embedding dropout has no flag of its own here.
+# LiBai's config.yaml
 DROPOUTS = {"output_dropout_prob": "hidden_dropout", "attention_dropout_prob": "attention_dropout"}
-DROPOUTS |= {"initializer_range": "init_method_std"}
+DROPOUTS |= {"embedding_dropout_prob": "embedding_dropout", "initializer_range": "init_method_std"}
 
 OFF = "bias_gelu_fusion openai_gelu swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
