@@ -284,7 +284,7 @@ LEVEL_2 = LEVEL_1 | {"forward-compute", "backward-compute", "batch-generator"}
 )
 def test_timers(run, level, option, names, form):
     got = run("--timing-log-level", level, "--timing-log-option", option, "--eval-iters", 0)
-    after = got.out.split("training ...")[1]
+    after = got.out.split("\ntraining ...")[1]
     found = re.findall(r"    ([a-z-]+) \.+" + form, after)
     assert set(found) == names and len(found) == 6 * len(names)
     title = {"all": "times", "max": "max time"}.get(option, "(min, max) time")
