@@ -286,15 +286,7 @@ def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "r/latest_checkpointed_iteration.txt").write_text("release")
     vocab = tmp_path / "vocab.json"
     vocab.write_text(json.dumps({str(n): n for n in range(61)}))
-    given = [
-        *both,
-        "--load-dir",
-        tmp_path / "r",
-        "--save-dir",
-        tmp_path / "d",
-        "--vocab-file",
-        tmp_path / "vocab.json",
-    ]
+    given = [*both, "--load-dir", tmp_path / "r", "--save-dir", tmp_path / "d", "--vocab-file", tmp_path / "vocab.json"]
     assert script("tools/checkpoint/util.py", *given) == 65 and "--num-attention-heads" in capsys.readouterr().err
     assert script(util, *given, "--num-attention-heads", 4) == 0
     assert megatron.open(tmp_path / "d/iter_0000001").vocab == 61

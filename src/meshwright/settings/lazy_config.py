@@ -120,7 +120,10 @@ def override(config: dict[str, Any], words: Collection[str]) -> None:
     """
     for word in words:
         key, _, text = word.lstrip("+").partition("=")
-        names = [int(n) if n.isdigit() else n for n in re.sub(r"\[(\d+)\]", r".\1", key).split(".")]
+        found = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
+        names: list[Any] = [int(name) if re.fullmatch("[0-9]{1,6}", name) else name for name in found]
+        if len(names) < 2:
+            raise UserError(f"{word} is no setting; give TABLE.KEY=VALUE")
         place: Any = config
         for depth, name in enumerate(names[:-1]):
             if isinstance(place, list):
