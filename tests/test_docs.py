@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = page.parent / path if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+def test_commits_that_records_name_are_in_the_history() -> None:
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("no history here: an archive or a shallow clone")
+    history = git("rev-list", "HEAD").split()
+    texts = [p for end in ("md", "txt", "log") for p in (ROOT / "benchmarks").rglob(f"*.{end}")]
+    named = {
+        (name(path), commit)
+        for path in texts
+        for place in re.finditer(r"(?i)\bcommits?\b(.{0,80})", path.read_text(encoding="utf-8", errors="replace"), re.S)
+        for commit in re.findall(r"\b[0-9a-f]{7,40}\b", place[1])
+    }
+    assert len(named) >= 10
+    assert [pair for pair in sorted(named) if not any(one.startswith(pair[1]) for one in history)] == []
