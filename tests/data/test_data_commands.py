@@ -411,9 +411,25 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
             epochs = source["samples"] * 16 / mine.sum()
             assert source["tokens"] == mine.sum() and source["epochs"] == pytest.approx(epochs)
     assert sum(s["samples"] for s in sets["train"]["sources"]) == 400
-    assert any("test has no document" in line for line in facts["warnings"])
+    assert facts["sets"][2] == {
+        "set": "test",
+        "samples": 0,
+        "counted": "--split 80,20,0 gives it no share",
+        "sources": [],
+    }
+    assert not any("test" in line for line in facts["warnings"])
     _, out, err = run("plan", *[w if w != "400" else "40000" for w in argv])
     assert "train: 40,000 samples, 640,000 tokens" in out and "times over in training" in err
+
+
+def test_plan_of_a_set_without_a_document(tmp_path: Path) -> None:
+    a, _ = two_pairs(tmp_path)
+    status, out, err = run("plan", "--data-path", a, *TRAIN, "--split", "99,0.01,0")
+    assert status == 0 and out.count("tokens read") == 1
+    assert (
+        "valid: none; --split 99,0.01,0 leaves it no document\n\ntest: none; --split 99,0.01,0 gives it no share" in out
+    )
+    assert "valid is no set of this training: --split 99,0.01,0 leaves it no document" in err and "test is" not in err
 
 
 def test_plan_of_more_samples_than_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from meshwright.data.tools.statistics import text_of
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
 from meshwright.settings import data_paths
+from meshwright.settings.grammar import split_shares
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 
@@ -126,8 +127,12 @@ def plan_set(config: TrainConfig, spec: SetSpec, found: list[Part]) -> dict[str,
             advice = "a smaller weight, more data or a shorter run avoids it"
             warnings.append(f"{part.prefix} is read {epochs:.1f} times over in training: {advice}")
     if not sources:
-        name = {"train": "training"}.get(spec.key, spec.key)
-        warnings.append(f"{name} has no document: {spec.paths.flag} leaves none, so there is no such set")
+        flag, share = spec.paths.flag, 1.0
+        if spec.paths.divided:
+            flag = f"--split {config.data.split}"
+            share = split_shares(config.data.split)[data_paths.SPLITS.index(spec.paths.split)]
+        how = f"{flag} leaves it no document" if share else f"{flag} gives it no share"
+        warnings += [f"{spec.key} is no set of this training: {how}"] if share else []
     samples = sum(counts)
     return {"set": spec.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
 
@@ -136,20 +141,23 @@ def count_samples(spec: SetSpec, found: list[Part]) -> tuple[list[int], str]:
     """Return how many of a set's samples each part gives, and how they were counted."""
     if spec.in_full:
         return [part.samples for part in found], "every sample once"
+    if not found:
+        return [], "no document"
     if len(found) == 1:
         return [spec.samples], "one source"
     shares = np.array([part.share for part in found])
-    if not found or spec.samples > EXACT:
+    if spec.samples > EXACT:
         return [round(share * spec.samples) for share in shares.tolist()], "from the shares: one sample more or less"
     which, _ = blend_order(shares / shares.sum(), spec.samples)
     return np.bincount(which, minlength=len(found)).tolist(), "in the real order"
 
 
 def format_table(one: dict[str, Any]) -> list[str]:
+    if not one["sources"]:
+        return [f"{one['set']}: none; {one['counted']}", ""]
     read = sum(source["tokens_read"] for source in one["sources"])
     out = [f"{one['set']}: {one['samples']:,} samples, {read:,} tokens, counted: {one['counted']}"]
-    if one["sources"]:
-        out.append("     share     documents              tokens         samples         tokens read    epochs  source")
+    out.append("     share     documents              tokens         samples         tokens read    epochs  source")
     for s in one["sources"]:
         out.append(
             f"{s['share']:>10.4%}{s['documents']:>14,}{s['tokens']:>20,}{s['samples']:>16,}{s['tokens_read']:>20,}"
