@@ -24,7 +24,7 @@ SUFFIXES = frozenset(
     .r .jl .lua .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .rkt .f .f90 .f95 .for .pas .ada .adb .ads .d .dart
     .nim .zig .v .sv .vhd .vhdl .proto .cmake .tcl .awk""".split()
 )
-DATA = frozenset((".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".tar", ".tgz", ".txz", ".tbz2", ".zip"))
+DATA = frozenset(".jsonl .ndjson .json .xml .parquet .arrow .tar .tgz .txz .tbz2 .zip".split())
 PACKED = (".gz", ".xz", ".zst", ".bz2")
 FILLED = ("__pycache__", "node_modules")  # by programs: not anyone's own text
 # Names in a folder that train-tokenizer, preprocess, train, quickstart or the demo made.
@@ -90,13 +90,15 @@ class Choice:
     exclude: tuple[str, ...] = ()
 
     def refusal(self, path: str, is_named: bool) -> str | None:
-        """Return why a file is passed over by its path, or None; `is_named` skips the suffix."""
+        """Return why a file is passed over by its path, or None; `is_named` skips the suffix.
+
+        Without a suffix of its own, as wikiextractor writes, a file may still be JSON lines.
+        """
         if _matches(path, self.exclude) or (self.include and not _matches(path, self.include)):
             return NOT_CHOSEN
         suffix = suffix_of(path)
-        if is_named or self.include or suffix in SUFFIXES or suffix in DATA:
-            return None
-        return OTHER + (suffix or "no suffix")
+        is_open = is_named or self.include or is_known(suffix) or suffix in ("", *PACKED)
+        return None if is_open else OTHER + suffix
 
     def is_hidden(self, name: str) -> bool:
         """Return whether a name in a folder is left out without a word."""
@@ -124,6 +126,10 @@ def suffix_of(path: str) -> str:
         suffix = os.path.splitext(stem)[1] or suffix
     # A suffix is short and printable; what follows any other dot is part of the name.
     return suffix.lower() if re.fullmatch(r"\.\w{1,12}", suffix) else ""
+
+
+def is_known(suffix: str) -> bool:
+    return suffix in SUFFIXES or suffix in DATA
 
 
 def walk(folder: str, choice: Choice, passed: PassedOver) -> list[tuple[str, os.stat_result]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from meshwright.data.prepare import containers, folders, tables
+from meshwright.data.prepare import containers, folders, tables, wiki
 from meshwright.data.prepare.folders import Choice, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -38,7 +38,7 @@ class Input:
     """A file, a pipe, or several `texts` that are each read as a whole.
 
     The first bytes decide the kind. `bytes` is on disk, 0 for a pipe. `folder` is the one in which
-    the input was found, None if it was named.
+    the input was found, None if it was named. Documents of a `wiki` are the articles of its dump.
     """
 
     path: str
@@ -46,6 +46,7 @@ class Input:
     bytes: int = 0
     folder: str | None = None
     files: tuple[tuple[str, int, int], ...] = ()  # of texts: path, size, time of change
+    is_wiki: bool = False
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Found:
         names = {"lines": "JSON lines", "stream": "archives or streams", "text": "plain text", "texts": "plain text"}
         counts: Counter[str] = Counter()
         for one in self.inputs:
-            counts[names.get(one.kind, "tables")] += len(one.files) or 1
+            counts["wiki dumps" if one.is_wiki else names.get(one.kind, "tables")] += len(one.files) or 1
         return ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
 
     def opened(self) -> Iterator[str]:
@@ -145,6 +146,8 @@ def _inspect(path: str) -> Input:
     kind = containers.kind_of(start)
     if kind is None and (JSON_NAME.search(path) or JSON_START.match(start)):
         return Input(path, "lines", about.st_size)
+    if wiki.IS_DUMP.match(start):
+        return Input(path, "text", about.st_size, is_wiki=True)
     return _input(path, kind, about, None)
 
 
@@ -166,13 +169,18 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
         raise folders.unreadable(path, error) from None
     inner = containers.kind_of(start) if start else None
     suffix = folders.suffix_of(path)
-    if kind in ("parquet", "arrow", "legacy arrow", "tar", "zip") or inner == "tar":
+    is_chosen = given.include or folders.is_known(suffix)
+    if is_chosen and (kind in ("parquet", "arrow", "legacy arrow", "tar", "zip") or inner == "tar"):
         return _input(path, kind, about, folder)
     if suffix in (".jsonl", ".ndjson") or is_json_lines(start, given.json_keys):
         return Input(path, "stream" if kind else "lines", about.st_size, folder)
-    if suffix == ".json" and not given.include:
-        return "not JSON lines"
-    if suffix in folders.DATA and suffix != ".json" and not kind:
+    if not is_chosen:
+        return folders.OTHER + (suffix or "no suffix")
+    if wiki.IS_DUMP.match(start):
+        return Input(path, "stream" if kind else "text", about.st_size, folder, is_wiki=True)
+    if suffix in (".json", ".xml") and not given.include:
+        return "not JSON lines" if suffix == ".json" else "XML other than wiki dumps"
+    if suffix in folders.DATA and suffix not in (".json", ".xml") and not kind:
         return "not of the kind that their suffix says"
     if containers.foreign_encoding(start):
         return "not UTF-8"

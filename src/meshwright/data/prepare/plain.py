@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from meshwright.data.prepare import containers, markup
+from meshwright.data.prepare import containers, markup, wiki
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.records import BadLine, PassedFile
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -23,6 +23,8 @@ HTML_NAME = re.compile(r"\.x?html?(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 @functools.cache
 def ends_of(separator: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """Return the patterns of a line that ends a document: with its line feed, or at the end too."""
+    if separator == wiki.PAGES:
+        return wiki.ENDS
     line = rb"^" + re.escape(separator.encode()) + rb"\r?"
     return re.compile(line + rb"\n", re.MULTILINE), re.compile(line + rb"(?:\n|\Z)", re.MULTILINE)
 
@@ -32,6 +34,11 @@ def documents(content: bytes, name: str, separator: str) -> Iterator[tuple[int, 
 
     Blank ones do not count. What is no text at all is a `PassedFile`.
     """
+    if separator == wiki.PAGES:
+        if content.startswith(TOO_LONG):
+            yield 0, BadLine(f"page longer than {LONGEST:,} bytes", "a dump without old revisions is shorter")
+        yield from wiki.articles(content)
+        return
     is_page = HTML_NAME.search(name) or markup.IS_HTML.match(content)
     begin = len(BOM) * content.startswith(BOM)
     # Looking for the bytes first is many times as fast as the pattern alone.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, BinaryIO, Literal
 
-from meshwright.data.prepare import containers, markup, plain, records, tables
+from meshwright.data.prepare import containers, markup, plain, records, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, shown
 from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, START, Found, Input, choice_of, find, is_json_lines
 from meshwright.data.prepare.plain import BOM, HTML_NAME, LONGEST, PIECE, REST, TOO_LONG
@@ -66,7 +66,10 @@ def pieces(inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1)
 
 
 def _input_pieces(number: int, one: Input, given: TextInputs) -> Iterator[Piece]:
-    how: dict[str, Any] = {"separator": given.document_separator, "is_named": one.folder is None}
+    how: dict[str, Any] = {
+        "separator": wiki.PAGES if one.is_wiki else given.document_separator,
+        "is_named": one.folder is None,
+    }
     if one.kind in ("lines", "text"):
         kind: Any = "place" if one.kind == "lines" else "text"
         for begin in range(0, one.bytes, PIECE):
@@ -114,6 +117,8 @@ def _stream_pieces(number: int, one: Input, given: TextInputs) -> Iterator[Piece
         else:
             if one.folder is None:
                 _require_text(path, start)
+            if wiki.IS_DUMP.match(start):
+                separator = wiki.PAGES
             for part in _parts(path, stream, separator):
                 at = containers.position(file)
                 yield Piece(number, path, "texts", begin, 0, [("", part)], at, separator, one.folder is None)
@@ -199,8 +204,9 @@ def _member_parts(members: Iterator[Member], separator: str) -> Iterator[tuple[s
                 raise stream
             yield from damage
             damage = []
-            if name.lower().endswith(".json") and SPREAD.match(containers.peek(stream)):
-                yield name, 0, PassedFile("not JSON lines")
+            start = containers.peek(stream)
+            if refused := _refused_member(name, start):
+                yield name, 0, PassedFile(refused)
                 continue
             for part in _parts(name, stream, separator):
                 yield name, lines, part
@@ -208,6 +214,12 @@ def _member_parts(members: Iterator[Member], separator: str) -> Iterator[tuple[s
         except containers.DAMAGES as error:
             damage = [(name, 0, BadLine("damaged member", str(error)))]
     yield from damage
+
+
+def _refused_member(name: str, start: bytes) -> str:
+    if wiki.IS_DUMP.match(start):
+        return "wiki dumps in an archive"
+    return "not JSON lines" if name.lower().endswith(".json") and SPREAD.match(start) else ""
 
 
 def _parts(name: str, stream: BinaryIO, separator: str) -> Iterator[bytes]:
