@@ -51,6 +51,7 @@ NO_TORCH = [
     "settings.data_paths",
     "settings.command",
     "launch.world",
+    "launch.engines",
     "launch.launcher",
     "launch.rendezvous",
     "launch.team",

@@ -12,12 +12,20 @@ from meshwright.settings.schema import Parallel
 
 def main(argv: list[str]) -> int:
     about = f"Start COMMAND, {', '.join(TOGETHER)} or a Python script, as several ranks. Flags of launch go before it."
-    given = flags.parse(LaunchConfig, argv, "meshwright launch", about=about).config
+    parsed = flags.parse(LaunchConfig, argv, "meshwright launch", about=about)
+    given = parsed.config
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not words:
         raise UserError(f"nothing to start; name {', '.join(TOGETHER)} with its flags, or a Python script")
     if words[0] in TOGETHER and help.asked(words) is not None:
         return int(importlib.import_module(f"meshwright.commands.{words[0]}").main(words[1:]))
+    if given.write is not None:
+        from meshwright.launch import engines
+        from meshwright.training.resume import checkpoint_architecture
+
+        return engines.write(given, parsed.sources, words, checkpoint_architecture)
+    if given.write_to or given.image or given.overwrite:
+        raise UserError("--write-to, --image and --overwrite need --write ENGINE")
     program = build_program(words)
     plan = make_plan(given)
     from meshwright.launch import agent  # imports torch

@@ -14,6 +14,7 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from meshwright import device as devices
 from meshwright.errors import UNAVAILABLE, UserError
@@ -57,6 +58,12 @@ class LaunchConfig:
     )
     max_restarts: int = flag(0, "most restarts after a crash, a time-out or a signal", "--max_restarts")
     wait: float = flag(START_SECONDS, "seconds to wait for the other machines at the start")
+    write: Literal["slurm", "kubernetes", "jobset", "skypilot", "ray", "docker"] | None = flag(
+        None, "start nothing; write the command into a file for this engine"
+    )
+    write_to: str | None = flag(None, "file for --write (none: print it)")
+    overwrite: bool = flag(False, "let --write-to replace a file")
+    image: str | None = flag(None, "container image in the file of --write (none: meshwright:VERSION)")
     command: list[str] = flag([], "one of our commands or a Python script, with its flags", positional="rest")
 
 

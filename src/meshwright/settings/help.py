@@ -228,7 +228,9 @@ def placeholder(name: str, kind: Any) -> str:
 # Flags of text that are paths; other words for them than TEXT.
 PATHS = {
     **dict.fromkeys("save load save_hf run_dir tensorboard_dir wandb_save_dir data_cache_path".split(), "DIR"),
-    **dict.fromkeys("genfile checksums picture deepspeed_config kill_switch_path sample_input_file".split(), "FILE"),
+    **dict.fromkeys(
+        "genfile checksums picture deepspeed_config kill_switch_path sample_input_file write_to".split(), "FILE"
+    ),
     **dict.fromkeys("data_path train_data_path valid_data_path test_data_path".split(), "PREFIX"),
     **dict.fromkeys("output_prefix prefix prefixes datasets".split(), "PREFIX"),
     **dict.fromkeys("input json_path output tokenizer_model tokenizer".split(), "PATH"),

@@ -129,6 +129,7 @@ PAGES = {
         examples=(
             "meshwright launch --nproc-per-node 8 train --config run/config.toml",
             "meshwright launch --nproc-per-node 8 --node-ips 10.0.0.1,10.0.0.2 train ...",
+            "meshwright launch --write slurm --write-to run.sbatch --nnodes 2 \\\n      --nproc-per-node 8 train ...",
         ),
     ),
     "inspect": Page(
