@@ -18,7 +18,7 @@
 # Ten minutes before the time limit, this script is sent USR1: it lets the run save, and queues the
 # job again. The command continues from its own checkpoints. Crashes, time-outs and lost nodes are
 # started again as well; mistakes in settings, bad data and `scancel` are not.
-# shellcheck disable=SC2016,SC2329
+# shellcheck disable=SC1003,SC2016,SC2329
 set -uo pipefail
 
 PYTHON=@PYTHON@ # an environment with Meshwright, on every node
