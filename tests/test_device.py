@@ -89,7 +89,7 @@ def test_without_an_accelerator(machine):
         ("cuda", "--device cuda: torch sees no GPU (nvidia-smi shows"),
         ("cuda:1", "--device cuda:1: torch sees no GPU (nvidia-smi shows"),
         ("xpu", "--device xpu: torch sees no such device (xpu-smi discovery shows"),
-        ("npu", "--device npu: torch_npu is not installed"),
+        ("npu", "--device npu: torch_npu is not installed; with Ascend's driver and CANN in place"),
         ("bogus", "--device bogus: torch sees no such device"),
     ):
         with pytest.raises(UserError) as error:

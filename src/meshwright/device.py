@@ -67,7 +67,13 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
 def _load_torch_npu() -> None:
     """Import torch_npu, which torch does not if TORCH_DEVICE_BACKEND_AUTOLOAD forbids it."""
     if importlib.util.find_spec("torch_npu") is None:
-        raise UserError("--device npu: torch_npu is not installed; install the version that matches torch")
+        import torch
+
+        version = ".".join(torch.__version__.split(".")[:2])
+        raise UserError(
+            f"--device npu: torch_npu is not installed; with Ascend's driver and CANN in place (npu-smi info shows the "
+            f"devices), pip install 'torch_npu=={version}.*', as torch is {version}, or give --device cpu"
+        )
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # a driver library is missing, or torch has another version

@@ -131,6 +131,7 @@ exit "${STATUS:-0}"
 def recorded(system: Path, tmp_path: Path) -> str:
     """Shell lines after which the scripts start no rank; $ARGS has what they would start."""
     lines = [f"steps: {n} loss: 3.0 iter time (s): 0.1 samples/sec: {n}.000" for n in range(1, 251)]
+    lines[:0] = ["  seq_length ...................................... 1024"]
     lines[100:100] = [" validation loss at iteration 100 | lm loss value: 3.4E+00 | lm loss PPL: 2.65E+01 | "]
     lines += [
         " validation loss at iteration 200 | lm loss value: NAN | lm loss PPL: NAN | ",
@@ -157,6 +158,7 @@ def test_train(place: Path, system: Path, tmp_path: Path, recorded: str) -> None
     """Both scripts, one after the other; what they start runs as two ranks, which print what they
     find in the log.
     """
+    shutil.rmtree(system / "ckpts", ignore_errors=True)
     (tmp_path / "lines").write_text("")
     shell(system, f"{recorded}{train_block(place)}", 1)
     assert (system / "data").resolve() == (place / "data").resolve()
@@ -188,7 +190,12 @@ def test_train_by_the_launcher(place: Path, system: Path) -> None:
 @pytest.mark.parametrize("kind", ["full", "performance"])
 @pytest.mark.parametrize("size", TABLE)
 def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, recorded: str, size: str, kind: str) -> None:
-    out = shell(system, f"{recorded} bash ./test/train_{kind}_8p.sh --data_path={place}/data --model_size={size}")
+    shutil.rmtree(system / "ckpts", ignore_errors=True)
+    script = f"{recorded} bash ./test/train_{kind}_8p.sh --data_path={place}/data --model_size"
+    out = shell(system, f"{script}={size}")
+    assert (
+        f"| NAME | params | PPL | samples/s | seq_len | Steps |\n| 8p | {size} | 26.5 | 200.5 | 1024 | 250 |\n" in out
+    )
     assert "samples/sec : 200.5\nFinal Train lm loss PPL(accuracy): 26.5\n" in out  # the last hundred, the least
     words = (tmp_path / "args").read_text().split("\0")[:-2]
     assert words[:6] == ["-m", "meshwright", "launch", "--nproc-per-node", "8", "train"]
@@ -211,6 +218,9 @@ def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, record
     assert (c.data.split, c.data.num_workers, p.zero, c.precision.fp16) == ("949,50,1", 16, 0, True)
     assert (t.eval_interval, t.eval_iters, c.logging.log_interval, c.logging.steps_per_print) == (1000, 10, 100, 1)
     saved = ("ckpts/ckpts_tmp", 100000) if kind == "full" else (None, None)
+    if kind == "full":
+        other = "1.3B" if size == "345M" else "345M"
+        assert f"ckpts_tmp holds a run of {size}, not {other}: move" in shell(system, f"{script}={other}", 1)
     assert (c.checkpoint.save and str(Path(c.checkpoint.save).relative_to(system)), c.checkpoint.save_interval) == saved
 
 
@@ -218,6 +228,7 @@ def test_train_iters_count_in_both_scripts(place: Path, system: Path, tmp_path: 
     """The original's performance script ignores them. Another --data_path than ./data is read."""
     other = tmp_path / "other data"
     other.mkdir()
+    shutil.rmtree(system / "ckpts", ignore_errors=True)
     for kind in ("full", "performance"):
         out = shell(system, f"{recorded} bash test/train_{kind}_8p.sh --data_path='{other}' --train_iters=7")
         words = (tmp_path / "args").read_text().split("\0\0")[-2].split("\0")
@@ -226,7 +237,8 @@ def test_train_iters_count_in_both_scripts(place: Path, system: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["full", "performance"])
-def test_errors(place: Path, system: Path, tmp_path: Path, recorded: str, kind: str) -> None:
+def test_errors(place: Path, system: Path, recorded: str, kind: str) -> None:
+    shutil.rmtree(system / "ckpts", ignore_errors=True)
     script = f"bash ./test/train_{kind}_8p.sh"
     data = f"--data_path={place}/data"
     assert shell(system, script, 1) == '[Error] para "data_path" must be confing\n'

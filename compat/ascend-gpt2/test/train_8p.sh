@@ -15,7 +15,7 @@ for word; do
         --data_path | --model_size | --train_iters) echo "[Error] $word needs a value: $word=..." >&2; exit 2 ;;
         -h | --help) sed -n '2,/^exec/s/^# \{0,1\}//p' "$(dirname "$0")/train_${kind}_8p.sh"; exit 0 ;;
         --*) flags+=("$word") ;;
-        *) echo "[Error] $word is no option; give --data_path=, --model_size=, --train_iters= or --FLAG=VALUE" >&2; exit 2 ;;
+        *) echo "[Error] $word is no option; give --data_path=DIR, --model_size=SIZE or --FLAG=VALUE" >&2; exit 2 ;;
     esac
 done
 if [[ -z $data ]]; then
@@ -42,8 +42,15 @@ preset=ascend-$(tr '[:upper:]_' '[:lower:]-' <<< "$size")
 log=./test/output/0/train_0.log
 mkdir -p "$(dirname "$log")"
 if [[ $kind == full ]]; then
-    flags=(--train-iters "${iterations:-500000}" --save-interval 100000 --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir
-        --save ckpts/ckpts_tmp --load ckpts/ckpts_tmp ${flags[@]+"${flags[@]}"})
+    mkdir -p ckpts/ckpts_tmp
+    kept=$(cat ckpts/ckpts_tmp/model_size 2> /dev/null || echo "$size")
+    if [[ $kept != "$size" ]]; then
+        echo "[Error] ckpts/ckpts_tmp holds a run of $kept, not $size: move it away, or give --model_size=$kept" >&2
+        exit 1
+    fi
+    echo "$size" > ckpts/ckpts_tmp/model_size
+    flags=(--train-iters "${iterations:-500000}" --save-interval 100000 --save ckpts/ckpts_tmp --load ckpts/ckpts_tmp
+        --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir ${flags[@]+"${flags[@]}"})
     # Of a run that continues, the figures below are those of all its parts.
     [[ -e ckpts/ckpts_tmp/latest_checkpointed_iteration.txt ]] || : > "$log"
 else
@@ -55,9 +62,10 @@ fi
 export PYTHONPATH=$PWD/../../src${PYTHONPATH:+:$PYTHONPATH} # a clone needs no install
 echo "Running $size model on ${RANK_SIZE:-8} devices... (log: $log)"
 started=$SECONDS
-python3 -m meshwright launch --nproc-per-node "${RANK_SIZE:-8}" train --preset "$preset" ${parallel[@]+"${parallel[@]}"} \
+python3 -m meshwright launch --nproc-per-node "${RANK_SIZE:-8}" train --preset "$preset" \
+    ${parallel[@]+"${parallel[@]}"} --zero-stage 0 --steps-per-print 1 \
     --data-path "$data/my-gpt_text_sentence" --vocab-file "$data/gpt2-vocab.json" --merge-file "$data/gpt2-merges.txt" \
-    --zero-stage 0 --steps-per-print 1 "${flags[@]}" >> "$log" 2>&1 &
+    "${flags[@]}" >> "$log" 2>&1 &
 child=$!
 trap 'kill -TERM "$child" 2> /dev/null || true' INT TERM # training saves and ends
 status=0
@@ -76,8 +84,13 @@ fi
 speed=$(awk '{ for (i = 1; i < NF; i++) if ($i == "samples/sec:") v[++n] = $(i + 1) }
     END { for (i = n > 100 ? n - 99 : 1; i <= n; i++) s += v[i]; if (n) print s / (n > 100 ? 100 : n) }' "$log")
 perplexity=$(awk '/validation loss at (iteration|the end of training for val)/ {
-    for (i = 1; i < NF; i++) if ($i == "PPL:" && $(i + 1) ~ /^[0-9]/ && (min == "" || $(i + 1) + 0 < min)) min = $(i + 1) + 0 }
+    for (i = 1; i < NF; i++) if ($i == "PPL:" && $(i + 1) ~ /^[0-9]/) v = $(i + 1) + 0
+    if (v && (min == "" || v < min)) min = v }
     END { print min }' "$log")
+length=$(awk '$1 == "seq_length" { print $NF; exit }' "$log")
+steps=$(awk '$1 == "steps:" { n = $2 } END { print n }' "$log")
+echo "| NAME | params | PPL | samples/s | seq_len | Steps |"
+echo "| ${RANK_SIZE:-8}p | $size | ${perplexity:--} | ${speed:--} | ${length:--} | ${steps:--} |"
 echo "------------------ Final result ------------------"
 echo "Final Performance samples/sec : ${speed:-no step is in $log}"
 echo "Final Train lm loss PPL(accuracy): ${perplexity:-no validation is in $log}"
