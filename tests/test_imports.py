@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import __main__ as program
+from meshwright.errors import UNAVAILABLE
+
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Each layer may import from itself and from those above it.
@@ -203,3 +206,17 @@ def test_training_imports_torch_numpy_and_rich_only(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *flags.split()], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stdout[-500:] + done.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A clone that runs without an install may lack them; any other module is our own defect."""
+
+    def fail(name: str, argv: list[str]) -> int:
+        raise ModuleNotFoundError(f"No module named {argv[0]!r}", name=argv[0])
+
+    monkeypatch.setattr(program, "_run", fail)
+    assert program.main(["train", "torch"]) == UNAVAILABLE
+    root = Path(program.__file__).parents[2]
+    assert capsys.readouterr().err.endswith(f" has no package torch; pip install {root}\n")
+    with pytest.raises(ModuleNotFoundError):
+        program.main(["train", "meshwright.bogus"])

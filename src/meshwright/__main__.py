@@ -8,8 +8,9 @@ import importlib
 import io
 import os
 import sys
+from pathlib import Path
 
-from meshwright.errors import DONE, IO, SIGINT, USAGE, UserError
+from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
 from meshwright.launch.world import die_with_parent
 
 # The module of each command is commands/NAME.py, with _ for -.
@@ -51,6 +52,9 @@ ADVICE = {errno.ENOSPC: "; free space there, or choose another folder"}
 ADVICE |= {errno.EDQUOT: ADVICE[errno.ENOSPC], errno.EROFS: "; choose a folder that can be written to"}
 ADVICE |= dict.fromkeys((errno.EACCES, errno.EPERM), "; choose another folder, or change its permissions")
 
+# The import names of the packages that every installation has.
+PACKAGES = set("torch numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib".split())
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
@@ -74,6 +78,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _print_error("interrupted")
         return SIGINT
+    except ModuleNotFoundError as e:  # a clone runs without an install, but not without the packages
+        if e.name not in PACKAGES:
+            raise
+        clone = Path(__file__).parents[2]
+        what = clone if (clone / "pyproject.toml").exists() else "--force-reinstall meshwright"
+        _print_error(f"meshwright {name}: error: {sys.executable} has no package {e.name}; pip install {what}")
+        return UNAVAILABLE
     except BrokenPipeError:  # the reader of our output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         writes = any(word.startswith(("--genfile", "--sample-input-file")) for word in argv)

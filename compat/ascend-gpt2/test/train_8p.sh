@@ -51,7 +51,7 @@ if [[ $kind == full ]]; then
     echo "$size" > ckpts/ckpts_tmp/model_size
     flags=(--train-iters "${iterations:-500000}" --save-interval 100000 --save ckpts/ckpts_tmp --load ckpts/ckpts_tmp
         --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir ${flags[@]+"${flags[@]}"})
-    # Of a run that continues, the figures below are those of all its parts.
+    # A run that continues adds to its log: the figures at the end are those of all its parts.
     [[ -e ckpts/ckpts_tmp/latest_checkpointed_iteration.txt ]] || : > "$log"
 else
     flags=(--train-iters "${iterations:-300}" --lr-decay-iters "${iterations:-300}"
