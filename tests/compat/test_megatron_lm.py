@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from documents import (
     steps,
     words,
 )
+from fakes import put_first
 from meshwright.__main__ import main
 from meshwright.checkpoint.formats import megatron
 from meshwright.settings import flags
@@ -353,3 +355,37 @@ def test_scripts_of_examples(workspace: Path) -> None:
         ["sh", "examples/pretrain_gpt_distributed.sh"], cwd=COMPAT, capture_output=True, text=True, env=environment()
     )
     assert missing.returncode and "set CHECKPOINT_PATH to the folder" in missing.stderr
+
+
+def test_the_shorter_way_of_the_page(tmp_path: Path) -> None:
+    """The page's command has the settings of the script, but for files and their names."""
+    page = (ROOT / "docs/from-megatron.md").read_text()
+    found = re.search(r"^meshwright train (.*?)\nmeshwright generate", page, re.S | re.M)
+    assert found
+    shorter = shlex.split(found[1].replace("\\\n", " "))
+    given = words(tmp_path, block("megatron-lm/pretrain-345m"), "torchrun")[1:]
+    one, other = (flags.to_dict(flags.parse(TrainConfig, argv, "train").config) for argv in (shorter, given))
+    files = {"data_path", "vocab_file", "merge_file", "save", "load"}
+    assert {name for name in one if one[name] != other[name]} == files
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_readme(place: Path, tmp_path: Path) -> None:
+    """The README's commands from text to a sample, in a clone, with its small model."""
+    clone, files = tmp_path / "clone", tmp_path / "files"
+    shutil.copytree(COMPAT, clone / "compat/megatron-lm", symlinks=True)
+    for name in ("src", "tools", "pretrain_gpt.py"):
+        (clone / name).symlink_to(ROOT / name)
+    files.mkdir()
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        shutil.copy(place / name, files)
+    shutil.copy(place / "oscar-1GB.jsonl", clone / "compat/megatron-lm/corpus.jsonl")
+    way, small = re.findall(r"^```bash\n(.*?)^```", (COMPAT / "README.md").read_text(), re.S | re.M)
+    way = re.sub(r"^git clone.*\n", "", way).replace("CUDA_VISIBLE_DEVICES=0 sh examples/pretrain_gpt.sh\n", small)
+    ports = f"export MASTER_PORT={free_port()}\n"
+    out = shell(clone / "compat/megatron-lm", "set -e\n" + put_first(tmp_path / "fakes", files) + ports + way)
+    samples = [json.loads(line)["text"] for line in out.splitlines() if line.startswith('{"text"')]
+    assert len(samples) == 3 and all("Document" in text or "quick" in text for text in samples)
+    assert (tmp_path / "fakes/calls").read_text().count("wget") == 2
+    assert re.search(r"^ iteration +200/ +200 \|", out, re.M)
