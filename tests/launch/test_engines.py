@@ -12,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -171,6 +172,42 @@ def test_a_script_and_a_cpu(engine: str, capsys: pytest.CaptureFixture[str], pla
     assert words.get(engine, "nvidia.com/gpu") in text
     text = write(capsys, engine, *TRAIN, "--device", "cpu")
     assert not re.search(words.get(engine, "nvidia.com/gpu"), text)
+
+
+EXAMPLES = ROOT / "examples/engines"
+FILES = {
+    "slurm": "run.sbatch",
+    "kubernetes": "trainjob.yaml",
+    "jobset": "jobset.yaml",
+    "skypilot": "sky.yaml",
+    "ray": "driver.py",
+    "docker": "Dockerfile",
+}
+
+
+def example(engine: str) -> str:
+    """Write what the page's first command writes for an engine, with places of an invented user."""
+    page = (ROOT / "docs/engines.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    line = next(line for line in page.splitlines() if line.startswith("meshwright launch --write slurm "))
+    words = line.replace("slurm", engine, 1).replace("run.sbatch", FILES[engine], 1).split()[1:]
+    if engine == "docker":
+        words[words.index("--nnodes") + 1] = "1"
+    assert main([*words[:1], "--overwrite", *words[1:]]) == DONE
+    text = (
+        Path(FILES[engine]).read_text(encoding="utf-8").replace(sys.executable, "/home/me/meshwright/.venv/bin/python")
+    )
+    return text.replace(str(Path.cwd()), "/home/me/work").replace(str(ROOT), "/home/me/meshwright")
+
+
+def unversioned(text: str) -> str:
+    return re.sub(r"((?:version|Meshwright) |meshwright:)\d+\.\d+\.\d+", r"\1VERSION", text)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_examples(engine: str) -> None:
+    """`python tests/launch/test_engines.py` writes them anew."""
+    shown = (EXAMPLES / FILES[engine]).read_text(encoding="utf-8")
+    assert unversioned(shown) == unversioned(example(engine))
 
 
 # Refused before a file is written
@@ -691,3 +728,10 @@ def test_the_ray_driver(
         assert words[:5] == [sys.executable, "-u", "-m", "meshwright", "launch"]
         given = flags.parse(LaunchConfig, words[5:], "").config
         assert (given.nnodes, given.node_rank, given.master_addr, given.command) == (2, node, "10.0.0.7", TRAIN)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for name in ENGINES:
+            EXAMPLES.joinpath(FILES[name]).write_text(example(name), encoding="utf-8")

@@ -52,7 +52,7 @@ class Job:
     devices: int  # of each node
     name: str
     image: str
-    port: int = PORT
+    port: int | None = None  # on the first node
     launch: list[str] = field(default_factory=list)  # more flags of launch
     uses_gpus: bool = True
     run_folder: str | None = None  # with metrics.jsonl
@@ -65,7 +65,7 @@ class Job:
         place: list[str] = []
         if self.nodes > 1:
             place = ["--nnodes", str(self.nodes), "--node-rank", node, "--master-addr", address]
-            place += ["--master-port", str(self.port)]
+            place += ["--master-port", str(self.port or PORT)]
         return ["launch", "--nproc-per-node", str(self.devices), *place, *self.launch, *self.command]
 
     @property
@@ -126,7 +126,7 @@ def make_job(
         int(count),
         name=f"meshwright-{slug}"[:40].rstrip("-"),
         image=given.image or f"meshwright:{our_version()}",
-        port=given.master_port or PORT,
+        port=given.master_port,
         launch=launch,
         uses_gpus=device != "cpu" and command[0] != "preprocess",
         run_folder=where or None,
@@ -217,7 +217,7 @@ def slurm(job: Job) -> str:
         GPUS=f"#SBATCH --gpus-per-node={job.devices}\n" if job.uses_gpus else "",
         PYTHON=shlex.quote(sys.executable),
         FOLDER=shlex.quote(job.folder),
-        PORT=job.port,
+        PORT=job.port or f"$(({PORT - 9500} + SLURM_JOB_ID % 9000))",
         COMMAND="\n".join(f"    {shlex.join(line)}" for line in by_lines(job.command)),
         EXPORTS="".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()),
         LAUNCH=shlex.join(job.launch),
@@ -233,7 +233,7 @@ def ray(job: Job) -> str:
         NODES=job.nodes,
         RESOURCES=json.dumps({"CPU": CORES * job.devices} | ({"GPU": job.devices} if job.uses_gpus else {})),
         FOLDER=repr(job.folder),
-        PORT=job.port,
+        PORT=job.port or PORT,
         FINAL=FINAL,
         ENVIRONMENT=repr(job.environment),
         LAUNCH=repr(["--nproc-per-node", str(job.devices), *job.launch]),

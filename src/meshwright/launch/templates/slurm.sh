@@ -23,7 +23,7 @@ set -uo pipefail
 
 PYTHON=@PYTHON@ # an environment with Meshwright, on every node
 FOLDER=@FOLDER@ # where relative paths in the command begin
-PORT=@PORT@ # free on the first node
+PORT=@PORT@ # on the first node
 RESTARTS=20 # most starts after the first
 
 COMMAND=(
