@@ -113,6 +113,20 @@ def test_the_status_is_the_trainings(place: Path) -> None:
     assert "Run cmd" in shell(place, f"python3() {{ return 70; }}; export -f python3; bash {SCRIPTS[0]}", status=70)
 
 
+def test_the_grid_of_the_result_tables(place: Path) -> None:
+    """The loop of the documentation starts one benchmark a line, and goes on after a failure."""
+    page = (ROOT / "docs/result-tables.md").read_text(encoding="utf-8")
+    (loop,) = re.findall(r"```bash\n(cd compat/megatron-deepspeed\n.*?)```", page, re.S)
+    place = place / "grid"
+    place.mkdir()
+    lines(place, 1)
+    fails_once = """python3() { case "$*" in *"parallel-size 8"*) return 2;; esac; cat; }; export -f python3\n"""
+    out = shell(place, fails_once + loop.replace("cd compat/megatron-deepspeed", "NODE_RANK=0 MASTER_ADDR=10.10.0.8"))
+    assert out.count("Run cmd") == 7 and out.count("not run to its end: 8 1 true 32 512") == 1
+    names = "".join(log.name for log in (place / "test_logs/01b1d32/2n8g").iterdir())
+    assert names.count("mp2_pp4_mb32_gb512_2n8g") == 1 and "acfalse_mp1_pp1_mb4_gb64" in names
+
+
 @covers("benchmarks/installation", "benchmarks/data")
 def test_installation_and_data(place: Path, tmp_path: Path) -> None:
     """Downloads are stood in for; what they leave is enough for the benchmark's first step."""

@@ -84,6 +84,18 @@ def test_our_own_log(run, tmp_path, capsys):
     assert row["samples_per_second"] > 0 and row["loss"] > 0 and row["ppl"] > 1 and row["tflops"] is not None
 
 
+@pytest.mark.parametrize("form", ["table", "normal", "libai", "deepspeed"])
+def test_our_other_forms(run, tmp_path, form):
+    flags = ["--steps-per-print", 1, "--log-interval", 100] if form == "deepspeed" else ["--log-format", form]
+    got = run(*flags, "--num-layers", 1, "--eval-iters", 0, "--train-iters", 3)
+    lines = got.out.splitlines()
+    (tmp_path / "a.log").write_text("\n".join(x for x in lines if not x.startswith(" iteration ")) + "\n")
+    row = row_of(read_log(tmp_path / "a.log", "a"))
+    assert row.form == {"table": "oneflow", "normal": "oneflow"}.get(form, form)
+    assert row.iteration == 3 - (form == "libai") and row.lines == 2 and row.samples_per_second > 0
+    assert row.loss == pytest.approx(got.losses[-1], rel=1e-3)
+
+
 def test_warm_up():
     """The first line after each start and the first tenth do not count, unless all are such."""
     lines = [Line(i) for i in (10, 20, 30, 200, 210, 30, 40, 220)]
