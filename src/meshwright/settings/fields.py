@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pkgutil
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.settings.schema import is_flat, spelling
@@ -30,14 +32,19 @@ def groups(cls: type) -> dict[str, type]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
-def fields(cls: type) -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
+def fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return field name -> (group name, field, type) of a configuration class."""
+    return _fields(cls)
+
+
+@functools.cache
+def _fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     out = {}
     for group_name, group in groups(cls).items():
         hints = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
             out[f.name] = (group_name, f, hints[f.name])
-    return out
+    return types.MappingProxyType(out)
 
 
 def default_of(f: dataclasses.Field[Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -134,11 +135,14 @@ def _parse_known(parser: _Parser, argv: list[str], complaints: list[str]) -> tup
     try:
         return parser.parse_known_args(argv)
     except UserError as error:
-        for action in parser._actions:
+        needed = [action for action in parser._actions if action.required]
+        for action in needed:
             action.required = False
         with contextlib.suppress(UserError):
             unknown = parser.parse_known_args(argv)[1]
             complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
+        for action in needed:  # the parser serves again
+            action.required = True
         raise UserError(listed([*complaints, str(error)])) from None
 
 
@@ -219,6 +223,11 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
 
 def _parser(cls: type, positional: str | None = None) -> _Parser:
     """Return the parser of a command line; `help` shows the flags, so it has no texts."""
+    return _build_parser(cls, positional)
+
+
+@functools.cache
+def _build_parser(cls: type, positional: str | None) -> _Parser:
     known = fields(cls)
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
