@@ -34,6 +34,7 @@ from documents import (
     words,
 )
 from fakes import put_first
+from meshwright.settings import deepspeed_json
 
 __all__ = ["machines"]  # a fixture
 TREE = ROOT / "compat/megatron-deepspeed"
@@ -212,6 +213,13 @@ def test_preprocess_commands(place: Path, name: str) -> None:
     assert "Processed 60 documents" in out
     assert (place / f"{prefix}_text_document.bin").stat().st_size > 0
     assert (place / f"{prefix}_text_document.idx").stat().st_size == 34 + 60 * 12 + 61 * 8
+
+
+@pytest.mark.parametrize("page", ["docs/from-deepspeed.md", "docs/zh/from-deepspeed.md"])
+def test_the_page_names_each_key_that_counts(page: str) -> None:
+    text = (ROOT / page).read_text()
+    keys = [*deepspeed_json.MAPPED, *deepspeed_json.OURS, *deepspeed_json.REFUSED]
+    assert not [key for key in keys if f"`{key}`" not in text]
 
 
 def given_to(program: str, tmp_path: Path, command: str, status: int = 0) -> list[str]:
