@@ -62,6 +62,7 @@ fi
 export PYTHONPATH=$PWD/../../src${PYTHONPATH:+:$PYTHONPATH} # a clone needs no install
 echo "Running $size model on ${RANK_SIZE:-8} devices... (log: $log)"
 started=$SECONDS
+before=$(wc -l < "$log")
 python3 -m meshwright launch --nproc-per-node "${RANK_SIZE:-8}" train --preset "$preset" \
     ${parallel[@]+"${parallel[@]}"} --zero-stage 0 --steps-per-print 1 \
     --data-path "$data/my-gpt_text_sentence" --vocab-file "$data/gpt2-vocab.json" --merge-file "$data/gpt2-merges.txt" \
@@ -75,7 +76,7 @@ while kill -0 "$child" 2> /dev/null; do
     wait "$child" || status=$?
 done
 if ((status)); then
-    tail -n 20 "$log" >&2
+    tail -n "+$((before + 1))" "$log" | tail -n 20 >&2
     echo "[Error] training ended with status $status; its log is $log" >&2
     exit "$status"
 fi

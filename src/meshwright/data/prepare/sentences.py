@@ -17,11 +17,14 @@ from meshwright.settings.grammar import did_you_mean
 _CLOSERS = "\"'”’»›)\\]}*_」』）〕】》〉"
 _OPENERS = "\"'“‘„‚«‹([{¿¡*_"
 
-# What may end a sentence: a stop before white space, a Chinese or Japanese stop, an empty line.
+# What may end a sentence: a stop before white space, an empty line, a Chinese or Japanese stop. All
+# begin with one set of characters, for which re searches four times as fast as for alternatives.
+_STOPS, _WIDE_STOPS = ".!?…‽؟۔।॥։።", "。！？｡"
 _END = re.compile(
-    rf"""(?P<stop>[.!?…‽؟۔।॥։።]+)(?P<close>(?:[{_CLOSERS}]|[ \u00a0\u202f]»(?=\s|$))*)(?=\s|$)
-    | [。！？｡]+[{_CLOSERS.replace('"', "").replace("'", "")}]*(?P<quote>"?)
-    | \n[^\S\n]*\n""",
+    rf"""[{_STOPS}{_WIDE_STOPS}\n](?:
+    (?<=[{_STOPS}])[{_STOPS}]*(?P<close>(?:[{_CLOSERS}]|[ \u00a0\u202f]»(?=\s|$))*)(?=\s|$)
+    | (?<=\n)[^\S\n]*\n
+    | (?<=[{_WIDE_STOPS}])[{_WIDE_STOPS}]*[{_CLOSERS.replace('"', "").replace("'", "")}]*(?P<quote>"?))""",
     re.X,
 )
 _SPACE = re.compile(r"\s*")
@@ -159,7 +162,7 @@ class Rules:
                 continue
             if found["quote"] and text.count('"', begin, end) % 2:  # it opens the next sentence
                 end -= 1
-            if found["stop"] and not self._is_end(text, begin, found, caseless):
+            if found["close"] is not None and not self._is_end(text, begin, found, caseless):
                 continue
             begin = _end(_SPACE, text, end)
             if begin < len(text):
@@ -174,7 +177,7 @@ class Rules:
             return text[after.end() : after.end() + 1] not in set(".,;:!?…)»&/")
         if word[0].islower() and not caseless:
             return False
-        stop = found["stop"]
+        stop = text[found.start() : found.start("close")]
         if stop.strip(".…"):
             return True
         if stop != ".":  # an ellipsis; I and its forms have a capital letter anywhere
