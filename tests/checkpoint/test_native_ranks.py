@@ -363,12 +363,13 @@ def other_files(folder: Path) -> None:
     t = team()
     os.chdir(folder / f"node{t.rank}")
     given = Tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
-    config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]))
+    checkpoint = Checkpoint(run_dir=f"run{t.rank}")  # which only the lead writes to
+    config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]), checkpoint=checkpoint)
     with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+ on rank 1"):
         preflight.build_vocabulary_on_all(config, None, t)
     with pytest.raises(UserError, match=r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1") as caught:
         preflight.require_equal_settings(t, config)
-    assert "data_fingerprint" not in str(caught.value)
+    assert "data_fingerprint" not in str(caught.value) and "run_dir" not in str(caught.value)
     shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
     assert "none.json does not exist" in error_of(lambda: preflight.build_vocabulary_on_all(shared, None, t))
 

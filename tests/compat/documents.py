@@ -163,7 +163,7 @@ def run(place: Path, *scripts: str) -> list[str]:
     return logs
 
 
-def by_deepspeed(place: Path, nodes: list[list[str]], each: int) -> tuple[list[int], list[str]]:
+def by_deepspeed(place: Path, nodes: list[list[str]], each: int, script: str = SCRIPT) -> tuple[list[int], list[str]]:
     """As the deepspeed launcher starts `each` ranks on each node with that node's flags."""
     port = str(free_port())
     environ, argv = [], []
@@ -182,7 +182,7 @@ def by_deepspeed(place: Path, nodes: list[list[str]], each: int) -> tuple[list[i
                 }
             )
             argv.append([f"--local_rank={local}", *flags])
-    return run_programs(place / SCRIPT, argv, environ, place)
+    return run_programs(place / script, argv, environ, place)
 
 
 # The documents' distributed commands

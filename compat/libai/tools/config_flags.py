@@ -1,0 +1,164 @@
+"""LiBai's settings as flags of `meshwright train`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.lazy_config import flattened
+
+TABLES = ("model", "train", "optim", "dataloader", "tokenization", "graph")  # LiBai reads no others
+# Table -> key=flag that takes the value; a flag without = has the key's name.
+_FLAGS = {
+    "model.cfg": """num_layers hidden_layers=num-layers hidden_size ffn_hidden_size intermediate_size=ffn-hidden-size
+        num_attention_heads layernorm_epsilon max_seq_length=max-position-embeddings max_position_embeddings
+        embedding_dropout_prob=embedding-dropout attention_dropout_prob=attention-dropout
+        output_dropout_prob=hidden-dropout initializer_range=init-method-std""",
+    "train": """train_micro_batch_size=micro-batch-size global_batch_size num_accumulation_steps seed
+        train_iter=train-iters log_period=log-interval evaluation.eval_period=eval-interval
+        dist.tensor_parallel_size=tensor-model-parallel-size
+        dist.pipeline_parallel_size=pipeline-model-parallel-size""",
+    "optim": "lr weight_decay eps=adam-eps momentum=sgd-momentum params.clip_grad_max_norm=clip-grad",
+    "tokenization": "tokenizer.vocab_file=vocab-file tokenizer.merges_file=merge-file make_vocab_size_divisible_by",
+    "dataloader": "train.num_workers=num-workers",
+}
+FLAGS = {
+    f"{table}.{key}": "--" + (flag or key).replace("_", "-")
+    for table, words in _FLAGS.items()
+    for key, _, flag in (word.partition("=") for word in words.split())
+}
+# Reason -> keys whose other values would give another result, and the value.
+_FIXED: dict[str, dict[str, Any]] = {
+    "the last matrices of a layer are always drawn smaller": {"model.cfg.use_scaled_init_for_output_weights": True},
+    "AdamW's bias correction is always on": {"optim.do_bias_correction": True},
+    "the gradient is clipped by its Euclidean norm": {"optim.params.clip_grad_norm_type": 2},
+    "only matrices decay": {"optim.params.weight_decay_norm": 0, "optim.params.weight_decay_bias": 0},
+    "the length is counted in steps, train.train_iter": {"train.train_epoch": 0, "train.train_samples": None},
+    "--resume goes on where the run ended": {"train.start_iter": 0, "train.consumed_train_samples": 0},
+    "the warm-up is linear": {"train.scheduler.warmup_method": "linear"},
+    "validation and test set are parts of the training's files; see splits": {"dataloader.test": []},
+}
+FIXED = {key: (value, why) for why, keys in _FIXED.items() for key, value in keys.items()}
+# Reason -> keys that change nothing here.
+_IDLE = {
+    "the fastest kernels are chosen": """model.cfg.bias_gelu_fusion model.cfg.bias_dropout_fusion
+        model.cfg.scale_mask_softmax_fusion model.cfg.scale_mask_softmax_dropout_fusion
+        model.cfg.multihead_attention_fusion""",
+    "attention scores are computed in a range that needs no scaling": "model.cfg.apply_query_key_layer_scaling",
+    "train.amp.enabled decides": "model.cfg.amp_enabled",
+    "the size of the tokenizer's vocabulary is taken": "model.cfg.vocab_size",
+    "the devices decide": "train.dist.data_parallel_size train.dist.num_nodes train.dist.num_gpus_per_node",
+    "NCCL decides": "train.nccl_fusion_threshold_mb train.nccl_fusion_max_ops train.rdma_enabled",
+    "batches go to the device of the rank": "train.input_placement_device",
+    "validation prints loss and perplexity, of its first samples": """train.evaluation.evaluator
+        train.evaluation.eval_metric train.evaluation.eval_mode train.consumed_valid_samples""",
+    "there is one mode, and the layout is given by its sizes": "graph",
+    "preprocessing decides": "tokenization.append_eod",
+    "it is for BERT": "tokenization.tokenizer.do_lower_case tokenization.tokenizer.do_chinese_wwm",
+    "the length of the training decides": "dataloader.train.train_val_test_num_samples",
+    "it is the only one": "dataloader.train._target_ optim.params._target_ tokenization._target_",
+}
+IDLE = {key: why for why, keys in _IDLE.items() for key in keys.split()}
+READ = ("train.resume", "train.scheduler.eta_min", "train.scheduler.end_learning_rate")  # beside the defaults
+SCHEDULES = {"WarmupCosineLR": "cosine", "WarmupCosineAnnealingLR": "cosine", "WarmupPolynomialLR": "linear"}
+DATASET = {"_target_", "name", "data_prefix", "indexed_dataset", "max_seq_length", "seed"}
+
+
+def to_flags(config: dict[str, Any], defaults: dict[str, Any], world: int) -> tuple[list[str], list[str]]:
+    """Return the flags of a resolved config, and notes on settings without effect."""
+    settings, usual = (dict(flattened({t: c.get(t, {}) for t in TABLES})) for c in (config, defaults))
+    settings = {key.replace("optim.parameters.", "optim.params."): value for key, value in settings.items()}
+    given, wrong, notes = dict[str, str](), list[str](), dict[str, None]()
+    for key, value in settings.items():
+        ignored = next((k for k in IDLE if key == k or key.startswith(f"{k}.")), None)
+        if flag := FLAGS.get(key):
+            if value is not None and given.setdefault(flag, str(value)) != str(value):
+                wrong.append(f"{key} is {value}, but {flag} is {given[flag]} by another key; give one")
+        elif key in FIXED:
+            if value != FIXED[key][0]:
+                wrong.append(f"{key}={value!r} is refused: {FIXED[key][1]}; give {FIXED[key][0]!r}")
+        elif ignored:
+            if key not in usual or usual[key] != value:
+                notes[f"{ignored} has no effect: {IDLE[ignored]}"] = None
+        elif key not in (known := {*usual, *READ}):
+            wrong.append(f"{key} is no setting here{did_you_mean(key, [*known, *FLAGS, *FIXED, *IDLE], 0.8)}")
+    if wrong:
+        raise UserError("\n  ".join(wrong))
+    copies = max(
+        1, world // (settings["train.dist.tensor_parallel_size"] * settings["train.dist.pipeline_parallel_size"])
+    )
+    out = [word for pair in given.items() for word in pair]
+    out += model(settings) + update(settings, copies) + training(settings, copies) + data(settings)
+    if settings.get("train.warmup_ratio"):
+        notes["the decay starts after the warm-up, as Megatron's; LiBai's starts at step 0"] = None
+    return out, list(notes)
+
+
+def target(settings: dict[str, Any], key: str, known: dict[str, Any]) -> Any:
+    name = str(settings.get(key)).rpartition(".")[2]
+    if name not in known:
+        raise UserError(f"{key} {name} is refused; known are {', '.join(known)}")
+    return known[name]
+
+
+def model(s: dict[str, Any]) -> list[str]:
+    target(s, "model._target_", {"GPTForPreTraining": "gpt"})
+    target(s, "tokenization.tokenizer._target_", {"GPT2Tokenizer": "gpt2"})
+    layers = s.get("model.cfg.num_layers", s.get("model.cfg.hidden_layers"))
+    stages, size = s.get("train.dist.custom_pipeline_stage_id"), s["train.dist.pipeline_parallel_size"]
+    if s.get("train.dist.pipeline_num_layers") not in (None, layers):
+        raise UserError(f"train.dist.pipeline_num_layers is not the number of layers, {layers}")
+    if stages is None and size >= 4 and layers >= 8 and layers % size == 0:  # LiBai's: fewer on the last stage
+        many = layers + min(size - 1, layers // size)
+        counts = [many // size + (n >= size - many % size) for n in range(size)]
+        stages = [n for n, count in enumerate(counts) for _ in range(count)][:layers]
+    out = ["--apply-residual-connection-post-layernorm"] * bool(s.get("model.cfg.apply_residual_post_layernorm"))
+    out += ["--pipeline-layout", str(stages)] if stages and size > 1 else []
+    return [*out, "--no-bias-gelu-fusion"]  # OneFlow's GELU is the exact one
+
+
+def update(s: dict[str, Any], copies: int) -> list[str]:
+    out = ["--optimizer", target(s, "optim._target_", {"AdamW": "adamw", "SGD": "sgd"})]
+    if "optim.betas" in s:
+        out += ["--adam-beta1", str(s["optim.betas"][0]), "--adam-beta2", str(s["optim.betas"][1])]
+    low = s.get("train.scheduler.eta_min", s.get("train.scheduler.end_learning_rate"))
+    low = s["optim.lr"] * s.get("train.scheduler.alpha", 0) if low is None else low
+    out += ["--lr-decay-style", target(s, "train.scheduler._target_", SCHEDULES), "--min-lr", f"{low:.10g}"]
+    if warmup := math.ceil(s["train.train_iter"] * s.get("train.warmup_ratio", 0)):
+        first = s["optim.lr"] * s.get("train.scheduler.warmup_factor", 0)
+        out += ["--lr-warmup-iters", str(warmup), "--lr-warmup-init", f"{first:.10g}"]
+    if s["train.amp.enabled"]:
+        out += f"--fp16 --initial-loss-scale {65536 * copies} --loss-scale-window 2000 --hysteresis 1".split()
+    return out
+
+
+def training(s: dict[str, Any], copies: int) -> list[str]:
+    out = ["--run-dir", s["train.output_dir"], "--log-format", "libai"]
+    if s["train.checkpointer.period"]:
+        out += ["--save", s["train.output_dir"], "--save-interval", str(s["train.checkpointer.period"])]
+        out += ["--keep-last", str(s["train.checkpointer.max_to_keep"])]
+    again = ["--load", s["train.output_dir"], "--exit-on-missing-checkpoint"] if s.get("train.resume") else []
+    start = ["--load", s["train.load_weight"], "--finetune"] if s["train.load_weight"] else []
+    out += again or [*start, "--save-overwrite"]
+    out += ["--recompute-granularity", "full"] if s["train.activation_checkpoint.enabled"] else []
+    zero = s["train.zero_optimization.stage"] if s["train.zero_optimization.enabled"] else 0
+    out += ["--zero-stage", str(zero)] if zero else []
+    one = (s["train.train_micro_batch_size"] or 1) * copies
+    batch = s["train.global_batch_size"] or one * (s["train.num_accumulation_steps"] or 1)
+    samples = s["train.evaluation.eval_iter"] * s["train.test_micro_batch_size"] * copies
+    return [*out, "--eval-iters", str(math.ceil(samples / batch) if s["train.evaluation.enabled"] else 0)]
+
+
+def data(s: dict[str, Any]) -> list[str]:
+    sets, splits = s["dataloader.train.dataset"], s["dataloader.train.splits"]
+    weights = s.get("dataloader.train.weights") or [1.0]
+    if not sets or any(split != splits[0] for split in splits) or len(weights) != len(sets):
+        raise UserError("dataloader.train needs a dataset, a weight for each, and the same splits for all")
+    if more := {key for one in sets for key in one} - DATASET:
+        raise UserError(f"dataloader.train.dataset: {', '.join(sorted(more))} is no setting here")
+    words = [str(x) for w, one in zip(weights, sets, strict=True) for x in (w, one["indexed_dataset"]["data_prefix"])]
+    split = ",".join(map(str, splits[0]))
+    path = ["--data-path", *(words[1:] if len(sets) == 1 else words)]
+    return [*path, "--split", split, "--seq-length", str(sets[0]["max_seq_length"])]

@@ -1,0 +1,1 @@
+../../../tools/generate_samples_gpt.py
