@@ -19,20 +19,18 @@ from blocks import block, covers
 from documents import (
     ROOT,
     ROUNDING,
-    SCRIPT,
     SMALLER,
     as_one_process,
     assert_same,
+    by_deepspeed,
     environment,
     free_port,
-    run,
     shell,
     smaller,
     steps,
     words,
 )
 from fakes import put_first
-from meshwright.__main__ import main
 from meshwright.checkpoint.formats import megatron
 from meshwright.settings import flags
 from meshwright.settings.argument_dump import arguments
@@ -55,12 +53,20 @@ def variables(workspace: Path) -> dict[str, str]:
     """Return the paths of the scripts of examples/."""
     return {
         "CHECKPOINT_PATH": f"{workspace}/model/megatron-models/345m",
-        "MODEL_PATH": f"{workspace}/model/megatron-models/output",
         "VOCAB_FILE": f"{workspace}/model/gpt2-vocab/gpt2-vocab.json",
         "MERGE_FILE": f"{workspace}/model/gpt2-vocab/gpt2-merges.txt",
         "DATA_PATH": f"{workspace}/data/my-gpt2_text_document",
         "MASTER_PORT": str(free_port()),
     }
+
+
+def script(name: str, *argv: object) -> int | str | None:
+    """Run a Python script of the folder in this process; return its status."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", [name, *map(str, argv)])
+        patch.setattr(sys, "path", [*sys.path])
+        runpy.run_path(str(COMPAT / name), run_name="__main__")
+    return ended.value.code
 
 
 def tree(folder: Path, depth: str = "") -> list[str]:
@@ -170,7 +176,7 @@ def workspace(place: Path) -> Path:
 @covers(
     "megatron-lm/release-folder", "megatron-lm/pretrain-345m", "megatron-lm/run-and-log", "megatron-lm/saved-folder"
 )
-def test_the_document(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document(place: Path, workspace: Path) -> None:
     """A release, finetuned by the document's script, stopped, resumed and finished; at last the
     script of examples/, whose log is the document's line for line.
     """
@@ -178,10 +184,8 @@ def test_the_document(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPa
     assert listed(models / "megatron") == without_sizes(block("megatron-lm/release-folder"))
     shutil.copytree(models / "megatron", models / "345m")
 
-    monkeypatch.setenv("MESHWRIGHT_CKPT_FORMAT", "torch")
-    monkeypatch.setenv("MESHWRIGHT_RUN_DIR", str(models / "output"))
-    script = pretrain_345m(place)
-    first = shell(place, script.replace("--log-interval", "--exit-interval 2 --log-interval"))
+    typed = pretrain_345m(place)
+    first = shell(COMPAT, typed.replace("--log-interval", "--exit-interval 2 --log-interval"))
     expected = [
         f" loading release checkpoint from {models}/345m",
         " checkpoint version 0",
@@ -191,14 +195,11 @@ def test_the_document(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPa
     assert [line for line in first.splitlines() if line in expected] == expected
     assert re.search(r"^ iteration        2/      18 \| consumed samples:            4 \|", first, re.M)
 
-    given = words(place, script, "torchrun")
-    monkeypatch.chdir(place)
-    assert main(["train", *given[given.index(SCRIPT) + 1 :]]) == 0
-    rows = steps(models / "output")
+    given = words(place, typed, "torchrun")
+    assert script(*given) == 0
+    rows = steps(models / "345m-output")
     assert len(rows) == 18 and not rows[-1][2]  # the last step was not skipped
     shutil.rmtree(models / "345m/iter_0000002")
-    for name in ("MESHWRIGHT_CKPT_FORMAT", "MESHWRIGHT_RUN_DIR"):
-        monkeypatch.delenv(name)
 
     command, _ = block("megatron-lm/run-and-log").split("\n", 1)
     sizes = SMALLER | {name.replace("_", "-"): value for name, value in SMALL.items()}
@@ -218,15 +219,12 @@ def test_the_document(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_two_ranks(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The document's torchrun command, given two GPUs: both samples of a batch at once."""
-    ranks = f"torchrun --nproc_per_node 2 --master_port {free_port()} "
-    script = pretrain_345m(place).replace("torchrun ", ranks)
-    script = script.replace("megatron-models/345m", "two")
-    (log,) = run(place, script)
-    assert "using world size: 2, data-parallel-size: 2" in log
-    given = words(place, script, "torchrun")
-    single = as_one_process(place, given[given.index(SCRIPT) + 1 :], monkeypatch)
-    assert_same(steps(workspace / "model/two"), single, ROUNDING)
+    """The document's command on two GPUs: both samples of a batch at once."""
+    typed = pretrain_345m(place).replace("megatron-models/345m", "two")
+    given = words(place, typed, "torchrun")[1:]
+    ends, logs = by_deepspeed(place, [given], 2)
+    assert ends == [0, 0] and "using world size: 2, data-parallel-size: 2" in logs[0], "".join(logs)
+    assert_same(steps(workspace / "model/two"), as_one_process(place, given, monkeypatch), ROUNDING)
 
 
 def test_values_of_arguments(tmp_path: Path) -> None:
@@ -242,15 +240,6 @@ def test_values_of_arguments(tmp_path: Path) -> None:
 # The other scripts
 
 
-def script(name: str, *argv: object) -> int | str | None:
-    """Run a Python script of the folder in this process; return its status."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(sys, "argv", [name, *map(str, argv)])
-        patch.setattr(sys, "path", [*sys.path])
-        runpy.run_path(str(COMPAT / name), run_name="__main__")
-    return ended.value.code
-
-
 def test_names_of_the_tree() -> None:
     """Scripts that are the root's are links to them, and none is broken."""
     files = {str(path.relative_to(COMPAT)): path for path in COMPAT.rglob("*") if path.is_file()}
@@ -260,7 +249,7 @@ def test_names_of_the_tree() -> None:
         assert links[f"tools/{name}"] == Path("tools", name)
     for name in ("openwebtext/merge_data.py", "openwebtext/merge_jsons.py"):
         assert links[f"tools/{name}"] == Path("tools", name)
-    assert links["pretrain_gpt.py"] == links["pretrain_gpt2.py"] == Path("pretrain_gpt.py")
+    assert links["pretrain_gpt2.py"] == (COMPAT / "pretrain_gpt.py").relative_to(ROOT)
     assert script("pretrain_gpt2.py", "--batch-size", "4") == 2
     code = [path for path in files.values() if path.suffix in (".py", ".sh") and not path.is_symlink()]
     assert sum(len(path.read_text().splitlines()) for path in code) <= 200
@@ -329,7 +318,7 @@ def launched(workspace: Path, name: str, *argv: str, **env: str) -> tuple[list[s
     assert done.returncode == 0, done.stderr
     given = done.stdout.split("\0")[:-1]
     at = next(n for n, word in enumerate(given) if word.endswith("pretrain_gpt.py"))
-    assert (COMPAT / given[at]).resolve() == ROOT / "pretrain_gpt.py"
+    assert (COMPAT / given[at]).resolve() == COMPAT / "pretrain_gpt.py"
     nodes = int(given[given.index("--nnodes") + 1]) if "--nnodes" in given else 1
     world = nodes * int(given[given.index("--nproc_per_node") + 1])
     return given[:at], flags.parse(TrainConfig, [*given[at + 1 :], f"--world-size={world}"], "train").config

@@ -8,8 +8,6 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-/workspace/model/megatron-models/345m}
 VOCAB_FILE=${VOCAB_FILE:-/workspace/model/gpt2-vocab/gpt2-vocab.json}
 MERGE_FILE=${MERGE_FILE:-/workspace/model/gpt2-vocab/gpt2-merges.txt}
 DATA_PATH=${DATA_PATH:-/workspace/data/my-gpt2_text_document}
-# For the log, the curves and the report, so that CHECKPOINT_PATH holds checkpoints only
-MODEL_PATH=${MODEL_PATH:-/workspace/model/megatron-models/output}
 GPUS=${GPUS:-$(echo "${CUDA_VISIBLE_DEVICES:-0}" | tr ',' '\n' | grep -c .)}
 
 exec torchrun --nproc_per_node "$GPUS" --master_port "${MASTER_PORT:-29500}" \
@@ -39,8 +37,6 @@ exec torchrun --nproc_per_node "$GPUS" --master_port "${MASTER_PORT:-29500}" \
     --save-interval 10000 \
     --eval-interval 1000 \
     --eval-iters 10 \
-    --ckpt-format torch \
-    --run-dir "$MODEL_PATH" \
     --save "$CHECKPOINT_PATH" \
     --load "$CHECKPOINT_PATH" \
     "$@"

@@ -1,11 +1,9 @@
-"""Megatron-LM's server; there is none here yet."""
+"""Megatron-LM's server of generated text, and its client; there is none here yet."""
 
 import sys
+from pathlib import Path
 
-print(
-    "tools/run_text_generation_server.py: there is no server yet; generate text by "
-    "`meshwright generate --interactive DIR`, or for a file of prompts by tools/generate_samples_gpt.py "
-    "--load DIR --sample-input-file FILE",
-    file=sys.stderr,
-)
+instead = "`meshwright generate --interactive DIR` answers prompts that you type"
+files = "tools/generate_samples_gpt.py --load DIR --sample-input-file FILE those of a file"
+print(f"tools/{Path(sys.argv[0]).name}: there is no server yet; {instead}, {files}", file=sys.stderr)
 sys.exit(2)
