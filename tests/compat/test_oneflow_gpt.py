@@ -194,6 +194,22 @@ def tool(monkeypatch: pytest.MonkeyPatch, name: str, *argv: str) -> None:
     assert end.value.code == 0
 
 
+def test_the_small_model_of_the_readme(
+    gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its two commands, with fewer steps; every variable that the page names has an effect."""
+    page = (SYSTEM / "README.md").read_text()
+    training, sample = re.findall(
+        r"^(python3 -m oneflow_gpt.*?[^\\]$|meshwright generate small [^\n]*)", page, re.S | re.M
+    )
+    assert train(monkeypatch, gpt, [*shlex.split(training.replace("\\\n", ""))[3:], "--train-iters", "31"]) == 0
+    capfd.readouterr()
+    assert main(shlex.split(sample)[1:]) == 0 and capfd.readouterr().out.startswith("The quick brown fox")
+    named = re.search("begin with `ONEFLOW_GPT_`: (.*?) \\(also", page, re.S)
+    script = (SYSTEM / "examples/pretrain.sh").read_text()
+    assert named and set(re.findall("ONEFLOW_GPT_([A-Z_]+)", script)) == set(re.findall("[A-Z_]{3,}", named[1]))
+
+
 @covers("oneflow-gpt/container", "oneflow-gpt/image")
 def test_container(gpt: Path, tmp_path: Path) -> None:
     """The image is loaded, and an engine that runs the mounted script trains."""
