@@ -17,7 +17,7 @@ fail() {
 require_number() {
     local least=1
     [[ $1 != NODE_RANK ]] || least=0
-    [[ $2 =~ ^[0-9]{1,9}$ && 10#$2 -ge $least ]] || fail "$1 is '$2'; give a whole number from $least"
+    [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ && $2 -ge $least ]] || fail "$1 is '$2'; give a whole number from $least"
 }
 require_switch() {
     [[ $2 == true || $2 == false ]] || fail "$1 is '$2'; give true or false"

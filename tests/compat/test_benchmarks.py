@@ -97,6 +97,7 @@ def test_one_benchmark_after_the_other(place: Path, monkeypatch: pytest.MonkeyPa
     ("given", "words"),
     [
         ("x", "NNODES is 'x'; give a whole number from 1"),
+        ("2 08", "GPUS_PER_NODE is '08'"),
         ("2 8 -1", "NODE_RANK is '-1'; give a whole number from 0"),
         ("1 1 0 localhost 1 1 yes", "USE_FP16 is 'yes'; give true or false"),
         ("1 1 0 localhost 1 1 true true 4 8 24 a/b", "RUN_COMMIT is 'a/b'"),

@@ -349,9 +349,11 @@ def test_deepspeeds_lines(run, tmp_path):
 
 def test_nvidia_smi(run, tmp_path, monkeypatch, capsys):
     """Its lines follow the iteration's own, in the log too; without it one line says so once."""
-    fake_smi(tmp_path / "bin", monkeypatch, SMI)
+    fake_smi(tmp_path / "bin", monkeypatch, f"{SMI}sleep 0.5\n")
     small = ("--num-layers", 1, "--eval-iters", 0, "--train-iters", 3, "--log-interval", 1)
-    lines = run(*small, "--nvidia-smi-at", 2).out.splitlines()
+    got = run(*small, "--nvidia-smi-at", 2)
+    assert got.column("ms")[2] < 500  # it counts in no step's time
+    lines = got.out.splitlines()
     at = lines.index("2026/11/22 15:00:00.123, NVIDIA H200, 1234 MiB")
     assert lines[at - 1].startswith("timestamp, name") and lines[at - 2].startswith(" iteration        2/")
     assert lines[at] in (tmp_path / "run0" / "log.txt").read_text().splitlines()
