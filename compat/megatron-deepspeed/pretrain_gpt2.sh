@@ -15,13 +15,14 @@ NODE_RANK=${1:-0}
 DATA_PATH=${DATA_PATH:-data/meg-gpt2_text_document}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/gpt2}
 
-exec python -m torch.distributed.launch \
-       --nproc_per_node "${GPUS_PER_NODE:-8}" \
+# Meshwright's launcher, unlike torch's, keeps the status of a rank and prints its error once.
+PYTHONPATH=$(dirname "$0")/../../src${PYTHONPATH:+:$PYTHONPATH} exec python -m meshwright launch \
+       --nproc-per-node "${GPUS_PER_NODE:-8}" \
        --nnodes "${NNODES:-1}" \
-       --node_rank "$NODE_RANK" \
-       --master_addr "${MASTER_ADDR:-localhost}" \
-       --master_port "${MASTER_PORT:-6000}" \
-       pretrain_gpt.py \
+       --node-rank "$NODE_RANK" \
+       --master-addr "${MASTER_ADDR:-localhost}" \
+       --master-port "${MASTER_PORT:-6000}" \
+       train \
        --tensor-model-parallel-size "${TP:-2}" \
        --pipeline-model-parallel-size "${PP:-2}" \
        --num-layers 24 \

@@ -241,8 +241,8 @@ def test_its_scripts_say_what_the_document_says(place: Path, tmp_path: Path) -> 
     kept_beside_the_data = {"--vocab-file", "--merge-file", "--data-impl", "--distributed-backend"}
     document = pairs(words(place, block("megatron-deepspeed/pretrain-two-nodes"), "python")[2:])
     ours = "MASTER_ADDR=192.168.0.1 NNODES=2 PP=4 bash pretrain_gpt2.sh 1 --log-interval 5"
-    want = {k: v for k, v in document.items() if k not in kept_beside_the_data}
-    assert pairs(given_to("python", tmp_path, ours)[3:]) == want | {"--node_rank": "1", "--log-interval": "5"}
+    want = {k.replace("_", "-"): v for k, v in document.items() if k not in kept_beside_the_data}
+    assert pairs(given_to("python", tmp_path, ours)[4:]) == want | {"--node-rank": "1", "--log-interval": "5"}
     assert given_to("python", tmp_path, "bash pretrain_gpt2.sh --log-interval", 2) == []
     for name, program in (("generate", "python"), ("interactive", "deepspeed")):
         document = pairs(words(place, block(f"megatron-deepspeed/{name}"), program)) | {"--load": "checkpoints/gpt2"}
