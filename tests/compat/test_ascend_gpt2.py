@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import json
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fakes
@@ -28,6 +30,7 @@ from documents import (
     started,
     steps,
 )
+from meshwright.data.format.indexed import Indexed
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
@@ -271,6 +274,11 @@ def test_a_signal_reaches_the_training(place: Path, system: Path, tmp_path: Path
     assert log.read_text() == "begun\nsaved\n"
 
 
+TEXT = "Mr. A. B. Smith has {{{{t}}}} [[x|{0}.5 m]]. Yes!"
+PAGE = f"<page><title>T{{0}}</title><ns>0</ns><revision><text>{TEXT}</text></revision></page>"
+DUMP = f"<mediawiki>{''.join(map(PAGE.format, range(3)))}</mediawiki>"
+
+
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
@@ -299,18 +307,25 @@ def test_preprocess(place: Path, tmp_path: Path) -> None:
     for name in ("gpt2-vocab.json", "gpt2-merges.txt"):  # else fetched
         (system / "data" / name).symlink_to(place / name)
     (tmp_path / "web").mkdir()
-    shutil.copy(place / "my-corpus.json", tmp_path / "web/wiki.json")
+    dump = "enwiki-latest-pages-articles.xml.bz2"
+    (tmp_path / "web" / dump).write_bytes(bz2.compress(DUMP.encode()))
     with served(tmp_path / "web") as address:
-        script = f"export DUMP_URL={address}/wiki.json\n" + block("ascend-gpt2/preprocess")
-        assert "Processed 60 documents" in shell(system, script)
+        made = shell(system, f"export DUMP_URL={address}/{dump}\n" + block("ascend-gpt2/preprocess"))
+    assert "3 documents, 9 sequences" in made and (system / dump).exists()
     names = set(re.findall(r"[\w-]+\.\w+", block("ascend-gpt2/data-folder")))
     assert len(names) == 4 and names <= {path.name for path in (system / "data").iterdir()}
-    from meshwright.data.format.indexed import Indexed
-
-    data = Indexed(system / "data/my-gpt_text_sentence")
-    assert len(data.doc_idx) == 61 and len(data) == 60 * 18  # sentences of each text; the last has no end of document
-    assert "is already there" in shell(system, f"bash test/dataset_preprocess_gpt.sh {system}/wiki.json")
+    tokenizer = json.loads((system / "data/gpt2-vocab.json").read_text())
+    assert Indexed(system / "data/my-gpt_text_sentence").doc_idx.tolist() == [0, 3, 6, 9]
+    assert "<|endoftext|>" in tokenizer  # which no sentence ends with
+    tokens = np.fromfile(system / "data/my-gpt_text_sentence.bin", np.uint16)
+    assert tokenizer["<|endoftext|>"] not in tokens
+    again = shell(system, "bash test/dataset_preprocess_gpt.sh")  # without a download
+    assert "is already there" in again
     assert "[Error] nothing: no such file or folder" in shell(system, "bash test/dataset_preprocess_gpt.sh nothing", 1)
+    own = shell(system, f"bash test/dataset_preprocess_gpt.sh '{place}/my-corpus.json'", 73)
+    assert "my-gpt_text_sentence.idx exist already" in own and "--overwrite" in own
+    own = shell(system, f"bash test/dataset_preprocess_gpt.sh '{place}/my-corpus.json' --overwrite --lang chinese")
+    assert "60 documents" in own
 
 
 SOURCES = "reference-sources ascend-sources clone requirements deepspeed original-sources enter".split()

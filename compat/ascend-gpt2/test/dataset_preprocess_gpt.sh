@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Make ./data of a Wikipedia dump: GPT-2's vocabulary and my-gpt_text_sentence.bin and .idx.
-#   bash test/dataset_preprocess_gpt.sh [TEXT]
+#   bash test/dataset_preprocess_gpt.sh [TEXT] [--overwrite or another flag of `meshwright preprocess` ...]
 # TEXT: a dump (.xml.bz2), a folder of wikiextractor, or any text that `meshwright preprocess` reads.
 # Without it: ./enwiki-latest-pages-articles.xml.bz2, downloaded from DUMP_URL if it is not complete.
 set -euo pipefail
 
-text=${1:-}
-if [[ -n $text ]]; then
+text=""
+if [[ ${1:--} != -* ]]; then
+    text=$1
+    shift
     [[ -e $text ]] || { echo "[Error] $text: no such file or folder" >&2; exit 1; }
     text=$(cd "$(dirname "$text")" && pwd)/$(basename "$text")
 fi
@@ -29,4 +31,4 @@ python3 tools/preprocess_data.py \
     --dataset-impl mmap \
     --tokenizer-type GPT2BPETokenizer \
     --split-sentences \
-    --workers "$(nproc 2> /dev/null || sysctl -n hw.ncpu)"
+    --workers "$(nproc 2> /dev/null || sysctl -n hw.ncpu)" "$@"
