@@ -135,12 +135,13 @@ def update(s: dict[str, Any], copies: int) -> list[str]:
 
 
 def training(s: dict[str, Any], copies: int) -> list[str]:
-    out = ["--run-dir", s["train.output_dir"], "--log-format", "libai"]
+    folder = str(s["train.output_dir"])
+    out = ["--run-dir", folder, "--log-format", "libai"]
     if s["train.checkpointer.period"]:
-        out += ["--save", s["train.output_dir"], "--save-interval", str(s["train.checkpointer.period"])]
+        out += ["--save", folder, "--save-interval", str(s["train.checkpointer.period"])]
         out += ["--keep-last", str(s["train.checkpointer.max_to_keep"])]
-    again = ["--load", s["train.output_dir"], "--exit-on-missing-checkpoint"] if s.get("train.resume") else []
-    start = ["--load", s["train.load_weight"], "--finetune"] if s["train.load_weight"] else []
+    again = ["--load", folder, "--exit-on-missing-checkpoint"] if s.get("train.resume") else []
+    start = ["--load", str(s["train.load_weight"]), "--finetune"] if s["train.load_weight"] else []
     out += again or [*start, "--save-overwrite"]
     out += ["--recompute-granularity", "full"] if s["train.activation_checkpoint.enabled"] else []
     zero = s["train.zero_optimization.stage"] if s["train.zero_optimization.enabled"] else 0

@@ -53,7 +53,7 @@ def train(argv: list[str]) -> int:
         raise UserError(f"{given.config_file} lacks a setting, or has one of another kind: {error!r}") from None
     print("".join(f"note: {note}\n" for note in notes if not world.rank), end="", file=sys.stderr)
     if not (world.rank or {"--dry-run", "--print-config"} & set(more)):
-        folder = Path(config["train"]["output_dir"])
+        folder = Path(str(config["train"]["output_dir"]))
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "config.yaml") as file:  # json: a name's reference is a text there
             file.write(yaml.safe_dump(json.loads(json.dumps(config)), default_flow_style=None).encode())
