@@ -138,7 +138,11 @@ PAGES = {
     ),
     "report": Page(
         "meshwright.commands.report:ReportConfig",
-        examples=("meshwright report run", "meshwright report run another-run --output compare.html"),
+        examples=(
+            "meshwright report run",
+            "meshwright report run another-run --output compare.html",
+            "meshwright report --logs logs --table markdown --output speed.svg",
+        ),
     ),
     "completion": Page(
         "meshwright.commands.completion:CompletionConfig",
