@@ -145,7 +145,8 @@ def test_forms_of_the_table(tmp_path, capsys):
         (tmp_path / f"x_{NAME.replace('mb32', f'mb{micro}')}").mkdir()
         (tmp_path / f"x_{NAME.replace('mb32', f'mb{micro}')}/output.log").write_text(LIBAI)
     (tmp_path / f"x_{NAME}/log.txt").write_text(LIBAI)  # the same run
-    (tmp_path / "notes.md").write_text(ENGINE)
+    for name in ("notes.md", "merges.txt"):
+        (tmp_path / name).write_text(ENGINE)
     configs = [f"nl24_fp16_2x2x4_ac_mb{n}_gb512_2n8g" for n in (4, 8, 32)]
     shown = {}
     for form in logs.TABLES:

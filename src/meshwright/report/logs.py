@@ -26,7 +26,7 @@ from meshwright.report.compare import COLOURS, to_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ENDINGS = (".log", ".txt", ".out")  # of logs in folders
+PATTERNS = ("*.log", "*.out", "*log*.txt")  # of logs in folders
 LONGEST = 1 << 16  # bytes of a line; a longer one is cut
 MOST_BARS = 100
 WORDS = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")  # of lines that are read
@@ -161,7 +161,7 @@ def find_logs(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
                 raise bad_data(f"there is no log or folder {path}")
             yield path, str(path)
             continue
-        for file in sorted(p for p in path.rglob("*") if p.suffix in ENDINGS and p.is_file()):
+        for file in sorted({p for pattern in PATTERNS for p in path.rglob(pattern) if p.is_file()}):
             if file.name != "log.txt" or not file.with_name("output.log").exists():
                 yield file, str(file)
 
@@ -370,7 +370,9 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
         print(f"{one['log']}: {one['reason']}", file=sys.stderr)
     if not rows:
         where = ", ".join(map(str, paths))
-        raise UserError(f"no log with a line of a step in {where} (files {', '.join(ENDINGS)} are read)", BAD_DATA)
+        raise UserError(
+            f"no log with a line of a step in {where}; in folders, {', '.join(PATTERNS)} are read", BAD_DATA
+        )
     if picture is not None:
         write_picture(picture, draw(rows))
         print(picture, file=sys.stderr)
