@@ -10,8 +10,10 @@ MERGE_FILE=${MERGE_FILE:-/workspace/model/gpt2-vocab/gpt2-merges.txt}
 DATA_PATH=${DATA_PATH:-/workspace/data/my-gpt2_text_document}
 GPUS=${GPUS:-$(echo "${CUDA_VISIBLE_DEVICES:-0}" | tr ',' '\n' | grep -c .)}
 
-exec torchrun --nproc_per_node "$GPUS" --master_port "${MASTER_PORT:-29500}" \
-    "$(dirname "$0")/../pretrain_gpt.py" \
+here=$(dirname "$0")/..
+# As torchrun, but an error ends with its own message and status
+export PYTHONPATH="$here/../../src${PYTHONPATH:+:$PYTHONPATH}"
+exec python3 -m meshwright launch --nproc_per_node "$GPUS" "$here/pretrain_gpt.py" \
     --num-layers 24 \
     --hidden-size 1024 \
     --num-attention-heads 16 \

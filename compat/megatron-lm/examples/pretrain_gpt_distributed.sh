@@ -8,9 +8,12 @@ set -eu
 : "${MERGE_FILE:?set MERGE_FILE to the path of gpt2-merges.txt}"
 : "${DATA_PATH:?set DATA_PATH to the prefix of the token files, such as my-gpt2_text_document}"
 
-exec torchrun --nproc_per_node "${GPUS_PER_NODE:-8}" --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}" \
-    --master_addr "${MASTER_ADDR:-localhost}" --master_port "${MASTER_PORT:-6000}" \
-    "$(dirname "$0")/../pretrain_gpt.py" \
+here=$(dirname "$0")/..
+# As torchrun, but an error ends with its own message and status
+export PYTHONPATH="$here/../../src${PYTHONPATH:+:$PYTHONPATH}"
+exec python3 -m meshwright launch --nproc_per_node "${GPUS_PER_NODE:-8}" --nnodes "${NNODES:-1}" \
+    --node_rank "${NODE_RANK:-0}" --master_addr "${MASTER_ADDR:-localhost}" --master_port "${MASTER_PORT:-6000}" \
+    "$here/pretrain_gpt.py" \
     --num-layers 24 \
     --hidden-size 1024 \
     --num-attention-heads 16 \
