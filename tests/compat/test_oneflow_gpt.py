@@ -140,7 +140,9 @@ def test_its_own_defaults(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Token files that know their vocabulary need no size; what is given wins.
     dataset = "--dataset=gpt_sample_dataset_text_document"
     assert train(monkeypatch, gpt, [*bare, dataset, "--seed=7", "--nvidia-smi-at=3"]) == 0
+    by_global = [*bare[:6], *"--global-batch-size 6 --num-gpus-per-node 2 --train-iters 9".split()]
     assert seen["vocab_size"] is None and seen["seed"] == 7 and seen["nvidia_smi_at"] == [3]
+    assert train(monkeypatch, gpt, by_global) == 0 and (seen["dp"], seen["micro_batches"]) == (2, 1)
 
 
 def test_a_snapshot_of_oneflow_is_gone_on_with(

@@ -20,6 +20,8 @@ def defaults(argv: list[str]) -> list[str]:
     data = [word for name, word in zip(words, words[1:], strict=False) if name in ("--dataset", "--data-path")]
     if not any("vocab-" in word or "tokenizer" in word for word in argv) and not tokenizers.find_of_data(data):
         out += ["--vocab-size", "50257"]  # token files that do not say whose ids they hold: GPT-2's
+    if "--micro-batch-size" not in words and "--num-accumulation-steps" not in words:
+        out += ["--num-accumulation-steps", "1"]
     return [*out, "--nvidia-smi-at", "10"] if shutil.which("nvidia-smi") else out
 
 
