@@ -1,8 +1,5 @@
 """The benchmark's GPT: 24 layers, 16 heads, hidden size 1024."""
 
-from libai.config import LazyCall
-from libai.evaluation import PPLEvaluator
-
 from .common.data.gpt_dataset import dataloader, tokenization
 from .common.models.gpt import pretrain_model as model
 from .common.optim import optim
@@ -26,5 +23,4 @@ train.dist.pipeline_num_layers = model.cfg.num_layers
 # For four stages of equal size, in place of LiBai's own division:
 # train.dist.custom_pipeline_stage_id = [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
 train.test_micro_batch_size = 4
-train.evaluation.evaluator = LazyCall(PPLEvaluator)()
 train.evaluation.eval_iter = 30

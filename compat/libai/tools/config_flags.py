@@ -62,7 +62,9 @@ _IDLE = {
 }
 IDLE = {key: why for why, keys in _IDLE.items() for key in keys.split()}
 READ = ("train.resume", "train.scheduler.eta_min", "train.scheduler.end_learning_rate")  # beside the defaults
-SCHEDULES = {"WarmupCosineLR": "cosine", "WarmupCosineAnnealingLR": "cosine", "WarmupPolynomialLR": "linear"}
+# Style, and the name and default of the last rate: LiBai's alpha is a fraction of the first.
+SCHEDULES = {"WarmupCosineLR": ("cosine", "alpha", 0.0), "WarmupCosineAnnealingLR": ("cosine", "eta_min", 0.0)}
+SCHEDULES["WarmupPolynomialLR"] = ("linear", "end_learning_rate", 1e-4)
 DATASET = {"_target_", "name", "data_prefix", "indexed_dataset", "max_seq_length", "seed"}
 
 
@@ -123,9 +125,11 @@ def update(s: dict[str, Any], copies: int) -> list[str]:
     out = ["--optimizer", target(s, "optim._target_", {"AdamW": "adamw", "SGD": "sgd"})]
     if "optim.betas" in s:
         out += ["--adam-beta1", str(s["optim.betas"][0]), "--adam-beta2", str(s["optim.betas"][1])]
-    low = s.get("train.scheduler.eta_min", s.get("train.scheduler.end_learning_rate"))
-    low = s["optim.lr"] * s.get("train.scheduler.alpha", 0) if low is None else low
-    out += ["--lr-decay-style", target(s, "train.scheduler._target_", SCHEDULES), "--min-lr", f"{low:.10g}"]
+    style, key, low = target(s, "train.scheduler._target_", SCHEDULES)
+    if other := [k for _, k, _ in SCHEDULES.values() if k != key and f"train.scheduler.{k}" in s]:
+        raise UserError(f"train.scheduler.{other[0]} is no setting of this schedule, whose last rate is {key}")
+    low = s.get(f"train.scheduler.{key}", low) * (s["optim.lr"] if key == "alpha" else 1)
+    out += ["--lr-decay-style", style, "--min-lr", f"{low:.10g}"]
     if warmup := math.ceil(s["train.train_iter"] * s.get("train.warmup_ratio", 0)):
         first = s["optim.lr"] * s.get("train.scheduler.warmup_factor", 0)
         out += ["--lr-warmup-iters", str(warmup), "--lr-warmup-init", f"{first:.10g}"]
