@@ -20,8 +20,9 @@ from meshwright.commands.data import VERBS
 from meshwright.settings import flags
 from meshwright.settings.megatron_flags import NO_EFFECT, REFUSED
 
+READMES = sorted(ROOT.glob("compat/*/*.md"))  # their scripts have flags of their own
 GUIDE = [ROOT / "README.md", ROOT / "README.zh.md", *sorted(ROOT.glob("docs/**/*.md"))]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+PAGES = [*ROOT.glob("*.md"), *READMES, *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 CHINESE = sorted(ROOT.glob("docs/zh/*.md"))
 ONLY_PRINT = ("help", "completion", "presets", "doctor")  # commands that may be without flags
 # Flags of argparse, of Megatron's answers, and of other programs that the pages name as such.
@@ -88,7 +89,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         check(list(stopped.value.args), monkeypatch)
 
 
-@pytest.mark.parametrize("page", GUIDE, ids=name)
+@pytest.mark.parametrize("page", [*GUIDE, *READMES], ids=name)
 def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands(page):
         if words[1] in ONLY_PRINT or "--help" in words or len(words) == 2 and words[1].startswith("-"):
