@@ -140,6 +140,14 @@ def test_odd_logs(tmp_path):
     assert row_of(read_log(file, "a")).form == "oneflow"
 
 
+def test_a_log_without_a_configuration_has_the_name_of_its_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/log.txt").write_text(NORMAL)
+    monkeypatch.chdir(tmp_path / "run")
+    assert main(["report", "--logs", "log.txt"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("run ")
+
+
 def test_forms_of_the_table(tmp_path, capsys):
     for micro in (4, 32, 8):
         (tmp_path / f"x_{NAME.replace('mb32', f'mb{micro}')}").mkdir()

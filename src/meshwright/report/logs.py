@@ -258,7 +258,8 @@ def config_of(log: Log) -> str:
 
     The arguments in the log say what ran, the names of the log and its folder the rest.
     """
-    have, name = log.arguments, f"{log.path.parent.name}/{log.path.stem}"
+    have, path = log.arguments, log.path.absolute()
+    name = f"{path.parent.name}/{path.stem}"
 
     def value(argument: str, pattern: str) -> str | None:
         said = have.get(argument)
@@ -278,8 +279,8 @@ def config_of(log: Log) -> str:
         )
     )
     if not (layers and tp and pp):
-        return log.path.parent.name if log.path.stem in ("output", "log") else log.path.stem
-    machines = re.findall(r"[_/](\d+)n(\d+)g", f"/{log.path.parent.as_posix()}/{log.path.stem}")
+        return path.parent.name if path.stem in ("output", "log") else path.stem
+    machines = re.findall(r"[_/](\d+)n(\d+)g", str(path.with_suffix("")))
     world = value("world_size", "$^") or (str(math.prod(map(int, machines[-1]))) if machines else None)
     where = f"_{machines[-1][0]}n{machines[-1][1]}g" if machines else f"_{world}g" if world else ""
     ranks = int(tp) * int(pp)
