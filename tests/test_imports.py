@@ -83,6 +83,7 @@ NO_TORCH = [
     "data.prepare.text",
     "data.prepare.workers",
     "data.tools.forecast",
+    "data.tools.dedup",
     "data.tools.fetch",
     "data.tools.statistics",
     "data.tools.merge_json",

@@ -173,6 +173,40 @@ class LooseTextConfig:
     loose_text: LooseText = LooseText()
 
 
+@dataclass(frozen=True)
+class Deduplication:
+    """Files of JSON lines from which near-duplicates are left out."""
+
+    inputs: list[str] = flag([], "files of JSON lines; of similar documents the first one is kept", "--input")
+    output_file: str | None = flag(None, "file of JSON lines for what is kept")
+    removed_file: str | None = flag(None, "file that says of each removed document which one it resembles")
+    json_key: str = flag("text", "key of the text in each line", "--json-keys")
+    threshold: float = flag(0.7, "Jaccard index, 0 to 1, from which documents are similar", bound=">0")
+    shingle: int = flag(5, "characters of the pieces that are compared", "--char-ngram", bound=">0")
+    num_seeds: int = flag(100, "hashes in the signature of a document", "--num_seeds", bound=">0")
+    num_bands: int = flag(20, "bands of these hashes; more find more pairs", "--num_bands", bound=">0")
+    seed: int = flag(1234, "random seed of the hashes, below 2^31", bound=">=0")
+    overwrite: bool = flag(False, "replace an output file with another content")
+
+
+@dataclass(frozen=True)
+class DedupConfig:
+    """Settings of `meshwright data dedup`."""
+
+    deduplication: Deduplication = Deduplication()
+
+    def problems(self) -> list[str]:
+        d = self.deduplication
+        out = [] if d.inputs else ["files of JSON lines are needed: meshwright data dedup A.jsonl B.jsonl ..."]
+        if not d.output_file:
+            out.append("--output-file is needed: where to write what is kept")
+        if d.threshold > 1:
+            out.append(f"--threshold {d.threshold:g} is above 1; give a share from 0 to 1")
+        if d.num_bands > 0 and d.num_seeds % d.num_bands:
+            out.append(f"--num-seeds {d.num_seeds} is not a multiple of --num-bands {d.num_bands}; change one of them")
+        return out
+
+
 def main(argv: list[str]) -> int:
     if argv[:1] == ["help"] and argv[1:]:  # help VERB [TOPIC]
         argv = [argv[1], "--help", *argv[2:]]
@@ -316,6 +350,27 @@ def merge_json(config: LooseTextConfig, dry: bool) -> None:
         notice(merged.passed.line(loose.READ_BY))
 
 
+def dedup(config: DedupConfig, dry: bool) -> None:
+    from meshwright.data.tools import dedup as work
+
+    d = config.deduplication
+    assert d.output_file
+    if dry:
+        print(f"would read {', '.join(d.inputs)} and write {d.output_file}")
+        return
+    rule = work.Rule(d.json_key, d.threshold, d.shingle, d.num_seeds, d.num_bands, d.seed)
+    out = work.run(d.inputs, d.output_file, rule, d.removed_file, d.overwrite)
+    same = sum(index == 1 for _, index in out.removed.values())
+    removed = (
+        f"removed {same:,} with the same pieces as an earlier document and {len(out.removed) - same:,} similar ones"
+    )
+    print(f"{d.output_file}: kept {out.documents - len(out.removed):,} of {out.documents:,} documents; {removed}")
+    if out.bad:
+        notice(f"left out {out.bad}")
+    if out.is_unchanged:
+        print(f"{d.output_file} was already there, unchanged")
+
+
 def fetch(config: FetchConfig, dry: bool) -> None:
     from meshwright.data.tools import fetch as work
 
@@ -331,5 +386,6 @@ VERBS: dict[str, tuple[type[Any], str, str | None, Callable[[Any, bool], None]]]
     "plan": (PlanConfig, "which source gives how many samples and epochs: give the training's flags", None, plan),
     "merge": (MergeConfig, "join pairs of token files, in the order given", "datasets", merge),
     "merge-json": (LooseTextConfig, "join files of JSON lines or text into one of JSON lines", None, merge_json),
+    "dedup": (DedupConfig, "leave near-duplicates out of files of JSON lines", "inputs", dedup),
     "fetch": (FetchConfig, "download known files or any http(s) address, resumed and checked", "names", fetch),
 }

@@ -169,5 +169,10 @@ PAGES = {
     ),
     "data merge": Page("meshwright.commands.data:MergeConfig", "datasets"),
     "data merge-json": Page("meshwright.commands.data:LooseTextConfig"),
+    "data dedup": Page(
+        "meshwright.commands.data:DedupConfig",
+        "inputs",
+        examples=("meshwright data dedup a.jsonl b.jsonl --output-file unique.jsonl",),
+    ),
     "data fetch": Page("meshwright.commands.data:FetchConfig", "names"),
 }

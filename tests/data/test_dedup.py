@@ -1,0 +1,154 @@
+"""`meshwright data dedup`: a brute-force twin, files, and mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.data.tools import dedup
+from meshwright.data.tools.dedup import Rule
+from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["data", "dedup", *argv])
+    return status, out.getvalue(), err.getvalue()
+
+
+def write(path: Path, texts: list[str]) -> str:
+    lines = [json.dumps({"id": n, "text": text}, ensure_ascii=False) for n, text in enumerate(texts)]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def read(path: Path) -> list[int]:
+    return [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def make_texts(families: int, seed: int) -> list[str]:
+    """Return texts of which some are changed copies of others, in several alphabets."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefgh中文字符éß ", k=rng.randint(2, 7))) for _ in range(400)]
+    out = []
+    for _ in range(families):
+        text = rng.choices(words, k=rng.randint(15, 60))
+        for share in rng.choices([0, 0.02, 0.05, 0.1, 0.2, 0.5], k=rng.randint(1, 4)):
+            out.append(" ".join(rng.choice(words) if rng.random() < share else word for word in text))
+    rng.shuffle(out)
+    return out
+
+
+def pieces(text: str, size: int) -> set[str]:
+    return {text[i : i + size] for i in range(max(len(text) - size + 1, 1))}
+
+
+def twin(texts: list[str], rule: Rule) -> dict[int, tuple[int, float]]:
+    """Compare every document with every earlier one that is kept."""
+    sets = [pieces(text, rule.shingle) for text in texts]
+    kept: list[int] = []
+    out = {}
+    for i, mine in enumerate(sets):
+        indices = [(j, len(mine & sets[j]) / len(mine | sets[j])) for j in kept]
+        found = next(((j, index) for j, index in indices if index >= rule.threshold), None)
+        if found:
+            out[i] = found
+        else:
+            kept.append(i)
+    return out
+
+
+@pytest.mark.parametrize("threshold, shingle, bands", [(0.7, 5, 20), (0.85, 5, 20), (0.4, 3, 100), (1, 8, 10)])
+def test_removes_what_comparing_all_pairs_removes(tmp_path: Path, threshold: float, shingle: int, bands: int) -> None:
+    rule = Rule(threshold=threshold, shingle=shingle, bands=bands)
+    texts = [*make_texts(80, 5), "", "ab", "ab", "", "abc", "数据", "数据"]
+    expected = twin(texts, rule)
+    assert 20 < len(expected) < len(texts) - 20
+    found = dedup.run([write(tmp_path / "in.jsonl", texts)], str(tmp_path / "out.jsonl"), rule)
+    assert found.removed == expected and found.documents == len(texts)
+    assert read(tmp_path / "out.jsonl") == [i for i in range(len(texts)) if i not in expected]
+
+
+@pytest.mark.parametrize("length", [60, 600, 6000])
+def test_signatures_estimate_the_index(length: int) -> None:
+    rule = Rule(seeds=1500, seed=3)
+    texts = ["".join(map(chr, range(begin, begin + length))) for begin in (300, 300 + length // 3)]
+    a, b = (dedup.shingles(text, rule) for text in texts)
+    share = (dedup.signature(a, dedup.spares(rule)) == dedup.signature(b, dedup.spares(rule))).mean()
+    assert 0.4 < dedup.jaccard(a, b) < 0.55
+    assert abs(share - dedup.jaccard(a, b)) < 0.15 if length < 100 else 0.05
+
+
+def test_every_part_has_its_own_order() -> None:
+    order = dedup.spares(Rule(seeds=50))
+    assert (order[:, 0] == range(50)).all() and all(sorted(row) == list(range(50)) for row in order.tolist())
+    assert len(set(order[:, 1].tolist())) > 25
+
+
+def test_files_and_their_lines(tmp_path: Path) -> None:
+    """Lines are kept byte for byte, in the order of the files; bad ones are counted."""
+    text = "a text that is long enough to be compared with others, one piece after the other"
+    first = b'\xef\xbb\xbf{"text": "%b", "n": 1e400}\r\n\n{"text": 5}\nnot json\n' % text.encode()
+    (tmp_path / "a.jsonl").write_bytes(first + b'{ "text" : "quite another one, with \\u00e9" }')
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "%b", "url": "copy"}\n' % text.replace("one", "a").encode())
+    (tmp_path / "empty.jsonl").touch()
+    given = [str(tmp_path / name) for name in ("a.jsonl", "empty.jsonl", "b.jsonl")]
+    out, removed = tmp_path / "new/out.jsonl", tmp_path / "removed.jsonl"
+    again = [*given, "--output-file", str(out), "--removed-file", str(removed)]
+    status, told, err = run(*again)
+    assert (
+        status == DONE and "kept 2 of 3 documents" in told and "0 with the same pieces" in told and "1 similar" in told
+    )
+    assert "left out 2 bad lines" in err and f"{given[0]}:3" in err and f"{given[0]}:4" in err
+    lines = b'{"text": "%b", "n": 1e400}\n{ "text" : "quite another one, with \\u00e9" }\n' % text.encode()
+    assert out.read_bytes() == lines
+    (row,) = map(json.loads, removed.read_text().splitlines())
+    index = len(pieces(text, 5) & pieces(text.replace("one", "a"), 5)) / len(
+        pieces(text, 5) | pieces(text.replace("one", "a"), 5)
+    )
+    assert row == {"removed": f"{given[2]}:1", "kept": f"{given[0]}:1", "jaccard": round(index, 4)}
+    assert "already there, unchanged" in run(*again)[1]
+    status, _, err = run(*again, "--threshold", "0.99")
+    assert status == LOCKED and "--overwrite" in err and out.read_bytes() == lines
+    assert run(*again, "--threshold", "0.99", "--overwrite")[0] == DONE and len(out.read_bytes().splitlines()) == 3
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "words, status, message",
+    [
+        (["none.jsonl", "--output-file", "out"], BAD_DATA, "none.jsonl: No such file"),
+        ([".", "--output-file", "out"], BAD_DATA, "merge-json"),
+        (["a.jsonl.gz", "--output-file", "out"], BAD_DATA, "is packed"),
+        (["a.jsonl", "--output-file", "a.jsonl"], USAGE, "choose another name"),
+        (["a.jsonl", "--output-file", "out", "--removed-file", "./a.jsonl"], USAGE, "choose another name"),
+        (
+            ["a.jsonl", "--output-file", "out", "--json-key", "content"],
+            BAD_DATA,
+            "no document; left out 1 bad lines: 1 no key",
+        ),
+        (["a.jsonl"], USAGE, "--output-file is needed"),
+        (["--output-file", "out"], USAGE, "files of JSON lines are needed"),
+        (["a.jsonl", "--output-file", "out", "--threshold", "1.5"], USAGE, "--threshold 1.5 is above 1"),
+        (
+            ["a.jsonl", "--output-file", "out", "--num-bands", "30"],
+            USAGE,
+            "--num-seeds 100 is not a multiple of --num-bands 30",
+        ),
+    ],
+)
+def test_mistakes(words: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), ["text"])
+    (tmp_path / "a.jsonl.gz").touch()
+    before = sorted(tmp_path.iterdir())
+    found, _, err = run(*words)
+    assert found == status and message in err, err
+    assert sorted(tmp_path.iterdir()) == before
