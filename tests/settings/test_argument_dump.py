@@ -41,6 +41,9 @@ def test_no_setting_is_missing_or_hidden_by_the_table() -> None:
             "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2",
             "start_weight_decay=0.1 end_weight_decay=0.2",
         ),
+        ("", "tokenizer_type=None"),
+        ("--vocab-file v.json --merge-file m.txt", "tokenizer_type=GPT2BPETokenizer"),
+        ("--tokenizer byte", "tokenizer=byte tokenizer_type=None"),
         # Flags without effect are shown as given.
         ("--DDP-impl torch --no-masked-softmax-fusion", "DDP_impl=torch masked_softmax_fusion=False"),
         ("--no-load-rng --no-initialization", "no_load_rng=True perform_initialization=False"),

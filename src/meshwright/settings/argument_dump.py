@@ -95,7 +95,8 @@ def arguments(config: TrainConfig, idle: Mapping[str, Any], device_backend: str)
 def in_effect(config: TrainConfig) -> dict[str, Any]:
     """Return the values in this run where they differ from the flags, or have another name."""
     m, t, o, p = config.model, config.training, config.optimizer, config.parallel
-    scale = config.precision.initial_loss_scale
+    scale, words = config.precision.initial_loss_scale, config.tokenizer
+    has_type = words.vocab_file or words.tokenizer_model or words.tokenizer_type != "GPT2BPETokenizer"
     is_ramp = o.weight_decay_incr_style != "constant"
     return {
         "add_position_embedding": m.position == "learned",
@@ -107,11 +108,13 @@ def in_effect(config: TrainConfig) -> dict[str, Any]:
         "global_batch_size": config.global_batch,
         "initial_loss_scale": 2**32 if scale == 2**32 else scale,  # Megatron's default is a whole number
         "kv_channels": m.head_dim,
+        "micro_batch_size": t.micro_batch_size or config.micro_batch,
         "overlap_p2p_comm": config.chunks > 1,
         "params_dtype": f"torch.{config.precision.dtype}",
         "recompute_granularity": t.recompute,
         "recompute_method": t.recompute_method or ("uniform" if t.recompute == "full" else None),
         "start_weight_decay": o.start_weight_decay if is_ramp else o.weight_decay,
+        "tokenizer_type": words.tokenizer_type if has_type and not words.tokenizer else None,
         "transformer_pipeline_model_parallel_size": p.pipeline_model_parallel_size,
         "use_rotary_position_embeddings": m.position == "rope",
         "virtual_pipeline_model_parallel_size": config.chunks if config.chunks > 1 else None,
