@@ -140,6 +140,24 @@ def test_odd_logs(tmp_path):
     assert row_of(read_log(file, "a")).form == "oneflow"
 
 
+def test_logs_of_other_machines(tmp_path, capsys):
+    """They have only nvidia-smi's rows, which belong to the run of their name and order."""
+    for date, text in {
+        "20261122_100": ENGINE + SMI,
+        "20261122_101": SMI.replace("34771 MiB", "50000 MiB"),
+        "20261122_200": ENGINE + SMI,
+        "20261122_201": SMI.replace("34771 MiB", "30000 MiB"),
+    }.items():
+        (tmp_path / f"x_{NAME}_{date}.log").write_text(text)
+    assert main(["report", "--logs", str(tmp_path), "--table", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["memory_mib"] for row in found["runs"]] == [50000.0, 34771.0] and not found["without_steps"]
+    (tmp_path / f"x_{NAME}_20261122_201.log").unlink()
+    assert main(["report", "--logs", str(tmp_path), "--table", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["memory_mib"] for row in found["runs"]] == [34771.0, 34771.0] and len(found["without_steps"]) == 1
+
+
 def test_a_log_without_a_configuration_has_the_name_of_its_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/log.txt").write_text(NORMAL)

@@ -253,6 +253,12 @@ def row_of(log: Log) -> Row | None:
     )
 
 
+def title_of(log: Log) -> str:
+    """Return the name of a log, or of its folder if all logs have that name."""
+    path = log.path.absolute()
+    return path.parent.name if path.stem in ("output", "log") else path.stem
+
+
 def config_of(log: Log) -> str:
     """Return a name such as nl24_fp16_2x2x4_ac_mb32_gb512_2n8g, with DP x TP x PP.
 
@@ -279,7 +285,7 @@ def config_of(log: Log) -> str:
         )
     )
     if not (layers and tp and pp):
-        return path.parent.name if path.stem in ("output", "log") else path.stem
+        return title_of(log)
     machines = re.findall(r"[_/](\d+)n(\d+)g", str(path.with_suffix("")))
     world = value("world_size", "$^") or (str(math.prod(map(int, machines[-1]))) if machines else None)
     where = f"_{machines[-1][0]}n{machines[-1][1]}g" if machines else f"_{world}g" if world else ""
@@ -292,6 +298,29 @@ def config_of(log: Log) -> str:
         recomputed = "_actrue" in name.lower()
     parts = [f"nl{layers}", precision, f"{dp}x{tp}x{pp}", *(["ac"] if recomputed else [])]
     return "_".join([*parts, *(f"{n}{x}" for n, x in (("mb", micro), ("gb", batch)) if x)]) + where
+
+
+def join_machines(logs: Sequence[Log]) -> list[Log]:
+    """Add the memory of a run's other machines to the log of its first, which alone has steps.
+
+    The logs of machines have one name up to their date. Runs of one name are taken in the order of
+    their dates; logs are left apart if each run has not the same number of them.
+    """
+    groups: dict[str, list[Log]] = {}
+    for log in logs:
+        name = re.sub(r"_\d{8}_\w+$", "", title_of(log))
+        groups.setdefault(name if name != title_of(log) else log.name, []).append(log)
+    joined: set[int] = set()
+    for group in groups.values():
+        group.sort(key=title_of)
+        first = [log for log in group if log.lines]
+        others = [log for log in group if not log.lines and "nvidia-smi" in log.memory]
+        if first and len(others) % len(first) == 0:
+            each = len(others) // len(first)
+            for n, log in enumerate(others):
+                _keep_most(first[n // each], "nvidia-smi", log.memory["nvidia-smi"])
+                joined.add(id(log))
+    return [log for log in logs if id(log) not in joined]
 
 
 def why_not(log: Log) -> str:
@@ -350,18 +379,16 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
     """Print the table of all logs, and draw a picture of it."""
     if picture is not None and picture.suffix not in (".svg", ".png"):
         raise UserError(f"--output {picture}: with --logs it is a picture; name it .svg or .png", USAGE)
-    rows: list[Row] = []
+    read: list[Log] = []
     without: list[dict[str, str]] = []
     for path, name in find_logs(paths):
         try:
-            log = read_log(path, name)
-            row, reason = row_of(log), why_not(log)
+            read.append(read_log(path, name))
         except OSError as error:
-            row, reason = None, f"cannot be read: {error.strerror}"
-        if row is None:
-            without.append({"log": name, "reason": reason})
-        else:
-            rows.append(row)
+            without.append({"log": name, "reason": f"cannot be read: {error.strerror}"})
+    logs = join_machines(read)
+    without += [{"log": log.name, "reason": why_not(log)} for log in logs if not log.lines]
+    rows = [row for log in logs if (row := row_of(log)) is not None]
     rows.sort(key=lambda row: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)])
     if form == "json":
         print(as_json(rows, without), end="")
