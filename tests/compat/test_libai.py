@@ -203,6 +203,7 @@ def test_settings_without_effect_are_reported_once(tool: Any) -> None:
         "train.rdma_enabled has no effect: NCCL decides",
         "graph has no effect: there is one mode, and the layout is given by its sizes",
     ]
+    assert flags_of(tool, [])[1] == []
 
 
 OWN = """

@@ -5,7 +5,6 @@ from .common.models.gpt import pretrain_model as model
 from .common.optim import optim
 from .common.train import train
 
-# Paths, from the folder where the benchmark is started
 tokenization.tokenizer.vocab_file = "gpt2-vocab.json"
 tokenization.tokenizer.merges_file = "gpt2-merges.txt"
 dataloader.train.dataset[0].indexed_dataset.data_prefix = "my-gpt2_text_document"

@@ -2,6 +2,7 @@
 
 from .common.data.gpt_dataset import dataloader, tokenization  # noqa: F401
 from .common.models.gpt import pretrain_model as model
+from .common.models.graph import graph  # noqa: F401
 from .common.optim import optim
 from .common.train import train
 

@@ -5,8 +5,7 @@
 #       [USE_FP16] [ACTIVATION_CHECKPOINT] [MICRO_BATCH] [GLOBAL_BATCH] [NUM_LAYER] [RUN_COMMIT] \
 #       [TRAIN_ITERS] [LOG_PERIOD] [key=value ...] [--flag of meshwright train ...]
 #
-# The log is test_logs/RUN_COMMIT/NnGg/LibAI_gpt2_.../output.log. Nothing is saved, unless
-# train.checkpointer.period=N is given.
+# The log is test_logs/RUN_COMMIT/NnGg/LibAI_gpt2_.../output.log; train.checkpointer.period=N saves.
 set -euo pipefail
 fail() {
     echo "${0##*/}: $*" >&2

@@ -82,15 +82,14 @@ def to_flags(config: dict[str, Any], defaults: dict[str, Any], world: int) -> tu
             if value != FIXED[key][0]:
                 wrong.append(f"{key}={value!r} is refused: {FIXED[key][1]}; give {FIXED[key][0]!r}")
         elif ignored:
-            if key not in usual or usual[key] != value:
+            if usual.get(key, value if key.endswith("_target_") else None) != value:
                 notes[f"{ignored} has no effect: {IDLE[ignored]}"] = None
         elif key not in (known := {*usual, *READ}):
             wrong.append(f"{key} is no setting here{did_you_mean(key, [*known, *FLAGS, *FIXED, *IDLE], 0.8)}")
     if wrong:
         raise UserError("\n  ".join(wrong))
-    copies = max(
-        1, world // (settings["train.dist.tensor_parallel_size"] * settings["train.dist.pipeline_parallel_size"])
-    )
+    sizes = (settings[f"train.dist.{way}_parallel_size"] for way in ("tensor", "pipeline"))
+    copies = max(1, world // math.prod(sizes))
     out = [word for pair in given.items() for word in pair]
     out += model(settings) + update(settings, copies) + training(settings, copies) + data(settings)
     if settings.get("train.warmup_ratio"):
@@ -164,6 +163,5 @@ def data(s: dict[str, Any]) -> list[str]:
     if more := {key for one in sets for key in one} - DATASET:
         raise UserError(f"dataloader.train.dataset: {', '.join(sorted(more))} is no setting here")
     words = [str(x) for w, one in zip(weights, sets, strict=True) for x in (w, one["indexed_dataset"]["data_prefix"])]
-    split = ",".join(map(str, splits[0]))
-    path = ["--data-path", *(words[1:] if len(sets) == 1 else words)]
-    return [*path, "--split", split, "--seq-length", str(sets[0]["max_seq_length"])]
+    words = ["--data-path", *(words[1:] if len(sets) == 1 else words)]
+    return [*words, "--split", ",".join(map(str, splits[0])), "--seq-length", str(sets[0]["max_seq_length"])]
