@@ -48,6 +48,7 @@ SYSTEM = ROOT / "compat/oneflow-gpt"
 ENGINE = """
 case $1 in run|exec) for word; do file=$word; done; exec bash "$file";; esac
 """
+TINY = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --train-iters 1 --vocab-size 9"
 SMALL = {"NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "NUM_ATTENTION_HEADS": 4, "SEQ_LENGTH": 32, "TRAIN_ITERS": 4}
 SMALL |= {"LOG_INTERVAL": 2, "SAVE_INTERVAL": 3, "INIT_LOSS_SCALE": 1}
 
@@ -123,6 +124,12 @@ def test_training(gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     again = capfd.readouterr().out
     assert "successfully loaded checkpoint from trained at iteration 6" in again
     assert "step=8,micro_batches=16,samples=64,throughput=" in again and not table(again)
+
+
+def test_without_the_packages(gpt: Path) -> None:
+    """A Python without numpy, as before the install line: what to do, and no traceback."""
+    refused = shell(gpt, f"python3 -S -m oneflow_gpt.training {TINY} --mock-data", 69)
+    assert "has no package numpy; pip install" in refused and "Traceback" not in refused
 
 
 def test_its_own_defaults(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:

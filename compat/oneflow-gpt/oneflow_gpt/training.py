@@ -1,5 +1,6 @@
 """OneFlow-GPT's program: `meshwright train` with that program's defaults (defaults.toml)."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -8,7 +9,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[2] / "src"))  # runs from a clone too, without an install
 
-from meshwright import tokenizers  # noqa: E402
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.errors import SIGINT  # noqa: E402
 
@@ -18,8 +18,11 @@ def defaults(argv: list[str]) -> list[str]:
     out = ["--config", str(HERE / "defaults.toml")]
     words = [part for word in argv for part in word.split("=", 1)]
     data = [word for name, word in zip(words, words[1:], strict=False) if name in ("--dataset", "--data-path")]
-    if not any("vocab-" in word or "tokenizer" in word for word in argv) and not tokenizers.find_of_data(data):
-        out += ["--vocab-size", "50257"]  # token files that do not say whose ids they hold: GPT-2's
+    with contextlib.suppress(ModuleNotFoundError):  # numpy; `main` says so
+        from meshwright.tokenizers import find_of_data
+
+        if not any("vocab-" in word or "tokenizer" in word for word in argv) and not find_of_data(data):
+            out += ["--vocab-size", "50257"]  # token files that do not say whose ids they hold: GPT-2's
     if "--micro-batch-size" not in words and "--num-accumulation-steps" not in words:
         out += ["--num-accumulation-steps", "1"]
     return [*out, "--nvidia-smi-at", "10"] if shutil.which("nvidia-smi") else out
