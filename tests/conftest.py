@@ -42,6 +42,12 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(autouse=True)
+def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let os.fsync only check its descriptor: a disk takes milliseconds; no test cuts the power."""
+    monkeypatch.setattr(os, "fsync", lambda fd: os.fstat(fd) and None)
+
+
+@pytest.fixture(autouse=True)
 def say_on_stdout() -> None:
     """Print lines on stdout, whatever an earlier command chose."""
     console.set_stream("stdout")
