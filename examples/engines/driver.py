@@ -36,6 +36,7 @@ COMMAND = [
     '--data-path', 'corpus_text_document',
     '--save', 'run',
     '--load', 'run',
+    '--save-interval', '1000',
 ]
 stopped = []  # signals that were not passed on yet
 

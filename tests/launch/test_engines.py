@@ -271,7 +271,10 @@ def test_notes(capsys: pytest.CaptureFixture[str]) -> None:
     err = notes(*base)
     assert "without --save and --load, an interrupted run begins again" in err
     assert "relative paths begin in /work of the container" in err and "inside the container: /data/x" in err
-    assert "an interrupted run stops" in notes(*base, "--save", "new", "--load", "old")
+    err = notes(*base, "--save", "new", "--load", "old")
+    assert "an interrupted run stops" in err and "without --save-interval only a signal and the end save" in err
+    err = notes(*base, "--exit-duration-in-mins", "50", "--no-exit-signal-handler")
+    assert "--exit-duration-in-mins ends the run with status 0" in err and "does not save" in err
     assert "only the number of ranks was checked" in notes(*base[10:], "--save", "run", "--load", "run")
 
 
@@ -552,7 +555,7 @@ SRUN = """
 while [[ $1 == --* ]]; do shift; done
 pids=()
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
-    SLURM_NODEID=$node "$@" & pids+=($!)
+    env SLURM_NODEID=$node SLURM_PROCID=$node SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_ID=0 "$@" & pids+=($!)
 done
 echo "${pids[@]}" > "$FAKE/pids"
 most=0

@@ -176,6 +176,13 @@ def notices(job: Job, engine: str, config: TrainConfig | None) -> list[str]:
         out.append(
             f"--load {c.load} is not --save {c.save}: an interrupted run stops; submit it again with both the same"
         )
+    if c and c.save and not c.save_interval:
+        out.append("without --save-interval only a signal and the end save; a crash loses all steps since")
+    if config and not config.training.exit_signal_handler:
+        out.append("--no-exit-signal-handler: a run that the engine stops does not save")
+    for name in ("exit_interval", "exit_duration_in_mins"):
+        if config and getattr(config.training, name):
+            out.append(f"{spelling(name)} ends the run with status 0, after which no engine starts it again")
     if config and c and c.load and config.model.num_layers is None:
         out.append(f"the model comes from --load {c.load}; only the number of ranks was checked")
     if config is None and job.command[0] not in PAGES:
