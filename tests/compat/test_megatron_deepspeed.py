@@ -277,6 +277,7 @@ def test_tools_for_checkpoints(script: Callable[..., int], tmp_path: Path, capsy
     assert ranks == ["mp_rank_00", "mp_rank_01"]
     sizes = ("--tensor-model-parallel-size", 2, "--target-pipeline-model-parallel-size", 3)
     assert script("merge_mp_partitions.py", "--load", tmp_path / "meg", "--save", tmp_path / "joined", *sizes) == 0
+    assert "the sizes given have no effect" in capsys.readouterr().err
     ranks = sorted(path.name for path in (tmp_path / "joined/iter_0000030").iterdir() if path.is_dir())
     assert ranks == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_00_002"]
     assert script("convert_checkpoint/deepspeed_to_megatron.py", *into, tmp_path / "rel", "--for_release") == 0

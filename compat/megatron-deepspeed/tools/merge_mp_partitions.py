@@ -17,5 +17,7 @@ if __name__ == "__main__":
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         parser.add_argument(flag, help="not needed: the layout of --load is read from its files")
     a, others = parser.parse_known_args()
+    if a.tensor_model_parallel_size or a.pipeline_model_parallel_size:
+        print("the ranks of --load are counted from its files; the sizes given have no effect", file=sys.stderr)
     stages = ["--target-pipeline-parallel-size", a.target_pipeline_model_parallel_size]
     sys.exit(main(["convert", a.load, a.save, "--to", "torch", *stages, *others]))

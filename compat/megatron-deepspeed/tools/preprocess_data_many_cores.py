@@ -1,0 +1,1 @@
+../../../tools/preprocess_data.py
