@@ -30,6 +30,8 @@ ENGLISH = """
     IV. The end.|Yes.
     Really?!|Yes.|¿Qué?|"No."|'Yes!'
     Visit www.example.com or mail a.b@c.de now.|Version 2.0 is out.
+    Sammy Davis Jr. Smith met the N.A.T.O. Council.|Done.
+    He said "and so on, etc."|Martin left.
     By P. Smith, p. 3, to P. 4.|OK.
     W. B. Yeats, Jr. was there, etc. and St. John, too.
 """
