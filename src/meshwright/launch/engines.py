@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.device import NVIDIA
 from meshwright.errors import BAD_DATA, DONE, IO, LOCKED, NON_FINITE, USAGE, UserError
 from meshwright.files import replacing
 from meshwright.launch.launcher import PORT, LaunchConfig, build_program
@@ -112,9 +113,9 @@ def make_job(
     build_program(command)
     config = check_command(command, nodes, int(count), complete)
     trained = config if isinstance(config, TrainConfig) else None
-    device = config.parallel.device if config is not None and hasattr(config, "parallel") else "cuda"
-    if device.split(":")[0] not in ("auto", "cuda", "cpu"):
-        raise UserError(f"--device {device}: --write knows how to ask for cuda and cpu only")
+    device = config.parallel.device if config is not None and hasattr(config, "parallel") else NVIDIA
+    if device.split(":")[0] not in ("auto", NVIDIA, "cpu"):
+        raise UserError(f"--device {device}: --write knows how to ask for {NVIDIA} and cpu only")
     where = trained and (trained.checkpoint.run_dir or trained.checkpoint.save)
     slug = re.sub("[^a-z0-9]+", "-", Path(where or command[0]).stem.lower()).strip("-")
     launch = ["--max-restarts", str(given.max_restarts)] if given.max_restarts else []

@@ -129,7 +129,7 @@ class GPT(nn.Module):
             pending, sites[0] = join(None, pending, sites[0], self.m.embedding_dropout), None
         for layers, again in self.stretches():
             if self.training and again:  # dropout has no state to keep
-                with self.keep_inputs(pending.is_cuda):
+                with self.keep_inputs(pending.device.type != "cpu"):
                     residual, pending = checkpoint(
                         self.run,
                         residual,
