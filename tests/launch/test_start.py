@@ -291,3 +291,14 @@ def test_which_errors_mean_a_lost_rank(error: BaseException, gone: bool) -> None
 def test_leave_without_having_joined() -> None:
     rendezvous.leave()
     assert rendezvous.join(World(), "gloo", 1) == Team()
+
+
+def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rendezvous, "SILENCE", 0)
+    port, until = free_port(), time.monotonic() + 0.5
+    with pytest.raises(UserError, match="could not be reached"):
+        rendezvous.connect("127.0.0.1", port, False, until, "machine 0")
+    assert capfd.readouterr().err.count(f"waiting for machine 0 at 127.0.0.1:{port}, up to 0 s more: ") == 1
+    with pytest.raises(UserError, match="missing: machine 1"):
+        rendezvous.meet(dist.HashStore(), 0, 2, until, "machine")
+    assert capfd.readouterr().err == "waiting for machine 1, up to 0 s more\n"

@@ -109,8 +109,8 @@ def model(s: dict[str, Any]) -> list[str]:
     target(s, "tokenization.tokenizer._target_", {"GPT2Tokenizer": "gpt2"})
     layers = s.get("model.cfg.num_layers", s.get("model.cfg.hidden_layers"))
     stages, size = s.get("train.dist.custom_pipeline_stage_id"), s["train.dist.pipeline_parallel_size"]
-    if s.get("train.dist.pipeline_num_layers") not in (None, layers):
-        raise UserError(f"train.dist.pipeline_num_layers is not the number of layers, {layers}")
+    if (other := s.get("train.dist.pipeline_num_layers")) not in (None, layers):
+        raise UserError(f"train.dist.pipeline_num_layers {other!r} must be model.cfg.num_layers {layers!r}")
     if stages is None and size >= 4 and layers >= 8 and layers % size == 0:  # LiBai's: fewer on the last stage
         many = layers + min(size - 1, layers // size)
         counts = [many // size + (n >= size - many % size) for n in range(size)]

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright import device as devices
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
@@ -167,6 +167,9 @@ def deadline(seconds: float) -> float:
     return max(began + seconds, now + seconds / 3)
 
 
+SILENCE = 10  # seconds of waiting before it is said for whom
+
+
 def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCPStore:
     """Return the store at address:port, which the host opens (port 0: any free one).
 
@@ -234,7 +237,7 @@ def _occupied(port: int) -> UserError:
 
 
 def _require_reached(address: str, port: int, until: float, who: str) -> None:
-    began = time.monotonic()
+    began, is_silent = time.monotonic(), True
     while True:
         left = until - time.monotonic()
         try:
@@ -250,6 +253,10 @@ def _require_reached(address: str, port: int, until: float, who: str) -> None:
                 "that it was started, with the same MASTER_ADDR and MASTER_PORT, and that no firewall blocks the port",
                 UNAVAILABLE,
             )
+        if is_silent and time.monotonic() - began > SILENCE:
+            is_silent = False
+            text = f"waiting for {who} at {address}:{port}, up to {max(left, 0):.0f} s more: {why}"
+            print(text, file=sys.stderr, flush=True)
         time.sleep(min(0.2, max(left, 0.0)))
 
 
@@ -260,8 +267,8 @@ def meet(store: Store, me: int, size: int, until: float, noun: str = "rank") -> 
     that all wait for. They poll, because torch's own waiting prints lines about each time-out.
     """
     try:
-        with no_stderr():
-            _await_verdict(store, me, size, until, noun)
+        with os.fdopen(os.dup(2), "w") as stderr, no_stderr():
+            _await_verdict(store, me, size, until, noun, stderr)
             verdict = json.loads(store.get("verdict"))
     except RuntimeError as error:
         raise UserError(f"{noun} 0, or its launcher, exited during startup; see its log", HANG) from error
@@ -269,8 +276,8 @@ def meet(store: Store, me: int, size: int, until: float, noun: str = "rank") -> 
         raise UserError(verdict["problem"], verdict["status"])
 
 
-def _await_verdict(store: Store, me: int, size: int, until: float, noun: str) -> None:
-    began = time.monotonic()
+def _await_verdict(store: Store, me: int, size: int, until: float, noun: str, stderr: TextIO) -> None:
+    began, is_silent = time.monotonic(), me == 0
     theirs = int(store.compare_set("size", "", str(size)))
     if theirs != size:
         problem = f"{noun} {me} was started as one of {size} {noun}s, others as one of {theirs}"
@@ -282,8 +289,14 @@ def _await_verdict(store: Store, me: int, size: int, until: float, noun: str) ->
         _set_verdict(store, "")
     pause = 0.01
     while not store.check(["verdict"]):
-        if time.monotonic() > until:
+        now = time.monotonic()
+        if now > until or (is_silent and now - began > SILENCE):
             missing = [n for n in range(size) if not store.check([f"arrived/{n}"])]
+        if is_silent and now - began > SILENCE and missing:
+            is_silent = False
+            text = f"waiting for {noun} {format_ranks(missing)}, up to {max(until - now, 0):.0f} s more"
+            print(text, file=stderr, flush=True)
+        if now > until:
             came = f"{size - len(missing)} of {size} {noun}s came within {time.monotonic() - began:.0f} s"
             gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
             _set_verdict(store, f"{came}; {gone}. Start it, or see in its log why it ended", HANG)
