@@ -2,7 +2,7 @@
 
 Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the
 others, --size=N as --world-size, and one word: an exit status for rank 1, `kill` (SIGKILL for rank
-1), `once` (rank 1 fails in its first attempt), `slow` (all wait and print the signal that they
+1), `once` (rank 1 fails in its first attempt), `slow` (all wait and print the signals that they
 get), `again` (all leave and meet once more).
 """
 
@@ -67,7 +67,7 @@ def act(what: str, world: World, team: Any) -> int:
             time.sleep(0.1)
             if signals:
                 time.sleep(0.5)  # as if it saved
-                os.write(1, f"rank {world.rank} got {signals[0]}\n".encode())
+                os.write(1, f"rank {world.rank} got {' '.join(map(str, signals))}\n".encode())
                 return 128 + signals[0]
         return 0
     if what == "again":

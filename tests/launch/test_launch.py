@@ -118,6 +118,8 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
     with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as process:
         pids = _ready(process, 2)
         process.send_signal(number)
+        time.sleep(0.2)
+        process.send_signal(number)  # as a script and its whole process group send it
         out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert err == ""  # no table, no trace

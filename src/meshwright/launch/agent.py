@@ -31,21 +31,28 @@ from meshwright.launch.launcher import Plan
 from meshwright.launch.world import LAUNCHER_PID, RUN_ID
 
 GRACE = 300  # seconds that ranks have to save after a signal
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that torch's agent passes on
+TOGETHER = 2  # seconds in which a second signal is the first one's: to a whole process group, and by a script
 
 
 def run(plan: Plan, program: list[str]) -> int:
     """Start the ranks, watch them, and return the status of the one that failed first."""
+    try:
+        return _run(plan, program)
+    except SignalException as error:
+        return 128 + (signal.SIGTERM if error.sigval == signal.SIGHUP else error.sigval)
+
+
+def _run(plan: Plan, program: list[str]) -> int:
     until = rendezvous.deadline(plan.wait)
     store = rendezvous.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
     environ = dict(os.environ)
     _prepare_environment(plan)
     agent = Agent(plan, program, store, until)
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    handlers = {n: signal.getsignal(n) for n in SIGNALS}
     logging.disable(logging.CRITICAL)  # torch logs each step, and a table of failures
     try:
         failed = agent.run().is_failed()
-    except SignalException as error:
-        return 128 + signal.SIGTERM if error.sigval == signal.SIGHUP else 128 + error.sigval
     finally:
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():
@@ -175,8 +182,22 @@ class Agent(LocalElasticAgent):
             return
         setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
         grace = (int(setting) if setting.isdecimal() else GRACE) if self.signals == 0 else 5
+        if self.signals == 0:
+            _ignore_repeats()
         self.signals += 1
         self._pcontext.close(death_sig, grace)
+
+
+def _ignore_repeats() -> None:
+    """Pass on only those signals that come later than TOGETHER from now."""
+    until = time.monotonic() + TOGETHER
+
+    def handle(number: int, _: object) -> None:
+        if time.monotonic() > until:
+            raise SignalException(f"signal {number}", signal.Signals(number))
+
+    for number in SIGNALS:
+        signal.signal(number, handle)
 
 
 # How ranks end. An exit code below 0 is a signal, as in subprocess.
