@@ -6,6 +6,10 @@
 set -euo pipefail
 
 text=""
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
 if [[ ${1:--} != -* ]]; then
     text=$1
     shift

@@ -6,12 +6,14 @@ set -euo pipefail
 SIZES="345M 1.3B 2.7B 3.7B 345M_without_mp"
 kind=$1
 shift
-size=345M data="" iterations="" flags=()
+size=345M data="" iterations="" save=ckpts/ckpts_tmp flags=()
 for word; do
     case $word in
+        --train_iters= | --save=) echo "[Error] $word needs a value" >&2; exit 2 ;;
         --data_path=*) data=${word#*=} ;;
         --model_size=*) size=${word#*=} ;;
         --train_iters=*) iterations=${word#*=} ;;
+        --save=*) save=${word#*=} ;;
         --data_path | --model_size | --train_iters) echo "[Error] $word needs a value: $word=..." >&2; exit 2 ;;
         -h | --help) sed -n '2,/^exec/s/^# \{0,1\}//p' "$(dirname "$0")/train_${kind}_8p.sh"; exit 0 ;;
         --*) flags+=("$word") ;;
@@ -30,7 +32,7 @@ case $size in
     *) echo "Invalid model size. Please choose from: $SIZES"; exit 1 ;;
 esac
 if [[ ! -d $data ]]; then
-    echo "[Error] --data_path=$data is no folder; test/dataset_preprocess_gpt.sh makes ./data" >&2
+    echo "[Error] --data_path=$data is no folder, seen from $PWD; test/dataset_preprocess_gpt.sh makes ./data" >&2
     exit 1
 fi
 data=$(cd "$data" && pwd)
@@ -41,18 +43,19 @@ cd "$(dirname "$0")/.."
 preset=ascend-$(tr '[:upper:]_' '[:lower:]-' <<< "$size")
 log=./test/output/0/train_0.log
 mkdir -p "$(dirname "$log")"
+changed=${flags[*]+", ${flags[*]}"} # the row of the table is not the size's own then
 if [[ $kind == full ]]; then
-    mkdir -p ckpts/ckpts_tmp
-    kept=$(cat ckpts/ckpts_tmp/model_size 2> /dev/null || echo "$size")
+    mkdir -p "$save"
+    kept=$(cat "$save/model_size" 2> /dev/null || echo "$size")
     if [[ $kept != "$size" ]]; then
-        echo "[Error] ckpts/ckpts_tmp holds a run of $kept, not $size: move it away, or give --model_size=$kept" >&2
+        echo "[Error] $save holds a run of $kept, not $size: move it away, or give --model_size=$kept" >&2
         exit 1
     fi
-    echo "$size" > ckpts/ckpts_tmp/model_size
-    flags=(--train-iters "${iterations:-500000}" --save-interval 100000 --save ckpts/ckpts_tmp --load ckpts/ckpts_tmp
-        --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir ${flags[@]+"${flags[@]}"})
+    echo "$size" > "$save/model_size"
+    flags=(--train-iters "${iterations:-500000}" --save-interval 100000 --save "$save" --load "$save"
+        --tensorboard-dir "$save/tensorboard_dir" ${flags[@]+"${flags[@]}"})
     # A run that continues adds to its log: the figures at the end are those of all its parts.
-    [[ -e ckpts/ckpts_tmp/latest_checkpointed_iteration.txt ]] || : > "$log"
+    [[ -e $save/latest_checkpointed_iteration.txt ]] || : > "$log"
 else
     flags=(--train-iters "${iterations:-300}" --lr-decay-iters "${iterations:-300}"
         --run-dir "test/output/0/performance_${size}_$(date +%Y-%m-%d_%H-%M-%S)" ${flags[@]+"${flags[@]}"})
@@ -91,7 +94,7 @@ perplexity=$(awk '/validation loss at (iteration|the end of training for val)/ {
 length=$(awk '$1 == "seq_length" { print $NF; exit }' "$log")
 steps=$(awk '$1 == "steps:" { n = $2 } END { print n }' "$log")
 echo "| NAME | params | PPL | samples/s | seq_len | Steps |"
-echo "| ${RANK_SIZE:-8}p | $size | ${perplexity:--} | ${speed:--} | ${length:--} | ${steps:--} |"
+echo "| ${RANK_SIZE:-8}p | $size$changed | ${perplexity:--} | ${speed:--} | ${length:--} | ${steps:--} |"
 echo "------------------ Final result ------------------"
 echo "Final Performance samples/sec : ${speed:-no step is in $log}"
 echo "Final Train lm loss PPL(accuracy): ${perplexity:-no validation is in $log}"

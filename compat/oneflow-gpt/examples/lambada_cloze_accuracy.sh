@@ -1,6 +1,10 @@
 #!/bin/bash
 # The perplexity of LAMBADA's texts, {"text": ...} a line. Its accuracy is not built yet.
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    echo "CHECKPOINT_PATH=DIR VALID_DATA=lambada_test.jsonl bash $0 [FLAG of meshwright evaluate ...]"
+    exit 0
+fi
 if [[ ! -e "${CHECKPOINT_PATH:-}" || ! -e "${VALID_DATA:-}" ]]; then
     echo "$0: set CHECKPOINT_PATH to a --save folder and VALID_DATA to lambada_test.jsonl; see README.md" >&2
     exit 2

@@ -2,6 +2,11 @@
 # Trains by ONEFLOW_GPT_* variables. The other scripts here set those of one model that are not set.
 # Flags after a script's name go to the training: bash examples/pretrain_345M.sh --train-iters 10
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}"
+    echo "ONEFLOW_GPT_* names and values: README.md; flags: python3 -m oneflow_gpt.training --help"
+    exit 0
+fi
 src="${ONEFLOW_GPT_SRC_DIR:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}"
 export PYTHONPATH="$src${PYTHONPATH:+:$PYTHONPATH}"
 

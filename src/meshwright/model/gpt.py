@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.kernels import dropout
+from meshwright.kernels.linear import affine
 from meshwright.model.attention import Attention, Shared, Where, is_reference, seed_dropout, share
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.settings.schema import Model
@@ -197,7 +197,7 @@ class GPT(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         return self.product(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
 
-    product = staticmethod(F.linear)  # tensor parallelism replaces it, as a Linear's
+    product = staticmethod(affine)  # tensor parallelism replaces it, as a Linear's
 
 
 def name_of(model: nn.Module) -> str:

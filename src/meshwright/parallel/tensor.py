@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.cross_entropy import Combine
-from meshwright.kernels.linear import is_deferred, linear
+from meshwright.kernels.linear import affine, is_deferred, linear, product
 from meshwright.model.attention import Attend, Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
@@ -57,16 +57,16 @@ class _Entering(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence, ctx.biased = group, sequence, bias is not None
-        return F.linear(comm.all_gather(x, group) if sequence else x, weight, bias)
+        return affine(comm.all_gather(x, group) if sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows = comm.all_gather(x, ctx.group, wait=False) if ctx.sequence else x
         collective = comm.reduce_scatter if ctx.sequence else comm.all_reduce
-        back = collective(grad @ weight, ctx.group, wait=False)
+        back = collective(product(grad, weight), ctx.group, wait=False)
         rows = comm.wait(rows) if ctx.sequence else rows
-        of_weight, of_bias = grad.t() @ rows, grad.sum(0) if ctx.biased else None
+        of_weight, of_bias = product(grad.t(), rows), grad.sum(0) if ctx.biased else None
         return comm.wait(back), of_weight, of_bias, None, None
 
 
