@@ -23,6 +23,9 @@ require_switch() {
     [[ $2 == true || $2 == false ]] || fail "$1 is '$2'; give true or false"
 }
 
+case ${1:-} in
+    -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+esac
 given=()
 while [[ $# -gt 0 && $1 != --* ]]; do
     given+=("$1")
@@ -75,7 +78,9 @@ fi
 if $USE_FP16; then flags+=(--fp16); fi
 if $ACTIVATION_CHECKPOINT; then flags+=(--checkpoint-activations); fi
 if $USE_DEEPSPEED; then
-    cat >"ds_config.json.$$" <<END
+    file=ds_config.json # of each machine its own: they may share this folder
+    if [[ $NODE_RANK != 0 ]]; then file=ds_config_$NODE_RANK.json; fi
+    cat >"$file" <<END
 {
   "train_micro_batch_size_per_gpu": $MICRO_BATCH,
   "train_batch_size": $GLOBAL_BATCH,
@@ -95,8 +100,7 @@ if $USE_DEEPSPEED; then
   "wall_clock_breakdown": false
 }
 END
-    mv "ds_config.json.$$" ds_config.json # complete at once: machines may share this folder
-    flags+=(--deepspeed --deepspeed_config ./ds_config.json --zero-stage 1)
+    flags+=(--deepspeed --deepspeed_config "./$file" --zero-stage 1)
     if $ACTIVATION_CHECKPOINT; then flags+=(--deepspeed-activation-checkpointing); fi
 fi
 

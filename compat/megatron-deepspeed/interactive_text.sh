@@ -6,7 +6,7 @@ set -eu
 
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/gpt2}
 
-exec python tools/generate_samples_gpt.py \
+exec python "$(dirname "$0")/tools/generate_samples_gpt.py" \
        --load "$CHECKPOINT_PATH" \
        --fp16 \
        --out-seq-length 1024 \

@@ -8,6 +8,9 @@
 # DATA_PATH, CHECKPOINT_PATH. Flags after the number of the machine are added to the training's.
 set -euo pipefail
 
+case ${1:-} in
+    -h | --help) sed -n '3,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+esac
 NODE_RANK=${1:-0}
 [[ "$NODE_RANK" =~ ^[0-9]+$ ]] || { echo "the first argument is this machine's number, not $NODE_RANK" >&2; exit 2; }
 [ $# -eq 0 ] || shift

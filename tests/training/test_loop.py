@@ -23,7 +23,7 @@ from meshwright.data.format.writer import Writer
 from meshwright.report import history as report
 from meshwright.settings import schema
 from meshwright.tokenizers import train_bpe
-from meshwright.training import loop, metrics
+from meshwright.training import loop, metrics, sizes
 
 
 def steps_in(folder):
@@ -652,3 +652,13 @@ def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
     assert got.status == 0 and (tmp_path / "a" / "tokenizer").is_dir()
     refused = run(*data, "--save", tmp_path / "c")
     assert refused.status == 2 and "--tokenizer" in refused.err
+
+
+def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
+    monkeypatch.setattr("meshwright.device.cores", lambda: 2)
+    assert sizes.describe_long_step(3e12) is None
+    assert "a step is 7 TFLOP, about 2 minutes on these 2 CPU cores" in sizes.describe_long_step(7.2e12)
+    monkeypatch.setattr(sizes, "CORE_FLOPS", 1)
+    assert main(["train", *TINY_FLAGS, "--train-iters", "1"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("WARNING: a step is 0 TFLOP, about ") == 1

@@ -6,6 +6,7 @@
 #
 # Environment: NODE machines (1), NODE_RANK this one's number (0), ADDR and PORT of machine 0.
 set -euo pipefail
+[[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit 0; }
 (($# > 2)) || { echo "usage: train.sh tools/train_net.py CONFIG.py GPUS [flags] [key=value ...]" >&2 && exit 2; }
 source=$(cd "$(dirname "$0")" && pwd -P)/../../../src
 [[ ! -d $source/meshwright ]] || export PYTHONPATH="$source${PYTHONPATH:+:$PYTHONPATH}" # no install is needed

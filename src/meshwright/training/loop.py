@@ -39,7 +39,7 @@ from meshwright.training.lines import FORMS, MEGATRON, Check
 from meshwright.training.metrics import Attempt, Metrics, Timers, profiler
 from meshwright.training.resume import Progress, State
 from meshwright.training.screen import Beginning, LineScreen
-from meshwright.training.sizes import parameters_of_ranks
+from meshwright.training.sizes import describe_long_step, parameters_of_ranks
 from meshwright.training.step import StepSettings, Update, evaluate, train_step
 from meshwright.training.stop import StopConditions
 
@@ -143,6 +143,8 @@ class Trainer:
         parameters = sum(self.team.gather(sum(x.numel() for _, _, x in own.values())))
         if screen is not None:
             show(screen.begin(self.beginning(folder, tokenizer, parameters)))
+        if self.device.type == "cpu" and self.will_train and (long := describe_long_step(flops * c.global_batch * seq)):
+            remark(f"WARNING: {long}")
         attempt = Attempt(p.iteration, p.consumed_train_samples, self.total_steps(), flops, screen)
         self.metrics = Metrics(folder if self.team.is_lead else None, c, attempt, self.timers, self.team)
         # A "start" replaces earlier rows from this iteration on, an "evaluate" none.

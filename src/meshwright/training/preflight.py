@@ -64,6 +64,7 @@ def require_equal_settings(team: Team, config: TrainConfig) -> None:
 
     ours = saved_settings(config)
     del ours["local_rank"], ours["run_dir"]  # rank 0 alone writes there
+    del ours["deepspeed_config"]  # its values are among the settings
     files = zip(prefixes(config.data), ours.pop("data_fingerprint"), strict=True)
     ours |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
     ours |= {"meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__}

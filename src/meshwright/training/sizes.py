@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from meshwright import device as devices
 from meshwright.model import counts
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.settings.schema import TrainConfig
+
+CORE_FLOPS = 3e10  # per second, of a good CPU core in float32
 
 
 def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
@@ -79,3 +82,14 @@ def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> lis
         tables = first + (last and (m.untie_embeddings_and_output_weights or not first))
         out.append(sum(config.stages[s] for s in mine) * layer + tables * table + first * before + last * norm)
     return out
+
+
+def describe_long_step(flops: float) -> str | None:
+    """Return a sentence about a step that takes minutes on this machine's CPU cores."""
+    minutes = flops / (devices.cores() * CORE_FLOPS) / 60
+    if minutes < 1:
+        return None
+    return (
+        f"a step is {flops / 1e12:,.0f} TFLOP, about {minutes:,.0f} minutes on these {devices.cores()} CPU cores, and "
+        "nothing is logged or saved within it; take a smaller model or batch, or an accelerator"
+    )
