@@ -343,7 +343,7 @@ def test_deepspeeds_lines(run, tmp_path):
         spent = sum(row["ms"] for row in last) / 1e3
         assert float(loss) == pytest.approx(last[-1]["loss"], abs=1e-4)
         assert float(seconds) == pytest.approx(spent / 3, abs=1e-3)
-        assert float(speed) == pytest.approx(sum(row["batch"] for row in last) / spent, abs=1e-2)
+        assert float(speed) == pytest.approx(sum(row["batch"] for row in last) / spent, rel=1e-3)  # of rounded times
     assert "samples/sec" not in run(*small).out
 
 
