@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,6 +24,14 @@ def test_help_starts_nothing(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(["bash", COMPAT / script, "--help"], cwd=tmp_path, env=bare, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr and ".sh" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_shellcheck_finds_nothing() -> None:
+    checker = shutil.which("shellcheck", path=environment()["PATH"])
+    if checker is None:
+        pytest.skip("shellcheck is not installed (the extra `test`)")
+    found = subprocess.run([checker, "-S", "warning", *SCRIPTS], cwd=COMPAT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
 
 
 def test_the_code_stays_small() -> None:

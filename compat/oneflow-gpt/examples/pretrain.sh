@@ -33,7 +33,7 @@ cmd+=(
     --learning-rate 0.00015 --min-lr 1.0e-5
     --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction 0.01
     --optimizer adamw --weight-decay 1e-2 --clip-grad 1.0
-    --dataset "$dataset" --split 949,50,1
+    --dataset "$dataset" --split "949,50,1"
     --seq-length "${ONEFLOW_GPT_SEQ_LENGTH:-2048}"
     --load "${ONEFLOW_GPT_LOAD_PATH:-checkpoint}"
     --save "${ONEFLOW_GPT_SAVE_PATH:-checkpoint}"
