@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import filecmp
 import hashlib
 import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from meshwright.errors import IO, UserError
+from meshwright.errors import IO, LOCKED, UserError
 
 BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
@@ -55,6 +56,29 @@ def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class _Unchanged(Exception):
+    """The file is there, with the same content."""
+
+
+def write_lines(path: Path, lines: Iterable[bytes], overwrite: bool, flag: str) -> bool:
+    """Write lines, complete or not at all; return False if the file was there with this content.
+
+    Another content is kept, unless `overwrite`; the error names `flag`, which chose the path.
+    """
+    try:
+        with replacing(path) as file:
+            file.writelines(line + b"\n" for line in lines)
+            file.flush()
+            if path.is_file() and filecmp.cmp(file.name, path, shallow=False):
+                raise _Unchanged
+            if path.is_file() and not overwrite:
+                message = f"{path} exists already, with another content, which is kept"
+                raise UserError(f"{message}; add --overwrite to replace it, or choose another {flag}", LOCKED)
+    except _Unchanged:
+        return False
+    return True
 
 
 def open_locked(path: str | Path, wait: bool = False) -> tuple[int, bool]:

@@ -27,6 +27,8 @@ from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
 from meshwright.launch.team import Team
 from meshwright.launch.world import START_SECONDS, World, die_with_parent
 
+SILENCE = 10  # seconds of waiting before it is said for whom
+
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store, TCPStore
@@ -165,9 +167,6 @@ def deadline(seconds: float) -> float:
         ticks = int(f.read().rpartition(")")[2].split()[19])
         began -= time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return max(began + seconds, now + seconds / 3)
-
-
-SILENCE = 10  # seconds of waiting before it is said for whom
 
 
 def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCPStore:

@@ -37,6 +37,7 @@ def fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     return _fields(cls)
 
 
+# Apart from the function above, because mypy does not take a type[C] for Hashable.
 @functools.cache
 def _fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     out = {}

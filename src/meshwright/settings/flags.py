@@ -226,6 +226,7 @@ def _parser(cls: type, positional: str | None = None) -> _Parser:
     return _build_parser(cls, positional)
 
 
+# Apart from the function above, because mypy does not take a type[C] for Hashable.
 @functools.cache
 def _build_parser(cls: type, positional: str | None) -> _Parser:
     known = fields(cls)

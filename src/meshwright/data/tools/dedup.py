@@ -16,8 +16,6 @@ By hand, because libraries for this (datasketch, text-dedup) keep all signatures
 
 from __future__ import annotations
 
-import contextlib
-import filecmp
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,9 +30,9 @@ import orjson
 
 from meshwright.data.prepare.plain import LONGEST, TOO_LONG
 from meshwright.data.prepare.text import BadLine, parse
-from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.errors import BAD_DATA, UserError
 from meshwright.errors import IO as IO_ERROR
-from meshwright.files import replacing
+from meshwright.files import replacing, write_lines
 from meshwright.progress import SkippedLines, progress_bar
 
 Hashes = npt.NDArray[np.uint64]
@@ -149,7 +147,8 @@ def run(paths: list[str], output: str, rule: Rule, report: str | None = None, ov
             keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
             out.removed = choose(documents, *_buckets(keys), rule)
             del keys
-        _write(target, (documents.line(i) for i in range(out.documents) if i not in out.removed), out, overwrite)
+        kept = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
+        out.is_unchanged = not write_lines(target, kept, overwrite, "--output-file")
         if report:
             with replacing(Path(report)) as listing:
                 listing.writelines(_reasons(documents, out))
@@ -160,23 +159,6 @@ def run(paths: list[str], output: str, rule: Rule, report: str | None = None, ov
 
 def _left_out(out: Outcome) -> str:
     return f"; left out {out.bad}" if out.bad else ""
-
-
-class _Unchanged(Exception):
-    """The output is there, with the same content."""
-
-
-def _write(target: Path, lines: Iterator[bytes], out: Outcome, overwrite: bool) -> None:
-    with contextlib.suppress(_Unchanged), replacing(target) as file:
-        for line in lines:
-            file.write(line.strip() + b"\n")
-        file.flush()
-        if target.is_file() and filecmp.cmp(file.name, target, shallow=False):
-            out.is_unchanged = True
-            raise _Unchanged
-        if target.is_file() and not overwrite:
-            message = f"{target} exists already, with another content, which is kept"
-            raise UserError(f"{message}; add --overwrite to replace it, or choose another --output-file", LOCKED)
 
 
 def _reasons(documents: Documents, out: Outcome) -> Iterator[bytes]:

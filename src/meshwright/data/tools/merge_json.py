@@ -5,8 +5,6 @@ A bad line is left out and counted; a file without a final newline gets one.
 
 from __future__ import annotations
 
-import contextlib
-import filecmp
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +15,8 @@ import orjson
 from meshwright.data.prepare.folders import OTHER, Choice, PassedOver, suffix_of, walk
 from meshwright.data.prepare.plain import BOM, LONGEST, PIECE, TOO_LONG, decode
 from meshwright.data.prepare.text import BadLine, parse
-from meshwright.errors import BAD_DATA, IO, LOCKED, UserError
-from meshwright.files import replacing
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.files import write_lines
 from meshwright.progress import SkippedLines
 
 ENDINGS = (".json", ".jsonl", ".txt")
@@ -38,10 +36,6 @@ class Merged:
         return f"; left out {self.bad}" if self.bad else ""
 
 
-class _Unchanged(Exception):
-    """The output is there, with the same content."""
-
-
 def merge(folder: str, output: str, each_line: bool, overwrite: bool = False) -> Merged:
     """Join files in the order of their names; the output appears once complete.
 
@@ -58,28 +52,24 @@ def merge(folder: str, output: str, each_line: bool, overwrite: bool = False) ->
         raise UserError(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}", BAD_DATA)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(_Unchanged), replacing(target) as file:
-            for path in paths:
-                out.files += 1
-                for line in documents(path, each_line, out):
-                    file.write(line + b"\n")
-                    out.documents += 1
-                if out.files % 1024 == 0:
-                    print("Merging at ", out.files, flush=True)
-            if not out.documents:
-                raise UserError(
-                    f"{folder}: none of {out.files:,} files has a document{out.skipped}; nothing was written", BAD_DATA
-                )
-            file.flush()
-            if target.is_file() and filecmp.cmp(file.name, target, shallow=False):
-                out.is_unchanged = True
-                raise _Unchanged
-            if target.is_file() and not overwrite:
-                message = f"{output} exists already, with another content, which is kept"
-                raise UserError(f"{message}; add --overwrite to replace it, or choose another --output-file", LOCKED)
+        out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite, "--output-file")
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
     return out
+
+
+def _all(paths: list[Path], each_line: bool, out: Merged) -> Iterator[bytes]:
+    """Yield the documents of all files; raise UserError if there is none."""
+    for path in paths:
+        out.files += 1
+        for line in documents(path, each_line, out):
+            out.documents += 1
+            yield line
+        if out.files % 1024 == 0:
+            print("Merging at ", out.files, flush=True)
+    if not out.documents:
+        missing = f"{paths[0].parent}: none of {out.files:,} files has a document{out.skipped}"
+        raise UserError(f"{missing}; nothing was written", BAD_DATA)
 
 
 def _passed_over(place: Path, read: set[Path]) -> PassedOver:
