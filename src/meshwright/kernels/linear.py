@@ -1,6 +1,6 @@
 """Linear maps: in float32 where a CPU would take long, and with a weight gradient to be deferred.
 
-CPUs without instructions for float16 multiply it up to a hundred times as slowly as float32, so
+CPUs without instructions for float16 multiply it many times as slowly as float32, so
 `affine` and `product` compute in float32 there. Zero-bubble pipelines defer weight gradients.
 
 Hand-written because torch's own split (torch.distributed.pipelining._backward) runs a recomputed
