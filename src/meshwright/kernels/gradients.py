@@ -20,7 +20,7 @@ class Sink(Protocol):
     """The place of one parameter's gradient in a parameter store."""
 
     def begin(self) -> tuple[Tensor, bool]:
-        """Return the total, of the parameter's shape, and whether to add to it or to overwrite it."""
+        """Return the total, of the parameter's shape, and whether to add to it, not overwrite it."""
 
     def end(self) -> None:
         """Note that the total includes this gradient."""
@@ -42,7 +42,7 @@ def from_product(parameter: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 
 def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
-    """Set the total to a @ b, or add it; on a GPU the sum is never rounded to the inputs' format."""
+    """Set the total to a @ b, or add it; a GPU does not round the product to the inputs' format."""
     if devices.has_kernels(a.device) and a.dtype in (torch.bfloat16, torch.float16) and total.dtype is torch.float32:
         aten: Any = torch.ops.aten
         if adds:
