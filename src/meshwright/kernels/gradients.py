@@ -20,7 +20,7 @@ class Sink(Protocol):
     """The place of one parameter's gradient in a parameter store."""
 
     def begin(self) -> tuple[Tensor, bool]:
-        """Return the total, of the parameter's shape, and whether to add to it, not overwrite it."""
+        """Return the total, shaped as the parameter, and whether to add to it, or overwrite it."""
 
     def end(self) -> None:
         """Note that the total includes this gradient."""
