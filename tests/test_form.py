@@ -18,6 +18,11 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
+def is_kernel(f: ast.FunctionDef) -> bool:
+    """Whether Triton compiles it: a kernel takes pointers and sizes one by one."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in f.decorator_list)
+
+
 def parameters(f: ast.FunctionDef) -> int:
     """Parameters that a caller must know, without self and cls."""
     named = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
@@ -42,7 +47,7 @@ def test_form(path: Path) -> None:
     for f in functions(ast.parse(text)):
         lines = (f.end_lineno or 0) - f.lineno + 1
         assert lines <= LINES, f"{f.name}: {lines} lines"
-        assert parameters(f) <= PARAMETERS, f"{f.name}: {parameters(f)} parameters"
+        assert parameters(f) <= PARAMETERS or is_kernel(f), f"{f.name}: {parameters(f)} parameters"
         inside = max((depth(child) for child in f.body), default=0)
         assert inside <= DEPTH, f"{f.name}: nested {inside} deep"
 

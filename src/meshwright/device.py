@@ -6,6 +6,7 @@ and they are ten times as slow. Memory is asked of torch.cuda, torch.npu or torc
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -112,6 +113,12 @@ def is_accelerator(device: torch.device) -> bool:
 def has_kernels(device: torch.device) -> bool:
     """Return whether our Triton kernels and compiled blocks run there (NVIDIA and AMD)."""
     return device.type == NVIDIA
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 2 on a CPU, which runs kernels in tests only."""
+    return 2 if device.type == "cpu" else int(_module(device).get_device_properties(device).multi_processor_count)
 
 
 def set_current(device: torch.device | None) -> None:

@@ -8,12 +8,14 @@ gradient. Without one (ZeRO 3, custom models, tests) they return the gradient as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright import device as devices
+from meshwright.kernels import columns
 
 
 class Sink(Protocol):
@@ -57,13 +59,36 @@ def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
 
 def from_columns(parameter: Tensor | None, partials: Tensor) -> Tensor | None:
     """Give a vector the gradient partials.sum(0), from float32 partial sums [n, *its shape]."""
-    if parameter is None:
-        return None
-    sink = sink_of(parameter)
-    if sink is None:
-        return partials.sum(0).to(parameter.dtype).view_as(parameter)
-    total, adds = sink.begin()
-    summed = partials.sum(0).view_as(total)
-    total.add_(summed) if adds else total.copy_(summed)
-    sink.end()
-    return None
+    return from_several([parameter], partials.view(1, len(partials), -1))[0]
+
+
+def from_rows(parameter: Tensor | None, grad: Tensor) -> Tensor | None:
+    """Give a linear map's bias the gradient grad.sum(0), from that of the map's outputs [N, C]."""
+    return None if parameter is None else from_columns(parameter, columns.column_sums(grad))
+
+
+def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[Tensor | None]:
+    """Do `from_columns` for up to three vectors of one length, from partial sums [k, n, C].
+
+    A parameter that is None needs no gradient; its sums may be anything.
+    """
+    out: list[Tensor | None] = []
+    places: list[tuple[Tensor, bool] | None] = []
+    for parameter in parameters:
+        sink = None if parameter is None else sink_of(parameter)
+        if sink is not None:
+            total, adds = sink.begin()
+            places.append((total.view(-1), adds))
+            out.append(None)
+        elif parameter is not None:
+            grad = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            places.append((grad.view(-1), False))
+            out.append(grad)
+        else:
+            places.append(None)
+            out.append(None)
+    columns.reduce_into(places, partials)
+    for parameter in parameters:
+        if parameter is not None and (sink := sink_of(parameter)) is not None:
+            sink.end()
+    return out

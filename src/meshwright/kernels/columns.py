@@ -1,0 +1,34 @@
+"""Sums of columns, which the gradients of biases and norm weights are.
+
+Kernels sum some rows each, into one row of a small float32 matrix of partial sums (float64 for
+float64); `reduce_into` then sums that matrix. Nothing is added atomically, so that the same inputs
+give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright import device as devices
+
+Place = tuple[Tensor, bool]  # a vector, and whether to add to it, or overwrite it
+
+
+def is_triton(x: Tensor) -> bool:
+    return devices.has_kernels(x.device) and x.dtype is not torch.float64
+
+
+def column_sums(matrix: Tensor) -> Tensor:
+    """Return partial sums [n, C] of the rows of a matrix [N, C]."""
+    return matrix.sum(0, keepdim=True, dtype=torch.promote_types(matrix.dtype, torch.float32))
+
+
+def reduce_into(places: Sequence[Place | None], partials: Tensor) -> None:
+    """Write or add partials[i].sum(0), from [k, n, C], to the i-th of up to three vectors."""
+    for place, rows in zip(places, partials, strict=True):
+        if place is not None:
+            total, adds = place
+            total.add_(rows.sum(0)) if adds else total.copy_(rows.sum(0))

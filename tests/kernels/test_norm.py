@@ -1,0 +1,144 @@
+"""The addition and the norm in one function: equal to model/gpt.join and model/layers.Norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.kernels import dropout
+from meshwright.kernels.norm import NormWeights, add_norm, norm
+from meshwright.model.gpt import join
+from meshwright.model.layers import Norm
+from meshwright.settings.schema import Model
+
+UNIT = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+class Case:
+    """Random inputs on which the function and its reference, in float64, run."""
+
+    def __init__(self, shape, dtype, residual=None, biased=True, p=0.1, kind="LayerNorm", plus=0.0, seed=0):
+        random = torch.Generator().manual_seed(seed)
+        width = shape[-1]
+
+        def draw(shape, dtype, mean=0.0):
+            return (torch.randn(shape, generator=random, dtype=torch.float64) + mean).to(dtype)
+
+        self.p, self.eps, self.plus = p, 1e-5, plus
+        self.tensors = {
+            "residual": None if residual is None else draw(shape, residual, 0.5),
+            "pending": draw(shape, dtype),
+            "bias": draw((width,), dtype) if biased else None,
+            "weight": draw((width,), dtype, 1.0 - plus),
+            "shift": draw((width,), dtype) if kind == "LayerNorm" else None,
+        }
+        self.grads = draw(shape, residual or dtype), draw(shape, dtype)
+        self.rows = dropout.rows(seed, torch.arange(shape[:-1].numel()).view(shape[:-1])) if p else None
+
+    def leaves(self, dtype=None):
+        return {
+            name: None if t is None else t.to(dtype or t.dtype).clone().requires_grad_()
+            for name, t in self.tensors.items()
+        }
+
+    def run(self, t):
+        weights = NormWeights(t["weight"], t["shift"], self.eps, self.plus)
+        return add_norm(t["residual"], t["pending"], t["bias"], self.rows, self.p, weights)
+
+    def ours(self, run=None, grads=True):
+        t = self.leaves()
+        x, y = (run or self.run)(t)
+        grad_x, grad_y = self.grads
+        torch.autograd.backward([x, y] if grads else [y], [grad_x, grad_y] if grads else [grad_y])
+        return {"x": x.detach(), "y": y.detach()} | {name: v.grad for name, v in t.items() if v is not None}
+
+    def wanted(self, grads=True):
+        """Return what the modules give in float64; y of x as it is stored."""
+        t = self.leaves(torch.float64)
+        kind = "LayerNorm" if t["shift"] is not None else "RMSNorm"
+        m = Model(normalization=kind, apply_layernorm_1p=bool(self.plus), layernorm_epsilon=self.eps)
+        layer = Norm(m, t["weight"].shape[0]).double()
+        layer.weight = torch.nn.Parameter(t["weight"])
+        if t["shift"] is not None:
+            layer.bias = torch.nn.Parameter(t["shift"])
+        t["weight"], t["shift"] = layer.weight, layer.bias
+        pending = t["pending"] if t["bias"] is None else t["pending"] + t["bias"]
+        x = join(t["residual"], pending, self.rows, self.p)
+        stored = x + (x.to(self.grads[0].dtype).double() - x).detach()
+        y = layer(stored)
+        grad_x, grad_y = (g.double() for g in self.grads)
+        torch.autograd.backward([x, y] if grads else [y], [grad_x, grad_y] if grads else [grad_y])
+        return {"x": x.detach(), "y": y.detach()} | {name: v.grad for name, v in t.items() if v is not None}
+
+
+def compare(ours, wanted, case):
+    assert ours.keys() == wanted.keys()
+    for name, exact in wanted.items():
+        got = ours[name]
+        like = case.grads[0] if name == "x" else case.grads[1] if name == "y" else case.tensors[name]
+        assert got.dtype is like.dtype and got.shape == exact.shape
+        worst = 3 * UNIT[got.dtype] + 20 * UNIT[torch.float32 if got.dtype is not torch.float64 else got.dtype]
+        error = ((got.double() - exact).norm() / exact.norm()).item()
+        assert error < worst, f"{name}: {error:.1e}, more than {worst:.1e}"
+
+
+CASES = {
+    "first": dict(),
+    "middle": dict(residual="same"),
+    "without dropout": dict(residual="same", p=0.0),
+    "without bias": dict(residual="same", biased=False),
+    "nothing to add": dict(biased=False, p=0.0),
+    "RMSNorm": dict(residual="same", biased=False, p=0.0, kind="RMSNorm"),
+    "RMSNorm with all": dict(residual="same", kind="RMSNorm", plus=1.0),
+    "1p": dict(residual="same", plus=1.0),
+    "float32 residual": dict(residual=torch.float32),
+    "float32 residual without dropout": dict(residual=torch.float32, p=0.0),
+}
+
+
+def make(name, dtype, shape=(3, 5, 40)):
+    options = CASES[name]
+    residual = options.get("residual")
+    return Case(torch.Size(shape), dtype, **options | {"residual": dtype if residual == "same" else residual})
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "float32" not in name])
+def test_float64(name):
+    case = make(name, torch.float64)
+    compare(case.ours(), case.wanted(), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_plain(name, dtype):
+    case = make(name, dtype)
+    compare(case.ours(), case.wanted(), case)
+
+
+def test_gradient_of_y_alone():
+    case = make("middle", torch.float64)
+    compare(case.ours(grads=False), case.wanted(grads=False), case)
+
+
+def test_norm_alone():
+    case = make("nothing to add", torch.float32)
+    t = case.leaves()
+    y = norm(t["pending"], NormWeights(t["weight"], t["shift"], case.eps))
+    assert torch.equal(y, case.ours()["y"])
+
+
+def test_one_gradient_where_nothing_differs():
+    """Without dropout residual and pending have one gradient; it is one tensor."""
+    case = make("without dropout", torch.float32)
+    t = case.leaves()
+    x, y = case.run(t)
+    residual, pending = torch.autograd.grad([x, y], [t["residual"], t["pending"]], list(case.grads))
+    assert residual.data_ptr() == pending.data_ptr()
+
+
+def test_recomputed():
+    case = make("middle", torch.float32)
+    again = case.ours(lambda t: checkpoint(case.run, t, use_reentrant=False))
+    for name, value in case.ours().items():
+        assert torch.equal(again[name], value), name
