@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import device as devices
 from meshwright.kernels import dropout
+from meshwright.kernels.heads import rotate, split
 from meshwright.model.layers import Linear, Norm
 from meshwright.settings.schema import Model
 
@@ -91,17 +92,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         qkv = self.qkv(x)
-        b, t, _ = qkv.shape
-        qkv = qkv.view(b, t, -1, self.per_group + 2, self.head_dim)
-        q, k, v = qkv.split((self.per_group, 1, 1), dim=3)
-        q, k, v = (y.reshape(b, t, -1, self.head_dim) for y in (q, k, v))  # [B, T, heads or groups, head_dim]
+        q, k, v = split(qkv, self.per_group, self.head_dim)  # [B, T, heads or groups, head_dim]
         if self.ln_q is not None and self.ln_k is not None:
             q, k = self.ln_q(q), self.ln_k(k)
         if shared.rotation is not None:
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
         if shared.where.caches:
             k, v = shared.where.caches[self.layer].append(k, v)
-        return self.proj(self.attend(q, k, v, shared).reshape(b, t, -1))  # type: ignore[no-any-return]
+        return self.proj(self.attend(q, k, v, shared).flatten(2))  # type: ignore[no-any-return]
 
 
 class Attend(nn.Module):
@@ -274,11 +272,3 @@ def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     powers = torch.arange(0, m.rotating, 2, dtype=dtype, device=ids.device) / m.rotating
     angles = ids.to(dtype) * (1.0 / m.rotary_base**powers)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (i, i + rotating / 2) of each head, as in Megatron and Llama."""
-    cos, sin = rotation
-    half = cos.shape[-1]
-    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels import activation
 from meshwright.kernels.linear import linear
 from meshwright.settings.schema import Model
 
@@ -85,16 +86,4 @@ class MLP(nn.Module):
         self.proj = Linear(m.ffn, m.hidden_size, m.add_bias_linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(activate(self.activation, self.fc(x)))  # type: ignore[no-any-return]
-
-
-def activate(kind: str, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """Apply an activation; the gated kinds (Shazeer 2020) take the pair (gate, up)."""
-    if isinstance(x, tuple):
-        gate, up = x
-        if kind == "swiglu":
-            return F.silu(gate) * up
-        return (F.gelu(gate) if kind == "geglu" else F.relu(gate) if kind == "reglu" else gate) * up
-    if kind == "squared-relu":
-        return F.relu(x).square()
-    return F.gelu(x, approximate="tanh" if kind == "gelu-tanh" else "none")
+        return self.proj(activation.plain(self.activation, self.fc(x)))  # type: ignore[no-any-return]

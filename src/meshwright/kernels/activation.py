@@ -1,0 +1,75 @@
+"""The MLP's activation, whose backward pass also sums the gradient of the bias before it.
+
+Hand-written because torch's needs a second pass over the gradient to sum its columns, and several
+for a gated kind. The product before it adds the bias, detached, which costs nothing there; here
+the bias is an input only to get its gradient. Arithmetic is in at least float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels import gradients
+
+
+def activate(kind: str, u: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Map u [..., F], or (gate, up) [..., 2F] of a gated kind, to [..., F].
+
+    u includes the bias, but not as an input of its gradient: that is this function's.
+    """
+    return _Activate.apply(u, bias, kind)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        ctx.save_for_backward(u)
+        ctx.parameter, ctx.kind = bias, kind
+        return forward(kind, u)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (u,) = ctx.saved_tensors
+        du, partials = backward(ctx.kind, u, grad, ctx.needs_input_grad[1])
+        return du, None if partials is None else gradients.from_columns(ctx.parameter, partials), None
+
+
+def forward(kind: str, u: Tensor) -> Tensor:
+    """Return the activation of u."""
+    return plain(kind, halves(kind, upcast(u))).to(u.dtype)
+
+
+def backward(kind: str, u: Tensor, grad: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
+    with torch.enable_grad():
+        x = upcast(u.detach()).requires_grad_()
+        (du,) = torch.autograd.grad(plain(kind, halves(kind, x)), x, upcast(grad))
+    return du.to(u.dtype), du.flatten(0, -2).sum(0, keepdim=True) if summed else None
+
+
+def plain(kind: str, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Apply an activation; the gated kinds (Shazeer 2020) take the pair (gate, up)."""
+    if isinstance(x, tuple):
+        gate, up = x
+        if kind == "swiglu":
+            return F.silu(gate) * up
+        return (F.gelu(gate) if kind == "geglu" else F.relu(gate) if kind == "reglu" else gate) * up
+    if kind == "squared-relu":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if kind == "gelu-tanh" else "none")
+
+
+def halves(kind: str, u: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Split the first product's output if the kind is gated."""
+    if not kind.endswith("glu"):
+        return u
+    gate, up = u.chunk(2, dim=-1)
+    return gate, up
+
+
+def upcast(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()

@@ -1,0 +1,100 @@
+"""Splitting of attention's first product into heads, with rotary positions, and its gradient.
+
+Hand-written because torch copies q, k and v, rotates them in five more passes, and goes back with
+as many, one of which sums the bias's gradient. Here q, k and v are views of the product unless
+they must be rotated, and backward packs the three gradients, rotated back, in one pass that also
+sums the columns. As in activation.py, the product adds the bias, detached.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels import gradients
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 2]
+
+
+class Sizes(NamedTuple):
+    """Sizes of the columns [groups, per_group queries then key then value, head_dim]."""
+
+    groups: int
+    per_group: int
+    head_dim: int
+
+
+def split_heads(
+    qkv: Tensor,
+    groups: int,
+    per_group: int,
+    head_dim: int,
+    rotation: Rotation | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split [B, T, columns] into q [B, T, heads, head_dim], k and v [B, T, groups, head_dim].
+
+    qkv includes the bias, but not as an input of its gradient: that is this function's. What is
+    returned may be a view of qkv.
+    """
+    cos, sin = rotation if rotation is not None else (None, None)
+    sizes = Sizes(groups, per_group, head_dim)
+    return _Split.apply(qkv, bias, cos, sin, sizes)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, sizes: Sizes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.parameter, ctx.sizes = bias, sizes
+        # Autograd would keep track of views of an input, for writes in place; nobody writes.
+        return forward(qkv.detach(), sizes, _rotation(cos, sin))
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        rotation = _rotation(*ctx.saved_tensors)
+        grad, partials = backward(dq, dk, dv, ctx.sizes, rotation, ctx.needs_input_grad[1])
+        of_bias = None if partials is None else gradients.from_columns(ctx.parameter, partials)
+        return grad, of_bias, None, None, None
+
+
+def _rotation(cos: Tensor | None, sin: Tensor | None) -> Rotation | None:
+    return None if cos is None or sin is None else (cos, sin)
+
+
+def forward(qkv: Tensor, sizes: Sizes, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, views of qkv where no element changes or moves."""
+    q, k, v = split(qkv, sizes.per_group, sizes.head_dim)
+    return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
+
+
+def backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, sizes: Sizes, rotation: Rotation | None, summed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
+    if rotation is not None:
+        back = rotation[0], -rotation[1]
+        dq, dk = rotate(dq, back), rotate(dk, back)
+    parts = dq.reshape(*dk.shape[:3], sizes.per_group, -1), dk.unsqueeze(3), dv.unsqueeze(3)
+    grad = torch.cat(parts, dim=3).flatten(2)
+    full = torch.float64 if grad.dtype is torch.float64 else torch.float32
+    return grad, grad.sum((0, 1), dtype=full)[None] if summed else None
+
+
+def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split columns [group, its queries then k then v, head_dim]; q is a copy if it must be."""
+    b, t, _ = qkv.shape
+    q, k, v = torch.split(qkv.view(b, t, -1, per_group + 2, head_dim), [per_group, 1, 1], dim=3)
+    return q.reshape(b, t, -1, head_dim), k.reshape(b, t, -1, head_dim), v.reshape(b, t, -1, head_dim)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + rotating / 2) of each head, as in Megatron and Llama."""
+    cos, sin = rotation
+    half = cos.shape[-1]
+    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
