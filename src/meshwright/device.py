@@ -145,11 +145,37 @@ def identity(device: torch.device) -> str:
     return str(getattr(properties, "uuid", None) or device.index)
 
 
-def seed(device: torch.device, number: int) -> None:
-    """Seed the device's generator."""
+def seed(device: torch.device, number: int, offset: int | None = None) -> None:
+    """Seed the device's generator; with an offset, skip that many of its draws (see `drawn`)."""
     import torch
 
     (torch.random if device.type == "cpu" else _module(device)).manual_seed(number)
+    if offset is not None:
+        _generator(device).set_offset(offset)
+
+
+def counts_draws(device: torch.device) -> bool:
+    """Return whether the device's generator counts its draws by an offset, as CUDA's does."""
+    return device.type == NVIDIA
+
+
+def drawn(device: torch.device) -> int:
+    """Return how far the generator has come since it was seeded."""
+    return int(_generator(device).get_offset())
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    import torch
+
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    generator = _module(device).default_generators[index]
+    assert isinstance(generator, torch.Generator)
+    return generator
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether work submitted by this thread is recorded in a CUDA graph, and not run."""
+    return device.type == NVIDIA and bool(_module(device).is_current_stream_capturing())
 
 
 def synchronize(device: torch.device | None) -> None:

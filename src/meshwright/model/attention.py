@@ -127,15 +127,24 @@ def is_reference(impl: str, p: float, device: torch.device) -> bool:
     return impl == "reference" or (impl == "auto" and p > 0 and device.type == "cpu")
 
 
-def seed_dropout(where: Where, layer: int, device: torch.device) -> None:
-    """Seed the device's generator, from which the fused kernel draws its dropout.
+def seed_dropout(where: Where, layer: int, device: torch.device, drawn: int = 0) -> None:
+    """Seed the device's generator, from which a layer's fused kernel draws its dropout.
 
-    The seed is a hash of (seed, layer, first sample of the micro-batch, first head), so dropout is
-    the same on resume and recomputation, but not with another micro-batch size.
+    The seed is a hash of (seed, first sample of the micro-batch, first head), from which each layer
+    draws `drawn` numbers after the layer before it. So dropout is the same on resume, on
+    recomputation and in every pipeline, but not with another micro-batch size. While a CUDA graph
+    is captured nothing can be seeded: all its layers draw one after the other, which is the same,
+    and each replay is seeded as layer 0. A generator that does not count its draws is seeded for
+    each layer.
     """
-    mixed = where.seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + where.first_sample * 0x94D049BB133111EB
+    if devices.is_capturing(device):
+        return
+    mixed = where.seed * 0x9E3779B97F4A7C15 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
-    devices.seed(device, mixed & 0x7FFFFFFFFFFFFFFF)
+    if devices.counts_draws(device):
+        devices.seed(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
+    else:
+        devices.seed(device, (mixed + layer * 0xBF58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:

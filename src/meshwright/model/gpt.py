@@ -15,10 +15,11 @@ layer's number in the full model; modules that an option switches off do not exi
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from meshwright import device as devices
 from meshwright.kernels import dropout
 from meshwright.kernels.linear import affine
 from meshwright.model.attention import Attention, Shared, Where, is_reference, seed_dropout, share
@@ -96,6 +98,7 @@ class GPT(nn.Module):
         self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
         self.first, self.last = True, True  # has the embedding, has the head
+        self.drawn: dict[tuple[int, int, bool], int] = {}  # shape -> numbers that a layer's attention draws
         self.ln_f = Norm(m, m.hidden_size)
         untied = m.untie_embeddings_and_output_weights
         self.lm_head = Linear(m.hidden_size, padded, bias=False) if untied else None
@@ -173,12 +176,33 @@ class GPT(nn.Module):
     def run(
         self, residual: Tensor | None, pending: Tensor, shared: Shared, sites: list[Tensor | None], layers: list[int]
     ) -> tuple[Tensor | None, Tensor]:
-        drops = self.training and shared.where.samples is not None and self.m.attention_dropout
+        p = self.m.attention_dropout if self.training and shared.where.samples is not None else 0.0
+        draws = p > 0 and not is_reference(self.m.attention_impl, p, pending.device)
         for i in layers:
-            if drops and not is_reference(self.m.attention_impl, drops, pending.device):
-                seed_dropout(shared.where, i, pending.device)
-            residual, pending = self.h[str(i)](residual, pending, shared, sites[2 * i], sites[2 * i + 1])
+            layer = functools.partial(self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1])
+            residual, pending = self.seeded(i, layer, shared, pending.device) if draws else layer()
         return residual, pending
+
+    def seeded(
+        self, i: int, layer: Callable[[], tuple[Tensor, Tensor]], shared: Shared, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Run layer i, whose attention draws from the device's generator.
+
+        The first layer shows how many numbers each of them draws. A pipeline rank without it runs
+        the first of its own once more, as if it were that.
+        """
+        where = shared.where
+        assert where.samples is not None and where.columns is not None
+        shape = len(where.samples), where.length or len(where.columns), shared.mask is None
+        counts = devices.counts_draws(device) and not devices.is_capturing(device)
+        if i and counts and shape not in self.drawn:
+            with torch.no_grad():
+                self.seeded(0, layer, shared, device)
+        seed_dropout(where, i, device, self.drawn.get(shape, 0))
+        out = layer()
+        if not i and counts:
+            self.drawn[shape] = devices.drawn(device)
+        return out
 
     def dropout_rows(self, where: Where) -> list[Tensor | None]:
         """Return each site's hashes of (seed, sample, place, site), [B, T] or as the stream."""
