@@ -99,3 +99,12 @@ def test_triton_forward_and_backward_have_one_mask():
     y.backward(torch.ones_like(y))
     torch.testing.assert_close(y, dropout.plain(x, here, 0.3))
     torch.testing.assert_close(x.grad, dropout.plain(torch.ones_like(x), here, 0.3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_triton_interpreted(p):
+    from meshwright.kernels.dropout_triton import drop
+
+    here, x = rows(77, 49, SAMPLES[:1], POSITIONS[:3]), torch.ones(1, 3, 100)
+    torch.testing.assert_close(drop(x, here, p), dropout.plain(x, here, p))

@@ -6,24 +6,28 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.kernels import dropout
+from meshwright.kernels import columns, dropout
+from meshwright.kernels import norm as module
 from meshwright.kernels.norm import NormWeights, add_norm, norm
 from meshwright.model.gpt import join
 from meshwright.model.layers import Norm
 from meshwright.settings.schema import Model
 
+KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs them
 UNIT = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 class Case:
     """Random inputs on which the function and its reference, in float64, run."""
 
-    def __init__(self, shape, dtype, residual=None, biased=True, p=0.1, kind="LayerNorm", plus=0.0, seed=0):
+    def __init__(
+        self, shape, dtype, residual=None, biased=True, p=0.1, kind="LayerNorm", plus=0.0, seed=0, device="cpu"
+    ):
         random = torch.Generator().manual_seed(seed)
         width = shape[-1]
 
         def draw(shape, dtype, mean=0.0):
-            return (torch.randn(shape, generator=random, dtype=torch.float64) + mean).to(dtype)
+            return (torch.randn(shape, generator=random, dtype=torch.float64) + mean).to(device, dtype)
 
         self.p, self.eps, self.plus = p, 1e-5, plus
         self.tensors = {
@@ -34,7 +38,7 @@ class Case:
             "shift": draw((width,), dtype) if kind == "LayerNorm" else None,
         }
         self.grads = draw(shape, residual or dtype), draw(shape, dtype)
-        self.rows = dropout.rows(seed, torch.arange(shape[:-1].numel()).view(shape[:-1])) if p else None
+        self.rows = dropout.rows(seed, torch.arange(shape[:-1].numel(), device=device).view(shape[:-1])) if p else None
 
     def leaves(self, dtype=None):
         return {
@@ -58,7 +62,7 @@ class Case:
         t = self.leaves(torch.float64)
         kind = "LayerNorm" if t["shift"] is not None else "RMSNorm"
         m = Model(normalization=kind, apply_layernorm_1p=bool(self.plus), layernorm_epsilon=self.eps)
-        layer = Norm(m, t["weight"].shape[0]).double()
+        layer = Norm(m, t["weight"].shape[0])
         layer.weight = torch.nn.Parameter(t["weight"])
         if t["shift"] is not None:
             layer.bias = torch.nn.Parameter(t["shift"])
@@ -97,8 +101,8 @@ CASES = {
 }
 
 
-def make(name, dtype, shape=(3, 5, 40)):
-    options = CASES[name]
+def make(name, dtype, shape=(3, 5, 40), device="cpu"):
+    options = CASES[name] | {"device": device}
     residual = options.get("residual")
     return Case(torch.Size(shape), dtype, **options | {"residual": dtype if residual == "same" else residual})
 
@@ -114,6 +118,38 @@ def test_float64(name):
 def test_plain(name, dtype):
     case = make(name, dtype)
     compare(case.ours(), case.wanted(), case)
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Run the Triton kernels with poisoned outputs."""
+    for part in (module, columns):
+        monkeypatch.setattr(part, "is_triton", lambda x: True)
+    if KERNELS == "cpu":  # the interpreter takes long for each program
+        monkeypatch.setattr("meshwright.kernels.columns_triton.REDUCED_COLUMNS", 1024)
+    for name in ("empty", "empty_like"):
+        empty = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, empty=empty, **k: empty(*a, **k).fill_(float("nan")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_triton(name, dtype, triton):
+    case = make(name, dtype, device=KERNELS)
+    compare(case.ours(), case.wanted(), case)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (37, 64), (3, 1000), (2, 1024), (9, 1536), (2, 8192)], ids=str)
+def test_triton_shapes(shape, triton):
+    """One and several rows a program, one and several programs, and masked rows and columns."""
+    case = make("middle", torch.bfloat16, shape, KERNELS)
+    compare(case.ours(), case.wanted(), case)
+
+
+def test_the_mask_is_that_of_dropout(triton):
+    case = make("first", torch.float32, (4, 5, 1000), KERNELS)
+    x, _ = case.run(case.tensors)
+    assert torch.equal(x != 0, dropout.keep(case.rows, 1000, case.p))
 
 
 def test_gradient_of_y_alone():

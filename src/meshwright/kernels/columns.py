@@ -23,11 +23,19 @@ def is_triton(x: Tensor) -> bool:
 
 def column_sums(matrix: Tensor) -> Tensor:
     """Return partial sums [n, C] of the rows of a matrix [N, C]."""
+    if is_triton(matrix):
+        from meshwright.kernels.columns_triton import column_sums
+
+        return column_sums(matrix)
     return matrix.sum(0, keepdim=True, dtype=torch.promote_types(matrix.dtype, torch.float32))
 
 
 def reduce_into(places: Sequence[Place | None], partials: Tensor) -> None:
     """Write or add partials[i].sum(0), from [k, n, C], to the i-th of up to three vectors."""
+    if is_triton(partials):
+        from meshwright.kernels.columns_triton import reduce_into
+
+        return reduce_into(places, partials)
     for place, rows in zip(places, partials, strict=True):
         if place is not None:
             total, adds = place

@@ -116,11 +116,19 @@ def is_triton(x: Tensor) -> bool:
 
 
 def _forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    return plain_forward(join, norm)
+    if not is_triton(join.pending):
+        return plain_forward(join, norm)
+    from meshwright.kernels.norm_triton import forward
+
+    return forward(join, norm)
 
 
 def _backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor, Tensor]:
-    return plain_backward(dx, dy, saved)
+    if not is_triton(saved.x):
+        return plain_backward(dx, dy, saved)
+    from meshwright.kernels.norm_triton import backward
+
+    return backward(dx, dy, saved)
 
 
 def upcast(x: Tensor) -> Tensor:

@@ -1,0 +1,228 @@
+"""The addition and norm of norm.py as one Triton kernel for each direction.
+
+Used on CUDA only; tests compare them with the plain twin. E is the bytes of an activation's
+element, R those of a residual's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.kernels.dropout_triton import kept, threshold_of
+from meshwright.kernels.norm import Join, NormWeights, Saved
+
+TILE = 1024  # elements that a program processes at a time, if a row is shorter
+PER_PROCESSOR = 4  # programs of the backward kernel on each multiprocessor
+LEAST_ROWS = 4  # that a program of it processes: fewer would make more partial sums than gradients
+STAGES = 3  # rows in flight: with 1 backward takes a third longer
+IN_FLIGHT = 64 << 10  # bytes of shared memory that they may take
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward(  # type: ignore[no-untyped-def]
+    residual,
+    pending,
+    bias,
+    rows,
+    weight,
+    shift,
+    x,
+    y,
+    means,
+    rstds,
+    count,
+    threshold,
+    scale,
+    eps,
+    PLUS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Set x, y, means and rstds; residual, bias, rows, shift (RMSNorm) and x may be None.
+
+    Bytes moved for each element: 2 R + 2 E; without a residual 3 E, without an x 2 E.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, BLOCK)
+    at = row.to(tl.int64)[:, None] * WIDTH + c[None, :]
+    there, inside = row < count, (c < WIDTH)[None, :]
+    here = there[:, None] & inside
+    z = tl.load(pending + at, mask=here, other=0.0).to(tl.float32)
+    if bias is not None:
+        z += tl.load(bias + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if rows is not None:
+        hashes = tl.load(rows + row, mask=there, other=0)
+        z = tl.where(kept(hashes[:, None], c[None, :], threshold), z * scale, 0.0)
+    if residual is not None:
+        z += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+    if x is not None:
+        stored = z.to(x.dtype.element_ty)
+        tl.store(x + at, stored, mask=here)
+        z = stored.to(tl.float32)
+    if shift is not None:
+        mean = tl.sum(z, 1) / WIDTH
+        tl.store(means + row, mean, mask=there)
+        z = tl.where(inside, z - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(z * z, 1) / WIDTH + eps)
+    tl.store(rstds + row, rstd, mask=there)
+    w = tl.load(weight + c, mask=c < WIDTH, other=0.0).to(tl.float32) + PLUS
+    out = z * rstd[:, None] * w[None, :]
+    if shift is not None:
+        out += tl.load(shift + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward(  # type: ignore[no-untyped-def]
+    dx,
+    dy,
+    x,
+    means,
+    rstds,
+    rows,
+    weight,
+    of_residual,
+    of_pending,
+    partials,
+    count,
+    threshold,
+    scale,
+    PLUS: tl.constexpr,
+    BIASED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Set of_residual, of_pending and partials [3, programs, C]: norm weight and bias, bias.
+
+    dx, means (RMSNorm), rows and one of the two gradients may be None. Each program takes every
+    n-th group of rows and keeps its sums in registers. Bytes moved for each element: E + 3 R, and E
+    for a gradient of pending that differs from the residual's; R less without dx.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    c = tl.arange(0, BLOCK)
+    inside = c < WIDTH
+    w = (tl.load(weight + c, mask=inside, other=0.0).to(tl.float32) + PLUS)[None, :]
+    of_weight = tl.zeros((ROWS, BLOCK), tl.float32)
+    of_shift = tl.zeros((ROWS, BLOCK), tl.float32)
+    of_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(program * ROWS, count, programs * ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        there = row < count
+        at = row.to(tl.int64)[:, None] * WIDTH + c[None, :]
+        here = there[:, None] & inside[None, :]
+        # Zeros beyond the row's end add nothing to any sum: each has a factor of dy.
+        d = tl.load(dy + at, mask=here, other=0.0).to(tl.float32)
+        z = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + row, mask=there, other=0.0)[:, None]
+        if means is not None:
+            z -= tl.load(means + row, mask=there, other=0.0)[:, None]
+            of_shift += d
+        z *= rstd
+        of_weight += d * z
+        d *= w
+        grad = d - z * (tl.sum(d * z, 1) / WIDTH)[:, None]
+        if means is not None:
+            grad -= (tl.sum(d, 1) / WIDTH)[:, None]
+        grad *= rstd
+        if dx is not None:
+            grad += tl.load(dx + at, mask=here, other=0.0).to(tl.float32)
+        if of_residual is not None:
+            tl.store(of_residual + at, grad.to(of_residual.dtype.element_ty), mask=here)
+        if rows is not None:
+            hashes = tl.load(rows + row, mask=there, other=0)
+            grad = tl.where(kept(hashes[:, None], c[None, :], threshold), grad * scale, 0.0)
+        if of_pending is not None:
+            tl.store(of_pending + at, grad.to(of_pending.dtype.element_ty), mask=here)
+        if BIASED:
+            of_bias += grad
+    at = partials + program.to(tl.int64) * WIDTH + c
+    part = programs.to(tl.int64) * WIDTH
+    tl.store(at, tl.sum(of_weight, 0), mask=inside)
+    if means is not None:
+        tl.store(at + part, tl.sum(of_shift, 0), mask=inside)
+    if BIASED:
+        tl.store(at + 2 * part, tl.sum(of_bias, 0), mask=inside)
+
+
+def tile(width: int) -> tuple[int, int, int]:
+    """Return rows at a time, columns rounded up to a power of two, and warps."""
+    block = triton.next_power_of_2(width)
+    return max(1, TILE // block), block, 4 if block <= 2048 else 8 if block <= 4096 else 16
+
+
+def forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return x and y [N, width], and the rows' means, None for RMSNorm, and 1 / deviations [N]."""
+    pending, (count, width) = join.pending, join.pending.shape
+    x = torch.empty_like(pending if join.residual is None else join.residual) if join.adds else None
+    y = torch.empty_like(pending, dtype=norm.weight.dtype)
+    rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
+    means = None if norm.bias is None else torch.empty_like(rstds)
+    rows, block, warps = tile(width)
+    with torch.accelerator.device_index(pending.device.index):
+        _forward[(triton.cdiv(count, rows),)](
+            join.residual,
+            pending,
+            join.bias,
+            join.rows,
+            norm.weight,
+            norm.bias,
+            x,
+            y,
+            means,
+            rstds,
+            count,
+            threshold_of(join.p),
+            1.0 / (1.0 - join.p),
+            norm.eps,
+            norm.plus,
+            width,
+            rows,
+            block,
+            num_warps=warps,
+        )
+    return pending if x is None else x, y, means, rstds
+
+
+def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of residual, pending, and [3, programs, width] of the parameters."""
+    x, (count, width) = saved.x, saved.x.shape
+    of_residual = torch.empty_like(x) if saved.of_residual else None
+    is_one = saved.of_residual and saved.rows is None and saved.dtype is x.dtype
+    of_pending = None if is_one else torch.empty_like(x, dtype=saved.dtype)
+    rows, block, warps = tile(width)
+    programs = min(PER_PROCESSOR * devices.processors(x.device), triton.cdiv(count, LEAST_ROWS * rows))
+    partials = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
+    each = rows * block * sum(t.element_size() for t in (dx, dy, x) if t is not None)
+    with torch.accelerator.device_index(x.device.index):
+        _backward[(programs,)](
+            dx,
+            dy,
+            x,
+            saved.mean,
+            saved.rstd,
+            saved.rows,
+            saved.weight,
+            of_residual,
+            of_pending,
+            partials,
+            count,
+            threshold_of(saved.p),
+            1.0 / (1.0 - saved.p),
+            saved.plus,
+            saved.of_bias,
+            width,
+            rows,
+            block,
+            max(1, min(STAGES, IN_FLIGHT // each)),
+            num_warps=warps,
+        )
+    out = of_residual if of_pending is None else of_pending
+    assert out is not None
+    return of_residual, out, partials
