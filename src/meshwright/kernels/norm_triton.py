@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.dropout_triton import kept, threshold_of
-from meshwright.kernels.norm import Join, NormWeights, Saved
+from meshwright.kernels.norm_plain import Join, NormWeights, Saved
 
 TILE = 1024  # elements that a program processes at a time, if a row is shorter
 PER_PROCESSOR = 4  # programs of the backward kernel on each multiprocessor
