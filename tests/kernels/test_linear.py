@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels.linear import affine, compute, deferred, linear
+from meshwright.kernels.linear import compute, deferred, linear
+from meshwright.kernels.products import affine
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -9,13 +9,13 @@ gradient. Without one (ZeRO 3, custom models, tests) they return the gradient as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.kernels import columns
+from meshwright.kernels.products import multiply_into, product
 
 
 class Sink(Protocol):
@@ -25,36 +25,23 @@ class Sink(Protocol):
         """Return the total, shaped as the parameter, and whether to add to it, or overwrite it."""
 
     def end(self) -> None:
-        """Note that the total includes this gradient."""
+        """Note that the total includes this gradient, or one of its parts, one for each use."""
 
 
 def sink_of(parameter: Tensor) -> Sink | None:
-    return getattr(parameter, "sink", None)
+    """Return the parameter's sink, but none to the compiler, which adds no gradients itself."""
+    return None if torch.compiler.is_compiling() else getattr(parameter, "sink", None)
 
 
 def from_product(parameter: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Give a matrix the gradient grad^T x, from [N, out] and [N, in]."""
     sink = sink_of(parameter)
     if sink is None:
-        return (grad.t() @ x).view_as(parameter)
+        return product(grad.t(), x).view_as(parameter)
     total, adds = sink.begin()
     multiply_into(total.view(grad.shape[1], x.shape[1]), grad.t(), x, adds)
     sink.end()
     return None
-
-
-def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
-    """Set the total to a @ b, or add it; a GPU does not round the product to the inputs' format."""
-    if devices.has_kernels(a.device) and a.dtype in (torch.bfloat16, torch.float16) and total.dtype is torch.float32:
-        aten: Any = torch.ops.aten
-        if adds:
-            aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
-        else:
-            aten.mm.dtype_out(a, b, torch.float32, out=total)
-    elif adds:
-        total.add_(a @ b)
-    else:
-        total.copy_(a @ b)
 
 
 def from_columns(parameter: Tensor | None, partials: Tensor) -> Tensor | None:

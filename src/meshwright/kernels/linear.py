@@ -1,10 +1,8 @@
-"""Linear maps: in float32 where a CPU would take long, and with a weight gradient to be deferred.
+"""Linear maps whose weight gradient goes into its full-precision total, or is deferred.
 
-CPUs without instructions for float16 multiply it many times as slowly as float32, so
-`affine` and `product` compute in float32 there. Zero-bubble pipelines defer weight gradients.
-
-Hand-written because torch's own split (torch.distributed.pipelining._backward) runs a recomputed
-layer again for each weight, and fires no hooks. A deferred gradient is kept as its two factors.
+Zero-bubble pipelines defer weight gradients, each kept as its two factors. Hand-written because
+torch's own split (torch.distributed.pipelining._backward) runs a recomputed layer again for each
+weight, and fires no hooks.
 """
 
 from __future__ import annotations
@@ -14,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from meshwright.kernels import gradients
+from meshwright.kernels.products import affine, product
 
 Waiting = list[tuple[Tensor, Tensor, Tensor]]  # parameter, gradient of the outputs [N, out], inputs [N, in]
 _waiting: Waiting | None = None
@@ -36,65 +36,56 @@ def is_deferred() -> bool:
     return _waiting is not None
 
 
-def is_slow(x: Tensor) -> bool:
-    return x.dtype is torch.float16 and x.device.type == "cpu"
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b."""
-    return (a.float() @ b.float()).half() if is_slow(a) else a @ b
-
-
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return F.linear."""
-    if is_slow(x):
-        return _InFloat32.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
-    return F.linear(x, weight, bias)
-
-
-class _InFloat32(torch.autograd.Function):
-    """F.linear of float16, which keeps no copy in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.biased = bias is not None
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).half()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        of_weight = product(flat.t(), x.reshape(-1, x.shape[-1]))
-        return product(grad, weight), of_weight, flat.sum(0) if ctx.biased else None
-
-
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.biased = parameter[0], bias is not None
-        return affine(x, weight, bias)
+    """F.linear whose weight gradient is deferred, or left where kernels/gradients.py says."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        assert _waiting is not None
-        _waiting.append((ctx.parameter, flat, x.reshape(-1, x.shape[-1])))
-        return product(grad, weight), None, flat.sum(0) if ctx.biased else None, None
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, parameter)
+        ctx.parameter, ctx.bias = parameter, bias
+        return affine(x, parameter.flatten(0, -2), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, parameter = ctx.saved_tensors
+        flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_x = product(grad, parameter.flatten(0, -2)) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if _waiting is not None:
+            _waiting.append((ctx.parameter, flat, rows))
+        else:
+            of_weight = gradients.from_product(ctx.parameter, flat, rows)
+        return of_x, of_weight, gradients.from_rows(ctx.bias, flat) if ctx.needs_input_grad[2] else None
 
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, in which a parameter of more than two dimensions is a stack of matrices."""
-    weight = parameter.flatten(0, -2)
-    if _waiting is None or not x.requires_grad:
-        return affine(x, weight, bias)
-    return _Linear.apply(x, weight.detach(), bias, [parameter])  # type: ignore[no-any-return,no-untyped-call]
+    if torch.compiler.is_compiling() or (_waiting is None and gradients.sink_of(parameter) is None):
+        return affine(x, parameter.flatten(0, -2), bias)
+    return _Linear.apply(x, parameter, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows = grad.reshape(-1, grad.shape[-1])
+        return grad, gradients.from_rows(ctx.bias, rows) if ctx.needs_input_grad[1] else None
+
+
+def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y + bias, whose gradient is summed in full precision."""
+    return y if bias is None else _AddBias.apply(y, bias)  # type: ignore[no-untyped-call]
 
 
 def compute(waiting: Waiting) -> None:
     """Compute the deferred weight gradients."""
     for parameter, grad, x in waiting:
-        parameter.backward(product(grad.t(), x).view_as(parameter))  # type: ignore[no-untyped-call]
+        of_weight = gradients.from_product(parameter, grad, x)
+        if of_weight is not None:
+            parameter.backward(of_weight)  # type: ignore[no-untyped-call]
     waiting.clear()

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import device as devices
 from meshwright.kernels import dropout
-from meshwright.kernels.linear import affine
+from meshwright.kernels.linear import linear
 from meshwright.model.attention import Attention, Shared, Where, is_reference, seed_dropout, share
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.settings.schema import Model
@@ -221,7 +221,7 @@ class GPT(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         return self.product(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
 
-    product = staticmethod(affine)  # tensor parallelism replaces it, as a Linear's
+    product = staticmethod(linear)  # tensor parallelism replaces it, as a Linear's
 
 
 def name_of(model: nn.Module) -> str:

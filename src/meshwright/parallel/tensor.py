@@ -32,8 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels import gradients
 from meshwright.kernels.cross_entropy import Combine
-from meshwright.kernels.linear import affine, is_deferred, linear, product
+from meshwright.kernels.linear import add_bias, is_deferred, linear
+from meshwright.kernels.products import affine, product
 from meshwright.model.attention import Attend, Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
@@ -53,20 +55,20 @@ class _Entering(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence, ctx.biased = group, sequence, bias is not None
-        return affine(comm.all_gather(x, group) if sequence else x, weight, bias)
+        ctx.save_for_backward(x, parameter)
+        ctx.group, ctx.sequence, ctx.parameter, ctx.bias = group, sequence, parameter, bias
+        return affine(comm.all_gather(x, group) if sequence else x, parameter.flatten(0, -2), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        x, parameter = ctx.saved_tensors
         rows = comm.all_gather(x, ctx.group, wait=False) if ctx.sequence else x
         collective = comm.reduce_scatter if ctx.sequence else comm.all_reduce
-        back = collective(product(grad, weight), ctx.group, wait=False)
-        rows = comm.wait(rows) if ctx.sequence else rows
-        of_weight, of_bias = product(grad.t(), rows), grad.sum(0) if ctx.biased else None
+        back = collective(product(grad, parameter.flatten(0, -2)), ctx.group, wait=False)
+        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        of_weight = gradients.from_product(ctx.parameter, grad, comm.wait(rows) if ctx.sequence else rows)
         return comm.wait(back), of_weight, of_bias, None, None
 
 
@@ -127,7 +129,7 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
         if is_deferred():
             y = linear(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
         else:
-            y = _Entering.apply(rows, parameter.flatten(0, -2), bias, tp, sequence)  # type: ignore[no-untyped-call]
+            y = _Entering.apply(rows, parameter, bias, tp, sequence)  # type: ignore[no-untyped-call]
         return y.view(-1, columns, y.shape[-1]) if sequence else y.view(*x.shape[:-1], -1)
 
     def leave(y: Tensor) -> Tensor:
@@ -135,8 +137,7 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
 
     def leaving(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
-        y = leave(linear(x, parameter))
-        return y if bias is None else y + bias
+        return add_bias(leave(linear(x, parameter)), bias)
 
     for name, p in list(model.named_parameters()):
         rule = shard.rule(name)
@@ -150,7 +151,7 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
         block.attn.proj.product = block.mlp.proj.product = leaving
     if model.first or hasattr(model, "wte"):
         model.wte = Rows(model.wte, layout.at("tp") * len(model.wte.weight), leave)  # type: ignore[assignment]
-    model.product = entering  # type: ignore[assignment]
+    model.product = entering
     return heads
 
 

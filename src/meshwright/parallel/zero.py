@@ -78,6 +78,7 @@ class Bucket:
     kinds: list[tuple[Kind, int, int]] = field(default_factory=list)  # kind, first offset, end
     gradients: Tensor | None = None  # full, not sharded
     seen: set[str] = field(default_factory=set)  # gradients received in this backward pass
+    parts: dict[str, int] = field(default_factory=dict)  # how many parts of each
     sums: list[PendingSum] = field(default_factory=list)
     is_summed: bool = False  # in this step
     gathering: tuple[Any, Tensor] | None = None  # pending all-gather of new weights, and its input
@@ -333,7 +334,7 @@ class ParameterStore(Store):
                 parameter = nn.Parameter(_view(self.weights.data, (bucket.begin + offset, shape)))
                 owner, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(owner), leaf, parameter)
-                self._accumulate_into(bucket, name, parameter)
+                self._accumulate_into(bucket, name, parameter, uses_of(model, name))
         # Wait for new weights as late as possible: layer by layer in a GPT, before the whole
         # forward pass in a custom model, which may not call its layers.
         if self.is_sharded:
@@ -426,33 +427,35 @@ class ParameterStore(Store):
         self._last = value
         for bucket in self.buckets.values():
             bucket.seen.clear()
+            bucket.parts.clear()
 
-    def _accumulate_into(self, bucket: Bucket, name: str, parameter: nn.Parameter) -> None:
-        """Register a hook that adds each new gradient to its total and frees it.
+    def _accumulate_into(self, bucket: Bucket, name: str, parameter: nn.Parameter, uses: int) -> None:
+        """Have each new gradient added to its total: by a hook that then frees it, or by kernels.
 
-        The hook starts the bucket's sum over the ranks once the bucket is full.
+        Kernels do so in one part for each of the parameter's `uses` in the network; 0 is unknown.
         """
-        offset, shape = bucket.spans[name]
+        place = _Place(self, bucket, name, uses)
 
         def add(p: Tensor) -> None:
-            assert p.grad is not None
-            if bucket.gradients is None:  # ZeRO 2: one micro-batch's
-                bucket.gradients = torch.zeros(bucket.size, dtype=self.full, device=self.device)
-            total = bucket.gradients[offset : offset + shape.numel()].view(shape)
-            if name in self.added or not self.keeps_gradients:
-                total.add_(p.grad)
-            else:
-                total.copy_(p.grad)
-            self.added.add(name)
+            if p.grad is None:  # kernels have put it into the total
+                return
+            total, adds = place.begin()
+            total.add_(p.grad) if adds else total.copy_(p.grad)
             p.grad = None
-            bucket.seen.add(name)
-            if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
-                if not self.keeps_gradients:
-                    self._sum(bucket)
-                elif self.last:
-                    self._sum_full_ones()
+            place.end(max(uses, 1))  # autograd has waited for all uses
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+        if uses:
+            parameter.sink = place  # type: ignore[attr-defined]
+
+    def note(self, bucket: Bucket, name: str) -> None:
+        """Note that a parameter has its whole gradient; start the sums of full buckets."""
+        bucket.seen.add(name)
+        if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
+            if not self.keeps_gradients:
+                self._sum(bucket)
+            elif self.last:
+                self._sum_full_ones()
 
     @property
     def order(self) -> list[Bucket]:
@@ -562,6 +565,34 @@ class ParameterStore(Store):
                 shaped = flat.view(boxes[0][1]) if len(boxes) == 1 else flat
                 out[name + suffix] = (tuple(full), boxes, shaped.detach())
         return out
+
+
+class _Place:
+    """The total of one parameter's gradient, to which hooks and kernels add: a gradients.Sink."""
+
+    def __init__(self, store: ParameterStore, bucket: Bucket, name: str, uses: int) -> None:
+        self.store, self.bucket, self.name, self.uses = store, bucket, name, uses
+        self.span = bucket.spans[name]
+
+    def begin(self) -> tuple[Tensor, bool]:
+        store, bucket = self.store, self.bucket
+        if bucket.gradients is None:  # ZeRO 2: one micro-batch's
+            bucket.gradients = torch.zeros(bucket.size, dtype=store.full, device=store.device)
+        return _view(bucket.gradients, self.span), self.name in store.added or not store.keeps_gradients
+
+    def end(self, parts: int = 1) -> None:
+        bucket = self.bucket
+        self.store.added.add(self.name)
+        received = bucket.parts[self.name] = bucket.parts.get(self.name, 0) + parts
+        if received >= self.uses:
+            self.store.note(bucket, self.name)
+
+
+def uses_of(model: nn.Module, name: str) -> int:
+    """Return in how many places the network uses a parameter; 0 if unknown, as in custom models."""
+    if not isinstance(model, GPT):
+        return 0
+    return 2 if name == "wte.weight" and model.first and model.last and model.lm_head is None else 1
 
 
 def _matrices(

@@ -1,0 +1,61 @@
+"""Matrix products: in float32 where a CPU would take long, and into full-precision totals.
+
+CPUs without instructions for float16 multiply it many times as slowly as float32, so `affine` and
+`product` compute in float32 there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import device as devices
+
+
+def is_slow(x: Tensor) -> bool:
+    return x.dtype is torch.float16 and x.device.type == "cpu"
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b."""
+    return (a.float() @ b.float()).half() if is_slow(a) else a @ b
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return F.linear."""
+    if is_slow(x):
+        return _InFloat32.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    return F.linear(x, weight, bias)
+
+
+class _InFloat32(torch.autograd.Function):
+    """F.linear of float16, which keeps no copy in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).half()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_weight = product(flat.t(), x.reshape(-1, x.shape[-1]))
+        return product(grad, weight), of_weight, flat.sum(0) if ctx.biased else None
+
+
+def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
+    """Set the total to a @ b, or add it; a GPU does not round the product to the inputs' format."""
+    if devices.has_kernels(a.device) and a.dtype in (torch.bfloat16, torch.float16) and total.dtype is torch.float32:
+        aten: Any = torch.ops.aten
+        if adds:
+            aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+        else:
+            aten.mm.dtype_out(a, b, torch.float32, out=total)
+    else:
+        found = a.float() @ b.float() if is_slow(a) else a @ b
+        total.add_(found) if adds else total.copy_(found)
