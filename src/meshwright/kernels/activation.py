@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright import device as devices
 from meshwright.kernels import gradients
 
 
@@ -40,11 +41,19 @@ class _Activate(torch.autograd.Function):
 
 def forward(kind: str, u: Tensor) -> Tensor:
     """Return the activation of u."""
+    if is_triton(u):
+        from meshwright.kernels import activation_triton
+
+        return activation_triton.forward(kind, u)
     return plain(kind, halves(kind, upcast(u))).to(u.dtype)
 
 
 def backward(kind: str, u: Tensor, grad: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
+    if is_triton(u):
+        from meshwright.kernels import activation_triton
+
+        return activation_triton.backward(kind, u, grad, summed)
     with torch.enable_grad():
         x = upcast(u.detach()).requires_grad_()
         (du,) = torch.autograd.grad(plain(kind, halves(kind, x)), x, upcast(grad))
@@ -69,6 +78,10 @@ def halves(kind: str, u: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return u
     gate, up = u.chunk(2, dim=-1)
     return gate, up
+
+
+def is_triton(x: Tensor) -> bool:
+    return devices.has_kernels(x.device) and x.dtype is not torch.float64
 
 
 def upcast(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright import device as devices
 from meshwright.kernels import gradients
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 2]
@@ -68,6 +69,11 @@ def _rotation(cos: Tensor | None, sin: Tensor | None) -> Rotation | None:
 
 def forward(qkv: Tensor, sizes: Sizes, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, views of qkv where no element changes or moves."""
+    if rotation is not None and is_triton(qkv):
+        from meshwright.kernels import heads_triton
+
+        q, k = heads_triton.rotate(qkv, sizes, rotation)
+        return q, k, split(qkv, sizes.per_group, sizes.head_dim)[2]
     q, k, v = split(qkv, sizes.per_group, sizes.head_dim)
     return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
@@ -76,13 +82,17 @@ def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, sizes: Sizes, rotation: Rotation | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
+    if is_triton(dq):
+        from meshwright.kernels import heads_triton
+
+        return heads_triton.pack((dq, dk, dv), sizes, rotation, summed)
+    exact = [upcast(x) for x in (dq, dk, dv)]
     if rotation is not None:
         back = rotation[0], -rotation[1]
-        dq, dk = rotate(dq, back), rotate(dk, back)
-    parts = dq.reshape(*dk.shape[:3], sizes.per_group, -1), dk.unsqueeze(3), dv.unsqueeze(3)
+        exact[:2] = rotate(exact[0], back), rotate(exact[1], back)
+    parts = exact[0].reshape(*dk.shape[:3], sizes.per_group, -1), exact[1].unsqueeze(3), exact[2].unsqueeze(3)
     grad = torch.cat(parts, dim=3).flatten(2)
-    full = torch.float64 if grad.dtype is torch.float64 else torch.float32
-    return grad, grad.sum((0, 1), dtype=full)[None] if summed else None
+    return grad.to(dq.dtype), grad.sum((0, 1))[None] if summed else None
 
 
 def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,3 +108,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     half = cos.shape[-1]
     a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
+
+
+def is_triton(x: Tensor) -> bool:
+    return devices.has_kernels(x.device) and x.dtype is not torch.float64
+
+
+def upcast(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()

@@ -1,0 +1,286 @@
+"""The rotation and packing of heads.py as two Triton kernels: one pass over memory each.
+
+A slot is one head's columns of the product: slots lie as [group, its queries then key then value].
+A program moves one slot of some positions, for several samples in turn, so that it reads their
+cosines and sines once. Tests compare the kernels with the plain twin in Triton's interpreter, and
+on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Sizes = tuple[int, int, int]  # groups, queries of each, head_dim
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, half]
+
+
+class Tile(NamedTuple):
+    """Shape of a program's work: `step` positions of at most `samples` samples."""
+
+    step: int = 32
+    samples: int = 8
+    stages: int = 2
+    warps: int = 4
+
+
+TILE = Tile()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    source,
+    source_batch,
+    source_row,
+    target,
+    target_batch,
+    target_row,
+    sums,
+    cos,
+    sin,
+    turning,
+    direction,
+    batches,
+    length,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    OWN: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    STEP: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Copy one slot [STEP, DIM] of each sample, rotated, and write sums of its columns.
+
+    Its first 2 HALF columns are pairs (i, i + HALF), `turning` of which turn; PAIRS and REST are
+    the next powers of two. With OWN each sample has its own angles.
+    """
+    place = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    first = tl.program_id(2) * SAMPLES
+    source += place.to(tl.int64)[:, None] * source_row
+    target += place.to(tl.int64)[:, None] * target_row
+    c = tl.arange(0, PAIRS)
+    pairs = (place < length)[:, None] & (c < HALF)[None, :]
+    turns = (place < length)[:, None] & (c < turning)[None, :]
+    angle = place[:, None] * HALF + c[None, :]
+    rest = 2 * HALF + tl.arange(0, REST)
+    others = (place < length)[:, None] & (rest < DIM)[None, :]
+    total_a = tl.zeros((STEP, PAIRS), tl.float32)
+    total_b = tl.zeros((STEP, PAIRS), tl.float32)
+    total_rest = tl.zeros((STEP, REST), tl.float32)
+    if HALF > 0 and not OWN:
+        x = tl.load(cos + angle, mask=turns, other=1.0)
+        y = tl.load(sin + angle, mask=turns, other=0.0) * direction
+    for sample in tl.range(first, tl.minimum(first + SAMPLES, batches), num_stages=STAGES):
+        at = source + tl.cast(sample, tl.int64) * source_batch
+        to = target + tl.cast(sample, tl.int64) * target_batch
+        if HALF > 0:
+            if OWN:
+                own = sample * length * HALF + angle
+                x = tl.load(cos + own, mask=turns, other=1.0)
+                y = tl.load(sin + own, mask=turns, other=0.0) * direction
+            a = tl.load(at + c[None, :], mask=pairs, other=0.0).to(tl.float32)
+            b = tl.load(at + HALF + c[None, :], mask=pairs, other=0.0).to(tl.float32)
+            a, b = a * x - b * y, b * x + a * y
+            tl.store(to + c[None, :], a.to(target.dtype.element_ty), mask=pairs)
+            tl.store(to + HALF + c[None, :], b.to(target.dtype.element_ty), mask=pairs)
+            if SUMMED:
+                total_a += a
+                total_b += b
+        if DIM > 2 * HALF:
+            z = tl.load(at + rest[None, :], mask=others, other=0.0)
+            tl.store(to + rest[None, :], z, mask=others)
+            if SUMMED:
+                total_rest += z.to(tl.float32)
+    if SUMMED:
+        if HALF > 0:
+            tl.store(sums + c, tl.sum(total_a, 0), mask=c < HALF)
+            tl.store(sums + HALF + c, tl.sum(total_b, 0), mask=c < HALF)
+        if DIM > 2 * HALF:
+            tl.store(sums + rest, tl.sum(total_rest, 0), mask=rest < DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    qkv,
+    q,
+    k,
+    cos,
+    sin,
+    batches,
+    length,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    OWN: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    STEP: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write q [tokens, heads, DIM] and k [tokens, groups, DIM], rotated, of qkv [tokens, columns].
+
+    Bytes moved: the queries' and keys' part of qkv, q and k once. Cosines and sines, HALF float32
+    each per position, are read once per slot and `SAMPLES` samples, and come from the cache.
+    """
+    group, member = tl.program_id(0) // (PER_GROUP + 1), tl.program_id(0) % (PER_GROUP + 1)
+    is_query = member < PER_GROUP
+    row: tl.constexpr = GROUPS * (PER_GROUP + 2) * DIM
+    target = tl.where(is_query, q + (group * PER_GROUP + member) * DIM, k + group * DIM)
+    target_row = tl.where(is_query, GROUPS * PER_GROUP * DIM, GROUPS * DIM)
+    _move(
+        qkv + (group * (PER_GROUP + 2) + member) * DIM,
+        tl.cast(length, tl.int64) * row,
+        row,
+        target,
+        tl.cast(length, tl.int64) * target_row,
+        target_row,
+        cos,
+        cos,
+        sin,
+        HALF,
+        1.0,
+        batches,
+        length,
+        DIM,
+        HALF,
+        OWN,
+        False,
+        PAIRS,
+        REST,
+        STEP,
+        SAMPLES,
+        STAGES,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack(  # type: ignore[no-untyped-def]
+    dq,
+    dk,
+    dv,
+    cos,
+    sin,
+    packed,
+    partials,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    batches,
+    length,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    OWN: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    STEP: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write the gradient of qkv [tokens, columns], dq and dk rotated back, and its columns' sums.
+
+    Bytes moved: dq, dk, dv and their copy once; in a 16-bit format, partial sums in float32 are
+    1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate`.
+    """
+    group, member = tl.program_id(0) // (PER_GROUP + 2), tl.program_id(0) % (PER_GROUP + 2)
+    is_query, is_key = member < PER_GROUP, member == PER_GROUP
+    of_key = tl.where(is_key, dk + group.to(tl.int64) * k_head, dv + group.to(tl.int64) * v_head)
+    source = tl.where(is_query, dq + (group * PER_GROUP + member).to(tl.int64) * q_head, of_key)
+    source_batch = tl.where(is_query, q_batch, tl.where(is_key, k_batch, v_batch)).to(tl.int64)
+    source_row = tl.where(is_query, q_row, tl.where(is_key, k_row, v_row)).to(tl.int64)
+    slot = tl.program_id(0) * DIM
+    row: tl.constexpr = GROUPS * (PER_GROUP + 2) * DIM
+    part = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    _move(
+        source,
+        source_batch,
+        source_row,
+        packed + slot,
+        tl.cast(length, tl.int64) * row,
+        row,
+        partials + part.to(tl.int64) * row + slot,
+        cos,
+        sin,
+        tl.where(is_query | is_key, HALF, 0),
+        -1.0,
+        batches,
+        length,
+        DIM,
+        HALF,
+        OWN,
+        SUMMED,
+        PAIRS,
+        REST,
+        STEP,
+        SAMPLES,
+        STAGES,
+    )
+
+
+def rotate(qkv: Tensor, sizes: Sizes, rotation: Rotation, tile: Tile = TILE) -> tuple[Tensor, Tensor]:
+    """Return the rotated queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
+    qkv, (b, t, _), (groups, per_group, dim) = qkv.contiguous(), qkv.shape, sizes
+    q, k = (qkv.new_empty(b, t, heads, dim) for heads in (groups * per_group, groups))
+    cos, sin = (x.contiguous() for x in rotation)
+    with torch.accelerator.device_index(qkv.device.index):
+        _rotate[groups * (per_group + 1), *_parts(b, t, tile)](
+            qkv, q, k, cos, sin, b, t, groups, per_group, **_shape(dim, cos, tile)
+        )
+    return q, k
+
+
+def pack(
+    grads: tuple[Tensor, Tensor, Tensor], sizes: Sizes, rotation: Rotation | None, summed: bool, tile: Tile = TILE
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
+    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
+    (b, t, _, _), (groups, per_group, dim) = dq.shape, sizes
+    packed = dq.new_empty(b, t, groups * (per_group + 2) * dim)
+    cos, sin = (x.contiguous() for x in rotation or (dq.new_empty(1, t, 1, 0),) * 2)
+    parts = _parts(b, t, tile)
+    partials = dq.new_empty(parts[0] * parts[1] if summed else 0, packed.shape[-1], dtype=torch.float32)
+    strides = (stride for x in (dq, dk, dv) for stride in x.stride()[:3])
+    shape = _shape(dim, cos, tile)
+    with torch.accelerator.device_index(dq.device.index):
+        _pack[groups * (per_group + 2), *parts](
+            dq, dk, dv, cos, sin, packed, partials, *strides, b, t, groups, per_group, SUMMED=summed, **shape
+        )
+    return packed, partials if summed else None
+
+
+def _parts(batches: int, length: int, tile: Tile) -> tuple[int, int]:
+    """Return the number of programs along the positions and the samples."""
+    return triton.cdiv(length, tile.step), triton.cdiv(batches, tile.samples)
+
+
+def _shape(dim: int, cos: Tensor, tile: Tile) -> dict[str, Any]:
+    """Return the constants of both kernels, for cosines [1 or B, T, 1, half]."""
+    half = cos.shape[-1]
+    return {
+        "DIM": dim,
+        "HALF": half,
+        "OWN": cos.shape[0] > 1,
+        "PAIRS": triton.next_power_of_2(max(half, 1)),
+        "REST": triton.next_power_of_2(max(dim - 2 * half, 1)),
+        "STEP": tile.step,
+        "SAMPLES": tile.samples,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
