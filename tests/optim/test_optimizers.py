@@ -205,7 +205,7 @@ def test_muon_follows_its_formula(m, dtype):
 
 @pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
 def test_muon_equals_torchs(m):
-    """Compare bit for bit with torch.optim.Muon, and closely with AdamW; no clipping."""
+    """Compare with torch.optim.Muon within bfloat16's rounding, and with AdamW; no clipping."""
     o = Optimizer(optimizer="muon", clip_grad=0.0, muon_momentum=0.9, muon_num_ns_steps=4, adam_beta2=0.95)
     ours, store = make(m, o)
     named = {n: p.detach().clone() for n, p in ours.named_parameters()}
@@ -224,12 +224,14 @@ def test_muon_equals_torchs(m):
             grad = gradient(store, n).clone()
             for p, x in zip(split[n], grad.unbind() if grad.ndim == 3 else [grad], strict=True):
                 p.grad = x
+        before = {n: p.clone() for n, p in named.items()}
         store.step(0.02, 0.1, 1.0)
         muon.step()
         adamw.step()
         for name, p in masters(store):
             if kind_of[name][0] == "muon":
-                assert torch.equal(p, named[name]), (i, name)
+                moved = (named[name] - before[name]).norm()
+                assert (p - named[name]).norm() < 0.03 * (i + 1) * moved, (i, name)
             else:  # the fused kernel rounds otherwise than the plain one
                 torch.testing.assert_close(p, named[name], rtol=1e-5, atol=1e-6, msg=name)
 

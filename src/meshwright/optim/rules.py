@@ -1,4 +1,4 @@
-"""Choice of the update rule for each parameter, and torch's implementations over flat buffers."""
+"""Choice of the update rule for each parameter, and the optimizers over flat buffers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meshwright.optim.muon import Muon
 from meshwright.settings.schema import Optimizer
 
 Rule = Literal["adamw", "sgd", "muon"]
@@ -36,11 +37,10 @@ def matrices(p: Tensor) -> list[Tensor]:
 
 
 def make(o: Optimizer, kind: Rule, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make torch's optimizer; learning rate and weight decay are set before each step."""
+    """Make the optimizer; learning rate and weight decay are set before each step."""
     group: list[dict[str, Any]] = [{"params": parameters}]
     if kind == "muon":  # updates of AdamW's size, so that one learning rate serves both
-        own: Any = {"momentum": o.muon_momentum, "ns_steps": o.muon_num_ns_steps}
-        return torch.optim.Muon(group, lr=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", **own)
+        return Muon(group, o.muon_momentum, o.muon_num_ns_steps)
     if kind == "sgd":
         return torch.optim.SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
     return torch.optim.AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)

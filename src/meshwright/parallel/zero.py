@@ -111,9 +111,9 @@ class StoreSpec:
 class Store(Parts):
     """Base of the parameter stores: one update from summed gradients, sharded or not.
 
-    Norm of the gradients over all ranks -> clip factor -> torch's fused update, which also unscales
-    and clips. If the norm or the loss is not finite, nothing changes. The device decides this
-    without synchronising with the host (except for Muon, which torch has not fused).
+    Norm of the gradients over all ranks -> clip factor -> fused update, which also unscales and
+    clips. If the norm or the loss is not finite, nothing changes. The device decides this without
+    synchronising with the host.
     """
 
     pieces: list[Piece]
@@ -200,16 +200,13 @@ class Store(Parts):
     def _update(
         self, rule: rules.Rule, update: torch.optim.Optimizer, shrink: Tensor, scale: float, is_finite: Tensor
     ) -> None:
-        # Muon is not fused; the fused kernels divide by a float32, too coarse for float64 tests.
-        if rule == "muon" or self.full is torch.float64:
-            if rule == "muon" and not is_finite:
-                return
+        # torch's fused kernels divide by a float32, too coarse for float64 tests.
+        if rule != "muon" and self.full is torch.float64:
             factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
             torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.home))
         else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf
             update.grad_scale = (scale / shrink).to(self.home)  # type: ignore[attr-defined]
-        if rule != "muon":
-            update.found_inf = (~is_finite).float().to(self.home)  # type: ignore[attr-defined]
+        update.found_inf = (~is_finite).float().to(self.home)  # type: ignore[attr-defined]
         update.step()
 
     def _adam_steps(self) -> list[Tensor]:

@@ -1,0 +1,108 @@
+"""The elementwise passes of muon.py as two Triton kernels, each one launch for all matrices.
+
+The matrices lie anywhere in memory, so the kernels read their addresses from a table. All are
+float32, contiguous and of one shape.
+
+_advance   in: gradient, moment; out: moment, look-ahead in bfloat16, a sum of squares per block
+           bytes moved per element: 4 + 4 read, 4 + 2 written
+_apply     in: weight, update (bfloat16 or float16); out: weight
+           bytes moved per element: 4 + 2 read, 4 written
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+WARPS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _advance(  # type: ignore[no-untyped-def]
+    gradients, moments, out, squares, scale, skipped, size, momentum, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gradient = tl.multiple_of(tl.load(gradients + n), ALIGNED).to(tl.pointer_type(tl.float32))
+    moment = tl.multiple_of(tl.load(moments + n), ALIGNED).to(tl.pointer_type(tl.float32))
+    now = tl.load(gradient + at, mask=inside, other=0.0) / tl.load(scale)
+    old = tl.load(moment + at, mask=inside, other=0.0)
+    new = old + (now - old) * (1.0 - momentum)
+    ahead = (new - (new - now) * (1.0 - momentum)).to(tl.bfloat16)
+    tl.store(moment + at, new, mask=at < tl.where(tl.load(skipped) == 0.0, size, 0))
+    tl.store(out + n * size + at, ahead, mask=inside)
+    rounded = tl.where(inside, ahead.to(tl.float32), 0.0)
+    tl.store(squares + n * tl.num_programs(0) + block, tl.sum(rounded * rounded, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _apply(weights, updates, kept, rate, skipped, size, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    weight = tl.multiple_of(tl.load(weights + n), ALIGNED).to(tl.pointer_type(tl.float32))
+    old = tl.load(weight + at, mask=inside, other=0.0)
+    update = tl.load(updates + n * size + at, mask=inside, other=0.0).to(tl.float32)
+    new = old * tl.load(kept) - update * tl.load(rate)
+    tl.store(weight + at, new, mask=at < tl.where(tl.load(skipped) == 0.0, size, 0))
+
+
+def advance(
+    gradients: list[Tensor], moments: list[Tensor], scale: Tensor, skipped: Tensor, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """Update the moments; return the look-ahead [n, *shape] and its norms [n]."""
+    first = gradients[0]
+    n, blocks = len(gradients), triton.cdiv(first.numel(), BLOCK)
+    out = torch.empty(n, *first.shape, dtype=torch.bfloat16, device=first.device)
+    squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
+    with torch.accelerator.device_index(first.device.index):
+        _advance[(blocks, n)](
+            addresses(gradients),
+            addresses(moments),
+            out,
+            squares,
+            scale,
+            skipped,
+            first.numel(),
+            float(momentum),
+            alignment(*gradients, *moments),
+            BLOCK,
+            num_warps=WARPS,
+        )
+    return out, squares.sum(1).sqrt()
+
+
+def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, skipped: Tensor) -> None:
+    """Set each weight to kept * weight - rate * its update."""
+    size = weights[0].numel()
+    assert updates.is_contiguous() and updates[0].numel() == size
+    with torch.accelerator.device_index(weights[0].device.index):
+        _apply[(triton.cdiv(size, BLOCK), len(weights))](
+            addresses(weights), updates, kept, rate, skipped, size, alignment(*weights), BLOCK, num_warps=WARPS
+        )
+
+
+_tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+
+def addresses(tensors: list[Tensor]) -> Tensor:
+    """Return a table of addresses [n] on the device, which is kept: a CUDA graph cannot copy it.
+
+    A parameter store never moves its buffers, so a run makes each table once.
+    """
+    assert all(x.is_contiguous() and x.dtype is torch.float32 for x in tensors)
+    key = tensors[0].device, tuple(x.data_ptr() for x in tensors)
+    if key not in _tables:
+        if len(_tables) >= 1000:  # of stores that are gone
+            _tables.clear()
+        _tables[key] = torch.tensor(key[1], dtype=torch.int64).to(key[0])
+    return _tables[key]
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Return the bytes that divide all addresses, 16 or 4: a thread reads 16 at once if it may."""
+    return 4 if any(x.data_ptr() % 16 for x in tensors) else 16

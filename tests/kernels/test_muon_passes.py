@@ -1,0 +1,70 @@
+"""Muon's elementwise passes: both kernels equal their twins, also where a step is skipped."""
+
+import math
+
+import pytest
+import torch
+
+from meshwright.kernels import muon, muon_triton
+
+# more than a block, and addresses that 16 divides or not
+CASES = [((4, 8), 0), ((64, 65), 4), ((64, 65), 1), ((3, 5), 0)]
+
+
+def number(x):
+    return torch.tensor(float(x))
+
+
+def matrices(shape, count=3, gap=0):
+    """Return matrices that lie anywhere in one buffer, as in a parameter store."""
+    size = math.prod(shape)
+    flat = torch.randn(count, size + gap)
+    return [row[gap:].view(shape) for row in flat]
+
+
+@pytest.mark.parametrize(("shape", "gap"), CASES)
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("momentum", [0.95, 0.0])
+def test_advance(shape, gap, skipped, momentum):
+    gradients, moments = matrices(shape, gap=gap), matrices(shape, gap=gap)
+    before = [x.clone() for x in moments]
+    twins = [x.clone() for x in moments]
+    if skipped:
+        gradients[0][0, 0] = math.nan
+    args = number(2.0), number(skipped), momentum
+    ahead, norms = muon_triton.advance(gradients, moments, *args)
+    want, want_norms = muon.plain_advance(gradients, twins, *args)
+    assert ahead.dtype is want.dtype is torch.bfloat16
+    if skipped:
+        assert all(map(torch.equal, moments, before)) and all(map(torch.equal, twins, before))
+        return
+    for x, twin, old, gradient in zip(moments, twins, before, gradients, strict=True):
+        exact = momentum * old.double() + (1 - momentum) * gradient.double() / 2
+        torch.testing.assert_close(x.double(), exact, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(twin, x, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ahead, want, rtol=0.01, atol=1e-5)
+    torch.testing.assert_close(norms, ahead.double().norm(dim=(1, 2)).float())
+    torch.testing.assert_close(norms, want_norms, rtol=1 / 128, atol=0)  # the interpreter rounds towards 0
+
+
+@pytest.mark.parametrize(("shape", "gap"), CASES)
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_apply(shape, gap, skipped, dtype):
+    weights, updates = matrices(shape, gap=gap), torch.randn(3, *shape).to(dtype)
+    if skipped:
+        updates[0, 0, 0] = math.nan
+    before, twins = [x.clone() for x in weights], [x.clone() for x in weights]
+    args = number(0.9), number(0.25), number(skipped)
+    muon_triton.apply(weights, updates, *args)
+    muon.plain_apply(twins, updates, *args)
+    for x, twin, old, update in zip(weights, twins, before, updates, strict=True):
+        want = old if skipped else 0.9 * old - 0.25 * update.float()
+        torch.testing.assert_close(x, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(twin, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_of_addresses_is_made_once():
+    a, b = matrices((4, 8)), matrices((4, 8))
+    assert muon_triton.addresses(a) is muon_triton.addresses(list(a)) is not muon_triton.addresses(b)
+    assert muon_triton.addresses(a).tolist() == [x.data_ptr() for x in a]

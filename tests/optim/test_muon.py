@@ -1,0 +1,232 @@
+"""Muon on batches of matrices: torch's update, chunk by chunk, without the host, in both forms."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.kernels.symmetric_triton import Tiles
+from meshwright.optim import muon
+from meshwright.optim.muon import Muon, chunks, orthogonalise
+
+A, B, C = 3.4445, -4.7750, 2.0315
+SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (12, 8), (8, 24), (7, 13)]
+# bfloat16 has 8 bits of precision: a rounding changes a number by at most 1/256 of it.
+ROUNDING = 1 / 256
+
+
+def parameters(shapes=SHAPES, gated=(2, 12, 8), seed=0, dtype=torch.float32):
+    """Return matrices, and the two of a gated weight, as the parameter store hands them on."""
+    g = torch.Generator().manual_seed(seed)
+    whole = torch.randn(gated, generator=g, dtype=dtype)
+    values = [torch.randn(s, generator=g, dtype=dtype) for s in shapes] + list(whole.unbind())
+    return [nn.Parameter(x) for x in values]
+
+
+def set_gradients(params, step, scale=1.0):
+    g = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=g, dtype=p.dtype) * scale
+
+
+def copies(params):
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def set_rates(optimizer, lr=0.02, weight_decay=0.1):
+    optimizer.param_groups[0].update(lr=lr, weight_decay=weight_decay)
+
+
+def exact(x, steps=5):
+    """Return the quintic's result in float64."""
+    x = x.double()
+    x = x / x.norm()
+    for _ in range(steps):
+        r = x @ x.T
+        x = A * x + (B * r + C * r @ r) @ x
+    return x
+
+
+def distance(x, want):
+    return float((x.double() - want).norm() / want.norm())
+
+
+def with_singular_values(values, columns, seed=0):
+    """Return a matrix with these singular values."""
+    g = torch.Generator().manual_seed(seed)
+    m = len(values)
+    u = torch.linalg.qr(torch.randn(m, m, generator=g, dtype=torch.float64))[0]
+    v = torch.linalg.qr(torch.randn(columns, m, generator=g, dtype=torch.float64))[0]
+    return (u * values) @ v.T
+
+
+# The update
+
+
+@pytest.mark.parametrize(("momentum", "steps"), [(0.95, 5), (0.5, 3), (0.0, 1)])
+def test_equals_torchs(momentum, steps):
+    """Momentum is equal; weights differ by the rounding of the update.
+
+    Both round the same products of one iteration, after sums in another order.
+    """
+    ours = parameters()
+    theirs = copies(ours)
+    mine = Muon(ours, momentum, steps)
+    torchs = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=0.1, momentum=momentum, ns_steps=steps, adjust_lr_fn="match_rms_adamw"
+    )
+    set_rates(mine)
+    for i in range(4):
+        before = [p.detach().clone() for p in theirs]
+        for params in (ours, theirs):
+            set_gradients(params, i)
+        mine.step()
+        torchs.step()
+        for p, q, old in zip(ours, theirs, before, strict=True):
+            torch.testing.assert_close(mine.state[p]["momentum_buffer"], torchs.state[q]["momentum_buffer"])
+            moved = (q - old).norm()
+            assert moved > 0 and (p - q).norm() < 8 * ROUNDING * (i + 1) * moved, (i, p.shape)
+
+
+def test_a_batch_equals_one_by_one():
+    several = [nn.Parameter(p) for p in torch.randn(5, 16, 24)]
+    single = copies(several)
+    for params, chunk in ((several, muon.CHUNK), (single, 1)):
+        optimizer = Muon(params, chunk=chunk)
+        set_rates(optimizer)
+        for i in range(3):
+            set_gradients(params, i)
+            optimizer.step()
+    for a, b in zip(several, single, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=ROUNDING * 0.02)
+
+
+def test_chunks():
+    """Matrices of one shape together, in their order, up to the size; a large one is alone."""
+    params = parameters()
+    found = [[tuple(p.shape) for p in matrices] for matrices in chunks(params, 400)]
+    assert found == [[(24, 8)] * 2, [(8, 24)] * 2, [(16, 16)], [(12, 8)] * 3, [(7, 13)]]
+    assert [len(x) for x in chunks(params, 200)] == [1, 1, 1, 1, 1, 2, 1, 1]
+    assert [len(x) for x in chunks(params, 1)] == [1] * 9
+    assert {id(p) for x in chunks(params, 400) for p in x} == set(map(id, params))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scaled_gradient_is_divided(dtype):
+    plain = parameters(dtype=dtype)
+    scaled = copies(plain)
+    for params, scale in ((plain, 1.0), (scaled, 512.0)):
+        optimizer = Muon(params)
+        set_rates(optimizer)
+        optimizer.grad_scale = torch.tensor(scale)
+        set_gradients(params, 0, scale)
+        optimizer.step()
+    assert all(map(torch.equal, plain, scaled))
+
+
+def test_rates_may_be_tensors():
+    plain = parameters()
+    tensors = copies(plain)
+    for params, kind in ((plain, float), (tensors, torch.tensor)):
+        optimizer = Muon(params)
+        set_rates(optimizer, kind(0.02), kind(0.1))
+        set_gradients(params, 0)
+        optimizer.step()
+    for a, b in zip(plain, tensors, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_skipped_step_changes_nothing(bad):
+    params = parameters()
+    optimizer = Muon(params)
+    set_rates(optimizer)
+    set_gradients(params, 0)
+    optimizer.step()
+    kept = [(p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()) for p in params]
+    set_gradients(params, 1)
+    params[0].grad[0, 0] = bad
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    for p, (weight, moment) in zip(params, kept, strict=True):
+        assert torch.equal(p, weight) and torch.equal(optimizer.state[p]["momentum_buffer"], moment)
+    set_gradients(params, 1)
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert all(not torch.equal(p, weight) for p, (weight, _) in zip(params, kept, strict=True))
+
+
+def test_no_gradient_but_zeros():
+    """Weights only decay where the momentum is 0, without a division by the norm."""
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = Muon(params)
+    set_rates(optimizer)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, old in zip(params, before, strict=True):
+        torch.testing.assert_close(p.detach(), old * (1 - 0.02 * 0.1))
+
+
+def test_the_kernels_give_the_same_update(monkeypatch):
+    """With Triton's kernels and the gram form, weights differ from torch's form by its rounding."""
+    shapes = [(24, 8), (8, 24), (16, 16), (24, 8)]
+    plain = parameters(shapes)
+    kernels = copies(plain)
+    for params in (plain, kernels):
+        optimizer = Muon(params)
+        set_rates(optimizer)
+        set_gradients(params, 0)
+        optimizer.step()
+        monkeypatch.setattr("meshwright.device.has_kernels", lambda device: True)
+        monkeypatch.setattr("meshwright.kernels.symmetric_triton.TILES", Tiles(16, 16))
+        monkeypatch.setattr("meshwright.kernels.symmetric.SMALLEST", 1)
+    start = parameters(shapes)
+    for a, b, old in zip(plain, kernels, start, strict=True):
+        moved = (a - old).norm()
+        assert 0 < (a - b).norm() < 8 * ROUNDING * moved
+
+
+# Newton-Schulz
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 7])
+@pytest.mark.parametrize("is_gram", [False, True])
+@pytest.mark.parametrize("tall", [False, True])
+def test_both_forms_orthogonalise(steps, is_gram, tall):
+    """The result is float64's but for rounding, in the input's order in memory."""
+    x = torch.randn(3, 16, 48, generator=torch.Generator().manual_seed(1))
+    x = x / x.norm(dim=(1, 2), keepdim=True)
+    low = x.half()
+    low = low.mT.contiguous().mT if tall else low
+    got = orthogonalise(low, steps, is_gram)
+    assert got.stride() == low.stride() and got.dtype is torch.float16
+    for matrix, start in zip(got, low, strict=True):
+        assert distance(matrix, exact(start, steps)) < 2 * ROUNDING
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("rank", [64, 4])
+def test_the_gram_form_is_as_exact_as_torchs(condition, rank):
+    """Whatever the condition, singular values stay as close to the exact ones as torch's."""
+    values = torch.logspace(0, -math.log10(condition), 64, dtype=torch.float64)
+    values[rank:] = values[rank:] * 1e-6
+    x = with_singular_values(values, 256)
+    want = exact(x)
+    low = (x / x.norm()).float()
+    gram = orthogonalise(low.half()[None], 5, True)[0]
+    plain = orthogonalise(low.bfloat16()[None], 5, False)[0]
+    assert distance(gram, want) < 0.6 * distance(plain, want)
+    values, torchs, wanted = (torch.linalg.svdvals(y.double()) for y in (gram, plain, want))
+    assert (values - wanted).abs().max() < max(0.02, (torchs - wanted).abs().max())
+
+
+def test_the_gram_form_starts_again_after_three_iterations(monkeypatch):
+    """From one Gram matrix only, rounding errors show in the singular values."""
+    x = with_singular_values(torch.logspace(0, -2, 64, dtype=torch.float64), 256)
+    low = (x / x.norm()).half()[None]
+    good = distance(orthogonalise(low, 5, True)[0], exact(x))
+    monkeypatch.setattr(muon, "STAGE", 5)
+    assert distance(orthogonalise(low, 5, True)[0], exact(x)) > 4 * good
