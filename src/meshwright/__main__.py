@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "show what a checkpoint holds, and whether it is complete",
     "convert": "convert a checkpoint from or to another program's format",
     "report": "make a page with pictures of a run, or compare several",
+    "bench": "measure the speed of training on this machine",
     "doctor": "check this machine: what works, and what would be faster",
     "completion": "print the completion script of bash, zsh or fish",
     "help": "explain a command, a group of flags or a flag: help train lr",
@@ -40,7 +41,7 @@ GROUPS = {
     "Look": "report evaluate",
     "Use": "generate",
     "Checkpoints": "inspect convert",
-    "This program": "help doctor completion",
+    "This program": "help doctor bench completion",
 }
 # Commands and flags that only print; the result of `data verify` is its exit status too.
 READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion", "presets"}

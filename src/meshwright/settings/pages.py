@@ -152,6 +152,15 @@ PAGES = {
             "meshwright completion fish > ~/.config/fish/completions/meshwright.fish",
         ),
     ),
+    "bench": Page(
+        "meshwright.commands.bench:BenchConfig",
+        examples=(
+            "meshwright bench",
+            "meshwright bench 345m sizes --rows 'dropout|1.3B' --peers",
+            "meshwright bench gpt2-117m --data corpus_text_document --profile",
+            "meshwright bench layouts --gpus 2 -- --compile off   # flags of train",
+        ),
+    ),
     "doctor": Page("meshwright.commands.doctor:DoctorConfig"),
     "presets": Page(
         "meshwright.commands.presets:PresetsConfig",

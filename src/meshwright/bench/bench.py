@@ -1,0 +1,120 @@
+"""A bench: rows one after the other, each shown as soon as it is done, and kept in files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import device as devices
+from meshwright.bench import table
+from meshwright.bench.rows import Row
+from meshwright.bench.runs import Plan, measure
+from meshwright.progress import duration, new_bar
+from meshwright.settings.command import installed_version, our_version
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Bench:
+    """Runs rows and keeps table.txt, results.json and bench.png up to date after each."""
+
+    def __init__(self, plan: Plan, command: str, gpus: int, peer_seconds: float | None = None) -> None:
+        self.plan, self.gpus, self.peer_seconds = plan, gpus, peer_seconds
+        self.results: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+        found = devices.accelerators()
+        self.about = {
+            "command": command,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "version": our_version(),
+            "commit": find_commit(),
+            "torch": installed_version("torch"),
+            "triton": installed_version("triton"),
+            "python": platform.python_version(),
+            "host": platform.node(),
+            "gpus": len(found),
+            "device": devices.name(found[0]) if found else f"CPU, {devices.cores()} cores",
+        }
+
+    def run(self, rows: list[Row]) -> int:
+        """Measure the rows; return the number of those that failed."""
+        began = time.perf_counter()
+        self.plan.out.mkdir(parents=True, exist_ok=True)
+        about = self.about
+        commit = f", commit {about['commit']}" if about["commit"] else ""
+        self.show(f"{about['device']}, meshwright {about['version']}{commit}, torch {about['torch']}")
+        self.show(table.head())
+        for number, row in enumerate(rows, 1):
+            self.add(self.measure(row, f"{number} of {len(rows)}: {row.name}"))
+        for line in table.startup_lines(self.results):
+            self.show(line)
+        failed = sum(bool(r["failed"]) for r in self.results)
+        self.show(f"\n{len(rows)} rows, {failed} failed, in {duration(time.perf_counter() - began)}")
+        self.write()
+        title = f"{about['device']}, meshwright {about['version']}, torch {about['torch']}"
+        table.draw(self.results, title, self.plan.out / "bench.png")
+        print(f"tables, logs and picture: {self.plan.out}")
+        return failed
+
+    def measure(self, row: Row, title: str) -> dict[str, Any]:
+        if row.gpus > self.gpus > 0:
+            need = f"needs {row.gpus} GPUs, this machine has {self.gpus}; --gpus and --rows choose others"
+            return {"name": row.name, "gpus": row.gpus, "beside": row.beside, "failed": need, "startup": {}}
+        with step_bar(title, self.plan.steps_of(row)) as bar:
+            result = measure(row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None)
+            if self.peer_seconds and row.peers and not result["failed"]:
+                from meshwright.bench.peers import compare_with_peers
+
+                def say(text: str) -> None:
+                    if bar:
+                        bar[0].update(bar[1], description=f"{title}: {text}")
+
+                result["peers"] = compare_with_peers(row, self.plan, result, self.peer_seconds, say)
+        return result
+
+    def add(self, result: dict[str, Any]) -> None:
+        table.compare(result, self.results)
+        self.results.append(result)
+        for line in table.lines_of(result):
+            self.show(line)
+        self.write()
+
+    def show(self, line: str) -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def write(self) -> None:
+        (self.plan.out / "table.txt").write_text("".join(f"{line}\n" for line in self.lines))
+        (self.plan.out / "results.json").write_text(json.dumps(self.about | {"rows": self.results}, indent=1) + "\n")
+
+
+@contextmanager
+def step_bar(title: str, steps: int) -> Iterator[tuple[Progress, TaskID] | None]:
+    """Show a bar of steps while a row runs, if there is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bar, task = new_bar("{task.description}", "bar", "count", "left", total=steps)
+    bar.update(task, description=title)
+    with bar:
+        yield bar, task
+
+
+def find_commit() -> str | None:
+    """Return the commit of this code, with a + if files were changed, or None outside of git."""
+    folder = Path(__file__).parents[3]
+    if not (folder / ".git").exists():
+        return None
+    words = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

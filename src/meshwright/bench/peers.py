@@ -1,0 +1,88 @@
+"""Other programs on a row's model, each in a process of its own that ends after its time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from meshwright.bench.rows import Row
+from meshwright.bench.runs import Plan, find_reason
+from meshwright.launch.world import LAUNCHER_PID
+
+# The packages that each program needs, by the names of their modules.
+PACKAGES = {
+    "transformers": ("transformers",),
+    "transformers compiled": ("transformers",),
+    "megatron-core": ("megatron.core", "einops"),
+}
+STEPS = 20  # of the fastest micro-batch
+
+
+def compare_with_peers(
+    row: Row, plan: Plan, ours: dict[str, Any], seconds: float, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return the figures of each program, with the ratio of our speed to its."""
+    out = []
+    for name in PACKAGES:
+        if name != "transformers" and "--device cpu" in row.flags:  # compiling takes minutes; megatron-core needs CUDA
+            continue
+        say(name)
+        peer = run_peer(name, row, plan, seconds)
+        if not peer["failed"]:
+            peer["ratio"] = ours["tokens_per_second"] / peer["tokens_per_second"]
+        out.append(peer)
+    return out
+
+
+def run_peer(name: str, row: Row, plan: Plan, seconds: float) -> dict[str, Any]:
+    if missing := [package for package in PACKAGES[name] if not is_installed(package)]:
+        names = " ".join(package.replace(".", "-") for package in missing)
+        return {"name": name, "failed": f"not measured: pip install {names}"}
+    folder = plan.folder(row) / name.replace(" ", "-")
+    folder.mkdir(parents=True)
+    found, console = folder / "found.jsonl", folder / "console.txt"
+    steps = min(plan.steps_of(row), STEPS)
+    request = {"program": name, "flags": row.flags.split(), "micros": row.peers, "steps": steps}
+    command = [sys.executable, "-m", "meshwright.bench.programs", json.dumps(request), str(found)]
+    with console.open("w") as file:
+        environment = os.environ | {LAUNCHER_PID: str(os.getpid())}
+        run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            run.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            run.kill()
+            run.wait()
+    return read_result(name, found, console, seconds)
+
+
+def read_result(name: str, found: Path, console: Path, seconds: float) -> dict[str, Any]:
+    """Return the last figures; those of the fastest trial if the time ended before the others."""
+    entries: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in found.read_text().splitlines():
+            entries.append(json.loads(line))
+    tried = [e for e in entries if e["event"] == "tried"]
+    done = [e for e in entries if e["event"] == "done"]
+    best = done or sorted((e for e in tried if e["tokens_per_second"]), key=lambda e: -e["tokens_per_second"])
+    if not best:
+        too_large = tried and f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
+        reason = too_large or find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"
+        return {"name": name, "failed": reason}
+    speeds = {e["micro"]: e["tokens_per_second"] for e in tried}
+    return {"name": name, "failed": None, "tried": speeds} | {k: v for k, v in best[0].items() if k != "event"}
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False

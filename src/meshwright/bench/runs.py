@@ -1,0 +1,176 @@
+"""One row of a bench: a run of `meshwright train` in a process of its own, and its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright import tokenizers
+from meshwright.bench.rows import Row
+from meshwright.launch.world import LAUNCHER_PID
+
+TRACED = 3  # steps that --profile adds to the end of a run
+GRACE = 20  # seconds that a stopped run has to end
+GPT2_IDS = "50257"
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What holds for all rows of a bench."""
+
+    out: Path
+    data: str | None = None  # prefix of token files; None: random tokens
+    steps: int | None = None  # of each row; None: its own number
+    seconds: float = 300  # the most for a row
+    has_profile: bool = False
+    extra: tuple[str, ...] = ()  # flags of train
+
+    def folder(self, row: Row) -> Path:
+        return self.out / re.sub(r"[^\w.-]+", "-", row.name)
+
+    def steps_of(self, row: Row) -> int:
+        return self.steps or row.steps
+
+    def command(self, row: Row) -> list[str]:
+        """Return the command without the interpreter: [launch ...] train ..."""
+        steps = self.steps_of(row)
+        words = [*row.flags.split(), *self.data_flags(row)]
+        words += ["--train-iters", str(steps + TRACED * self.has_profile), "--eval-iters", "0", "--log-interval", "5"]
+        if self.has_profile:
+            words += [
+                "--profile",
+                "--profile-step-start",
+                str(steps + 1),
+                "--profile-step-end",
+                str(steps + 1 + TRACED),
+            ]
+        words += ["--log-format", "megatron", "--run-dir", str(self.folder(row)), *self.extra]
+        ranks = ["launch", "--nproc-per-node", str(row.gpus)] if row.gpus > 1 else []
+        return [*ranks, "train", *words]
+
+    def data_flags(self, row: Row) -> list[str]:
+        given = " ".join([row.flags, *self.extra])
+        if self.data is None:
+            return ["--mock-data", *([] if "--vocab-size" in given else ["--vocab-size", GPT2_IDS])]
+        is_named = tokenizers.find_of_data([self.data]) or re.search("--(tokenizer|vocab)", given)
+        return ["--data-path", self.data, *([] if is_named else ["--vocab-size", GPT2_IDS])]
+
+    def environment(self, row: Row) -> dict[str, str]:
+        fresh = {name: str(self.out / "cache" / name) for name in CACHES} if row.is_fresh else {}
+        return os.environ | fresh | {LAUNCHER_PID: str(os.getpid())}  # they end with us
+
+
+def measure(row: Row, plan: Plan, on_step: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
+    """Run a row, and return its figures or the reason why there are none.
+
+    `on_step` is called with the number of steps done so far.
+    """
+    folder, command = plan.folder(row), plan.command(row)
+    folder.mkdir(parents=True)
+    first, status, began = follow(row, plan, on_step)
+    entries = read_rows(folder)
+    result: dict[str, Any] = {
+        "name": row.name,
+        "command": shlex.join(["meshwright", *command]),
+        "gpus": row.gpus,
+        "beside": row.beside or None,
+        "seconds": round(time.time() - began, 2),
+        "status": status,
+    }
+    done = [e for e in entries if e["event"] == "step"][: plan.steps_of(row)]
+    is_stopped = status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
+    if len(done) < 3 or not (status == 0 or is_stopped):
+        reason = f"stopped after {plan.seconds:g} s (--seconds)" if is_stopped else find_reason(folder / "console.txt")
+        return result | {"failed": reason or f"ended with status {status} after {len(done)} steps"}
+    start = next(e for e in entries if e["event"] == "start")
+    kept = done[len(done) // 3 :]
+    peaks = [e["memory"] for e in done if e["memory"] is not None]
+    result |= {
+        "failed": None,
+        "steps": len(done),
+        "tokens_per_second": statistics.median(e["tokens_per_second"] for e in kept),
+        "ms": statistics.median(e["ms"] for e in kept),
+        "mfu": statistics.median(e["mfu"] for e in kept) if kept[-1]["mfu"] is not None else None,
+        "peak_bytes": max(peaks) if peaks else None,
+        "first_step_seconds": None if first is None else round(first - began, 2),
+        "first_loss": done[0]["loss"],
+        "last_loss": done[-1]["loss"],
+        "startup": find_startup(start, done[0], began, first),
+    }
+    result |= {name: start.get(name) for name in ("parameters", "block", "dtype", "device", "torch", "version")}
+    profile = folder / "profile" / "summary.json"
+    return result | {"profile": json.loads(profile.read_text()) if profile.exists() else None}
+
+
+def follow(row: Row, plan: Plan, on_step: Callable[[int], None]) -> tuple[float | None, int, float]:
+    """Run the command; return the time of its first step, its status and the time of its start."""
+    folder, command = plan.folder(row), plan.command(row)
+    first, began = None, time.time()
+    with open(folder / "console.txt", "w") as console:
+        words = [sys.executable, "-m", "meshwright", *command]
+        run = subprocess.Popen(words, stdout=console, stderr=subprocess.STDOUT, env=plan.environment(row))
+        try:
+            while run.poll() is None:
+                steps = count_steps(folder / "metrics.jsonl")
+                if steps and first is None:
+                    first = time.time()
+                on_step(steps)
+                if time.time() - began > plan.seconds:
+                    run.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        run.wait(GRACE)
+                    break
+                time.sleep(0.02 if first is None else 0.2)
+        finally:
+            if run.poll() is None:
+                run.kill()
+            run.wait()
+    return first, run.returncode, began
+
+
+def count_steps(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.read_bytes().count(b'{"event": "step"')
+    return 0
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl, apart from a last line that a kill cut off."""
+    out = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            out.append(json.loads(line))
+    return out
+
+
+def find_startup(start: dict[str, Any], step: dict[str, Any], began: float, first: float | None) -> dict[str, float]:
+    """Return the seconds of each phase from the command to the end of the first step."""
+    phases = {name: round(seconds, 2) for name, seconds in (start.get("startup") or {}).items()}
+    if first is None:
+        return phases
+    phases["first step"] = round(step["ms"] / 1e3, 2)
+    return phases | {"the rest": round(max(first - began - sum(phases.values()), 0), 2)}
+
+
+def find_reason(console: Path) -> str:
+    """Return the error that a run printed last, in one line."""
+    try:
+        lines = [line.strip() for line in console.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    at = next((n for n in reversed(range(len(lines))) if re.search(r"\berror: |Error: ", lines[n])), len(lines) - 1)
+    reason = " ".join(lines[at : at + 4]) if lines else ""
+    return re.sub(r"^meshwright \w+: error: ", "", reason)[:300]

@@ -1,0 +1,65 @@
+"""`meshwright bench`: the speed of named sets of runs on this machine, in a table and a picture."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright import device as devices
+from meshwright.bench import rows
+from meshwright.errors import DONE, UNEXPECTED, UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import flag
+
+ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
+Words = list[str]  # a field below is named list
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Settings of `meshwright bench`."""
+
+    sets: Words = flag([], "sets of rows, or presets (none: by this machine's devices)", positional=True)
+    rows: str | None = flag(None, "only the rows whose names match this regular expression")
+    list: bool = flag(False, "list the sets, or the rows of the sets that are named, and run nothing")
+    out: Path | None = flag(None, "folder for tables and logs (none: bench- and the time)")
+    data: str | None = flag(None, "prefix of token files, made with GPT-2's vocabulary (none: random tokens)")
+    steps: int | None = flag(None, "steps of each row (none: the row's own number)", bound=">0")
+    seconds: float = flag(300, "most seconds for a row; then it is stopped, and the steps so far count", bound=">0")
+    peers: bool = flag(False, "run the same models by transformers and megatron-core too, where they are installed")
+    peer_seconds: float = flag(180, "most seconds for each other program and model", bound=">0", needs="--peers")
+    profile: bool = flag(False, "trace three more steps of each row, and show where their time goes")
+    gpus: int | None = flag(None, "GPUs of the rows on several (none: all of this machine, at least 2)", bound=">0")
+
+    def problems(self) -> Words:
+        if self.steps is not None and self.steps < 3:
+            return [f"--steps {self.steps}: the first third is warm-up; give 3 or more"]
+        return []
+
+
+def main(argv: Words) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    words, extra = argv[:at], argv[at + 1 :]
+    c = flags.parse(BenchConfig, words, "meshwright bench", about=ABOUT).config
+    if c.list and not c.sets:
+        print("\n".join(f"{name:<10} {about}" for name, about in rows.ABOUT.items()))
+        print(f"\nand each preset: {' '.join(rows.presets())}")
+        return DONE
+    gpus = c.gpus or devices.count()
+    chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
+    if c.list:
+        print("\n".join(f"{one.name:<31} {one.steps:>3} steps  {one.flags}" for one in chosen))
+        return DONE
+
+    from meshwright.bench.bench import Bench
+    from meshwright.bench.runs import Plan
+
+    out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (out / "results.json").exists():
+        raise UserError(f"--out {out} holds the results of an earlier bench; choose another folder")
+    plan = Plan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra))
+    peer_seconds = c.peer_seconds if c.peers else None
+    bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count(), peer_seconds)
+    return UNEXPECTED if bench.run(chosen) else DONE

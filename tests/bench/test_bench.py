@@ -1,0 +1,161 @@
+"""Rows, figures and files of `meshwright bench`, with real runs and with made-up logs."""
+
+import json
+import sys
+
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.bench import bench, peers, rows, runs, table
+from meshwright.bench.rows import Row
+from meshwright.bench.runs import Plan
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+
+TINY = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 16 --device cpu --lr 1e-3"
+ROW = Row("tiny", f"{TINY} --micro-batch-size 1", steps=9)
+
+
+@pytest.mark.parametrize("name", [*rows.ABOUT, "h200", *rows.presets()])
+def test_train_accepts_every_row(name, tmp_path):
+    for row in rows.rows_of(name, 2):
+        _, *words = [w for w in Plan(tmp_path, has_profile=True).command(row) if w != "launch"]
+        words = words[words.index("train") + 1 :] if "train" in words else words
+        config = flags.parse(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        assert config.training.train_iters == row.steps + runs.TRACED
+        assert config.model.hidden_size and config.logging.profile_step_start == row.steps + 1
+        assert not row.beside or row.beside in [one.name for one in rows.rows_of(name, 2)]
+
+
+def test_a_row_on_several_gpus_brings_the_one_beside_it():
+    assert [one.name for one in rows.chosen(["layouts"], "ZeRO-3", 4)] == ["2.7B", "2.7B DP4 ZeRO-3"]
+    assert rows.default_sets(0) == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        ("345n", "no set '345n'; did you mean 345m?"),
+        ("cpu --rows nothing", "--rows 'nothing' matches none of the rows: tiny, "),
+        ("cpu --rows (", "is no regular expression"),
+        ("cpu --steps 2", "give 3 or more"),
+    ],
+)
+def test_errors(words, error, capsys):
+    assert main(["bench", *words.split()]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_run_of_the_command(tmp_path, capsys):
+    """One row that works and one that train refuses, with a flag of train after --."""
+    bad = Row("bad", f"{TINY} --micro-batch-size 0", steps=3)
+    plan = Plan(tmp_path / "out", steps=6, extra=("--log-interval", "2"))
+    assert bench.Bench(plan, "meshwright bench", 0).run([bad, ROW]) == 1
+    out = capsys.readouterr().out
+    assert "bad                            FAILED: --micro-batch-size 0" in out and "2 rows, 1 failed" in out
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    failed, done = found["rows"]
+    assert failed["status"] == 2 and done["failed"] is None and done["steps"] == 6
+    assert 0 < done["first_step_seconds"] <= done["seconds"] and done["tokens_per_second"] > 0
+    assert sum(done["startup"].values()) == pytest.approx(done["first_step_seconds"], abs=0.1)
+    assert done["command"].startswith("meshwright train --num-layers 1") and "--log-interval 2" in done["command"]
+    assert "elapsed time" in (tmp_path / "out/tiny/log.txt").read_text()
+    assert (tmp_path / "out/table.txt").read_text().splitlines() == out.splitlines()[:-1]
+    assert (tmp_path / "out/bench.png").stat().st_size > 5000
+
+
+def write_metrics(folder, speeds):
+    entries = [{"event": "start", "startup": {"torch": 1.5}, "block": "plain", "parameters": 5}]
+    for n, speed in enumerate(speeds):
+        row = {"tokens_per_second": speed, "ms": 1e3 / speed, "mfu": 0.5, "memory": 2**30 + n, "loss": 3.0 - n}
+        entries.append({"event": "step", "iteration": n + 1, **row})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"event": "st')
+
+
+def fake(monkeypatch, speeds, status=0):
+    def follow(row, plan, on_step):
+        write_metrics(plan.folder(row), speeds)
+        return 103.0, status, 100.0
+
+    monkeypatch.setattr(runs, "follow", follow)
+
+
+def test_figures(tmp_path, monkeypatch):
+    """The first third is warm-up, steps after the row's own are traced; a cut line is left out."""
+    fake(monkeypatch, [1, 1, 1, 10, 20, 30, 40, 50, 60, 0.1, 0.1])
+    found = runs.measure(ROW, Plan(tmp_path))
+    assert (found["tokens_per_second"], found["steps"], found["peak_bytes"]) == (35, 9, 2**30 + 8)
+    assert (found["first_loss"], found["last_loss"], found["mfu"]) == (3.0, -5.0, 0.5)
+    assert found["startup"] == {"torch": 1.5, "first step": 1.0, "the rest": 0.5}
+    assert table.lines_of(found)[0].split() == "tiny 35 29.2 50.0 1.0 3.0 3.0000 -5.0000".split()
+    two = {**found, "name": "two", "gpus": 2, "beside": "tiny", "tokens_per_second": 63.0}
+    table.compare(two, [found])
+    assert table.lines_of(two)[1].strip() == "1.80 x tiny on 2 GPUs: 90.0% of each"
+
+
+def test_a_run_that_was_stopped_counts_by_its_steps(tmp_path, monkeypatch):
+    fake(monkeypatch, [1, 4, 4, 4], status=-15)
+    assert runs.measure(ROW, Plan(tmp_path))["tokens_per_second"] == 4
+    fake(monkeypatch, [1, 4], status=-15)
+    assert runs.measure(Row("two", ROW.flags), Plan(tmp_path))["failed"] == "stopped after 300 s (--seconds)"
+
+
+def test_the_time_of_a_row_is_limited(tmp_path):
+    found = runs.measure(ROW, Plan(tmp_path, seconds=0.05))
+    assert found["status"] and found["failed"] == "stopped after 0.05 s (--seconds)" and found["seconds"] < 15
+
+
+def test_more_gpus_than_there_are(tmp_path):
+    found = bench.Bench(Plan(tmp_path), "", 1).measure(Row("two", TINY, gpus=2), "")
+    assert found["failed"].startswith("needs 2 GPUs, this machine has 1")
+
+
+def test_a_missing_peer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(peers.PACKAGES, "megatron-core", ("no_such.core", "no_such"))
+    found = peers.run_peer("megatron-core", ROW, Plan(tmp_path), 1)
+    assert found["failed"] == "not measured: pip install no_such-core no_such"
+
+
+def test_peers_beside_a_row(tmp_path, monkeypatch):
+    """The best micro-batch counts, also if the time ends before its longer run."""
+    program = """import json, sys
+        for micro, speed in ((2, 10.0), (4, 40.0)):
+            row = dict(event="tried", version="1", micro=micro, tokens_per_second=speed)
+            print(json.dumps(row), file=open(sys.argv[-1], "a"))"""
+    script = tmp_path / "peer.py"
+    script.write_text("\n".join(line.removeprefix("        ") for line in program.splitlines()))
+    popen = peers.subprocess.Popen
+    monkeypatch.setattr(peers.subprocess, "Popen", lambda words, **k: popen([sys.executable, script, words[-1]], **k))
+    (tmp_path / "tiny").mkdir()
+    row = Row("tiny", "--device cpu", peers=(2, 4))
+    (found,) = peers.compare_with_peers(row, Plan(tmp_path), {"tokens_per_second": 60.0}, 30, lambda text: None)
+    assert found["ratio"] == 1.5 and found["tried"] == {2: 10.0, 4: 40.0}
+    assert table.describe_peer(found) == "1.50 x transformers 1 (40 tokens/s, micro-batch 4)"
+
+
+@pytest.mark.parametrize("words", ["", "--position-embedding-type rope --normalization RMSNorm --swiglu"])
+def test_a_step_of_transformers(tmp_path, words, monkeypatch):
+    """The real program, in this process: it learns its four batches by heart."""
+    pytest.importorskip("transformers")
+    import torch
+
+    from meshwright.bench import programs
+
+    torch.manual_seed(0)
+    more = "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0" if words else ""
+    argv = f"{TINY} --micro-batch-size 1 {words} {more} --lr 1e-2".split()
+    programs.main({"program": "transformers", "flags": argv, "micros": [2, 1], "steps": 12}, tmp_path / "found")
+    *tried, done = map(json.loads, (tmp_path / "found").read_text().splitlines())
+    assert [one["micro"] for one in tried] == [2, 1] and done["event"] == "done"
+    assert done["losses"][-1] < done["losses"][0] and len(done["losses"]) == 12
+
+
+def test_memory_that_is_not_enough_is_a_speed_of_zero():
+    import torch
+
+    from meshwright.bench.programs import Trial
+
+    def step(tokens):
+        raise torch.OutOfMemoryError("out of memory")
+
+    assert Trial(step, 8, 16, torch.device("cpu")).speed(2, 5) == 0
