@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_columns import Total
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.kernels import columns, dropout
@@ -139,7 +140,7 @@ def test_triton(name, dtype, triton):
     compare(case.ours(), case.wanted(), case)
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (37, 64), (3, 1000), (2, 1024), (9, 1536), (2, 8192)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (37, 64), (3, 1000), (2, 1024), (9, 1536), (2, 2560), (2, 8192)], ids=str)
 def test_triton_shapes(shape, triton):
     """One and several rows a program, one and several programs, and masked rows and columns."""
     case = make("middle", torch.bfloat16, shape, KERNELS)
@@ -155,6 +156,30 @@ def test_the_mask_is_that_of_dropout(triton):
 def test_gradient_of_y_alone():
     case = make("middle", torch.float64)
     compare(case.ours(grads=False), case.wanted(grads=False), case)
+
+
+def test_gradient_of_x_alone():
+    """The norm is then not passed through, and its parameters have gradient 0."""
+    case = make("middle", torch.float64)
+    t = case.leaves()
+    x, _ = case.run(t)
+    x.backward(case.grads[0])
+    assert torch.equal(t["residual"].grad, case.grads[0])
+    assert torch.equal(t["pending"].grad, dropout.plain(case.grads[0], case.rows, case.p))
+    assert not t["weight"].grad.any() and not t["shift"].grad.any()
+
+
+def test_gradients_go_into_the_totals(triton):
+    """A frozen weight gets none."""
+    case = make("middle", torch.float32, device=KERNELS)
+    wanted, t = case.wanted(), case.leaves()
+    for name in ("bias", "shift"):
+        t[name].sink = Total(t[name].shape, name == "bias", KERNELS)
+    t["weight"].requires_grad_(False)
+    torch.autograd.backward(case.run(t), list(case.grads))
+    assert t["bias"].grad is t["shift"].grad is t["weight"].grad is None
+    torch.testing.assert_close(t["bias"].sink.total.double(), wanted["bias"] + 3.0, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(t["shift"].sink.total.double(), wanted["shift"], rtol=1e-5, atol=1e-5)
 
 
 def test_norm_alone():

@@ -6,6 +6,8 @@ element, R those of a residual's.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,11 +17,23 @@ from meshwright import device as devices
 from meshwright.kernels.dropout_triton import kept, threshold_of
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved
 
+IN_FLIGHT = 96 << 10  # bytes of shared memory that rows in flight may take
 TILE = 1024  # elements that a program processes at a time, if a row is shorter
-PER_PROCESSOR = 4  # programs of the backward kernel on each multiprocessor
-LEAST_ROWS = 4  # that a program of it processes: fewer would make more partial sums than gradients
-STAGES = 3  # rows in flight: with 1 backward takes a third longer
-IN_FLIGHT = 64 << 10  # bytes of shared memory that they may take
+
+
+class Launch(NamedTuple):
+    """How the backward kernel runs."""
+
+    warps: int
+    programs: int  # on each multiprocessor; each writes one row of partial sums
+    stages: int  # rows in flight
+    rows: int = 4  # groups that a program processes at least: with fewer, sums outweigh gradients
+    registers: int | None = None  # of a thread, where the compiler should use fewer
+
+
+# By the tile's columns. As compiled for an H200 (sm_90, Triton 3.9) with dropout, a thread takes
+# 80, 80, 128 and 128 registers, so that 6, 3, 2 and 1 programs run on a multiprocessor at a time.
+BACKWARD = {1024: Launch(4, 4, 3), 2048: Launch(8, 3, 3), 4096: Launch(8, 2, 3, registers=128), 8192: Launch(16, 1, 2)}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -151,10 +165,10 @@ def _backward(  # type: ignore[no-untyped-def]
         tl.store(at + 2 * part, tl.sum(of_bias, 0), mask=inside)
 
 
-def tile(width: int) -> tuple[int, int, int]:
-    """Return rows at a time, columns rounded up to a power of two, and warps."""
+def tile(width: int) -> tuple[int, int]:
+    """Return rows at a time, and columns rounded up to a power of two."""
     block = triton.next_power_of_2(width)
-    return max(1, TILE // block), block, 4 if block <= 2048 else 8 if block <= 4096 else 16
+    return max(1, TILE // block), block
 
 
 def forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -164,7 +178,8 @@ def forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | Non
     y = torch.empty_like(pending, dtype=norm.weight.dtype)
     rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
     means = None if norm.bias is None else torch.empty_like(rstds)
-    rows, block, warps = tile(width)
+    rows, block = tile(width)
+    warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
     with torch.accelerator.device_index(pending.device.index):
         _forward[(triton.cdiv(count, rows),)](
             join.residual,
@@ -196,10 +211,12 @@ def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None
     of_residual = torch.empty_like(x) if saved.of_residual else None
     is_one = saved.of_residual and saved.rows is None and saved.dtype is x.dtype
     of_pending = None if is_one else torch.empty_like(x, dtype=saved.dtype)
-    rows, block, warps = tile(width)
-    programs = min(PER_PROCESSOR * devices.processors(x.device), triton.cdiv(count, LEAST_ROWS * rows))
+    rows, block = tile(width)
+    launch = BACKWARD[min(max(block, TILE), 8192)]
+    programs = min(launch.programs * devices.processors(x.device), triton.cdiv(count, launch.rows * rows))
     partials = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
     each = rows * block * sum(t.element_size() for t in (dx, dy, x) if t is not None)
+    options = {} if launch.registers is None or torch.version.hip else {"maxnreg": launch.registers}
     with torch.accelerator.device_index(x.device.index):
         _backward[(programs,)](
             dx,
@@ -220,8 +237,9 @@ def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None
             width,
             rows,
             block,
-            max(1, min(STAGES, IN_FLIGHT // each)),
-            num_warps=warps,
+            max(1, min(launch.stages, IN_FLIGHT // each)),
+            num_warps=launch.warps,
+            **options,
         )
     out = of_residual if of_pending is None else of_pending
     assert out is not None

@@ -1,0 +1,267 @@
+"""Time and error of each Triton kernel on one GPU, in a table.
+
+usage: python benchmarks/gpu_kernels.py [NAME ...] [--sweep] [--json FILE]
+
+NAME selects kernels by the start of their names; `--sweep` also times each with other numbers of
+warps, programs and stages. A time is the median of five replays of a CUDA graph that runs the
+kernel on several sets of fresh inputs, together larger than the L2 cache. The bandwidth is the
+bytes that the kernel must move, divided by that time, and is compared with a copy of 1 GiB in the
+same run. The error is ||out - exact|| / ||exact|| against float64, the worst of the outputs. A case
+that fails is printed, and the others go on. Without a GPU the kernels run once, tiny, in Triton's
+interpreter: times mean nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
+
+from meshwright.kernels import columns_triton, dropout, norm_plain, norm_triton  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+SETS_BYTES = 256 << 20  # of all sets of inputs, five times the L2 cache of an H200
+LEAST_SECONDS = 2e-3  # that a graph should take
+Outputs = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape; `run` and `exact` take what `make` returns."""
+
+    name: str
+    shape: str
+    make: Callable[[], tuple[Any, ...]]
+    run: Callable[..., Outputs]
+    exact: Callable[..., Outputs]  # the outputs in float64
+    bytes: int  # that must be moved
+    flops: int = 0
+    compared: Callable[[Outputs], Outputs] = lambda out: out  # such as the sums of partial sums
+    variants: Callable[[], Iterator[str]] | None = None  # set each variant and yield its name; restore
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, mean: float = 0.0) -> torch.Tensor:
+    return (torch.randn(shape, device=DEVICE) + mean).to(dtype)
+
+
+def doubled(given: Iterable[Any]) -> list[Any]:
+    """Return the tensors of floating point in float64, and all else as it is."""
+    return [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
+
+
+def shapes(*there: tuple[int, int]) -> Iterable[tuple[int, int]]:
+    return there if GPU else [(5, 72)]
+
+
+NORM_SHAPES = [(32768, 1024), (1024, 1024), (16384, 2048), (16384, 2560)]
+
+
+def norm_cases() -> Iterator[Case]:
+    """LayerNorm in bf16, with residual and bias, without and with dropout."""
+    for n, width in shapes(*NORM_SHAPES):
+        for p in (0.0, 0.1):
+            yield norm_forward(n, width, p)
+            yield norm_backward(n, width, p)
+
+
+def norm_weights(width: int) -> norm_plain.NormWeights:
+    return norm_plain.NormWeights(draw(width, mean=1.0), draw(width), 1e-5)
+
+
+def hashes(n: int, p: float) -> torch.Tensor | None:
+    return dropout.rows(1, torch.arange(n, device=DEVICE)) if p else None
+
+
+def norm_forward(n: int, width: int, p: float) -> Case:
+    return Case(
+        f"norm forward, dropout {p}",
+        f"{n} x {width}",
+        lambda: (norm_plain.Join(draw(n, width), draw(n, width), draw(width), hashes(n, p), p), norm_weights(width)),
+        norm_triton.forward,
+        lambda join, norm: norm_plain.plain_forward(
+            norm_plain.Join(*doubled(join)), norm_plain.NormWeights(*doubled(norm))
+        ),
+        n * width * 2 * 4,
+    )
+
+
+def norm_backward(n: int, width: int, p: float) -> Case:
+    def make() -> tuple[Any, ...]:
+        x = draw(n, width)
+        mean, rstd = x.float().mean(1), (x.float().var(1, correction=0) + 1e-5).rsqrt()
+        rest = p, 0.0, True, True, x.dtype
+        return (
+            draw(n, width),
+            draw(n, width),
+            norm_plain.Saved(x, mean, rstd, hashes(n, p), draw(width, mean=1.0), *rest),
+        )
+
+    def exact(dx: torch.Tensor, dy: torch.Tensor, saved: norm_plain.Saved) -> Outputs:
+        wide = norm_plain.Saved(*doubled(saved))._replace(dtype=torch.float64)
+        return norm_plain.plain_backward(dx.double(), dy.double(), wide)
+
+    def variants() -> Iterator[str]:
+        block = max(1024, 1 << (width - 1).bit_length())
+        known = norm_triton.BACKWARD[block]
+        warps = (known.warps // 2, known.warps, known.warps * 2)
+        tried = [known._replace(warps=w, programs=c) for w in warps for c in (1, 2, 3, 4, 6)]
+        tried += [known._replace(stages=s) for s in (1, 2, 4)] + [known._replace(rows=r) for r in (1, 2, 8, 16)]
+        tried += [known._replace(warps=8, programs=c, registers=128) for c in (2, 4) if block == 4096]
+        try:
+            for launch in tried:
+                norm_triton.BACKWARD[block] = launch
+                yield str(launch).removeprefix("Launch")
+        finally:
+            norm_triton.BACKWARD[block] = known
+
+    return Case(
+        f"norm backward, dropout {p}",
+        f"{n} x {width}",
+        make,
+        norm_triton.backward,
+        exact,
+        n * width * 2 * (5 if p else 4),
+        compared=lambda out: (*out[:2], out[2].sum(1)),  # type: ignore[union-attr]
+        variants=variants,
+    )
+
+
+def column_cases() -> Iterator[Case]:
+    for n, width in shapes((32768, 1024), (1024, 1024), (32768, 4096)):
+        yield Case(
+            "columns: sums",
+            f"{n} x {width}",
+            lambda n=n, width=width: (draw(n, width),),
+            lambda x: [columns_triton.column_sums(x)],
+            lambda x: [x.double().sum(0, keepdim=True)],
+            n * width * 2,
+            compared=lambda out: [out[0].sum(0)],  # type: ignore[union-attr]
+        )
+    for n, width in shapes((528, 1024), (256, 1024), (132, 4096)):
+        yield Case(
+            "columns: three totals",
+            f"3 x {n} x {width}",
+            lambda n=n, width=width: (
+                draw(3, n, width, dtype=torch.float32),
+                [(draw(width, dtype=torch.float32), False) for _ in range(3)],
+            ),
+            lambda partials, places: columns_triton.reduce_into(places, partials) or [t for t, _ in places],
+            lambda partials, places: list(partials.double().sum(1)),
+            3 * n * width * 4,
+        )
+
+
+GROUPS: list[Callable[[], Iterator[Case]]] = [norm_cases, column_cases]  # a part adds its own here
+
+
+def seconds(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], least: float = LEAST_SECONDS) -> float:
+    """Return the time of one run, the median of five replays of a graph of all sets."""
+    if not GPU:
+        start = time.perf_counter()
+        run(*sets[0])
+        return time.perf_counter() - start
+    run(*sets[0])  # compiles
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(*sets[0])
+    torch.cuda.synchronize()
+    rounds = max(1, min(50, round(least / (time.perf_counter() - start) / len(sets))))
+    graph, kept = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for i in range(rounds * len(sets)):
+            out = run(*sets[i % len(sets)])
+            if i < len(sets):
+                kept.append(out)  # each set has its own outputs, as in a step
+    times = []
+    for _ in range(6):  # the first one is not counted
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[1:]) / (rounds * len(sets))
+
+
+def copy_bandwidth() -> float:
+    """Return bytes per second, read and written, of a copy of 1 GiB."""
+    size = (1 << 30) if GPU else 1 << 20
+    pairs = [tuple(torch.ones(size, dtype=torch.uint8, device=DEVICE) for _ in range(2)) for _ in range(2)]
+    return 2 * size / seconds(lambda a, b: a.copy_(b), pairs)
+
+
+def error(case: Case, given: tuple[Any, ...]) -> float:
+    exact = case.exact(*given)  # first: some kernels overwrite their inputs
+    out = case.compared(case.run(*given))
+    pairs = [(a.double(), b) for a, b in zip(out, case.compared(exact), strict=True) if b is not None and a is not None]
+    return max(((a.view_as(b) - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def measure(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
+    """Return a row of the table."""
+    count = max(2, min(32, SETS_BYTES // case.bytes + 1)) if GPU else 1
+    sets = [case.make() for _ in range(count)]
+    worst = error(case, case.make())
+    time_of_one = seconds(case.run, sets)
+    return {
+        "kernel": case.name + variant,
+        "shape": case.shape,
+        "us": round(time_of_one * 1e6, 2),
+        "GB/s": round(case.bytes / time_of_one / 1e9),
+        "% of copy": round(100 * case.bytes / time_of_one / copy, 1),
+        "TFLOP/s": round(case.flops / time_of_one / 1e12, 1),
+        "error": float(f"{worst:.1e}"),
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+
+
+def attempt(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
+    try:
+        row = measure(case, copy, variant)
+    except Exception as failure:
+        reason = (str(failure).splitlines() or [""])[0][:200]
+        row = {"kernel": case.name + variant, "shape": case.shape, "failed": f"{type(failure).__name__}: {reason}"}
+        print("".join(traceback.format_exception(failure)[-3:]))
+    show(row)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name() if GPU else 'CPU, interpreted'}: copy {copy / 1e9:.0f} GB/s\n")
+    print("| kernel | shape | us | GB/s | % of copy | TFLOP/s | error |\n|---|---|---|---|---|---|---|")
+    rows = []
+    for case in (case for group in GROUPS for case in group()):
+        if args.names and not any(case.name.startswith(name) for name in args.names):
+            continue
+        rows.append(attempt(case, copy))
+        for variant in case.variants() if args.sweep and case.variants else ():
+            rows.append(attempt(case, copy, f" {variant}"))
+    if args.json:
+        args.json.write_text(json.dumps({"copy GB/s": copy / 1e9, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
