@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from helpers import TINY
 from meshwright import device as devices
-from meshwright.model import attention, counts, pick
+from meshwright.model import attention, counts, gpt, pick
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
@@ -574,6 +575,51 @@ def test_compiled_blocks_equal_plain_ones(kind, documents, recompute):
         assert type(mask).__name__ == ("BlockMask" if flex and compiled else "Tensor" if flex else "NoneType")
         results.append(losses_and_gradients(on_gpu(m, Options(recompute, compiled=compiled)), x, where()))
     assert_near(*results)
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize("kind", ["alibi", "gpt2", "llama"])
+@compiling
+def test_flex_attention_in_plain_blocks(kind, recompute, monkeypatch):
+    """Without compiled blocks it equals the dense mask, and is compiled once for all layers."""
+    torch._dynamo.reset()
+    m, x, where = compiled_case(kind, documents=True)
+    model = on_gpu(m, Options(recompute))
+    graphs = torch._dynamo.utils.counters["stats"]
+    for step in range(3):
+        want = losses_and_gradients(model, x, where(step))
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt, "share", lambda *arguments: attention.share(*arguments[:-1], flex=True))
+            assert isinstance(gpt.share(m, where(), x, torch.float32, False).mask, BlockMask)
+            graphs.clear()
+            assert_near(losses_and_gradients(model, x, where(step)), want)
+            assert graphs["unique_graphs"] == (step == 0), f"step {step}"
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # from torch's tracing
+@pytest.mark.parametrize("alibi", [False, True])
+def test_flex_attention_is_compiled_once(alibi, monkeypatch):
+    """Other documents, and with ALiBi other slopes, give other masks but no other graph."""
+    traced = []
+
+    def keep(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "compiled_flex", lambda: torch.compile(flex_attention, backend=keep, dynamic=False))
+    m = dataclasses.replace(STILL, position_embedding_type="alibi" if alibi else "learned_absolute")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v = torch.randn(3, 2, 16, m.num_attention_heads, 8)
+        documents = torch.randint(0, 2, (2, 16)).cumsum(1)
+        where = Where(documents=documents)
+        dense = attention.share(m, where, documents, torch.float32, False)
+        slopes = attention.slopes_of(m, None, q.device).float() if alibi else None
+        blocks = attention.Shared(where, mask=attention.blocks(documents, 16, q.device), slopes=slopes)
+        with torch.no_grad():
+            torch.testing.assert_close(attention.fused(q, k, v, blocks, 0.0), attention.fused(q, k, v, dense, 0.0))
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])

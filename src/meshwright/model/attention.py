@@ -157,8 +157,6 @@ def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:
         mask = shared.mask if shared.mask.dtype is torch.bool else shared.mask.to(q.dtype)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, enable_gqa=grouped)
     else:
-        from torch.nn.attention.flex_attention import flex_attention
-
         slopes = shared.slopes
 
         def add_slope(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -166,8 +164,26 @@ def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:
             return score + slopes[h] * (j - i)
 
         scores = add_slope if slopes is not None else None
-        o = flex_attention(q, k, v, scores, block_mask=shared.mask, enable_gqa=grouped)
+        o = flex_kernel()(q, k, v, scores, block_mask=shared.mask, enable_gqa=grouped)
     return o.transpose(1, 2)
+
+
+def flex_kernel() -> Any:
+    """Return FlexAttention, which compiled blocks compile with all else, and others by itself."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if torch.compiler.is_compiling() else compiled_flex()
+
+
+@functools.cache
+def compiled_flex() -> Any:
+    """Return FlexAttention compiled, which otherwise would keep every score in memory.
+
+    New functions with the same code and other tensors, as each call brings them, compile nothing.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: int) -> Tensor:
@@ -193,7 +209,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: 
 def share(m: Model, where: Where, tokens: Tensor, dtype: torch.dtype, flex: bool) -> Shared:
     """Make the positions and masks of one forward pass; fill in `where.columns`.
 
-    `flex` allows FlexAttention, which needs compiled layers.
+    `flex` allows FlexAttention, which is compiled even where blocks are not.
     """
     t, device = tokens.shape[1], tokens.device
     length = where.length or t
