@@ -50,6 +50,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     keep,
     diagonal,
     HAS_C: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -63,25 +64,28 @@ def _kernel(  # type: ignore[no-untyped-def]
     rows, columns = i * ROWS + tl.arange(0, ROWS), j * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     # Rows beyond the end are read again from the start: their results are not stored.
-    left = a + batch * a_batch + (rows % m)[:, None].to(tl.int64) * a_row + depth[None, :] * a_column
-    right = b + batch * b_batch + (columns % m)[None, :].to(tl.int64) * b_row + depth[:, None] * b_column
+    left = a + batch * a_batch + (rows % m)[:, None] * a_row + depth[None, :] * a_column
+    right = b + batch * b_batch + (columns % m)[None, :] * b_row + depth[:, None] * b_column
     total = tl.zeros((ROWS, ROWS), tl.float32)
     for start in range(0, k, DEPTH):
-        x = tl.load(left, mask=(start + depth < k)[None, :], other=0.0)
-        y = tl.load(right, mask=(start + depth < k)[:, None], other=0.0)
+        if WHOLE:
+            x, y = tl.load(left), tl.load(right)
+        else:
+            x = tl.load(left, mask=(start + depth < k)[None, :], other=0.0)
+            y = tl.load(right, mask=(start + depth < k)[:, None], other=0.0)
         total = tl.dot(x, y, total)
         left += DEPTH * a_column
         right += DEPTH * b_column
     total *= scale
     inside = (rows < m)[:, None] & (columns < m)[None, :]
-    at = batch * m * m + rows[:, None].to(tl.int64) * m + columns[None, :]
+    at = batch * m * m + rows[:, None] * m + columns[None, :]
     if HAS_C:
         total += keep * tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + at, rounded, mask=inside)
     if i != j:
-        mirrored = batch * m * m + columns[:, None].to(tl.int64) * m + rows[None, :]
+        mirrored = batch * m * m + columns[:, None] * m + rows[None, :]
         tl.store(out + mirrored, tl.trans(rounded), mask=(columns < m)[:, None] & (rows < m)[None, :])
 
 
@@ -91,6 +95,7 @@ def product(
     """Return scale a b^T + keep c + diagonal I."""
     n, m, k = a.shape
     assert c is None or c.is_contiguous()
+    assert max(k, m) * m < 2**31  # offsets within a matrix are 32-bit
     size = tiles or TILES
     out = torch.empty(n, m, m, dtype=a.dtype, device=a.device)
     count = triton.cdiv(m, size.rows)
@@ -108,6 +113,7 @@ def product(
             float(keep),
             float(diagonal),
             c is not None,
+            k % size.depth == 0,
             size.rows,
             size.depth,
             num_warps=size.warps,

@@ -11,9 +11,9 @@ With X [m, k], m <= k, of norm 1, an iteration is X <- P X, where R = X X^T, P =
     gram    keeps R and the product Q of the P, which are all symmetric and commute:
             R <- P R P, Q <- P Q, 8 m^3 flops. X itself is read and written once in 3 iterations.
 
-Where both halves of symmetric products need not be computed (kernels/symmetric.py), all these flops
-but those of P X and Q X are halved. By arithmetic, for the 24 layers of a model of hidden size 1024
-(345M) and 5 iterations, in TFLOP and in ms at 600 TFLOP/s:
+Every product but P X and Q X is symmetric, and kernels/symmetric.py computes half of it. The work
+by arithmetic, for the 24 layers of a model of hidden size 1024 (345M) and 5 iterations, in TFLOP
+and in ms at 600 TFLOP/s (benchmarks/gpu_muon.py measures it):
 
     plain                7.2   12.0       both halves computed
     plain, symmetric     5.2    8.6

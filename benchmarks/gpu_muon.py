@@ -1,0 +1,231 @@
+"""Time of one Muon update on one GPU: torch's, and ours in each form.
+
+    python benchmarks/gpu_muon.py [--models 345M 1.3B] [--tiles 128x64x8x4 128x64x4x3 64x64x4x4]
+
+Prints for each model, with random weights and gradients:
+
+    update     milliseconds, the matrix flops that the form needs by arithmetic, TFLOP/s, and the
+               largest distance of an update from float64's, relative to it, over the shapes
+    passes     the elementwise kernels, and the share of 4.8 TB/s that they reach
+    products   one batch of symmetric products by cuBLAS and by our kernel with each size of tiles
+               (rows x depth x warps x stages), in ms; TFLOP/s count the full product
+
+A variant that fails is named, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels import muon as passes
+from meshwright.kernels import symmetric, symmetric_triton
+from meshwright.optim import muon
+
+MODELS = {"345M": (24, 1024), "1.3B": (24, 2048), "2.7B": (32, 2560)}  # layers, hidden size
+DEVICE = torch.device("cuda")
+BANDWIDTH = 4.8e12
+LR = 0.02
+
+
+def shapes(hidden: int) -> list[tuple[int, int]]:
+    return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+
+
+def milliseconds(f: Callable[[], object], repeats: int = 5, graph: bool = True) -> float:
+    """Return the median time of a call, in a CUDA graph, so that the host does not count."""
+    for _ in range(2):
+        f()
+    run = f
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            f()
+        run = captured.replay
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def flops(hidden: int, layers: int, gram: bool, halves: bool, steps: int = 5) -> float:
+    """Return the flops of the products; a symmetric one counts half with `halves`."""
+    symmetrical, total = 0.5 if halves else 1.0, 0.0
+    for rows, columns in shapes(hidden):
+        m, k = sorted((rows, columns))
+        square, wide = 2.0 * m**3, 2.0 * m * m * k
+        if gram and 2 * k >= 3 * m:
+            stages = [min(muon.STAGE, steps - first) for first in range(0, steps, muon.STAGE)]
+            total += sum((wide + (4 * n - 3) * square) * symmetrical + wide for n in stages)
+        else:
+            total += steps * ((wide + square) * symmetrical + wide)
+    return total * layers
+
+
+def parameters(layers: int, hidden: int) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    out = []
+    for _, (rows, columns) in itertools.product(range(layers), shapes(hidden)):
+        p = nn.Parameter(torch.randn(rows, columns, device=DEVICE) * 0.02)
+        # Singular values over four orders of magnitude, as gradients have them.
+        p.grad = torch.randn(rows, columns, device=DEVICE) * torch.logspace(0, -4, columns, device=DEVICE)
+        out.append(p)
+    return out
+
+
+def exact(gradient: Tensor, steps: int = 5) -> Tensor:
+    """Return the first update's matrix in float64."""
+    x = gradient.double() * (1 - 0.95) * (1 + 0.95)  # Nesterov's look-ahead of a first moment
+    x = x.mT if x.shape[0] > x.shape[1] else x
+    x = x / x.norm()
+    for _ in range(steps):
+        r = x @ x.mT
+        x = muon.A * x + (muon.B * r + muon.C * r @ r) @ x
+    return x.mT if gradient.shape[0] > gradient.shape[1] else x
+
+
+def distance(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], layers: int, hidden: int) -> float:
+    """Return the largest relative distance of a first update from float64's."""
+    params = parameters(1, hidden)
+    before = [p.detach().clone() for p in params]
+    make(params).step()
+    found = []
+    for p, old in zip(params, before, strict=True):
+        assert p.grad is not None
+        rate = LR * 0.2 * math.sqrt(max(p.shape))
+        want = exact(p.grad)
+        found.append(float(((old - p.detach()).double() / rate - want).norm() / want.norm()))
+    return max(found)
+
+
+def torchs(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=LR, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+
+
+def ours(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = muon.Muon(params)
+    optimizer.param_groups[0].update(lr=LR)
+    return optimizer
+
+
+def attempt(name: str, f: Callable[[], str]) -> None:
+    try:
+        print(f"  {name:34s} {f()}", flush=True)
+    except Exception as e:
+        print(f"  {name:34s} FAILED: {type(e).__name__}: {str(e)[:300]}", flush=True)
+    torch.cuda.empty_cache()
+
+
+def time_update(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: tuple[int, int], work: float) -> str:
+    params = parameters(*size)
+    optimizer = make(params)
+    ms = milliseconds(optimizer.step, graph=make is ours)
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    optimizer.step()
+    more = (torch.cuda.max_memory_allocated() - held) / 2**30
+    del optimizer, params
+    off = distance(make, *size)
+    return f"{ms:8.2f} ms {work / 1e12:7.2f} TFLOP {work / ms / 1e9:7.0f} TFLOP/s  off {off:.4f}  +{more:.2f} GiB"
+
+
+def updates(size: tuple[int, int]) -> None:
+    layers, hidden = size
+    attempt("torch.optim.Muon", lambda: time_update(torchs, size, flops(hidden, layers, False, False)))
+    smallest, orthogonalise = symmetric.SMALLEST, muon.orthogonalise
+    for gram, halves in itertools.product((False, True), (False, True)):
+        symmetric.SMALLEST = smallest if halves else 1 << 30
+        muon.orthogonalise = orthogonalise if gram else functools.partial(orthogonalise, is_gram=False)
+        name = f"ours, {'gram' if gram else 'plain'}, {'symmetric' if halves else 'cuBLAS only'}"
+        work = flops(hidden, layers, gram, halves)
+        attempt(name, lambda work=work: time_update(ours, size, work))
+    symmetric.SMALLEST, muon.orthogonalise = smallest, orthogonalise
+
+
+def elementwise(size: tuple[int, int]) -> None:
+    params = parameters(*size)
+    moments = [torch.zeros_like(p) for p in params]
+    number = torch.ones((), device=DEVICE)
+    for shape, matrices in itertools.groupby(
+        sorted(params, key=lambda p: tuple(p.shape)), key=lambda p: tuple(p.shape)
+    ):
+        some = list(matrices)
+        gradients = [p.grad for p in some if p.grad is not None]
+        moment = [m for m in moments if m.shape == some[0].shape]
+        count = sum(p.numel() for p in some)
+
+        def advance(gradients=gradients, moment=moment) -> Tensor:
+            return passes.advance(gradients, moment, number, number * 0, 0.95)[0]
+
+        ahead, weights = advance(), [p.detach() for p in some]
+
+        def apply(weights=weights, ahead=ahead) -> None:
+            passes.apply(weights, ahead, number, number, number * 0)
+
+        for name, f, bytes_each in (("advance", advance, 14), ("apply", apply, 10)):
+
+            def measured(f=f, bytes_each=bytes_each, count=count) -> str:
+                ms = milliseconds(f)
+                rate = count * bytes_each / ms * 1e3
+                return f"{ms:8.3f} ms {rate / 1e12:7.2f} TB/s  {rate / BANDWIDTH:.0%}"
+
+            attempt(f"{name} {len(some)} x {shape}", measured)
+
+
+def products(size: tuple[int, int], tiles: list[symmetric_triton.Tiles]) -> None:
+    layers, hidden = size
+    batches = {f"square {hidden}": (hidden, hidden, False), f"wide {4 * hidden}": (hidden, 4 * hidden, False)}
+    batches[f"tall {4 * hidden}"] = (hidden, 4 * hidden, True)
+    for name, (m, k, tall) in batches.items():
+        x = torch.randn(layers, k, m, device=DEVICE).mT if tall else torch.randn(layers, m, k, device=DEVICE)
+        x = (x / k**0.5).half()
+        r = torch.bmm(x, x.mT) / 8
+        for with_c in (False, True) if k == m else (False,):
+            a, c = (r, r) if with_c else (x, None)
+            want = a[0].double() @ a[0].double().mT + (2 * r[0].double() if with_c else 0)
+
+            def measured(f: Callable[[], Tensor], want: Tensor = want, m: int = m, k: int = k) -> str:
+                ms = milliseconds(f)
+                off = float((f()[0].double() - want).norm() / want.norm())
+                return f"{ms:8.3f} ms {2 * layers * m * m * k / ms / 1e9:7.0f} TFLOP/s  off {off:.1e}"
+
+            label = f"{name}{' + c' if with_c else ''}"
+            attempt(f"{label}, cuBLAS", lambda a=a, c=c: measured(lambda: symmetric.plain(a, a, c, 1.0, 2.0, 0.0)))
+            for t in tiles:
+
+                def kernel(a: Tensor = a, c: Tensor | None = c, t: symmetric_triton.Tiles = t) -> Tensor:
+                    return symmetric_triton.product(a, a, c, 1.0, 2.0, 0.0, t)
+
+                attempt(f"{label}, {'x'.join(map(str, t))}", lambda kernel=kernel: measured(kernel))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["345M", "1.3B"])
+    standard = "128x64x8x4 128x64x8x3 128x64x4x4 128x64x4x3 128x128x8x3 64x64x4x4 128x32x4x5"
+    parser.add_argument("--tiles", nargs="+", default=standard.split())
+    args = parser.parse_args()
+    tiles = [symmetric_triton.Tiles(*map(int, t.split("x"))) for t in args.tiles]
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    for name in args.models:
+        print(f"{name}: update")
+        updates(MODELS[name])
+        print(f"{name}: passes")
+        elementwise(MODELS[name])
+        print(f"{name}: products")
+        products(MODELS[name], tiles)
+
+
+if __name__ == "__main__":
+    main()
