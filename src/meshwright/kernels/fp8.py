@@ -1,0 +1,287 @@
+"""Linear maps whose three products, forward and backward, multiply 8-bit numbers.
+
+    forward     y  = x W^T      input    @ weight
+    backward    dx = dy W       gradient @ weight
+                dW = dy^T x     gradient @ input
+
+A tensor is cast to q = fp8(x * scale), clamped to the format's largest number, and a product
+multiplies its result by both inverse scales. The scale of each tensor is *delayed*: it comes from
+the largest absolute values (amax) of earlier steps,
+
+    scale = largest number / amax / 2^margin
+
+so the cast reads a tensor only once. The first use of a tensor takes its own amax. Formats are e4m3
+(4 bits of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits, 57,344).
+
+torch._scaled_mm needs the second factor transposed. One kernel therefore writes both layouts of
+each tensor, and the transposed input, a byte a number, is all that is kept for backward. Weights
+are cast once a step, into tensors that stay where they are, so that a CUDA graph may read them.
+
+Hand-written because torchao casts and transposes in separate passes: at 1,024 hidden it was slower
+than bfloat16. Infinities become NaN, so that no overflow is hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.kernels.gradients import from_rows, sink_of
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+MULTIPLE = 16  # of the dimensions that a product sums over, or the second factor has
+ROLES = ("input", "weight", "gradient")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The rule that turns numbers into fp8."""
+
+    hybrid: bool = False  # gradients are e5m2
+    margin: int = 0
+    history: int = 1  # steps whose amaxes are kept
+    uses_max: bool = False  # the largest of them, not the latest
+
+    def format(self, role: str) -> torch.dtype:
+        return E5M2 if self.hybrid and role == "gradient" else E4M3
+
+
+class Cast(NamedTuple):
+    """A matrix in fp8."""
+
+    rows: Tensor  # [N, C]
+    turned: Tensor | None  # [C, N], N padded with zeros to a multiple
+    inverse: Tensor  # of the scale
+
+
+def plain(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None, largest: float) -> None:
+    """Compute what the Triton kernel does; its twin."""
+    wide = x.float()
+    if amax is not None:
+        torch.maximum(amax, torch.where(wide.isfinite(), wide.abs(), 0.0).amax(), out=amax)
+    scaled = torch.where(wide.isfinite(), (wide * scale).clamp(-largest, largest), torch.nan)
+    out.copy_(scaled)
+    if turned is not None:
+        turned.view(torch.uint8)[:, len(x) :] = 0
+        turned[:, : len(x)] = out.t()
+
+
+def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None) -> None:
+    """Cast x [N, C] * scale to the format of `out`; raise the amax, if any, to that of x."""
+    largest = LARGEST[out.dtype]
+    if not devices.has_kernels(x.device):
+        plain(x, scale, amax, out, turned, largest)
+        return
+    from meshwright.kernels import fp8_triton
+
+    fp8_triton.quantise(x, scale, amax, out, turned, largest)
+
+
+def empty(x: Tensor, dtype: torch.dtype, is_turned: bool) -> tuple[Tensor, Tensor | None]:
+    """Return memory for both layouts of x [N, C]."""
+    n, c = x.shape
+    padded = -(-n // MULTIPLE) * MULTIPLE
+    turned = torch.empty(c, padded, dtype=dtype, device=x.device) if is_turned else None
+    return torch.empty(n, c, dtype=dtype, device=x.device), turned
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    is_fast: bool = True,
+) -> Tensor:
+    """Return a [M, K] @ b [N, K]^T times both scales, plus bias; a CPU computes it in float32.
+
+    `is_fast` lets the GPU round partial sums, which the weights' long sums over tokens forbid.
+    """
+    if devices.has_kernels(a.device):
+        return torch._scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=is_fast, out=out)
+    y = (a.float() @ b.float().t()) * (scales[0] * scales[1])
+    y = (y if bias is None else y + bias.float()).to(dtype)
+    return y if out is None else out.copy_(y)
+
+
+class Scales:
+    """The scales of all tensors that a network multiplies in fp8, and their amaxes.
+
+    `combine`, if set, returns the maximum of a number over the processes that share the weights.
+    All tensors lie 16 bytes apart, as torch._scaled_mm demands of scales.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self.combine: Callable[[Tensor], Tensor] | None = None
+        self.slots: dict[str, int] = {}
+        self.products: list[Product] = []
+
+    def add(self, names: Iterable[str]) -> dict[str, Product]:
+        """Allocate the tensors of the named linear maps, and return these."""
+        self.products = [Product(self, name, 3 * i) for i, name in enumerate(names)]
+        self.slots = {f"{m.name}.{role}": m.first + r for m in self.products for r, role in enumerate(ROLES)}
+        formats = [self.recipe.format(role) for _ in self.products for role in ROLES]
+        n, where = len(self.slots), dict[str, Any](device=self.device)
+        self.largest = torch.tensor([LARGEST[f] for f in formats], **where)
+        self.amax, self.scale, self.inverse = (torch.full((n, 4), x, **where) for x in (0.0, 1.0, 1.0))
+        self.history = torch.zeros(n, self.recipe.history, **where)
+        self.is_set = [False] * n  # on the host: whether a scale has been chosen
+        # Views made once: a step uses each many times.
+        self.views = [(self.scale[i, 0], self.inverse[i, 0], self.amax[i, 0]) for i in range(n)]
+        return {m.name: m for m in self.products}
+
+    def cast(self, slot: int, x: Tensor, is_recorded: bool, is_turned: bool) -> Cast:
+        """Return x [N, C] in fp8; only recorded uses have a part in later scales."""
+        x = x.contiguous()
+        scale, inverse, amax = self.views[slot]
+        if not self.is_set[slot]:
+            self._begin(slot, x, is_recorded)
+        out, turned = empty(x, self.recipe.format(ROLES[slot % 3]), is_turned)
+        quantise(x, scale, amax if is_recorded else None, out, turned)
+        return Cast(out, turned, inverse)
+
+    def _begin(self, slot: int, x: Tensor, is_recorded: bool) -> None:
+        """Take a first scale from x; a validation before the first step does so each time."""
+        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
+        if is_recorded and self.combine is not None and ROLES[slot % 3] != "weight":  # the same everywhere
+            amax = self.combine(amax)
+        self._choose(slice(slot, slot + 1), amax, torch.ones_like(amax))
+        self.is_set[slot] = is_recorded
+
+    def _choose(self, slots: slice, amax: Tensor, otherwise: Tensor) -> None:
+        """Set scales from amaxes; one of 0, or not finite, says nothing."""
+        scale = (self.largest[slots] / amax * 2.0**-self.recipe.margin).clamp(max=2.0**100)
+        scale = torch.where((amax > 0) & amax.isfinite(), scale, otherwise)
+        self.scale[slots, 0].copy_(scale)
+        self.inverse[slots, 0].copy_(1 / scale)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Choose the next step's scales from this step's amaxes, without the host."""
+        if self.recipe.history > 1:
+            self.history[:, 1:] = self.history[:, :-1].clone()
+        self.history[:, 0] = self.amax[:, 0]
+        amax = self.history.amax(1) if self.recipe.uses_max else self.history[:, 0]
+        self._choose(slice(None), amax, self.scale[:, 0].clone())
+        self.amax.zero_()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the new weights, those that have been used at least once."""
+        for each in self.products:
+            each.refresh()
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Forget what the passes of this block record; other processes have no part in them."""
+        tensors = (self.amax, self.scale, self.inverse, self.history)
+        kept, is_set, combine = [x.clone() for x in tensors], list(self.is_set), self.combine
+        self.combine = None
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(list(tensors), kept)
+            self.is_set, self.combine = is_set, combine
+            for each in self.products:
+                each.cast = None
+
+    # In a checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """Return the chosen scales with their histories by name, exactly."""
+        rows = torch.cat([self.scale[:, :1], self.history], 1).tolist()
+        return {"recipe": self._kind(), "scales": {n: rows[i] for n, i in self.slots.items() if self.is_set[i]}}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Continue with saved scales, if their recipe is this one; else begin anew."""
+        if not state or state["recipe"] != self._kind():
+            return
+        for name, (scale, *history) in state["scales"].items():
+            if (i := self.slots.get(name)) is None:
+                continue
+            self.scale[i, 0], self.is_set[i] = scale, True
+            kept = torch.tensor(history[: self.recipe.history], device=self.device)
+            self.history[i, : len(kept)] = kept
+        self.inverse[:, 0] = 1 / self.scale[:, 0]
+        for each in self.products:
+            each.cast = None
+
+    def _kind(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self.recipe).items() if name in ("hybrid", "margin")}
+
+
+class Product:
+    """The products of one linear map, in the place of kernels.linear.linear."""
+
+    def __init__(self, scales: Scales, name: str, first: int) -> None:
+        self.scales, self.name, self.first = scales, name, first
+        self.parameter: Tensor | None = None  # known from the first use on
+        self.cast: Cast | None = None
+
+    def __call__(self, x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.cast is None or self.parameter is not parameter:
+            self.parameter = parameter
+            self.refresh()
+        return _Multiply.apply(x, parameter, bias, self, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the weight, into the same memory each time; a stack of matrices is one."""
+        if self.parameter is None:
+            return
+        weight, slot = self.parameter.detach().flatten(0, -2), self.first + 1
+        if self.cast is None or self.cast.rows.shape != weight.shape:
+            self.cast = self.scales.cast(slot, weight, True, True)
+            return
+        scale, _, amax = self.scales.views[slot]
+        quantise(weight, scale, amax, self.cast.rows, self.cast.turned)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, here: Product, is_training: bool
+    ) -> Tensor:
+        q = here.scales.cast(here.first, x.reshape(-1, x.shape[-1]), is_training, is_training)
+        weight = here.cast
+        assert weight is not None
+        if is_training:
+            ctx.save_for_backward(q.turned)
+        ctx.here, ctx.parameter, ctx.bias = here, parameter, bias
+        y = multiply(q.rows, weight.rows, (q.inverse, weight.inverse), x.dtype, bias)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        (turned,) = ctx.saved_tensors
+        here, weight, flat = ctx.here, ctx.here.cast, grad.reshape(-1, grad.shape[-1])
+        q = here.scales.cast(here.first + 2, flat, True, True)
+        back = multiply(q.rows, weight.turned, (q.inverse, weight.inverse), grad.dtype)
+        inverses = (q.inverse, here.scales.views[here.first][1])
+        of_weight = give(ctx.parameter, q.turned, turned, inverses)
+        of_bias = from_rows(ctx.bias if ctx.needs_input_grad[2] else None, flat)
+        return back.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
+
+
+def give(parameter: Tensor, grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Give a parameter the gradient grad [out, N] @ x [in, N]^T, as gradients.from_product does."""
+    sink = sink_of(parameter)
+    if sink is None:
+        return multiply(grad, x, scales, parameter.dtype, is_fast=False).view_as(parameter)
+    total, adds = sink.begin()
+    flat = total.view(len(grad), len(x))
+    if adds:
+        flat.add_(multiply(grad, x, scales, total.dtype, is_fast=False))
+    else:
+        multiply(grad, x, scales, total.dtype, out=flat, is_fast=False)
+    sink.end()
+    return None
