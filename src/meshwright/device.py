@@ -115,6 +115,13 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == NVIDIA
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return whether its matrix units multiply fp8 (NVIDIA from compute capability 8.9)."""
+    import torch
+
+    return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors; 2 on a CPU, which runs kernels in tests only."""

@@ -164,6 +164,13 @@ TABLE = {
         "hysteresis": E + "test_dynamic_loss_scale",
         "deterministic_mode": "test_train.py::test_deterministic_mode_is_set",
         "fp32_residual_connection": E + "test_changes_the_losses_of_another_run",
+        "fp8_format": "test_fp8_runs.py::test_losses_fall_as_in_bfloat16",
+        "fp8_recipe": "test_fp8_runs.py::test_refusals",
+        **dict.fromkeys(
+            """fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 num_layers_at_start_in_bf16
+            num_layers_at_end_in_bf16""".split(),
+            "test_fp8_runs.py::test_each_flag_changes_the_losses",
+        ),
     },
     "parallel": {
         **dict.fromkeys(

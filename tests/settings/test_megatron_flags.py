@@ -57,10 +57,11 @@ def test_idle_flags_leave_the_next_flag_alone():
 
 def test_a_switch_that_is_one_of_our_settings(tmp_path):
     for name, (field, value) in EQUAL.items():
-        parsed = parse("--loss-mean", "microbatch", name)
-        assert getattr(parsed.config.training, field) == value and parsed.notices == []
-        (tmp_path / "c.yaml").write_text(f"loss_mean: microbatch\n{name[2:].replace('-', '_')}: true\n")
-        assert getattr(parse("--config", str(tmp_path / "c.yaml")).config.training, field) == value
+        group = flags.fields(TrainConfig)[field][0]
+        parsed = parse("--loss-mean", "microbatch", "--bf16", name)
+        assert getattr(getattr(parsed.config, group), field) == value and parsed.notices == []
+        (tmp_path / "c.yaml").write_text(f"loss_mean: microbatch\nbf16: true\n{name[2:].replace('-', '_')}: true\n")
+        assert getattr(getattr(parse("--config", str(tmp_path / "c.yaml")).config, group), field) == value
 
 
 def test_other_spellings():
@@ -79,9 +80,9 @@ def test_other_spellings():
         (["--ckpt-step", "2"], "name the step in --load"),
         (["--wandb-entity", "x"], "set WANDB_ENTITY"),
         (["--grpo-iterations", "2"], "no reinforcement learning"),
-        (["--no-fp8-wgrad"], "8-bit and 4-bit training is not yet there; give --bf16"),
-        (["--fp8-format", "hybrid"], "8-bit training is not yet there; it will keep all 8-bit numbers with 4 bits of"),
-        (["--fp8-format", "hybrid"], "(e4m3), or gradients with 5 (hybrid); give --bf16"),
+        (["--no-fp8-wgrad"], "all three products of a layer are 8-bit, with scales updated every step"),
+        (["--fp8-param-gather"], "weights are kept in float32 and cast once a step"),
+        (["--fp8-quantizer-factory", "x"], "this kind of 8-bit or 4-bit training is not there; see --fp8-format"),
         (["--cpu-offloading"], "give --recompute-granularity full, with --checkpoint-in-cpu"),
         (["--model_size=345M"], "--model_size is refused: give --preset; `meshwright presets` lists the sizes"),
     ],

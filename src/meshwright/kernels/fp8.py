@@ -196,10 +196,15 @@ class Scales:
 
     # In a checkpoint
 
-    def state(self) -> dict[str, Any]:
-        """Return the chosen scales with their histories by name, exactly."""
+    def state(self, gather: Callable[[Any], list[Any]] = lambda mine: [mine]) -> dict[str, Any]:
+        """Return the chosen scales with their histories by name, exactly.
+
+        `gather` returns a value of every process, some of which have other layers.
+        """
         rows = torch.cat([self.scale[:, :1], self.history], 1).tolist()
-        return {"recipe": self._kind(), "scales": {n: rows[i] for n, i in self.slots.items() if self.is_set[i]}}
+        mine = {name: rows[i] for name, i in self.slots.items() if self.is_set[i]}
+        everyone = {name: row for some in gather(mine) for name, row in some.items()}
+        return {"recipe": self._kind(), "scales": everyone}
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Continue with saved scales, if their recipe is this one; else begin anew."""

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.kernels.fp8 import Scales
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.parallel import comm, shard
@@ -125,6 +126,7 @@ class Store(Parts):
         self.optimizer, self.dtype, self.device, self.offload = spec.optimizer, spec.dtype, spec.device, spec.offload
         self.full = torch.float64 if spec.dtype is torch.float64 else torch.float32
         self.home = torch.device("cpu") if spec.offload else spec.device
+        self.scales: Scales | None = None  # of fp8 products
 
     # Weights
 
@@ -194,6 +196,7 @@ class Store(Parts):
         for (rule, decays), update in self.updates.items():
             update.param_groups[0].update(lr=lr, weight_decay=weight_decay if decays else 0.0)
             self._update(rule, update, shrink, scale, is_finite)
+        self.update_scales()
         self.publish_weights()
         return norm
 
@@ -221,6 +224,22 @@ class Store(Parts):
     def steps(self, value: int) -> None:
         for step in self._adam_steps():
             step.fill_(value)
+
+    # Scales of fp8
+
+    def set_scales(self, scales: Scales | None) -> None:
+        """Update the scales of the products with each step, alike on ranks with equal weights."""
+        group, self.scales = self.layout.group("gradients"), scales
+        if scales is not None and group is not None:
+            scales.combine = lambda amax: comm.all_reduce(amax, group, "max")
+
+    def update_scales(self) -> None:
+        """Choose the scales of the next step; the new weights are then cast with them."""
+        if self.scales is None:
+            return
+        if self.scales.combine is not None:
+            self.scales.amax.copy_(self.scales.combine(self.scales.amax))
+        self.scales.update()
 
     # Statistics for the log
 
@@ -387,6 +406,7 @@ class ParameterStore(Store):
         new = self.outgoing.copy_(self.master) if self.offload else self.master  # copy the lower precision
         if not self.is_sharded:
             self.weights.copy_(new, non_blocking=True)
+            self._cast_weights()
             return
         self._wait_for(self.buckets)
         # Buckets outside the layers come first: all are waited for before the first layer.
@@ -396,6 +416,12 @@ class ParameterStore(Store):
             full = self.weights[bucket.begin : bucket.begin + bucket.size]
             work = comm.gather_into(full, mine, group=self.layout.group("shard"), async_op=True)
             bucket.gathering = work, mine
+        self._cast_weights()
+
+    def _cast_weights(self) -> None:
+        if self.scales is not None:
+            self._wait_for(self.buckets)
+            self.scales.refresh()
 
     def _wait_for(self, units: Iterable[str]) -> None:
         for bucket in map(self.buckets.__getitem__, units):

@@ -27,9 +27,8 @@ dino_freeze_last_layer 1        dino_head_hidden_size 2048          dino_local_c
 dino_local_img_size 96          dino_norm_last_layer False          dino_teacher_temp 0.07
 dino_warmup_teacher_temp 0.04   dino_warmup_teacher_temp_epochs 30  distribute_saved_activations False
 embedding_path None             empty_unused_memory_level 0         evidence_data_path None
-fp16_lm_cross_entropy False     fp8_amax_compute_algo most_recent   fp8_amax_history_len 1
-fp8_e4m3 False                  fp8_hybrid False                    fp8_interval 1
-fp8_margin 0                    fp8_wgrad True                      gradient_accumulation_fusion True
+fp16_lm_cross_entropy False     fp8_interval 1                      fp8_wgrad True
+gradient_accumulation_fusion True
 head_lr_mult 1.0                ict_head_size None                  ict_load None
 img_h 224                       img_w 224                           indexer_batch_size 128
 indexer_log_interval 1000       iter_per_epoch 1250                 inference_batch_times_seqlen_threshold 512
@@ -105,6 +104,8 @@ def in_effect(config: TrainConfig) -> dict[str, Any]:
         "encoder_seq_length": config.data.seq_length,
         "end_weight_decay": o.end_weight_decay if is_ramp else o.weight_decay,
         "ffn_hidden_size": m.ffn,
+        "fp8_e4m3": config.precision.fp8_format == "e4m3",
+        "fp8_hybrid": config.precision.fp8_format == "hybrid",
         "global_batch_size": config.global_batch,
         "initial_loss_scale": 2**32 if scale == 2**32 else scale,  # Megatron's default is a whole number
         "kv_channels": m.head_dim,

@@ -137,6 +137,8 @@ def generation_problems(c: GenerateConfig) -> list[str]:
 CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--fp16": lambda c: c.precision.fp16,
     "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
+    "--fp8-format": lambda c: c.precision.fp8_format,
+    "--first-last-layers-bf16": lambda c: c.precision.first_last_layers_bf16,
     "--recompute-granularity full": lambda c: c.training.recompute == "full",
     "--load": lambda c: c.checkpoint.load,
     "--eval-iters above 0": lambda c: c.training.eval_iters,
@@ -421,7 +423,32 @@ def parallel_problems(c: TrainConfig) -> list[str]:
         other = by_tp if tp > 1 else f"ZeRO {p.zero}"
         advice = "give --tensor-model-parallel-size 1 and --zero-stage 0, or --optimizer adam"
         out.append(f"--optimizer muon with {other}: Muon needs whole matrices; {advice}")
-    return out + pipeline_problems(c) + zero_problems(c)
+    return out + pipeline_problems(c) + zero_problems(c) + fp8_problems(c)
+
+
+def fp8_problems(c: TrainConfig) -> list[str]:
+    p, m, fp8 = c.parallel, c.model, f"--fp8-format {c.precision.fp8_format}"
+    if not c.precision.fp8_format:
+        return []
+    out = []
+    if p.tensor_model_parallel_size > 1:
+        advice = "which cuts the products; give 1, or leave out --fp8-format"
+        out.append(f"{fp8} with --tensor-model-parallel-size {p.tensor_model_parallel_size}, {advice}")
+    if p.zero == 3 and c.dp * p.context_parallel_size > 1:
+        out.append(f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give --zero-stage 2 or less")
+    if p.pipeline_model_parallel_size > 1 and p.pipeline_schedule not in ("1f1b", "gpipe"):
+        advice = "which computes weights' gradients later, in bfloat16; give 1f1b"
+        out.append(f"{fp8} with --pipeline-schedule {p.pipeline_schedule}, {advice}")
+    heads = (m.num_attention_heads or 0) * m.head_dim if m.num_attention_heads and m.hidden_size else 0
+    key_values = m.groups * m.head_dim if heads else 0
+    widths = {"--hidden-size": m.hidden_size or 0, "--ffn-hidden-size": m.ffn if m.hidden_size else 0}
+    widths |= {"the width of all heads": heads, "the width of all keys": 2 * key_values}
+    out += [f"{fp8}: {name} {n} is not a multiple of 16, as fp8 products need" for name, n in widths.items() if n % 16]
+    if (layers := m.num_layers) and not any(c.precision.multiplies_fp8(i, layers) for i in range(layers)):
+        out.append(
+            f"{fp8}: --first-last-layers-bf16 leaves none of {layers} layers; lower --num-layers-at-start-in-bf16"
+        )
+    return out
 
 
 def naming_problems(p: Parallel) -> list[str]:
@@ -593,6 +620,9 @@ def precision_problems(p: Precision) -> list[str]:
         out.append("--fp16 and --bf16 exclude each other; give one")
     if (p.fp16 or p.bf16) and p.params_dtype == "float64":
         out.append(f"--params-dtype float64 contradicts --{'fp16' if p.fp16 else 'bf16'}")
+    if p.fp8_format and not p.bf16:
+        other = "--fp16 scales the loss for its own range" if p.fp16 else "all else is float32"
+        out.append(f"--fp8-format {p.fp8_format} needs bfloat16 around it, and {other}; give --bf16")
     return out
 
 

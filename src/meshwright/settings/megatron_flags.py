@@ -16,7 +16,11 @@ RETIRED = {
 }
 
 # Switches that are one of our settings with a value.
-EQUAL = {"--calculate-per-token-loss": ("loss_mean", "global")}
+EQUAL = {
+    "--calculate-per-token-loss": ("loss_mean", "global"),
+    "--fp8-e4m3": ("fp8_format", "e4m3"),
+    "--fp8-hybrid": ("fp8_format", "hybrid"),
+}
 
 # Reason -> accepted flags, each with its number of values (none: a switch; *: any number).
 _IDLE = {
@@ -172,11 +176,11 @@ _REFUSALS = {
         master_port nproc-per-node node-rank master-addr master-port hostfile include num_gpus""",
     "it belongs to tools/launch_container.py, which starts a container; in one, give the flags of --cmd alone": """
         src py image wheel cmd extra-mount proxy no-interactive""",
-    "8-bit training is not yet there; it will keep all 8-bit numbers with 4 bits of exponent (e4m3), or gradients with "
-    "5 (hybrid); give --bf16": "fp8-format fp8 fp8-e4m3 fp8-hybrid",
-    "8-bit and 4-bit training is not yet there; give --bf16": """fp4-* fp8-* no-fp8-* first-last-layers-bf16
-        num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 keep-fp8-transpose-cache te-precision-config-file
-        reuse-grad-buf-for-mxfp8-param-ag kitchen-* use-kitchen*""",
+    "give --fp8-format e4m3 or hybrid": "fp8",
+    "all three products of a layer are 8-bit, with scales updated every step": "no-fp8-wgrad fp8-interval",
+    "weights are kept in float32 and cast once a step": "fp8-param-gather",
+    "this kind of 8-bit or 4-bit training is not there; see --fp8-format": """fp4-* fp8-* no-fp8-*
+        keep-fp8-transpose-cache te-precision-config-file reuse-grad-buf-for-mxfp8-param-ag kitchen-* use-kitchen*""",
     "mixtures of experts are not yet there": """moe-* no-moe-* expert-model-parallel-size expert-tensor-parallel-size
         overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release save-tokens-per-expert-interval""",
     "this kind of attention is not yet there; see --position-embedding-type and --num-query-groups": """

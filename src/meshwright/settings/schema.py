@@ -44,6 +44,7 @@ def flag(
 
 # Conditions of several flags.
 ROPE, WSD = "--position-embedding-type rope", "--lr-decay-style WSD"
+FP8, ENDS = "--fp8-format", "--first-last-layers-bf16"
 FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ranks"
 
 
@@ -326,10 +327,29 @@ class Precision:
     hysteresis: int = flag(2, "overflows before the loss scale halves", bound=">0", needs="--fp16")
     deterministic_mode: bool = flag(False, "make reruns bit-identical on a GPU, at some cost in speed")
     fp32_residual_connection: bool = flag(False, "keep the residual stream in float32", needs="--fp16 or --bf16")
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(
+        None, "multiply in 8 bits in all layers: e4m3, or hybrid, with gradients in e5m2; needs --bf16"
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] = flag(
+        "delayed", "fp8 scales: one a tensor, from earlier steps", only=("delayed",), needs=FP8
+    )
+    fp8_margin: int = flag(0, "divide fp8 scales by 2^margin", needs=FP8)
+    fp8_amax_history_len: int = flag(1, "steps whose largest values are kept for fp8 scales", bound=">0", needs=FP8)
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
+        "most_recent", "largest value that decides an fp8 scale: the latest, or the largest kept", needs=FP8
+    )
+    first_last_layers_bf16: bool = flag(False, "multiply the first and last layers in bfloat16", needs=FP8)
+    num_layers_at_start_in_bf16: int = flag(1, "first layers in bfloat16", bound=">=0", needs=ENDS)
+    num_layers_at_end_in_bf16: int = flag(1, "last layers in bfloat16", bound=">=0", needs=ENDS)
 
     @property
     def dtype(self) -> str:
         return "float16" if self.fp16 else "bfloat16" if self.bf16 else self.params_dtype
+
+    def multiplies_fp8(self, layer: int, layers: int) -> bool:
+        """Return whether a layer of the full model multiplies in fp8."""
+        first, last = self.num_layers_at_start_in_bf16, layers - self.num_layers_at_end_in_bf16
+        return bool(self.fp8_format) and (first <= layer < last or not self.first_last_layers_bf16)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ peak, the bytes of the live tensors are counted instead.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import weakref
@@ -72,7 +73,9 @@ def fit_micro_batch(
 
     for part in net.parts:
         part.train()
-    size, message = find_largest(attempt, sizes, net.device, preferred)
+    scales = net.store.scales
+    with contextlib.nullcontext() if scales is None else scales.trial():
+        size, message = find_largest(attempt, sizes, net.device, preferred)
     return min(team.gather(size)), message
 
 

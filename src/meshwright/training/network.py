@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.errors import UserError
-from meshwright.model import pick
+from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel import comm
@@ -56,6 +56,7 @@ class Spec:
         options = pick.options(config.training, config.model, config.precision, self.device)
         # torch's own schedules keep the weights' gradients outside of any compiled graph.
         plain = self.layout.pp > 1 and p.pipeline_schedule not in OWN
+        plain = plain or bool(config.precision.fp8_format)  # each product would end a graph
         return replace(options, compiled=False) if plain else options
 
 
@@ -71,6 +72,9 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     comm.open_all(layout, device)
     if spec.model or spec.loss:
         refuse_to_cut(p, spec.model is not None)
+    fp8.require(config.precision, device)
+    if spec.model and config.precision.fp8_format:
+        raise UserError("--fp8-format is for the layers of our own models, and this one is custom; leave it out")
     parts, heads, name, execution = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
     if tied and parts[0].first and parts[-1].last:  # a V-shaped pipeline: both ends are on the first rank
@@ -85,6 +89,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied)
     is_sharded = p.zero == 3 and layout.group("shard") is not None
     store = FullyShardedStore(parts, store_spec) if is_sharded else ParameterStore(parts, store_spec)
+    store.set_scales(fp8.attach(parts, config.precision, device))
     compiled = options.compiled
     if compiled:
         for part in parts:

@@ -122,6 +122,8 @@ class State:
             remark(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
         self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
+        if (scales := self.net.store.scales) is not None:
+            scales.load(state.get("fp8"))
         self.skips, self.epochs = state.get("skips", []), state.get("epochs")
         self.blends = History.from_state(state.get("blends"))
         self.net.store.steps = 0 if c.no_load_optim else state.get("optimizer_steps", self.progress.iteration)
@@ -191,6 +193,8 @@ class State:
         state = dataclasses.asdict(p) | self.sizes | {"schedule": schedule, "loss_scale": self.scaler.state()}
         state |= {"skips": self.skips, "optimizer_steps": self.net.store.steps, "network": self.net.name}
         state |= {"epochs": self.epochs, "blends": blends}
+        if (scales := self.net.store.scales) is not None:
+            state["fp8"] = scales.state(self.team.gather)
         best = p.best_iteration if self.config.checkpoint.keep_best else None
         return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), best)
 

@@ -1,0 +1,195 @@
+"""Tiny runs in fp8, whose products are emulated: the losses, resumption, and other layouts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from helpers import TINY_FLAGS, free_port, read_losses
+from meshwright import device as devices
+from meshwright.__main__ import main
+from meshwright.checkpoint.publish import step_folder
+from meshwright.data.format.writer import Writer
+from meshwright.errors import UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import Precision, TrainConfig
+from ranks import run_programs
+
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
+
+# Two micro-batches a step; a loss after each validation would show what it left behind.
+FP8 = "--bf16 --fp8-format hybrid --attention-dropout 0 --eval-interval 2 --lr 3e-3 --lr-decay-iters 8".split()
+HISTORY = "--fp8-amax-history-len 3 --fp8-amax-compute-algo max".split()
+
+
+@pytest.fixture(autouse=True)
+def emulation(monkeypatch):
+    monkeypatch.setattr(devices, "has_fp8", lambda device: True)
+
+
+def test_a_cpu_has_no_fp8(run, monkeypatch):
+    monkeypatch.undo()
+    result = run(*FP8)
+    assert result.status == 2 and "needs a GPU of NVIDIA with fp8" in result.err
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory):
+    """Texts that count up, which a tiny model soon predicts."""
+    prefix = tmp_path_factory.mktemp("counting") / "a"
+    with Writer(prefix, np.int32) as writer:
+        for _ in range(40):
+            writer.add(np.arange(60))
+            writer.end_document()
+    data = f"--no-mock-data --data-path {prefix} --split 100,0,0 --eval-iters 0 --train-iters 30 --lr 1e-2"
+    return (
+        f"{data} --tokenizer-type NullTokenizer --num-layers 3 --bf16 --hidden-dropout 0 --attention-dropout 0".split()
+    )
+
+
+@pytest.fixture(scope="module")
+def base(counting, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    assert main(["train", *TINY_FLAGS, *counting, "--run-dir", str(folder)]) == 0
+    return read_losses(folder)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--fp8-format=e4m3"],
+        ["--fp8-format=hybrid", *HISTORY],
+        ["--fp8-format=e4m3", "--fp8-margin=1", "--first-last-layers-bf16"],
+    ],
+)
+def test_losses_fall_as_in_bfloat16(run, counting, base, more):
+    losses = run(*counting, *more).losses
+    assert losses != base and base[-1] < base[0] - 2
+    assert max(abs(a - b) for a, b in zip(base, losses, strict=True)) < 0.15
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--fp8-format=e4m3"],
+        ["--fp8-margin=3"],  # a power of 2 changes only what underflows
+        HISTORY,
+        HISTORY[:2],
+        ["--first-last-layers-bf16", "--num-layers-at-start-in-bf16=0"],
+        ["--first-last-layers-bf16", "--num-layers-at-end-in-bf16=0"],
+    ],
+)
+def test_each_flag_changes_the_losses(run, more):
+    losses = run(*FP8).losses
+    is_idle = more == HISTORY[:2]  # the latest amax decides
+    assert (run(*FP8, *more).losses == losses) == is_idle
+
+
+def test_which_layers():
+    def layers(**given):
+        return [i for i in range(6) if Precision(bf16=True, fp8_format="e4m3", **given).multiplies_fp8(i, 6)]
+
+    assert layers() == [0, 1, 2, 3, 4, 5]
+    assert layers(first_last_layers_bf16=True) == [1, 2, 3, 4]
+    ends = dict(num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=0)
+    assert layers(**ends) == [0, 1, 2, 3, 4, 5] and layers(first_last_layers_bf16=True, **ends) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("", "needs bfloat16 around it, and all else is float32; give --bf16"),
+        ("--fp16", "needs bfloat16 around it, and --fp16 scales the loss for its own range"),
+        ("--bf16 --fp8-recipe mxfp8", "--fp8-recipe"),
+        ("--bf16 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, which cuts the products"),
+        ("--bf16 --zero-stage 3 --world-size 2", "ZeRO 3, which keeps no weights to be cast"),
+        ("--bf16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "--pipeline-schedule zero-bubble"),
+        ("--bf16 --ffn-hidden-size 40", "--ffn-hidden-size 40 is not a multiple of 16"),
+        ("--bf16 --first-last-layers-bf16", "leaves none of 2 layers"),
+    ],
+)
+def test_refusals(argv, message):
+    with pytest.raises(UserError) as caught:
+        flags.parse(TrainConfig, [*TINY_FLAGS, "--fp8-format=e4m3", *argv.split()], "meshwright train")
+    assert message in str(caught.value)
+
+
+def train(folder, *more):
+    argv = [*TINY_FLAGS, *FP8, *HISTORY, "--train-iters=8", "--save", str(folder), "--load", str(folder), *more]
+    assert main(["train", *argv]) == 0
+
+
+def saved(folder):
+    """Return the last step's tensors and scales."""
+    step = step_folder(folder, 8)
+    state = json.loads((step / "state.json").read_text())
+    return safetensors.torch.load_file(step / "rank_00000.safetensors"), state["fp8"]
+
+
+def test_a_stopped_run_is_the_same_run(tmp_path):
+    train(tmp_path / "whole")
+    for _ in range(3):
+        train(tmp_path / "parts", "--exit-interval=3")
+    assert read_losses(tmp_path / "parts") == read_losses(tmp_path / "whole")
+    (tensors, scales), (wanted, wanted_scales) = saved(tmp_path / "parts"), saved(tmp_path / "whole")
+    assert scales == wanted_scales and len(scales["scales"]) == 2 * 4 * 3
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_without_saved_scales_it_begins_anew(tmp_path, monkeypatch):
+    """As from a checkpoint in bfloat16."""
+    train(tmp_path / "whole")
+    monkeypatch.setattr("meshwright.kernels.fp8.Scales.load", lambda scales, state: None)
+    for _ in range(3):
+        train(tmp_path / "parts", "--exit-interval=3")
+    a, b = read_losses(tmp_path / "parts"), read_losses(tmp_path / "whole")
+    assert a[:3] == b[:3] and a[3:] != b[3:] and a == pytest.approx(b, abs=0.05)
+
+
+def test_a_checkpoint_is_that_of_bfloat16(tmp_path):
+    train(tmp_path / "run")
+    assert all(x.dtype is torch.float32 for x in saved(tmp_path / "run")[0].values())
+    argv = [*TINY_FLAGS, "--bf16", "--train-iters=9", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run")]
+    assert main(["train", *argv, "--override-opt_param-scheduler"]) == 0
+
+
+@pytest.mark.parametrize("more", ["--recompute-granularity=full --recompute-method=uniform", "--micro-batch-size=auto"])
+def test_how_it_is_run_changes_nothing(run, monkeypatch, more):
+    monkeypatch.setattr("meshwright.training.memory.find_largest", lambda attempt, *rest: (attempt(4), 2)[1:] * 2)
+    assert run(*FP8, *more.split()).losses == run(*FP8).losses
+
+
+LAYOUTS = {
+    "dp2": "--zero-stage=0",
+    "zero1": "--zero-stage=1",
+    "zero2": "--zero-stage=2",
+    "pp2": "--pipeline-model-parallel-size=2 --micro-batch-size=2",
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[pytest.mark.long] * (x in ("dp2", "zero2"))) for x in LAYOUTS]
+)
+def test_layouts_have_the_same_scales(tmp_path, layout):
+    """Two ranks of a sample each multiply as one with two; only the order of sums differs."""
+    train(tmp_path / "one")
+    script = tmp_path / "fp8.py"
+    script.write_text(
+        "import sys\nfrom meshwright import device\nfrom meshwright.__main__ import main\n"
+        "device.has_fp8 = lambda device: True\nsys.exit(main(['train', *sys.argv[1:]]))\n"
+    )
+    environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = [*TINY_FLAGS, *FP8, *HISTORY, "--train-iters=8", "--micro-batch-size=1", *LAYOUTS[layout].split()]
+    argv += ["--save", str(tmp_path / "two")]
+    each = [environ | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(2)]
+    statuses, outputs = run_programs(script, [argv] * 2, each, tmp_path)
+    assert statuses == [0, 0], outputs[0][-3000:]
+    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), abs=2e-3)
+    one, two = (json.loads((step_folder(tmp_path / x, 8) / "state.json").read_text())["fp8"] for x in ("one", "two"))
+    assert two["recipe"] == one["recipe"] and two["scales"].keys() == one["scales"].keys()
+    for name, row in one["scales"].items():
+        assert two["scales"][name] == pytest.approx(row, rel=0.1), name
