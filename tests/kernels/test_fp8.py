@@ -82,7 +82,7 @@ def network(recipe=PLAIN, inside=32, outside=48, rows=40, dtype=torch.bfloat16):
 
 def emulated(x, dtype):
     """Return x as it is after a cast by its own amax."""
-    scale = LARGEST[dtype] / x.float().abs().max()
+    scale = torch.tensor(LARGEST[dtype]) / x.float().abs().max()  # a number / x is a product with 1 / x
     return (x.float() * scale).to(dtype).float() / scale
 
 
