@@ -30,7 +30,16 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
-from meshwright.kernels import columns_triton, dropout, norm_plain, norm_triton  # noqa: E402
+from meshwright.kernels import (  # noqa: E402
+    activation,
+    activation_triton,
+    columns_triton,
+    dropout,
+    heads,
+    heads_triton,
+    norm_plain,
+    norm_triton,
+)
 
 DEVICE = "cuda" if GPU else "cpu"
 SETS_BYTES = 256 << 20  # of all sets of inputs, five times the L2 cache of an H200
@@ -164,7 +173,131 @@ def column_cases() -> Iterator[Case]:
         )
 
 
-GROUPS: list[Callable[[], Iterator[Case]]] = [norm_cases, column_cases]  # a part adds its own here
+def activation_cases() -> Iterator[Case]:
+    """GELU and SwiGLU in bf16; backward also sums the columns."""
+    for n, width in shapes((32768, 4096), (1024, 4096)):
+        yield from activation_pair("gelu-tanh", n, width)
+    for n, width in shapes((16384, 5504)):
+        yield from activation_pair("swiglu", n, width)
+
+
+def activation_pair(kind: str, n: int, width: int) -> Iterator[Case]:
+    inputs = 2 if kind == "swiglu" else 1
+    yield Case(
+        f"activation {kind} forward",
+        f"{n} x {inputs} x {width}",
+        lambda: (draw(n, inputs * width),),
+        lambda u: [activation_triton.forward(kind, u)],
+        lambda u: [activation.forward(kind, u.double())],
+        n * width * 2 * (inputs + 1),
+        variants=activation_blocks,
+    )
+    yield Case(
+        f"activation {kind} backward",
+        f"{n} x {inputs} x {width}",
+        lambda: (draw(n, inputs * width), draw(n, width)),
+        lambda u, grad: activation_triton.backward(kind, u, grad, True),
+        lambda u, grad: activation.backward(kind, u.double(), grad.double(), True),
+        n * width * 2 * (2 * inputs + 1),
+        compared=lambda out: (out[0], out[1].sum(0)),  # type: ignore[union-attr]
+        variants=activation_tiles,
+    )
+
+
+def activation_blocks() -> Iterator[str]:
+    known = activation_triton.BLOCK, activation_triton.WARPS
+    try:
+        for block, warps in ((1024, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8)):
+            activation_triton.BLOCK, activation_triton.WARPS = block, warps
+            yield f"block {block}, {warps} warps"
+    finally:
+        activation_triton.BLOCK, activation_triton.WARPS = known
+
+
+def activation_tiles() -> Iterator[str]:
+    """Vary both tiles at once: the number of rows chooses between them."""
+    known = activation_triton.TILE, activation_triton.SMALL
+    tile = known[0]
+    tried = [tile._replace(stages=n) for n in (1, 3, 4)] + [tile._replace(rows=n) for n in (32, 64, 256)]
+    tried += [tile._replace(step=n) for n in (8, 32)] + [tile._replace(columns=256, step=n, warps=8) for n in (8, 16)]
+    try:
+        for other in tried:
+            activation_triton.TILE = activation_triton.SMALL = other
+            yield str(other)
+    finally:
+        activation_triton.TILE, activation_triton.SMALL = known
+
+
+def heads_cases() -> Iterator[Case]:
+    """Attention's first product in bf16: GPT's heads, then with RoPE, then grouped with RoPE."""
+    gpt, grouped = heads.Sizes(16, 1, 64), heads.Sizes(8, 4, 128)
+    for b, t in shapes((32, 1024), (1, 1024)):
+        yield heads_backward(b, t, gpt, rotated=False)
+        yield heads_forward(b, t, gpt)
+        yield heads_backward(b, t, gpt, rotated=True)
+    for b, t in shapes((8, 2048)):
+        yield heads_forward(b, t, grouped)
+        yield heads_backward(b, t, grouped, rotated=True)
+
+
+def angles(t: int, sizes: heads.Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = draw(1, t, 1, sizes.head_dim // 2, dtype=torch.float32)
+    return angle.cos(), angle.sin()
+
+
+def heads_shape(b: int, t: int, sizes: heads.Sizes) -> str:
+    return f"{b} x {t} x ({sizes.groups * sizes.per_group} + 2 x {sizes.groups}) x {sizes.head_dim}"
+
+
+def heads_forward(b: int, t: int, sizes: heads.Sizes) -> Case:
+    groups, per_group, dim = sizes
+    return Case(
+        "heads forward, RoPE",
+        heads_shape(b, t, sizes),
+        lambda: (draw(b, t, groups * (per_group + 2) * dim), angles(t, sizes)),
+        lambda qkv, rotation: heads_triton.rotate(qkv, sizes, rotation),
+        lambda qkv, rotation: heads.forward(qkv.double(), sizes, rotation)[:2],
+        b * t * groups * (per_group + 1) * dim * 2 * 2,
+        variants=heads_tiles,
+    )
+
+
+def heads_backward(b: int, t: int, sizes: heads.Sizes, rotated: bool) -> Case:
+    groups, per_group, dim = sizes
+
+    def make() -> tuple[Any, ...]:
+        grads = (draw(b, n, t, dim).transpose(1, 2) for n in (groups * per_group, groups, groups))
+        return tuple(grads), angles(t, sizes) if rotated else None
+
+    return Case(
+        f"heads backward{', RoPE' if rotated else ''}",
+        heads_shape(b, t, sizes),
+        make,
+        lambda grads, rotation: heads_triton.pack(grads, sizes, rotation, True),
+        lambda grads, rotation: heads.backward(*doubled(grads), sizes, rotation, True),
+        b * t * groups * (per_group + 2) * dim * 2 * 2,
+        compared=lambda out: (out[0], out[1].sum(0)),  # type: ignore[union-attr]
+        variants=heads_tiles,
+    )
+
+
+def heads_tiles() -> Iterator[str]:
+    known = heads_triton.TILE
+    tried = [known._replace(stages=n) for n in (1, 3, 4)] + [known._replace(samples=n) for n in (1, 4, 32)]
+    tried += [known._replace(step=n, warps=w) for n, w in ((16, 2), (16, 4), (32, 2), (64, 4), (64, 8))]
+    try:
+        for heads_triton.TILE in tried:
+            yield str(heads_triton.TILE)
+    finally:
+        heads_triton.TILE = known
+
+
+GROUPS: list[Callable[[], Iterator[Case]]] = [
+    norm_cases,
+    column_cases,
+    activation_cases,
+    heads_cases,
+]  # a part adds its own here
 
 
 def seconds(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], least: float = LEAST_SECONDS) -> float:

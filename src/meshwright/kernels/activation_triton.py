@@ -118,15 +118,15 @@ def _backward(  # type: ignore[no-untyped-def]
             tl.store(partials + part * width + columns + c, tl.sum(total_up, 0), mask=c < columns)
 
 
-def forward(kind: str, u: Tensor, block: int = BLOCK, warps: int = WARPS) -> Tensor:
+def forward(kind: str, u: Tensor) -> Tensor:
     """Return the activation of u."""
     u, gated = u.contiguous(), kind in GATES
     a = u.new_empty(*u.shape[:-1], u.shape[-1] // 2) if gated else torch.empty_like(u)
     columns = a.shape[-1] if gated else a.numel()  # without a gate the rows do not matter
-    blocks = triton.cdiv(columns, block)
+    blocks = triton.cdiv(columns, BLOCK)
     with torch.accelerator.device_index(u.device.index):
         _forward[(a.numel() // columns * blocks,)](
-            u, a, columns, blocks, GATES.get(kind, kind), gated, block, num_warps=warps
+            u, a, columns, blocks, GATES.get(kind, kind), gated, BLOCK, num_warps=WARPS
         )
     return a
 

@@ -234,9 +234,9 @@ def _pack(  # type: ignore[no-untyped-def]
     )
 
 
-def rotate(qkv: Tensor, sizes: Sizes, rotation: Rotation, tile: Tile = TILE) -> tuple[Tensor, Tensor]:
+def rotate(qkv: Tensor, sizes: Sizes, rotation: Rotation, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Return the rotated queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
-    qkv, (b, t, _), (groups, per_group, dim) = qkv.contiguous(), qkv.shape, sizes
+    tile, qkv, (b, t, _), (groups, per_group, dim) = tile or TILE, qkv.contiguous(), qkv.shape, sizes
     q, k = (qkv.new_empty(b, t, heads, dim) for heads in (groups * per_group, groups))
     cos, sin = (x.contiguous() for x in rotation)
     with torch.accelerator.device_index(qkv.device.index):
@@ -251,7 +251,7 @@ def pack(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
-    (b, t, _, _), (groups, per_group, dim) = dq.shape, sizes
+    tile, (b, t, _, _), (groups, per_group, dim) = tile or TILE, dq.shape, sizes
     packed = dq.new_empty(b, t, groups * (per_group + 2) * dim)
     cos, sin = (x.contiguous() for x in rotation or (dq.new_empty(1, t, 1, 0),) * 2)
     parts = _parts(b, t, tile)
