@@ -1,6 +1,5 @@
 """Around the steps of a run: early ends, skipped ranges, checkpoints, resuming and the log."""
 
-import gzip
 import io
 import json
 import os
@@ -305,16 +304,6 @@ def test_tensorboard(run, tmp_path):
     assert points == pytest.approx({i: x for i, x in enumerate(got.column("loss"), 1) if i % 2 == 0})
     run("--tensorboard")  # without a folder of its own: beside the run
     assert list((tmp_path / "run1" / "tensorboard").glob("events*"))
-
-
-def test_profile(run, tmp_path):
-    """From step 2 to 3, and until the run ends; small, because torch takes seconds for a table."""
-    small = ("--profile", "--num-layers", 1, "--eval-iters", 0, "--train-iters", 3)
-    got = run(*small, "--profile-step-start", 2, "--profile-step-end", 3)
-    assert got.status == 0 and "Self CPU" in got.out
-    (trace,) = (tmp_path / "run0" / "profile").iterdir()
-    assert trace.name == "trace_2_3.json.gz" and json.loads(gzip.open(trace).read())["traceEvents"]
-    assert "Self CPU" in run(*small, "--profile-step-start", 3, "--profile-step-end", 100).out
 
 
 SMI = """#!/bin/sh

@@ -36,7 +36,8 @@ from meshwright.tokenizers import Tokenizer
 from meshwright.training import folder as run_folder
 from meshwright.training import memory, network
 from meshwright.training.lines import FORMS, MEGATRON, Check
-from meshwright.training.metrics import Attempt, Metrics, Timers, profiler
+from meshwright.training.metrics import Attempt, Metrics, Timers
+from meshwright.training.profile import profiler
 from meshwright.training.resume import Progress, State
 from meshwright.training.screen import Beginning, LineScreen
 from meshwright.training.sizes import describe_long_step, parameters_of_ranks

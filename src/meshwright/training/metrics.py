@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from meshwright.launch.world import find_world
 from meshwright.progress import new_bar
 from meshwright.report.history import final_loss
 from meshwright.settings import flags
-from meshwright.settings.schema import Logging, TrainConfig
+from meshwright.settings.schema import TrainConfig
 from meshwright.training.folder import LivePage
 from meshwright.training.lines import FORMS, MEGATRON, Check, Interval, in_deepspeeds_form
 from meshwright.training.screen import LineScreen
@@ -349,34 +349,3 @@ class Timers:
             ranks = "".join(f"\n     rank {rank:2d}: {one:.2f}" for rank, one in enumerate(ms))
             value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
             say(f"    {name} {'.' * (47 - len(name))}{value[self.option]}")
-
-
-@contextlib.contextmanager
-def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with each step's number before the step.
-
-    From --profile-step-start to --profile-step-end torch's profiler runs; then it writes a trace
-    and prints a table of the longest operations.
-    """
-
-    @contextlib.contextmanager
-    def traced() -> Iterator[None]:
-        with torch.profiler.profile(activities=devices.profiler_activities(device)) as profile:
-            yield
-        order = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
-        say(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
-        if folder is not None:
-            trace = folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
-            trace.parent.mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(trace))
-            remark(f" > wrote {trace} (open it at ui.perfetto.dev or chrome://tracing)")
-
-    with contextlib.ExitStack() as running:
-
-        def before_step(iteration: int) -> None:
-            if g.profile and iteration == g.profile_step_start:
-                running.enter_context(traced())
-            elif iteration == g.profile_step_end:
-                running.close()
-
-        yield before_step

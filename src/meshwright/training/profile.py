@@ -1,0 +1,184 @@
+"""--profile: a trace of some steps by torch's profiler, and a summary of where their time went."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import gzip
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import device as devices
+from meshwright.console import remark, say
+from meshwright.settings.schema import Logging
+
+# The kinds of work by their kernels' or operators' names; the first that matches counts.
+KINDS = {
+    "communication": r"nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter",
+    "attention": r"flash|fmha|sdpa|attention|attn|cudnn.*(bprop|fprop)",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|split_?k|scaled_mm|symm|syrk|\b(add|b|badd)?mm\b",
+}
+MEMORY_BOUND = "memory-bound"
+# At each moment one kind counts, in this order: communication only where nothing is computed.
+ORDER = ("matrix products", "attention", MEMORY_BOUND, "communication")
+IDLE = "idle"
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace that run on the device
+LARGEST = 15
+NAME = 72  # columns of a kernel's name
+
+Span = tuple[float, float]  # begin and end in microseconds
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    kind: str
+    ms: float  # a step
+    calls: float  # a step
+    share: float  # of all kernels' time
+
+
+@dataclass(frozen=True)
+class Summary:
+    ms: float  # a step, from the first kernel to the end of the last
+    shares: dict[str, float]  # of that time, by kind; the sum is 1
+    hidden_communication: float  # share of that time in which communication ran beside other work
+    kernels: list[Kernel]  # the largest
+
+    def lines(self) -> list[str]:
+        parts = [f"{kind} {share:.1%}" for kind, share in self.shares.items()]
+        out = [f"{self.ms:.2f} ms a step: {', '.join(parts)}"]
+        if self.hidden_communication:
+            out.append(f"communication beside other work: {self.hidden_communication:.1%}")
+        out.append(f"{'ms a step':>10}{'share':>8}{'calls':>8}  largest kernels")
+        for k in self.kernels:
+            out.append(f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}  {shorten(k.name)} ({k.kind})")
+        return out
+
+
+def summarise(trace: Path, steps: int) -> Summary | None:
+    """Return the summary of a trace file of torch's profiler; None if no work is in it."""
+    with gzip.open(trace) if trace.suffix == ".gz" else trace.open("rb") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    on_device = [e for e in events if e.get("cat") in KERNELS]
+    operators = own_time(e for e in events if e.get("cat") == "cpu_op")
+    kernels = ((e["name"], [(e["ts"], e["ts"] + e["dur"])]) for e in on_device)
+    spans, calls = defaultdict[str, list[Span]](list), Counter[str]()
+    for name, parts in kernels if on_device else operators:
+        spans[name] += parts
+        calls[name] += 1
+    if not spans:
+        return None
+    by_kind = defaultdict[str, list[Span]](list)
+    for name, found in spans.items():
+        by_kind[kind_of(name)] += found
+    begin, end = min(s[0] for found in spans.values() for s in found), max(s[1] for f in spans.values() for s in f)
+    taken, shares = list[Span](), dict[str, float]()
+    for kind in ORDER:
+        before = length(taken)
+        taken = union(taken + by_kind[kind])
+        shares[kind] = (length(taken) - before) / (end - begin)
+    shares[IDLE] = 1 - length(taken) / (end - begin)
+    hidden = length(union(by_kind["communication"])) / (end - begin) - shares["communication"]
+    times = {name: sum(b - a for a, b in found) for name, found in spans.items()}
+    largest = sorted(times, key=lambda name: -times[name])[:LARGEST]
+    rows = [
+        Kernel(n, kind_of(n), times[n] / 1e3 / steps, calls[n] / steps, times[n] / sum(times.values())) for n in largest
+    ]
+    return Summary((end - begin) / 1e3 / steps, shares, hidden, rows)
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), MEMORY_BOUND)
+
+
+def union(spans: list[Span]) -> list[Span]:
+    """Return the spans in order, those that touch as one."""
+    out = list[Span]()
+    for a, b in sorted(spans):
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], b))
+        else:
+            out.append((a, b))
+    return out
+
+
+def length(spans: list[Span]) -> float:
+    return sum(b - a for a, b in spans)
+
+
+def own_time(operators: Iterable[dict[str, Any]]) -> Iterator[tuple[str, list[Span]]]:
+    """Yield each operator on a CPU, and its time apart from that of the operators it called."""
+    threads = defaultdict[Any, list[dict[str, Any]]](list)
+    for e in operators:
+        threads[e["tid"]].append(e)
+    for found in threads.values():
+        found.sort(key=lambda e: (e["ts"], -e["dur"]))
+        starts = [e["ts"] for e in found]
+        for n, e in enumerate(found):
+            at, end, parts = e["ts"], e["ts"] + e["dur"], list[Span]()
+            for inner in found[n + 1 : bisect.bisect_left(starts, end)]:
+                if inner["ts"] > at:
+                    parts.append((at, inner["ts"]))
+                at = max(at, inner["ts"] + inner["dur"])
+            yield e["name"], [*parts, (at, end)] if at < end else parts
+
+
+def shorten(name: str) -> str:
+    """Return a kernel's name without its arguments and return type."""
+    plain = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
+    plain = re.sub(r"\(.*", "", plain) if not plain.startswith("Memc") else plain
+    return plain if len(plain) <= NAME else plain[: NAME - 1] + "…"
+
+
+@contextlib.contextmanager
+def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with each step's number before the step.
+
+    From --profile-step-start to --profile-step-end torch's profiler runs; then it writes a trace
+    and a summary, and prints the summary and a table of the longest operations.
+    """
+    begun = [0]  # the last step that began
+
+    @contextlib.contextmanager
+    def traced() -> Iterator[None]:
+        with torch.profiler.profile(activities=devices.profiler_activities(device)) as profile:
+            yield
+            devices.synchronize(device)
+        order = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
+        say(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
+        if folder is not None:
+            trace = folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
+            trace.parent.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(trace))
+            steps = min(begun[0] + 1, g.profile_step_end) - g.profile_step_start
+            write_summary(trace, steps)
+            remark(f" > wrote {trace} (open it at ui.perfetto.dev or chrome://tracing)")
+
+    with contextlib.ExitStack() as running:
+
+        def before_step(iteration: int) -> None:
+            if g.profile and iteration == g.profile_step_start:
+                running.enter_context(traced())
+            elif iteration == g.profile_step_end:
+                running.close()
+            begun[0] = iteration
+
+        yield before_step
+
+
+def write_summary(trace: Path, steps: int) -> None:
+    """Write summary.txt and summary.json beside the trace, and add the first to the log."""
+    if (found := summarise(trace, max(steps, 1))) is None:
+        return
+    text = "\n".join(found.lines())
+    say(text)
+    (trace.parent / "summary.txt").write_text(text + "\n")
+    (trace.parent / "summary.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
