@@ -235,7 +235,7 @@ TABLE = {
         "timing_log_level": "test_loop.py::test_timers",
         "timing_log_option": "test_loop.py::test_timers",
         **dict.fromkeys("wandb_project wandb_exp_name wandb_save_dir".split(), "test_trackers.py::test_wandb"),
-        **dict.fromkeys("profile profile_step_start profile_step_end".split(), "test_loop.py::test_profile"),
+        **dict.fromkeys("profile profile_step_start profile_step_end".split(), "test_profile.py::test_profile"),
         "steps_per_print": "test_loop.py::test_deepspeeds_lines",
         "nvidia_smi_at": "test_loop.py::test_nvidia_smi",
     },

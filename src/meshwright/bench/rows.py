@@ -17,6 +17,7 @@ SMALL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length
 TINY = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 4"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
+FP8 = "--fp8-format e4m3"
 # What all rows but those of presets share.
 RECIPE = "--lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0"
 
@@ -50,6 +51,8 @@ def of_345m() -> list[Row]:
         row("345M accumulation 4 x 16", A, 4, 64, steps=20),
         row("345M dropout 0, micro-batch 2", f"{A} {DRY}", 2, steps=60),
         row("345M dropout 0, micro-batch 64", f"{A} {DRY}", 64, steps=20),
+        row("345M fp8", f"{A} {DRY} {FP8}", 32),
+        row("345M fp8, micro-batch 64", f"{A} {DRY} {FP8}", 64, steps=20),
         row("345M Muon", f"{A} {DRY} --optimizer muon", 32),
         row("345M Muon, 16 micro-batches", f"{A} {DRY} --optimizer muon", 32, 512, steps=10),
         row("345M, 16 micro-batches", f"{A} {DRY}", 32, 512, steps=10),
@@ -78,8 +81,10 @@ def of_sizes() -> list[Row]:
         row("345M", f"{A} {DRY}", 32, peers=(32, 64, 16)),
         row("1.3B", f"{B} {DRY}", 16, steps=20, peers=(16, 8, 32)),
         row("1.3B dropout 0.1", B, 16, steps=20, peers=(16, 8, 32)),
+        row("1.3B fp8", f"{B} {DRY} {FP8}", 16, steps=20),
         row("1.3B Llama", llama, 16, steps=20, peers=(16, 8, 32)),
         row("2.7B", f"{C} {DRY}", 8, steps=12, peers=(4, 8, 2)),
+        row("2.7B fp8", f"{C} {DRY} {FP8}", 8, steps=12),
         row("2.7B dropout 0.1", C, 8, steps=12, peers=(4, 8, 2)),
     ]
 
