@@ -211,6 +211,21 @@ def test_compiled_layers_are_whole_graphs(line):
     check([line], steps=2, around=traced)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 --swiglu "
+        "--ffn-hidden-size 48 --position-embedding-type rope",
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --global-batch-size 8",
+        pytest.param("--world-size 2 --zero-stage 3 --recompute-granularity full", marks=pytest.mark.long),
+        pytest.param("--world-size 2 --zero-stage 2", marks=pytest.mark.long),
+        pytest.param("--world-size 2 --context-parallel-size 2 --num-query-groups 2", marks=pytest.mark.long),
+    ],
+)
+def test_fused_blocks(line):
+    check([f"{line} --fused-kernels on"], steps=2)
+
+
 # A prime vocabulary size
 
 UNTIED = "--untie-embeddings-and-output-weights"

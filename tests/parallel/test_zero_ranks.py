@@ -303,7 +303,7 @@ def check_non_finite(layout, dtype):
             for micro in (0, 1):
                 value, sink = next(bad), getattr(model.get_parameter(name), "sink", None) if here and name else None
 
-                def spoil(*parts, at=at, value=value, sink=sink, micro=micro):
+                def spoil(*parts, store=store, at=at, value=value, sink=sink, micro=micro):
                     if store.last == bool(micro):
                         sink.begin()[0].view(-1)[at] = value
                     type(sink).end(sink, *parts)

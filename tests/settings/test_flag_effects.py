@@ -320,13 +320,20 @@ def test_compile(run, base, monkeypatch):
     assert "--compile on has no effect on layers with the reference attention" in out and len(made) == 2
 
 
+def test_fused_kernels(run, base):
+    """`on` takes the blocks of fused kernels, whose numbers differ by rounding, `auto` on a GPU."""
+    assert run("--fused-kernels", "off").losses == run().losses == base
+    got = run("--fused-kernels", "on")
+    assert "running the block of fused kernels" in got.out
+    assert got.losses == pytest.approx(base, rel=1e-5) and got.losses != base
+
+
 def test_loss_mean_weighs_tokens_or_micro_batches():
     """Two micro-batches, one of them nearly all masked."""
     from helpers import TINY
     from meshwright.data.loader import Batch
     from meshwright.model.gpt import GPT, initialise
     from meshwright.model.loss import token_losses
-    from meshwright.model.pick import pick
     from meshwright.parallel.zero import ParameterStore, StoreSpec
     from meshwright.settings.schema import Optimizer
     from meshwright.training.step import Network, StepSettings, train_step
@@ -340,7 +347,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     masks[1, :, 1:] = 0
     for how, parts in (("global", [0, 1]), ("microbatch", [0, 1]), ("first", [0]), ("second", [1])):
         with torch.device("meta"):
-            model = GPT(TINY, 64, 64, 16, pick(TINY, cpu)[0])
+            model = GPT(TINY, 64, 64, 16)
         params = ParameterStore(model, StoreSpec(Optimizer(lr=1.0), torch.float32, cpu, 64))
         params.initialise(lambda masters: initialise(masters, TINY, 64, 1))
         params.publish_weights()

@@ -128,6 +128,7 @@ TABLE = {
         ),
         "checkpoint_in_cpu": E + "test_inputs_of_recomputed_layers_in_host_memory",
         "compile": E + "test_compile",
+        "fused_kernels": E + "test_fused_kernels",
     },
     "optimizer": {
         "optimizer": LOSSES,

@@ -222,7 +222,7 @@ def test_the_block_adds_attention_and_mlp(example):
     for layer in network.h.values():
         y = layer.ln_1(x)
         x = x + layer.attn(y, shared) + layer.mlp(y)
-    torch.testing.assert_close(got, network.head(x))
+    torch.testing.assert_close(got, network.head(network.ln_f(x)))
 
 
 def test_answer(example):

@@ -20,7 +20,6 @@ from meshwright.errors import BAD_DATA, UserError, not_a_run
 from meshwright.generation import sampling
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
-from meshwright.model.pick import pick
 from meshwright.settings import checks
 from meshwright.settings.schema import Model, Sampling, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
@@ -191,8 +190,7 @@ def load(
     def accept(source: Source) -> Source:
         fit = check_fit(describe(source, given), given, vocabulary)
         with torch.device("meta"):
-            block, _ = pick(fit.model, device)
-            model = GPT(fit.model, fit.vocab, fit.padded, fit.positions, block)
+            model = GPT(fit.model, fit.vocab, fit.padded, fit.positions)
         opened.append((fit, model.to(dtype).to_empty(device=device).eval()))
         return fit.source
 

@@ -47,6 +47,7 @@ class Options:
     inputs_on_host: bool = False  # of recomputed layers
     fp32_residual: bool = False
     compiled: bool = False  # compile each block
+    fused: bool = False  # blocks of fused kernels (fused.py)
 
 
 class Block(nn.Module):
@@ -68,6 +69,11 @@ class Block(nn.Module):
         x = join(y.to(x.dtype) if self.post_norm else x, self.attn(y, shared), after, self.p)
         z = self.ln_2(x)
         return z.to(x.dtype) if self.post_norm else x, self.mlp(z)
+
+    @staticmethod
+    def end(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float, norm: Norm) -> Tensor:
+        """Add the last branch to the stream and return its norm, which the head multiplies."""
+        return norm(join(residual, pending, rows, p))  # type: ignore[no-any-return]
 
 
 def join(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float) -> Tensor:
@@ -97,6 +103,7 @@ class GPT(nn.Module):
         self.wpe = Embedding(positions, m.hidden_size) if m.position == "learned" else None
         self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
+        self.end = block.end
         self.first, self.last = True, True  # has the embedding, has the head
         self.drawn: dict[tuple[int, int, bool], int] = {}  # shape -> numbers that a layer's attention draws
         self.ln_f = Norm(m, m.hidden_size)
@@ -122,7 +129,9 @@ class GPT(nn.Module):
         Only the first `vocab` logits count. A stage that is not the first continues the residual
         `stream`; one that is not the last returns it.
         """
-        shared = share(self.m, where, tokens, next(self.parameters()).dtype, self.options.compiled)
+        shared = share(
+            self.m, where, tokens, next(self.parameters()).dtype, self.options.compiled or self.options.fused
+        )
         sites = self.dropout_rows(where)
         here = [int(i) for i in self.h]
         if stream is not None:
@@ -145,10 +154,11 @@ class GPT(nn.Module):
                     )
             else:
                 residual, pending = self.run(residual, pending, shared, sites, layers)
-        x = join(residual, pending, sites[2 * here[-1] + 2], self.m.hidden_dropout)
+        rows, p = sites[2 * here[-1] + 2], self.m.hidden_dropout
         if not self.last:
-            return x
-        return self.head(x[:, -1:] if last_only else x)
+            return join(residual, pending, rows, p)
+        y = self.end(residual, pending, rows, p, self.ln_f)
+        return self.head(y[:, -1:] if last_only else y)
 
     def embed(self, tokens: Tensor, where: Where) -> Tensor:
         x = self.wte(tokens)
@@ -218,8 +228,8 @@ class GPT(nn.Module):
         sites = list(dropout.at_sites(rows, count).unbind())
         return [rows if (branches if site else embedding) else None for site, rows in enumerate(sites)]
 
-    def head(self, x: Tensor) -> Tensor:
-        return self.product(self.ln_f(x), self.wte.weight if self.lm_head is None else self.lm_head.weight)
+    def head(self, y: Tensor) -> Tensor:
+        return self.product(y, self.wte.weight if self.lm_head is None else self.lm_head.weight)
 
     product = staticmethod(linear)  # tensor parallelism replaces it, as a Linear's
 

@@ -7,20 +7,23 @@ from torch import nn
 
 from meshwright import device as devices
 from meshwright.model.attention import is_reference
+from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block, Options
 from meshwright.settings.schema import Model, Precision, Training
 
 
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:
     """Return how to run the network on this device."""
-    wanted = devices.has_kernels(device) if t.compile == "auto" else t.compile == "on"
+    suits = devices.has_kernels(device) and p.dtype != "float64" and not m.qk_layernorm and t.compile != "on"
+    fused = suits if t.fused_kernels == "auto" else t.fused_kernels == "on"
+    wanted = devices.has_kernels(device) and not fused if t.compile == "auto" else t.compile == "on"
     compiled = wanted and not is_reference(m.attention_impl, m.attention_dropout, device)
     fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
     recompute = (t.recompute, t.recompute_method, t.recompute_num_layers, t.checkpoint_in_cpu)
-    return Options(*recompute, fp32_residual, compiled)
+    return Options(*recompute, fp32_residual, compiled, fused)
 
 
-def pick(m: Model, device: torch.device, compiled: bool = False) -> tuple[type[Block], str]:
+def pick(m: Model, device: torch.device, options: Options) -> tuple[type[Block], str]:
     """Return the block class, which must equal the plain `Block`, and a description for the log."""
     if m.attention_impl == "reference":
         attention = "reference attention, as asked for"
@@ -28,7 +31,9 @@ def pick(m: Model, device: torch.device, compiled: bool = False) -> tuple[type[B
         attention = "reference attention, whose dropout depends on no micro-batch"
     else:
         attention = "torch's fused attention"
-    how = "compiled" if compiled else "plain"
+    if options.fused:
+        return FusedBlock, f"block of fused kernels on {device.type} with {attention}"
+    how = "compiled" if options.compiled else "plain"
     return Block, f"{how} PyTorch block on {device.type} with {attention}"
 
 

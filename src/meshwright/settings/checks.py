@@ -53,7 +53,12 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     layout, sizes = parallel_problems(c), batch_problems(c)
     has_length = not sizes and not out_of_bounds(t)
     out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
-    out += schedule_problems(c, has_length) + recompute_problems(t, c.model) + data_problems(c.data, needs_data)
+    out += (
+        schedule_problems(c, has_length)
+        + recompute_problems(t, c.model)
+        + kernel_problems(t, c.model)
+        + data_problems(c.data, needs_data)
+    )
     out += logging_problems(c.logging)
     if t.seed >= 2**32 - 2:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
@@ -566,6 +571,15 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
     elif o.start_weight_decay is None or o.end_weight_decay is None:
         style = f"--weight-decay-incr-style {o.weight_decay_incr_style}"
         out.append(f"{style} needs --start-weight-decay and --end-weight-decay")
+    return out
+
+
+def kernel_problems(t: Training, m: Model) -> list[str]:
+    out = []
+    if t.fused_kernels == "on" and t.compile == "on":
+        out.append("--fused-kernels on and --compile on are two ways to run the layers; give one")
+    if t.fused_kernels == "on" and m.qk_layernorm:
+        out.append("--fused-kernels on: they do not norm queries and keys (--qk-layernorm); leave it at auto")
     return out
 
 

@@ -255,7 +255,12 @@ class Training:
     checkpoint_activations: bool = flag(False, "old name of --recompute-granularity full")
     recompute_activations: bool = flag(False, "old name of --recompute-granularity selective")
     deepspeed_activation_checkpointing: bool = flag(False, "Megatron-DeepSpeed's name of --recompute-granularity full")
-    compile: Literal["auto", "on", "off"] = flag("auto", "compile the layers with torch.compile; auto: on a GPU")
+    fused_kernels: Literal["auto", "on", "off"] = flag(
+        "auto", "run the layers by fused Triton kernels; auto: on a GPU, where they compute the model"
+    )
+    compile: Literal["auto", "on", "off"] = flag(
+        "auto", "compile the layers with torch.compile; auto: on a GPU, where the fused kernels do not run"
+    )
 
     @property
     def recompute(self) -> Literal["full", "selective"] | None:

@@ -114,7 +114,7 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
             refuse_what_is_not_saved(custom)
             return [custom], None, name, f"{'compiled' if options.compiled else 'plain'} {name}, a custom model"
         heads = None
-        block, execution = pick.pick(m, spec.device, options.compiled)
+        block, execution = pick.pick(m, spec.device, options)
 
         def make() -> GPT:
             return GPT(m, spec.vocab, spec.padded, spec.positions, block, options)
