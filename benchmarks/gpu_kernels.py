@@ -37,8 +37,11 @@ from meshwright.kernels import (  # noqa: E402
     dropout,
     heads,
     heads_triton,
+    muon_triton,
     norm_plain,
     norm_triton,
+    symmetric,
+    symmetric_triton,
 )
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -292,12 +295,98 @@ def heads_tiles() -> Iterator[str]:
         heads_triton.TILE = known
 
 
-GROUPS: list[Callable[[], Iterator[Case]]] = [
+def symmetric_cases() -> Iterator[Case]:
+    """Muon's products; TFLOP/s are those of the full product, as cuBLAS computes it."""
+    for n, m, k in ((24, 1024, 1024), (24, 1024, 4096), (24, 2048, 8192)) if GPU else ((2, 40, 72),):
+        for kind in ("X X^T", "X X^T, tall", "b R + c R^2") if k == m else ("X X^T", "X X^T, tall"):
+            yield symmetric_case(kind, (n, m, k), by_cublas=False)
+            yield symmetric_case(kind, (n, m, k), by_cublas=True)
+
+
+def symmetric_case(kind: str, shape: tuple[int, int, int], by_cublas: bool) -> Case:
+    n, m, k = shape
+    numbers = (2.0, -4.0, 3.0) if "R" in kind else (1.0, 0.0, 0.0)
+
+    def make() -> tuple[Any, ...]:
+        x = draw(n, k, m, dtype=torch.float16).mT if "tall" in kind else draw(n, m, k, dtype=torch.float16)
+        x = x / k**0.5
+        r = x @ x.mT if "R" in kind else None
+        return x if r is None else r, r
+
+    def exact(a: torch.Tensor, c: torch.Tensor | None) -> Outputs:
+        scale, keep, diagonal = numbers
+        rest = 0.0 if c is None else keep * c.double() + diagonal * torch.eye(m, device=a.device)
+        return [scale * a.double() @ a.double().mT + rest]
+
+    def variants() -> Iterator[str]:
+        known = symmetric_triton.TILES
+        try:
+            tried = [(128, 64, warps, stages) for warps in (4, 8) for stages in (3, 4)]
+            for tiles in (*tried, (128, 32, 4, 5), (128, 128, 8, 2), (64, 64, 4, 4), (64, 128, 4, 3)):
+                symmetric_triton.TILES = symmetric_triton.Tiles(*tiles)
+                yield str(tiles)
+        finally:
+            symmetric_triton.TILES = known
+
+    product = symmetric.plain if by_cublas else symmetric_triton.product
+    return Case(
+        f"symmetric: {kind}{', cuBLAS' if by_cublas else ''}",
+        f"{n} x {m} x {k}",
+        make,
+        lambda a, c: [product(a, a, c, *numbers)],
+        exact,
+        n * (m * k + m * m * (2 if "R" in kind else 1)) * 2,
+        n * 2 * m * m * k,
+        variants=None if by_cublas else variants,
+    )
+
+
+def muon_cases() -> Iterator[Case]:
+    """The elementwise passes over the matrices of 24 layers."""
+    for rows, columns in shapes((1024, 4096), (1024, 1024)):
+        count = 24 if GPU else 2
+        number = torch.full((), 0.5, device=DEVICE)
+
+        def make(rows: int = rows, columns: int = columns, count: int = count) -> tuple[Any, ...]:
+            lists = tuple(list(draw(count, rows, columns, dtype=torch.float32)) for _ in range(2))
+            for some in lists:
+                muon_triton.addresses(some)  # a graph cannot copy them from the host
+            return lists
+
+        def advance(gradients: Any, moments: Any, number: torch.Tensor = number) -> Outputs:
+            ahead, norms = muon_triton.advance(gradients, moments, number, number * 0, 0.95)
+            return [ahead, norms, *moments]
+
+        def ahead(gradients: Any, moments: Any) -> Outputs:
+            now, old = torch.stack(gradients).double() * 2, torch.stack(moments).double()
+            new = old.lerp(now, 0.05)
+            out = now.lerp(new, 0.95)
+            return [out, out.norm(dim=(1, 2)), *new]
+
+        def with_updates(make: Callable[[], tuple[Any, ...]] = make) -> tuple[Any, ...]:
+            weights, updates = make()
+            return weights, torch.stack(updates).half()
+
+        def apply(weights: Any, updates: Any, number: torch.Tensor = number) -> Outputs:
+            muon_triton.apply(weights, updates, number, number, number * 0)
+            return weights  # type: ignore[no-any-return]
+
+        def applied(weights: Any, updates: Any) -> Outputs:
+            return list((torch.stack(weights).double() - updates.double()) / 2)
+
+        shape, size = f"{count} x {rows} x {columns}", count * rows * columns
+        yield Case("muon: advance", shape, make, advance, ahead, size * 14)
+        yield Case("muon: apply", shape, with_updates, apply, applied, size * 10)
+
+
+GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
     norm_cases,
     column_cases,
     activation_cases,
     heads_cases,
-]  # a part adds its own here
+    symmetric_cases,
+    muon_cases,
+]
 
 
 def seconds(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], least: float = LEAST_SECONDS) -> float:

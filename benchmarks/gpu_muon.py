@@ -1,16 +1,12 @@
 """Time of one Muon update on one GPU: torch's, and ours in each form.
 
-    python benchmarks/gpu_muon.py [--models 345M 1.3B] [--tiles 128x64x8x4 128x64x4x3 64x64x4x4]
+    python benchmarks/gpu_muon.py [--models 345M 1.3B] [--tiles 128x64x8x4 128x64x4x3]
 
-Prints for each model, with random weights and gradients:
-
-    update     milliseconds, the matrix flops that the form needs by arithmetic, TFLOP/s, and the
-               largest distance of an update from float64's, relative to it, over the shapes
-    passes     the elementwise kernels, and the share of 4.8 TB/s that they reach
-    products   one batch of symmetric products by cuBLAS and by our kernel with each size of tiles
-               (rows x depth x warps x stages), in ms; TFLOP/s count the full product
-
-A variant that fails is named, and the others go on.
+With random weights and gradients, prints milliseconds (ours in a CUDA graph), the flops that the
+form needs by arithmetic, TFLOP/s, the largest distance of a first update from float64's, relative
+to it, and the memory of the update. The forms with symmetric products run with each size of tiles:
+rows x depth x warps x stages. A variant that fails is named, and the others go on.
+`gpu_kernels.py symmetric muon` has each kernel alone.
 """
 
 from __future__ import annotations
@@ -24,13 +20,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels import muon as passes
 from meshwright.kernels import symmetric, symmetric_triton
 from meshwright.optim import muon
 
 MODELS = {"345M": (24, 1024), "1.3B": (24, 2048), "2.7B": (32, 2560)}  # layers, hidden size
 DEVICE = torch.device("cuda")
-BANDWIDTH = 4.8e12
 LR = 0.02
 
 
@@ -140,91 +134,30 @@ def time_update(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], siz
     return f"{ms:8.2f} ms {work / 1e12:7.2f} TFLOP {work / ms / 1e9:7.0f} TFLOP/s  off {off:.4f}  +{more:.2f} GiB"
 
 
-def updates(size: tuple[int, int]) -> None:
+def updates(size: tuple[int, int], tiles: list[symmetric_triton.Tiles]) -> None:
     layers, hidden = size
     attempt("torch.optim.Muon", lambda: time_update(torchs, size, flops(hidden, layers, False, False)))
     smallest, orthogonalise = symmetric.SMALLEST, muon.orthogonalise
-    for gram, halves in itertools.product((False, True), (False, True)):
-        symmetric.SMALLEST = smallest if halves else 1 << 30
+    for gram, one in itertools.product((False, True), (None, *tiles)):
+        symmetric.SMALLEST = smallest if one else 1 << 30
+        symmetric_triton.TILES = one or symmetric_triton.TILES
         muon.orthogonalise = orthogonalise if gram else functools.partial(orthogonalise, is_gram=False)
-        name = f"ours, {'gram' if gram else 'plain'}, {'symmetric' if halves else 'cuBLAS only'}"
-        work = flops(hidden, layers, gram, halves)
-        attempt(name, lambda work=work: time_update(ours, size, work))
+        products = f"symmetric {'x'.join(map(str, one))}" if one else "cuBLAS"
+        work = flops(hidden, layers, gram, one is not None)
+        attempt(f"{'gram' if gram else 'plain'}, {products}", functools.partial(time_update, ours, size, work))
     symmetric.SMALLEST, muon.orthogonalise = smallest, orthogonalise
-
-
-def elementwise(size: tuple[int, int]) -> None:
-    params = parameters(*size)
-    moments = [torch.zeros_like(p) for p in params]
-    number = torch.ones((), device=DEVICE)
-    for shape, matrices in itertools.groupby(
-        sorted(params, key=lambda p: tuple(p.shape)), key=lambda p: tuple(p.shape)
-    ):
-        some = list(matrices)
-        gradients = [p.grad for p in some if p.grad is not None]
-        moment = [m for m in moments if m.shape == some[0].shape]
-        count = sum(p.numel() for p in some)
-
-        def advance(gradients=gradients, moment=moment) -> Tensor:
-            return passes.advance(gradients, moment, number, number * 0, 0.95)[0]
-
-        ahead, weights = advance(), [p.detach() for p in some]
-
-        def apply(weights=weights, ahead=ahead) -> None:
-            passes.apply(weights, ahead, number, number, number * 0)
-
-        for name, f, bytes_each in (("advance", advance, 14), ("apply", apply, 10)):
-
-            def measured(f=f, bytes_each=bytes_each, count=count) -> str:
-                ms = milliseconds(f)
-                rate = count * bytes_each / ms * 1e3
-                return f"{ms:8.3f} ms {rate / 1e12:7.2f} TB/s  {rate / BANDWIDTH:.0%}"
-
-            attempt(f"{name} {len(some)} x {shape}", measured)
-
-
-def products(size: tuple[int, int], tiles: list[symmetric_triton.Tiles]) -> None:
-    layers, hidden = size
-    batches = {f"square {hidden}": (hidden, hidden, False), f"wide {4 * hidden}": (hidden, 4 * hidden, False)}
-    batches[f"tall {4 * hidden}"] = (hidden, 4 * hidden, True)
-    for name, (m, k, tall) in batches.items():
-        x = torch.randn(layers, k, m, device=DEVICE).mT if tall else torch.randn(layers, m, k, device=DEVICE)
-        x = (x / k**0.5).half()
-        r = torch.bmm(x, x.mT) / 8
-        for with_c in (False, True) if k == m else (False,):
-            a, c = (r, r) if with_c else (x, None)
-            want = a[0].double() @ a[0].double().mT + (2 * r[0].double() if with_c else 0)
-
-            def measured(f: Callable[[], Tensor], want: Tensor = want, m: int = m, k: int = k) -> str:
-                ms = milliseconds(f)
-                off = float((f()[0].double() - want).norm() / want.norm())
-                return f"{ms:8.3f} ms {2 * layers * m * m * k / ms / 1e9:7.0f} TFLOP/s  off {off:.1e}"
-
-            label = f"{name}{' + c' if with_c else ''}"
-            attempt(f"{label}, cuBLAS", lambda a=a, c=c: measured(lambda: symmetric.plain(a, a, c, 1.0, 2.0, 0.0)))
-            for t in tiles:
-
-                def kernel(a: Tensor = a, c: Tensor | None = c, t: symmetric_triton.Tiles = t) -> Tensor:
-                    return symmetric_triton.product(a, a, c, 1.0, 2.0, 0.0, t)
-
-                attempt(f"{label}, {'x'.join(map(str, t))}", lambda kernel=kernel: measured(kernel))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["345M", "1.3B"])
-    standard = "128x64x8x4 128x64x8x3 128x64x4x4 128x64x4x3 128x128x8x3 64x64x4x4 128x32x4x5"
-    parser.add_argument("--tiles", nargs="+", default=standard.split())
+    parser.add_argument("--tiles", nargs="+", default=["128x64x8x4", "128x64x4x3"])
     args = parser.parse_args()
     tiles = [symmetric_triton.Tiles(*map(int, t.split("x"))) for t in args.tiles]
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for name in args.models:
-        print(f"{name}: update")
-        updates(MODELS[name])
-        print(f"{name}: passes")
-        elementwise(MODELS[name])
-        print(f"{name}: products")
-        products(MODELS[name], tiles)
+        print(name)
+        updates(MODELS[name], tiles)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,14 @@ def _advance(  # type: ignore[no-untyped-def]
     block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    gradient = tl.multiple_of(tl.load(gradients + n), ALIGNED).to(tl.pointer_type(tl.float32))
-    moment = tl.multiple_of(tl.load(moments + n), ALIGNED).to(tl.pointer_type(tl.float32))
+    gradient = tl.multiple_of(tl.load(gradients + n).to(tl.pointer_type(tl.float32)), ALIGNED)
+    moment = tl.multiple_of(tl.load(moments + n).to(tl.pointer_type(tl.float32)), ALIGNED)
     now = tl.load(gradient + at, mask=inside, other=0.0) / tl.load(scale)
     old = tl.load(moment + at, mask=inside, other=0.0)
     new = old + (now - old) * (1.0 - momentum)
     ahead = (new - (new - now) * (1.0 - momentum)).to(tl.bfloat16)
-    tl.store(moment + at, new, mask=at < tl.where(tl.load(skipped) == 0.0, size, 0))
+    if tl.load(skipped) == 0.0:
+        tl.store(moment + at, new, mask=inside)
     tl.store(out + n * size + at, ahead, mask=inside)
     rounded = tl.where(inside, ahead.to(tl.float32), 0.0)
     tl.store(squares + n * tl.num_programs(0) + block, tl.sum(rounded * rounded, 0))
@@ -44,11 +45,12 @@ def _apply(weights, updates, kept, rate, skipped, size, ALIGNED: tl.constexpr, B
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    weight = tl.multiple_of(tl.load(weights + n), ALIGNED).to(tl.pointer_type(tl.float32))
+    weight = tl.multiple_of(tl.load(weights + n).to(tl.pointer_type(tl.float32)), ALIGNED)
     old = tl.load(weight + at, mask=inside, other=0.0)
     update = tl.load(updates + n * size + at, mask=inside, other=0.0).to(tl.float32)
     new = old * tl.load(kept) - update * tl.load(rate)
-    tl.store(weight + at, new, mask=at < tl.where(tl.load(skipped) == 0.0, size, 0))
+    if tl.load(skipped) == 0.0:
+        tl.store(weight + at, new, mask=inside)
 
 
 def advance(
