@@ -1,14 +1,14 @@
 """Time and error of each Triton kernel on one GPU, in a table.
 
-usage: python benchmarks/gpu_kernels.py [NAME ...] [--sweep] [--json FILE]
+usage: python benchmarks/gpu_kernels.py [NAME ...] [--shape SHAPE] [--sweep] [--json FILE]
 
-NAME selects kernels by the start of their names; `--sweep` also times each with other numbers of
-warps, programs and stages. A time is the median of five replays of a CUDA graph that runs the
-kernel on several sets of fresh inputs, together larger than the L2 cache. The bandwidth is the
-bytes that the kernel must move, divided by that time, and is compared with a copy of 1 GiB in the
-same run. The error is ||out - exact|| / ||exact|| against float64, the worst of the outputs. A case
-that fails is printed, and the others go on. Without a GPU the kernels run once, tiny, in Triton's
-interpreter: times mean nothing there.
+NAME selects kernels by the start of their names, as "norm backward"; `--sweep` also times each with
+other numbers of warps, programs and stages. A time is the median of five replays of a CUDA graph
+that runs the kernel on several sets of fresh inputs, together larger than the L2 cache. The
+bandwidth is the bytes that the kernel must move, divided by that time, and is compared with a copy
+of 1 GiB in the same run. The error is ||out - exact|| / ||exact|| against float64, the worst of the
+outputs. A case that fails is printed, and the others go on. Without a GPU the kernels run once,
+tiny, in Triton's interpreter: times mean nothing there.
 """
 
 from __future__ import annotations
@@ -128,10 +128,11 @@ def norm_backward(n: int, width: int, p: float) -> Case:
     def variants() -> Iterator[str]:
         block = max(1024, 1 << (width - 1).bit_length())
         known = norm_triton.BACKWARD[block]
-        warps = (known.warps // 2, known.warps, known.warps * 2)
-        tried = [known._replace(warps=w, programs=c) for w in warps for c in (1, 2, 3, 4, 6)]
-        tried += [known._replace(stages=s) for s in (1, 2, 4)] + [known._replace(rows=r) for r in (1, 2, 8, 16)]
-        tried += [known._replace(warps=8, programs=c, registers=128) for c in (2, 4) if block == 4096]
+        doubled_warps = known._replace(warps=known.warps * 2, registers=None)
+        tried = [known._replace(programs=n) for n in (1, 2, 3, 4, 6) if n != known.programs]
+        tried += [doubled_warps._replace(programs=n) for n in (1, 2, 4)]
+        tried += [known._replace(stages=1), known._replace(stages=2), known._replace(registers=None)]
+        tried += [known._replace(rows=2), known._replace(rows=8)]
         try:
             for launch in tried:
                 norm_triton.BACKWARD[block] = launch
@@ -467,6 +468,7 @@ def attempt(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--shape", default="", help="only this one, as it is printed")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -477,6 +479,8 @@ def main() -> None:
     rows = []
     for case in (case for group in GROUPS for case in group()):
         if args.names and not any(case.name.startswith(name) for name in args.names):
+            continue
+        if args.shape and case.shape != args.shape:
             continue
         rows.append(attempt(case, copy))
         for variant in case.variants() if args.sweep and case.variants else ():

@@ -84,13 +84,14 @@ def _reduce(  # type: ignore[no-untyped-def]
 
     Bytes moved: 4 k n C, from the L2 cache if they were just written, and 4 or 8 C for each vector.
     """
-    which, part = tl.program_id(1), count.to(tl.int64) * width
+    which = tl.program_id(1)
+    partials += which.to(tl.int64) * count * width
     if which == 0:
         _reduce_one(partials, first, count, width, ADD_1, ROWS, COLUMNS)
     elif which == 1:
-        _reduce_one(partials + part, second, count, width, ADD_2, ROWS, COLUMNS)
+        _reduce_one(partials, second, count, width, ADD_2, ROWS, COLUMNS)
     else:
-        _reduce_one(partials + 2 * part, third, count, width, ADD_3, ROWS, COLUMNS)
+        _reduce_one(partials, third, count, width, ADD_3, ROWS, COLUMNS)
 
 
 def reduce_into(places: Sequence[tuple[Tensor, bool] | None], partials: Tensor) -> None:

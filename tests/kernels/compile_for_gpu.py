@@ -1,0 +1,148 @@
+"""Compile the Triton kernels for an H100 or H200 on a machine without one, and print what each
+takes.
+
+usage: python tests/kernels/compile_for_gpu.py [NAME ...]
+
+Triton's interpreter accepts programs that the compiler refuses. Here every launch compiles its
+kernel and does not run it, so that the calls below exercise the real launchers; results are noise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from meshwright import device
+from meshwright.kernels import activation, dropout, fp8_triton, gradients, heads, muon, norm, symmetric
+from meshwright.kernels.cross_entropy import cross_entropy
+
+compiled = {}  # by the compiler's key
+
+
+def compile_only() -> None:
+    """Let launches compile for sm_90, and report CPU tensors as if they were on a GPU."""
+    there = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(there)
+    run = JITFunction.run
+
+    def record(self, *args, grid, warmup, **options):  # type: ignore[no-untyped-def]
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled[kernel.hash] = kernel
+
+    JITFunction.run = record
+    device.has_kernels = lambda device: True
+
+
+def take(*shape, dtype=torch.bfloat16):  # type: ignore[no-untyped-def]
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+
+def backward(*outputs):  # type: ignore[no-untyped-def]
+    torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
+
+
+def hashes():  # type: ignore[no-untyped-def]
+    return dropout.rows(1, torch.arange(8))
+
+
+def norms() -> None:
+    for width in (1024, 2560):
+        weights = norm.NormWeights(take(width), take(width), 1e-5)
+        backward(*norm.add_norm(take(8, width), take(8, width), take(width), hashes(), 0.1, weights))
+    weights, wide = norm.NormWeights(take(1024), None, 1e-5, 1.0), take(8, 1024, dtype=torch.float32)
+    backward(*norm.add_norm(wide, take(8, 1024), None, None, 0.0, weights))
+
+
+def norms_of_all_widths() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for width in (64, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192):
+            weights = norm.NormWeights(take(width, dtype=dtype), take(width, dtype=dtype), 1e-5)
+            x, pending, bias = (take(*shape, dtype=dtype) for shape in ((8, width), (8, width), (width,)))
+            backward(*norm.add_norm(x, pending, bias, hashes(), 0.1, weights))
+            backward(*norm.add_norm(x, pending, bias, None, 0.0, weights))
+
+
+def sums() -> None:
+    gradients.from_rows(take(1024), take(64, 1024))
+    gradients.from_rows(take(1000), take(64, 1000, dtype=torch.float32))
+
+
+def losses() -> None:
+    backward(cross_entropy(take(8, 50304), torch.zeros(8, dtype=torch.int64), 50257))
+
+
+def dropouts() -> None:
+    backward(dropout.dropout(take(8, 1024), hashes(), 0.1))
+
+
+def activations() -> None:
+    for kind in ("gelu", "gelu-tanh", "squared-relu"):
+        backward(activation.activate(kind, take(8, 4096), take(4096)))
+    for kind in ("swiglu", "geglu"):
+        backward(activation.activate(kind, take(8, 4096), take(4096)))
+
+
+def splits() -> None:
+    angles = tuple(torch.zeros(1, 8, 1, 32) for _ in range(2))
+    for rotation in (None, angles):
+        backward(*heads.split_heads(take(2, 8, 1536), 4, 4, 64, rotation, take(1536)))
+
+
+def muons() -> None:
+    matrices = [torch.zeros(512, 512) for _ in range(2)]
+    one = torch.ones(())
+    updates, _ = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
+    muon.apply(matrices, updates, one, one, one)
+    half = updates.half()
+    symmetric.product(half, half, half, 1.0, 1.0, 1.0)
+
+
+def casts() -> None:
+    x, one = torch.zeros(64, 64, dtype=torch.bfloat16), torch.ones(())
+    for format in (torch.float8_e4m3fn, torch.float8_e5m2):
+        out = torch.empty(64, 64, dtype=format)
+        fp8_triton.quantise(x, one, one, out, torch.empty_like(out), 448.0)
+
+
+CALLS = {f.__name__: f for f in (norms, sums, losses, dropouts, activations, splits, muons, casts)}
+MORE = {f.__name__: f for f in (norms_of_all_widths,)}
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Return registers of a thread, and bytes of stack and local memory, which spills take."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+
+
+def main(names: list[str]) -> None:
+    compile_only()
+    for name in names or CALLS:
+        (CALLS | MORE)[name]()
+    for kernel in compiled.values():
+        file, took, facts = Path(inspect.getfile(kernel.src.fn.fn)).stem, usage(kernel.asm["cubin"]), kernel.metadata
+        print(
+            f"{file}.{facts.name}: {facts.num_warps} warps, {took['REG']} registers, {facts.shared} bytes of shared "
+            f"memory, {took['STACK'] + took['LOCAL']} spilled"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
