@@ -11,6 +11,7 @@ from torch import nn
 from helpers import TINY
 from meshwright.checkpoint import loading, native
 from meshwright.optim import rules
+from meshwright.optim.rules import Numbers
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Optimizer
 from stores import (
@@ -47,7 +48,7 @@ def steps(model, store, n, lr=1e-2, wd=0.1, first=0, device=CPU, scale=1.0):
     for i in range(first, first + n):
         store.clear_gradients()
         losses.append(losses_of(model, batches(i), scale, device))
-        store.step(lr, wd, scale)
+        store.step(Numbers(lr, wd, scale))
     return losses
 
 
@@ -187,7 +188,7 @@ def test_muon_follows_its_formula(m, dtype):
             n: [x.double().clone() for x in (view(store, store.master, n), gradient(store, n), momentum(store, n))]
             for n in names
         }
-        assert store.step(lr, wd, 1.0) == pytest.approx(norm, rel=1e-5)
+        assert store.step(Numbers(lr, wd, 1.0)) == pytest.approx(norm, rel=1e-5)
         for name, (weight, grad, moment) in before.items():
             parts = [(weight, grad, moment, view(store, store.master, name), momentum(store, name))]
             parts = list(zip(*parts[0], strict=True)) if weight.ndim == 3 else parts
@@ -225,7 +226,7 @@ def test_muon_equals_torchs(m):
             for p, x in zip(split[n], grad.unbind() if grad.ndim == 3 else [grad], strict=True):
                 p.grad = x
         before = {n: p.clone() for n, p in named.items()}
-        store.step(0.02, 0.1, 1.0)
+        store.step(Numbers(0.02, 0.1, 1.0))
         muon.step()
         adamw.step()
         for name, p in masters(store):
@@ -302,7 +303,7 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
         store.clear_gradients()
         losses_of(model, batches(2))
         gradient(store, name).view(-1)[5] = bad
-        assert not store.step(1e-2, 0.1, 1.0).isfinite()
+        assert not store.step(Numbers(1e-2, 0.1, 1.0)).isfinite()
         assert is_equal(before, snapshot(store)), name
         assert torch.equal(weights, store.weights), name
     other, undisturbed = make(GATED, Optimizer(optimizer=rule), dtype=dtype, offload=offload)
@@ -411,10 +412,10 @@ def test_zeros_and_norm_count_no_gaps(rule, dtype):
     assert int(store.zeros()) == zeros and 0 < zeros < total
     assert store.weights.numel() > total
     assert float(store.norm()) == pytest.approx(math.sqrt(squares), rel=1e-6)
-    store.step(0.0, 0.0, 1.0)
+    store.step(Numbers(0.0, 0.0, 1.0))
     assert int(store.zeros()) == zeros  # clipping changes none
     store.clear_gradients()
-    store.step(0.0, 0.0, 1.0)
+    store.step(Numbers(0.0, 0.0, 1.0))
     assert int(store.zeros()) == total
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import TINY
+from meshwright.optim.rules import Numbers
 from meshwright.parallel.zero import ALIGN, ParameterStore, StoreSpec
 from meshwright.settings import schema as config
 from stores import CPU, VOCAB, gradient, is_equal, kinds, losses_of, make, masters, separate, snapshot, span, tokens
@@ -31,7 +32,7 @@ def test_steps_equal_plain_torch(clip):
         adamw.zero_grad()
         losses_of(ours, batches)
         losses_of(plain, batches)
-        norm = store.step(1e-2, 0.1, 1.0)
+        norm = store.step(Numbers(1e-2, 0.1, 1.0))
         want = torch.nn.utils.clip_grad_norm_(named.values(), clip or float("inf"))
         adamw.step()
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
@@ -49,7 +50,7 @@ def test_low_precision_keeps_full_masters(dtype):
     for model, store, s in ((exact, a, 1.0), (low, b, scale)):
         store.clear_gradients()
         losses_of(model, [tokens(), tokens() + 0], s)
-    norms = a.step(1e-3, 0.0, 1.0).item(), b.step(1e-3, 0.0, scale).item()
+    norms = a.step(Numbers(1e-3, 0.0, 1.0)).item(), b.step(Numbers(1e-3, 0.0, scale)).item()
     assert norms[1] == pytest.approx(norms[0], rel=0.03)
     assert b.master.dtype is b.gradients.dtype is b.share.dtype is torch.float32
     for piece in b.pieces:
@@ -68,7 +69,7 @@ def test_a_non_finite_number_changes_nothing(dtype, where):
     for m, s in ((model, store), (other, undisturbed)):
         s.clear_gradients()
         losses_of(m, [tokens()])
-        s.step(1e-3, 0.1, 1.0)
+        s.step(Numbers(1e-3, 0.1, 1.0))
     before, weights = snapshot(store), store.weights.clone()
     for bad in (float("nan"), float("inf"), float("-inf")):
         store.clear_gradients()
@@ -79,14 +80,14 @@ def test_a_non_finite_number_changes_nothing(dtype, where):
         else:
             name = next(n for n, kind in kinds(store).items() if kind == ("adamw", where == "matrix"))
             gradient(store, name).view(-1)[3] = bad
-        assert store.step(1e-3, 0.1, 1.0, loss).isfinite() == (where == "loss")
+        assert store.step(Numbers(1e-3, 0.1, 1.0), loss).isfinite() == (where == "loss")
         assert is_equal(before, snapshot(store)) and store.steps == 1
         assert torch.equal(weights, store.weights)
     for m, s in ((model, store), (other, undisturbed)):
         for _ in range(2):
             s.clear_gradients()
             losses_of(m, [tokens()])
-            assert s.step(1e-3, 0.1, 1.0, torch.tensor(1.0)).isfinite()
+            assert s.step(Numbers(1e-3, 0.1, 1.0), torch.tensor(1.0)).isfinite()
     assert is_equal(snapshot(undisturbed), snapshot(store)) and store.steps == 3
 
 
@@ -116,7 +117,7 @@ def test_gradients_are_summed_in_full_precision_and_reset(dtype):
         assert torch.equal(store.gradients, want), some
     store.clear_gradients()
     model.wpe.weight.float().sum().backward()
-    norm = store.step(0.0, 0.0, 1.0)
+    norm = store.step(Numbers(0.0, 0.0, 1.0))
     assert norm == pytest.approx(model.wpe.weight.numel() ** 0.5)
     for name in kinds(store):
         assert name == "wpe.weight" or not gradient(store, name).any(), name
@@ -149,7 +150,7 @@ def test_parameters_are_aligned_views(dtype):
     for _ in range(2):
         store.clear_gradients()
         losses_of(model, [tokens()])
-        store.step(1e-2, 0.1, 1.0)
+        store.step(Numbers(1e-2, 0.1, 1.0))
     for flat in (store.weights, store.gradients, store.master):
         assert flat.any() and not flat[taken == 0].any()
 
@@ -183,7 +184,7 @@ def test_only_matrices_decay():
     _, store = make()
     before = {n: p.clone() for n, p in masters(store)}
     store.clear_gradients()
-    store.step(0.5, 0.1, 1.0)  # zero gradients: only decay moves anything
+    store.step(Numbers(0.5, 0.1, 1.0))  # zero gradients: only decay moves anything
     for name, p in masters(store):
         assert torch.allclose(p, before[name] * (0.95 if p.ndim > 1 else 1.0)), name
 
@@ -195,7 +196,7 @@ def test_padded_rows_stay_zero_and_are_not_saved(rule):
     for _ in range(3):
         store.clear_gradients()
         losses_of(model, [tokens()])
-        store.step(1e-2, 0.1, 1.0)
+        store.step(Numbers(1e-2, 0.1, 1.0))
     for p in (model.wte.weight, model.lm_head.weight):
         assert (p[VOCAB:] == 0).all() and p[:VOCAB].abs().min() > 0
     named = store.named_state()
@@ -214,7 +215,7 @@ def test_scale_is_removed_before_clipping():
         for _ in range(3):
             store.clear_gradients()
             losses_of(model, [tokens()], scale)
-            norm = store.step(1e-2, 0.1, scale)
+            norm = store.step(Numbers(1e-2, 0.1, scale))
         outcomes.append((snapshot(store), norm))
     assert is_equal(outcomes[0][0], outcomes[1][0]) and outcomes[0][1] == outcomes[1][1] > 0.05
 
@@ -230,4 +231,4 @@ def test_norm_of_a_large_buffer():
     (big.weight * (store.master * 0.1).view_as(big.weight)).sum().backward()
     exact = torch.linalg.vector_norm(piece.master.detach().double()).item()
     assert store.norm().item() == pytest.approx(exact, rel=2e-7)
-    assert store.step(0.0, 0.0, 1.0).item() == pytest.approx(0.1 * exact, rel=2e-7)
+    assert store.step(Numbers(0.0, 0.0, 1.0)).item() == pytest.approx(0.1 * exact, rel=2e-7)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from helpers import TINY
 from meshwright.model.gpt import GPT
+from meshwright.optim.rules import Numbers
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.zero import ALIGN, StoreSpec
 from meshwright.settings.schema import Optimizer
@@ -86,7 +87,7 @@ def one_step(model, store, mine, lr=1e-2):
         for p in left_out:
             p.requires_grad_(True)
     sums = torch.tensor([total, len(mine)], dtype=torch.float64)
-    return store.step(lr, 0.1, 1.0, sums), sums
+    return store.step(Numbers(lr, 0.1, 1.0), sums), sums
 
 
 def assembled(parts):
@@ -315,7 +316,7 @@ def check_non_finite(layout, dtype):
                     store.last = i == 1
                     losses_of(model, [batch])
                 sums = torch.tensor([value if here and name is None else 1.0, 2.0])
-                norm = store.step(1e-2, 0.1, 1.0, sums)
+                norm = store.step(Numbers(1e-2, 0.1, 1.0), sums)
                 assert norm.isfinite() == (name is None), (stage, name)
                 assert sums[0].isfinite() == (name is not None) and sums[1] == 2 * layout.world
                 store._wait_for(store.buckets)

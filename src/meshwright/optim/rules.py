@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,27 @@ STATE = {
     "sgd": {"momentum_buffer": "momentum"},
     "muon": {"momentum_buffer": "momentum"},
 }
+
+
+class Numbers(NamedTuple):
+    """The numbers of one update.
+
+    Floats, or float64 tensors [] on the training device, which a CUDA graph reads anew at each
+    replay.
+    """
+
+    lr: float | Tensor
+    weight_decay: float | Tensor
+    scale: float | Tensor = 1.0  # of the loss, for fp16
+
+
+class Verdict(NamedTuple):
+    """The outcome of a step's gradients, as tensors [] on the device."""
+
+    norm: Tensor  # before clipping
+    shrink: Tensor  # factor that clips
+    is_finite: Tensor  # the norm and the loss; else nothing may change
+    decision: Tensor | None = None  # of AdamW over flat buffers
 
 
 def decays(name: str, parameter: Tensor) -> bool:

@@ -37,9 +37,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright import device as devices
+from meshwright.kernels import adamw
 from meshwright.kernels.fp8 import Scales
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
+from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.parts import Parts
@@ -92,6 +95,8 @@ class Piece(NamedTuple):
     begin: int  # offset in the sharded buffers
     master: nn.Parameter  # its .grad holds the gradients on the device of the update
     state: State
+    rule: rules.Rule = "adamw"
+    target: int = 0  # offset of its weights in the full buffer
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class Store(Parts):
     pieces: list[Piece]
     updates: dict[tuple[rules.Rule, bool], torch.optim.Optimizer]  # by rule and by whether weights decay
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
+    flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
 
     def __init__(self, spec: StoreSpec, replicated: tuple[str, ...]) -> None:
         super().__init__(spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated)
@@ -157,8 +163,11 @@ class Store(Parts):
     def finish_sums(self) -> None:
         """Wait until the gradients are summed over the ranks."""
 
-    def publish_weights(self) -> None:
-        """Copy masters to weights after a step, an initialisation or a load."""
+    def publish_weights(self, has_all: bool = True) -> None:
+        """Copy masters to weights after a step, an initialisation or a load.
+
+        Without `has_all`, AdamW over flat buffers has written its own.
+        """
 
     def summed(self, piece: Piece) -> Tensor:
         """Return a piece's summed gradients, on the training device."""
@@ -168,41 +177,54 @@ class Store(Parts):
     def take_gradients(self) -> None:
         """Copy the summed gradients to the device of the update."""
 
+    def wait_for_weights(self) -> None:
+        """Wait until no collective uses the weights."""
+
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of each summed gradient, without padded rows of the vocabulary."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, scale: float, sums: Tensor | None = None) -> Tensor:
+    def step(self, numbers: rules.Numbers, sums: Tensor | None = None) -> Tensor:
         """Clip and update; return the unclipped norm.
 
-        The gradients arrive multiplied by `scale`, which is divided out. `sums`, whose first
+        The gradients arrive multiplied by the scale, which is divided out. `sums`, whose first
         element is the loss, is replaced by its sum over all ranks. Without a finite norm and loss,
         nothing is updated.
         """
         self.finish_sums()
-        squares = self.squares([self.summed(p) for p in self.pieces if p.counted])
+        flat, counted = self.flat, [p for p in self.pieces if p.counted]
+        squares = flat.squares() if flat is not None else self.squares([self.summed(p) for p in counted])
         sums = squares[None] if sums is None else sums
         if self.layout.world > 1:
             both = torch.cat([sums.to(squares).view(-1), squares[None]])
             dist.all_reduce(both)
             sums.copy_(both[:-1].view_as(sums))
             squares = both[-1]
-        norm = (squares.sqrt() / scale).to(self.full)
-        clip = self.optimizer.clip_grad
-        shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else norm.new_ones(())
-        is_finite = norm.isfinite() & sums.view(-1)[0].isfinite()
+        judge = self.judge if flat is None else flat.judge
+        verdict = judge(squares, sums.view(-1)[0], numbers)
         self.take_gradients()
         for (rule, decays), update in self.updates.items():
-            update.param_groups[0].update(lr=lr, weight_decay=weight_decay if decays else 0.0)
-            self._update(rule, update, shrink, scale, is_finite)
+            update.param_groups[0].update(lr=numbers.lr, weight_decay=numbers.weight_decay if decays else 0.0)
+            self._update(rule, update, verdict, numbers.scale)
+        if flat is not None:
+            self.wait_for_weights()
+            flat.update(verdict)
         self.update_scales()
-        self.publish_weights()
-        return norm
+        self.publish_weights(flat is None)
+        return verdict.norm
+
+    def judge(self, squares: Tensor, loss: Tensor, numbers: rules.Numbers) -> rules.Verdict:
+        """Compute the clip factor, and whether the step is applied."""
+        norm = (squares.sqrt() / numbers.scale).to(self.full)
+        clip = self.optimizer.clip_grad
+        shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else norm.new_ones(())
+        return rules.Verdict(norm, shrink, norm.isfinite() & loss.isfinite())
 
     def _update(
-        self, rule: rules.Rule, update: torch.optim.Optimizer, shrink: Tensor, scale: float, is_finite: Tensor
+        self, rule: rules.Rule, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor
     ) -> None:
+        shrink, is_finite = verdict.shrink, verdict.is_finite
         # torch's fused kernels divide by a float32, too coarse for float64 tests.
         if rule != "muon" and self.full is torch.float64:
             factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
@@ -212,7 +234,14 @@ class Store(Parts):
         update.found_inf = (~is_finite).float().to(self.home)  # type: ignore[attr-defined]
         update.step()
 
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether `step` takes tensors as its numbers, so that a CUDA graph can hold it."""
+        return self.flat is not None and all(rule == "muon" for rule, _ in self.updates)
+
     def _adam_steps(self) -> list[Tensor]:
+        if self.flat is not None:
+            return [self.flat.step]
         return [s["step"] for (rule, _), u in self.updates.items() if rule == "adamw" for s in u.state.values()]
 
     @property
@@ -364,25 +393,41 @@ class ParameterStore(Store):
         """Return the offsets of this rank's part: in the bucket, in the sharded buffers."""
         return self.place * (bucket.size // self.parts), bucket.begin // self.parts
 
-    def _make_pieces(self) -> None:
-        """Cut this rank's part into pieces of one kind, and hand them to torch's optimizers."""
-        self.pieces = []
-        updated: Updated = {}
+    def _ranges(self) -> Iterator[tuple[Bucket, Kind, adamw.Range]]:
+        """Cut this rank's part into ranges of one kind."""
         for bucket in self.buckets.values():
             first, begin = self.part_offsets(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
                 low, high = max(kind_begin, first), min(kind_end, first + bucket.size // self.parts)
-                if low >= high:
-                    continue
-                mine = slice(begin + low - first, begin + high - first)
-                master = nn.Parameter(self.master[mine])
-                master.grad = self.host_share[mine]
+                if low < high:
+                    mine = begin + low - first, begin + high - first
+                    yield bucket, kind, adamw.Range(*mine, kind.decays, bucket.begin + low)
+
+    def _make_pieces(self) -> None:
+        """Make a piece of each range, and hand it to its optimizer."""
+        self.pieces = []
+        updated: Updated = {}
+        is_flat = devices.has_kernels(self.device) and self.full is torch.float32 and not self.offload
+        own = [r for _, kind, r in self._ranges() if kind.rule == "adamw" and is_flat]
+        if own:
+            weights = None if self.master is self.weights else self.weights
+            self.flat = FlatAdamW(self.optimizer, own, (self.share, self.master, weights))
+        for bucket, kind, r in self._ranges():
+            master = nn.Parameter(self.master[r.begin : r.end])
+            master.grad = self.host_share[r.begin : r.end]
+            if self.flat is not None and kind.rule == "adamw":
+                state = self.flat.states[r]
+            else:
                 state = {name: torch.zeros_like(master.detach()) for name in rules.STATE[kind.rule]}
-                name = next(n for n, (offset, _) in bucket.spans.items() if kind_begin <= offset)
-                self.pieces.append(Piece(self.is_counted(name), mine.start, master, state))
-                spans = [(at - low, shape) for at, shape in bucket.spans.values() if low <= at < high]
+                low = r.target - bucket.begin
+                spans = [(at - low, n) for at, n in bucket.spans.values() if low <= at < low + r.end - r.begin]
                 several = _matrices(master, state, spans) if kind.rule == "muon" else [(master, state)]
                 updated.setdefault((kind.rule, kind.decays), []).extend(several)
+            begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
+            name = next(n for n, (offset, _) in bucket.spans.items() if begin <= offset)
+            self.pieces.append(Piece(self.is_counted(name), r.begin, master, state, kind.rule, r.target))
+        if self.flat is not None:
+            self.flat.count([r for p, (_, _, r) in zip(self.pieces, self._ranges(), strict=True) if p.counted])
         self.make_updates(updated)
 
     # Weights
@@ -400,23 +445,41 @@ class ParameterStore(Store):
         high = max(low, min(offset + shape.numel(), first + bucket.size // self.parts))
         return begin + low - first, low - offset, high - offset
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, has_all: bool = True) -> None:
         if self.master is self.weights:
             return
+        self.wait_for_weights()
+        self._copy_all() if has_all else self._copy_others()
+        if self.is_sharded:
+            self._gather_weights()
+        self._cast_weights()
+
+    def _copy_all(self) -> None:
         new = self.outgoing.copy_(self.master) if self.offload else self.master  # copy the lower precision
         if not self.is_sharded:
             self.weights.copy_(new, non_blocking=True)
-            self._cast_weights()
             return
-        self._wait_for(self.buckets)
+        for bucket in self.buckets.values():
+            _, begin = self.part_offsets(bucket)
+            self._own_weights(bucket).copy_(new[begin : begin + bucket.size // self.parts], non_blocking=True)
+
+    def _copy_others(self) -> None:
+        for p in self.pieces:
+            if p.rule != "adamw":
+                self.weights[p.target : p.target + p.master.numel()].copy_(p.master)
+
+    def _own_weights(self, bucket: Bucket) -> Tensor:
+        """Return the weights that this rank updates."""
+        first, _ = self.part_offsets(bucket)
+        return self.weights[bucket.begin + first : bucket.begin + first + bucket.size // self.parts]
+
+    def _gather_weights(self) -> None:
+        """Start to gather the ranks' parts, in place."""
         # Buckets outside the layers come first: all are waited for before the first layer.
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
-            _, begin = self.part_offsets(bucket)
-            mine = new[begin : begin + bucket.size // self.parts].to(self.device, self.dtype, non_blocking=True)
-            full = self.weights[bucket.begin : bucket.begin + bucket.size]
+            full, mine = self.weights[bucket.begin : bucket.begin + bucket.size], self._own_weights(bucket)
             work = comm.gather_into(full, mine, group=self.layout.group("shard"), async_op=True)
             bucket.gathering = work, mine
-        self._cast_weights()
 
     def _cast_weights(self) -> None:
         if self.scales is not None:
@@ -552,6 +615,9 @@ class ParameterStore(Store):
     def take_gradients(self) -> None:
         if self.offload:
             self.host_share.copy_(self.share)
+
+    def wait_for_weights(self) -> None:
+        self._wait_for(self.buckets)
 
     def summed(self, piece: Piece) -> Tensor:
         return self.share[piece.begin : piece.begin + piece.master.numel()]

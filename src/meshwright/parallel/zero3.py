@@ -103,7 +103,7 @@ class FullyShardedStore(Store):
     def set_master(self, name: str, tensor: Tensor) -> None:
         self.named[name].master.data.copy_(tensor.narrow(*self.rows(name)))
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, has_all: bool = True) -> None:
         """Do nothing: the shards are the weights, and the next forward pass gathers them."""
 
     def clear_gradients(self) -> None:

@@ -20,6 +20,7 @@ from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.model.attention import Stream, Where
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import joining
@@ -129,7 +130,7 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
     if net.has_loss:
         sums[0] = sum(losses)  # one after the other, however the micro-batches are stored
     with timed("optimizer", 1):
-        norm = store.step(settings.lr, settings.weight_decay, settings.scale, sums)
+        norm = store.step(Numbers(settings.lr, settings.weight_decay, settings.scale), sums)
     return sums[0], norm, sums[1]
 
 

@@ -1,0 +1,155 @@
+"""AdamW over flat buffers: the kernels, their twins and torch's fused AdamW agree."""
+
+import math
+
+import pytest
+import torch
+
+from meshwright import device as devices
+from meshwright.kernels import adamw
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SETTINGS = adamw.Settings(0.9, 0.95, 1e-8)
+SIZE = 128 * 43  # two full programs and a part
+# Gaps, which another rule updates, and pieces that decay or not, whose weights lie elsewhere.
+PIECES = [(0, 7, True, 1), (7, 8, False, 0), (20, 39, True, 24), (40, 42, False, 8)]
+RANGES = [adamw.Range(128 * a, 128 * b, decays, 128 * target) for a, b, decays, target in PIECES]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Run the kernels on a CPU in Triton's interpreter."""
+    monkeypatch.setattr(devices, "has_kernels", lambda device: True)
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def numbers(total, loss=1.0, lr=1e-2, weight_decay=0.1, scale=1.0):
+    values = [torch.tensor(x, dtype=torch.float64, device=DEVICE) for x in (total, loss, lr, weight_decay, scale)]
+    return tuple(values)
+
+
+def make(dtype, low):
+    """Return buffers and table; other elements of the copy are NaN, to show what was written."""
+    table = adamw.make_table(RANGES, DEVICE)
+    state = [torch.zeros(table.shape[1] * 128, dtype=dtype, device=DEVICE) for _ in range(2)]
+    weights = None if low is None else torch.full((SIZE,), math.nan, dtype=low, device=DEVICE)
+    return adamw.Buffers(draw(SIZE, dtype=dtype), *state, draw(SIZE, seed=1, dtype=dtype), weights), table
+
+
+def owned():
+    mask = torch.zeros(SIZE, dtype=torch.bool, device=DEVICE)
+    for begin, end, *_ in RANGES:
+        mask[begin:end] = True
+    return mask
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_steps_equal_torchs(low, clip, scale):
+    """Compare five steps, one of them not finite, with torch's fused AdamW and with float64."""
+    ours, table = make(torch.float32, low)
+    constants = adamw.make_constants(SETTINGS, clip, DEVICE)
+    step = torch.zeros((), device=DEVICE)
+    theirs = {}
+    for dtype in (torch.float32, torch.float64):
+        pieces = [torch.nn.Parameter(ours.master[a:b].to(dtype, copy=True)) for a, b, *_ in RANGES]
+        groups = [{"params": [p], "weight_decay": 0.1 * d} for p, (_, _, d, _) in zip(pieces, RANGES, strict=True)]
+        theirs[dtype] = torch.optim.AdamW(groups, betas=SETTINGS[:2], eps=SETTINGS.eps, fused=True), pieces
+    first = ours.master.clone()
+    for i in range(5):
+        gradient = draw(SIZE, seed=10 + i) * 10.0 ** (2 * i - 9)
+        ours.gradients.copy_(gradient * scale)
+        if is_bad := i == 2:
+            ours.gradients[5] = math.inf
+        total = adamw.squares(ours.gradients, table)
+        kept = [x.clone() for x in (ours.exp_avg, ours.exp_avg_sq, ours.master)]
+        lr = 1e-2 / (i + 1)
+        decision = adamw.decide(constants, numbers(total.item(), lr=lr, scale=scale), step)
+        adamw.update(ours, table, SETTINGS, decision)
+        if is_bad:
+            assert all(map(torch.equal, kept, ours[1:4])) and step == 2 and not decision[adamw.FINITE]
+            continue
+        exact = gradient[owned()].double().norm()
+        assert decision[adamw.NORM].item() == pytest.approx(exact.item(), rel=2e-7)
+        shrink = min(1.0, clip / (exact.item() + 1e-6)) if clip else 1.0
+        assert decision[adamw.SHRINK].item() == pytest.approx(shrink, rel=2e-7)
+        for dtype, (optimizer, pieces) in theirs.items():
+            for p, (a, b, *_) in zip(pieces, RANGES, strict=True):
+                p.grad = gradient[a:b].to(dtype) * shrink
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+    assert step == 4
+    for dtype, (optimizer, pieces) in theirs.items():
+        at = 0
+        for p, (a, b, *_) in zip(pieces, RANGES, strict=True):
+            state = optimizer.state[p]
+            for got, want in (
+                (ours.exp_avg[at : at + b - a], state["exp_avg"]),
+                (ours.exp_avg_sq[at : at + b - a], state["exp_avg_sq"]),
+                (ours.master[a:b], p.detach()),
+            ):
+                torch.testing.assert_close(got.to(dtype), want, rtol=1e-6, atol=3e-7 * float(want.abs().max()))
+                assert (got - want).norm() < 2e-7 * want.norm()
+            at += b - a
+    assert torch.equal(ours.master[~owned()], first[~owned()])
+    if low is not None:
+        got = torch.cat([ours.weights[target : target + b - a] for a, b, _, target in RANGES])
+        want = torch.cat([ours.master[a:b] for a, b, *_ in RANGES]).to(low)
+        assert torch.equal(got, want) or low is torch.bfloat16  # which the interpreter truncates
+        torch.testing.assert_close(got, want, rtol=0 if DEVICE.type != "cpu" else torch.finfo(low).eps, atol=0)
+        assert ours.weights.isnan().sum() == SIZE - owned().sum()
+
+
+def test_twins_agree(monkeypatch):
+    both = []
+    for uses_kernels in (True, False):
+        monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
+        buffers, table = make(torch.float32, torch.bfloat16)
+        constants = adamw.make_constants(SETTINGS, 1.0, DEVICE)
+        step = torch.zeros((), device=DEVICE)
+        decisions = []
+        for i in range(3):
+            buffers.gradients.copy_(draw(SIZE, seed=i))
+            total = adamw.squares(buffers.gradients, table)
+            decisions.append(adamw.decide(constants, numbers(total.item(), scale=2.0), step))
+            adamw.update(buffers, table, SETTINGS, decisions[-1])
+        both.append((buffers, torch.stack(decisions)))
+    (a, da), (b, db) = both
+    torch.testing.assert_close(da, db, rtol=2e-7, atol=0)
+    for x, y in zip(a[1:4], b[1:4], strict=True):
+        assert (x - y).norm() < 2e-7 * y.norm()
+
+
+@pytest.mark.parametrize(
+    ("total", "loss", "applied"),
+    [(1.0, 1.0, 1), (math.nan, 1.0, 0), (math.inf, 1.0, 0), (1.0, math.nan, 0), (1.0, -math.inf, 0)],
+)
+@pytest.mark.parametrize("uses_kernels", [True, False])
+def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch):
+    monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
+    step = torch.zeros((), device=DEVICE)
+    decision = adamw.decide(adamw.make_constants(SETTINGS, 1.0, DEVICE), numbers(total, loss), step)
+    assert step == applied == decision[adamw.FINITE]
+
+
+@pytest.mark.parametrize("ranges", [[], RANGES[1:2], RANGES])
+def test_squares_count_the_tables_blocks(ranges):
+    x = draw(SIZE) * torch.arange(SIZE, device=DEVICE)
+    table = adamw.make_table(ranges, DEVICE)
+    want = sum(float(x[a:b].double().square().sum()) for a, b, *_ in ranges)
+    assert adamw.squares(x, table).item() == pytest.approx(want, rel=1e-7)
+
+
+def test_many_tiles_of_one_program(monkeypatch):
+    """A program sums every n-th tile when there are more tiles than programs."""
+    from meshwright.kernels import adamw_triton
+
+    monkeypatch.setattr(adamw_triton, "PROGRAMS", 2)
+    x = draw(128 * 100)
+    total = adamw.squares(x, adamw.make_table([adamw.Range(0, 128 * 99)], DEVICE))
+    assert total.item() == pytest.approx(float(x[: 128 * 99].double().square().sum()), rel=1e-7)
