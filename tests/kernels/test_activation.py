@@ -89,7 +89,11 @@ def test_values_and_gradients(kind, dtype):
     compare(kind, dtype, (3, 7), 10)
 
 
-FORMATS = [(kind, torch.bfloat16) for kind in KINDS] + [("gelu", torch.float16), ("geglu", torch.float32)]
+FORMATS = [(kind, torch.bfloat16) for kind in KINDS] + [
+    ("gelu", torch.float16),
+    ("gelu-tanh", torch.float32),
+    ("geglu", torch.float32),
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)
