@@ -33,6 +33,8 @@ if not GPU:
 from meshwright.kernels import (  # noqa: E402
     activation,
     activation_triton,
+    adamw,
+    adamw_triton,
     columns_triton,
     dropout,
     heads,
@@ -380,6 +382,83 @@ def muon_cases() -> Iterator[Case]:
         yield Case("muon: apply", shape, with_updates, apply, applied, size * 10)
 
 
+def adamw_cases() -> Iterator[Case]:
+    """The norm and the update of a model of 355 M and one of 1.3 G parameters."""
+    for size in (355 << 20, 1300 << 20) if GPU else (128 * 40,):
+        yield norm_of_gradients(size)
+        for low in (None, torch.bfloat16):
+            yield adamw_update(size, low)
+
+
+def norm_of_gradients(size: int) -> Case:
+    table = adamw.make_table([adamw.Range(0, size)], torch.device(DEVICE))
+
+    def exact(x: torch.Tensor) -> Outputs:
+        return [sum(part.double().square().sum() for part in x.split(1 << 26))]
+
+    def variants() -> Iterator[str]:
+        known = adamw_triton.PROGRAMS, adamw_triton.ROWS
+        try:
+            for programs, rows in ((1056, 16), (4096, 16), (8192, 16), (2048, 8), (2048, 32)):
+                adamw_triton.PROGRAMS, adamw_triton.ROWS = programs, rows
+                yield f"{programs} programs, {rows} rows"
+        finally:
+            adamw_triton.PROGRAMS, adamw_triton.ROWS = known
+
+    run = adamw_triton.squares
+    return Case(
+        "adamw: squares",
+        str(size),
+        lambda: (torch.randn(size, device=DEVICE),),
+        lambda x: [run(x, table, adamw.BLOCK).sum()],
+        exact,
+        size * 4,
+        variants=variants,
+    )
+
+
+def adamw_update(size: int, low: torch.dtype | None) -> Case:
+    """The first 2^20 elements are compared; all in float64 would not fit."""
+    table, settings = adamw.make_table([adamw.Range(0, size, True)], torch.device(DEVICE)), (0.9, 0.95, 1e-8)
+    decision = torch.tensor([1.0, 0.5, 1.0, 0.5, 1e-3, 1e-2, 1.5], device=DEVICE)
+
+    def make() -> tuple[Any, ...]:
+        flats = [torch.randn(size, device=DEVICE) for _ in range(4)]
+        flats[2].abs_()
+        return (*flats, None if low is None else torch.zeros(size, dtype=low, device=DEVICE))
+
+    def run(*flats: torch.Tensor | None) -> Outputs:
+        adamw_triton.update(flats, table, settings, decision, adamw.BLOCK)
+        return flats[1:]
+
+    def exact(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None) -> Outputs:
+        factor, decay, step_size, inverse_root = decision[adamw.FACTOR :].double()
+        g, m, v, p = (x[: 1 << 20].double() for x in (g, m, v, p))
+        m, v = m * 0.9 + g * factor * 0.1, v * 0.95 + (g * factor).square() * 0.05
+        p = p * (1 - decay) - step_size * m / (v.sqrt() * inverse_root + 1e-8)
+        return [m, v, p, None if w is None else p.to(w.dtype).double()]
+
+    def variants() -> Iterator[str]:
+        known = adamw_triton.ROWS, adamw_triton.WARPS
+        try:
+            for rows, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (32, 8)):
+                adamw_triton.ROWS, adamw_triton.WARPS = rows, warps
+                yield f"{rows} rows, {warps} warps"
+        finally:
+            adamw_triton.ROWS, adamw_triton.WARPS = known
+
+    return Case(
+        f"adamw: update{', weights in bf16' if low else ''}",
+        str(size),
+        make,
+        run,
+        exact,
+        size * (28 if low is None else 30),
+        compared=lambda out: [None if x is None else x[: 1 << 20] for x in out],
+        variants=variants,
+    )
+
+
 GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
     norm_cases,
     column_cases,
@@ -387,6 +466,7 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
     heads_cases,
     symmetric_cases,
     muon_cases,
+    adamw_cases,
 ]
 
 

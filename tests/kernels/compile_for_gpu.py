@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meshwright import device
-from meshwright.kernels import activation, dropout, fp8_triton, gradients, heads, muon, norm, symmetric
+from meshwright.kernels import activation, adamw, dropout, fp8_triton, gradients, heads, muon, norm, symmetric
 from meshwright.kernels.cross_entropy import cross_entropy
 
 compiled = {}  # by the compiler's key
@@ -111,6 +111,17 @@ def muons() -> None:
     symmetric.product(half, half, half, 1.0, 1.0, 1.0)
 
 
+def updates() -> None:
+    settings, cpu = adamw.Settings(0.9, 0.95, 1e-8), torch.device("cpu")
+    table, one = adamw.make_table([adamw.Range(0, 4096)], cpu), torch.ones((), dtype=torch.float64)
+    flats = [torch.zeros(4096) for _ in range(4)]
+    adamw.squares(flats[0], table)
+    for loss in (one, one.float()):
+        decision = adamw.decide(adamw.make_constants(settings, 1.0, cpu), (one, loss, one, one, one), torch.zeros(()))
+    for weights in (None, *(flats[0].to(dtype) for dtype in (torch.bfloat16, torch.float16))):
+        adamw.update(adamw.Buffers(*flats, weights), table, settings, decision)
+
+
 def casts() -> None:
     x, one = torch.zeros(64, 64, dtype=torch.bfloat16), torch.ones(())
     for format in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -118,7 +129,7 @@ def casts() -> None:
         fp8_triton.quantise(x, one, one, out, torch.empty_like(out), 448.0)
 
 
-CALLS = {f.__name__: f for f in (norms, sums, losses, dropouts, activations, splits, muons, casts)}
+CALLS = {f.__name__: f for f in (norms, sums, losses, dropouts, activations, splits, muons, updates, casts)}
 MORE = {f.__name__: f for f in (norms_of_all_widths,)}
 
 

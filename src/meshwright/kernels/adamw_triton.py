@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # blocks of a program
+ROWS, WARPS = 16, 8  # blocks of a program
 PROGRAMS = 2048  # of the sum of squares
 
 
@@ -106,7 +106,7 @@ def squares(x: Tensor, table: Tensor, block: int) -> Tensor:
     programs = max(1, min(PROGRAMS, triton.cdiv(table.shape[1], ROWS)))
     partials = torch.empty(programs, dtype=torch.float64, device=x.device)
     with torch.accelerator.device_index(x.device.index):
-        _squares[(programs,)](x, table, partials, table.shape[1], ROWS, block, num_warps=8)
+        _squares[(programs,)](x, table, partials, table.shape[1], ROWS, block, num_warps=WARPS)
     return partials
 
 
@@ -122,4 +122,4 @@ def update(
 ) -> None:
     count = table.shape[1]
     with torch.accelerator.device_index(decision.device.index):
-        _update[(triton.cdiv(count, ROWS),)](*buffers, table, decision, count, *settings, ROWS, block, num_warps=8)
+        _update[(triton.cdiv(count, ROWS),)](*buffers, table, decision, count, *settings, ROWS, block, num_warps=WARPS)
