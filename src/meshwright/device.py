@@ -6,10 +6,12 @@ and they are ten times as slow. Memory is asked of torch.cuda, torch.npu or torc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +193,33 @@ def synchronize(device: torch.device | None) -> None:
 
     if device is not None and device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the host to the device, without waiting for it."""
+    pinned = is_accelerator(device)
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=pinned)
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a stream of its own for the work of `on_stream`."""
+    return _module(device).Stream(device)
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Submit work to this stream: after all earlier work, before all later. None: as it is."""
+    if stream is None:
+        yield
+        return
+    module = _module(stream.device)
+    before = module.current_stream(stream.device)
+    stream.wait_stream(before)
+    try:
+        with module.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:

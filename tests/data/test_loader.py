@@ -222,8 +222,9 @@ def test_to_moves_what_is_there():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", [None, torch.device("cuda")])
 def test_to_a_gpu(device):
+    """Batches for a GPU are pinned; the step copies them."""
     batches = [b for [b] in islice(loader(Counting(), workers=2, device=device), 5)]
-    assert all(b.tokens.is_cuda == (device is not None) for b in batches)
+    assert all(b.tokens.is_pinned() == (device is not None) and not b.tokens.is_cuda for b in batches)
     expected = [b.tokens.tolist() for [b] in islice(loader(Counting(), workers=2), 5)]
     assert [b.to("cuda").tokens.tolist() for b in batches] == expected
     assert [b.first_sample for b in batches] == [0, 2, 4, 6, 8]

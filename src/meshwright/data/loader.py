@@ -205,10 +205,15 @@ class Batch:
         device = torch.device(device)
         if self.tokens.device == device or (device.index is None and self.tokens.device.type == device.type):
             return self
-        pinned = devices.is_accelerator(device)
-        held = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        moved: Any = {n: (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for n, x in held.items()}
-        return replace(self, **moved)
+        return self._each(lambda x: devices.send(x, device))
+
+    def pin(self) -> Batch:
+        """Return the batch in memory from which accelerators copy without a wait."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        changed: Any = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,7 @@ class LoaderSpec:
     ranks: int = 1
     columns: slice | None = None  # of each sample, where several ranks share it
     length: int | None = None  # tokens of a sample, including the last label; None: any
-    device: torch.device | None = None  # None: batches stay on the host
+    device: torch.device | None = None  # where batches will be sent; for accelerators they are pinned
     # At the end of the data set: raise an error; or wrap to the first sample, for validation
     # (sample numbers continue); or wrap, but mask what has been read before (--full-validation).
     at_end: Literal["raise", "wrap", "mask"] = "raise"
@@ -303,7 +308,8 @@ class Loader:
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.tensor(numbers), **fields)
         if spec.columns is not None:
             batch = batch.select(spec.columns)
-        return batch if spec.device is None else batch.to(spec.device)
+        # The step copies it to the device on its own stream.
+        return batch.pin() if spec.device is not None and devices.is_accelerator(spec.device) else batch
 
     def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
         wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"

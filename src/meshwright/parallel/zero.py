@@ -492,6 +492,13 @@ class ParameterStore(Store):
                 bucket.gathering[0].wait()
                 bucket.gathering = None
 
+    def forget_collectives(self) -> None:
+        """Drop collectives that a failed capture of a CUDA graph recorded: they never ran."""
+        for bucket in self.buckets.values():
+            bucket.gathering = None
+            bucket.sums.clear()
+        self.pending.clear()
+
     # Gradients
 
     def clear_gradients(self) -> None:

@@ -16,7 +16,8 @@ PAGES = {
         sequence_parallel use_distributed_optimizer zero_stage
         num_distributed_optimizer_instances cpu_optimizer world_size""",
     "docs/memory.md": """attention_impl micro_batch_size recompute_granularity recompute_method recompute_num_layers
-        recompute_activations checkpoint_in_cpu fused_kernels compile cpu_optimizer fp8_format fp8_margin
+        recompute_activations checkpoint_in_cpu fused_kernels compile cuda_graphs optimizer cpu_optimizer
+        fp8_format fp8_margin
         fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 num_layers_at_start_in_bf16
         num_layers_at_end_in_bf16 timing_log_level profile""",
     "docs/checkpoints.md": """num_attention_heads layernorm_epsilon rotary_percent rotary_base qk_layernorm vocab_file

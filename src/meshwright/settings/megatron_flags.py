@@ -20,6 +20,8 @@ EQUAL = {
     "--calculate-per-token-loss": ("loss_mean", "global"),
     "--fp8-e4m3": ("fp8_format", "e4m3"),
     "--fp8-hybrid": ("fp8_format", "hybrid"),
+    "--enable-cuda-graph": ("cuda_graphs", "on"),
+    "--external-cuda-graph": ("cuda_graphs", "on"),
 }
 
 # Reason -> accepted flags, each with its number of values (none: a switch; *: any number).
@@ -49,7 +51,7 @@ _IDLE = {
     "there is one implementation, picked for the device": "transformer-impl:1",
     "there is one model": "use-mcore-models use-legacy-models",
     "nothing here waits for this switch": "enable-experimental",
-    "--compile decides how layers run": """enable-cuda-graph external-cuda-graph cuda-graph-impl:1 cuda-graph-scope:*
+    "--cuda-graphs decides; a graph holds a whole step": """cuda-graph-impl:1 cuda-graph-scope:*
         cuda-graph-warmup-steps:1""",
     "the collectives are chosen by the layout": """no-async-tensor-model-parallel-allreduce zero-reduce-scatter
         no-clone-scatter-output-in-embedding create-all-gather-group""",

@@ -261,6 +261,9 @@ class Training:
     compile: Literal["auto", "on", "off"] = flag(
         "auto", "compile the layers with torch.compile; auto: on a GPU, where the fused kernels do not run"
     )
+    cuda_graphs: Literal["auto", "on", "off"] = flag(
+        "auto", "record a step once as CUDA graphs, then replay it; auto: on an NVIDIA GPU where it can pay"
+    )
 
     @property
     def recompute(self) -> Literal["full", "selective"] | None:

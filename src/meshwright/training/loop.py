@@ -60,6 +60,9 @@ class Trainer:
             team.run_on_all(lambda: memory.require_memory(self.config, share, columns, self.device))
         self.net = network.build(spec, self.report_parameters)
         say(f" > running the {self.net.execution}")
+        if spec.device.type != "cpu" or self.config.training.cuda_graphs == "on":
+            without = self.net.without_graphs
+            say(f" > CUDA graphs: {f'off, because {without}' if without else 'on, from step 3'}")
         if self.config.training.compile == "on" and not self.net.is_compiled:
             remark(" > note: --compile on has no effect on layers with the reference attention")
         scaler = LossScale(self.config.precision)
@@ -237,7 +240,7 @@ class Trainer:
             extras["num_zeros"] = self.net.store.zeros()
         if c.logging.log_params_norm:
             extras["params_norm"] = self.net.store.norm()
-        numbers = torch.stack([x.double() for x in (*update, *extras.values())])
+        numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())]) if extras else update
         loss, norm, wanting_stop, *values = numbers.tolist()  # the step's one wait for the device
         shown = dict(zip(extras, values, strict=True))
         if self.state.schedule.wd_style != "constant":

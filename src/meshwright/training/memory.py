@@ -68,8 +68,9 @@ def fit_micro_batch(
             places.int() // 64 if d.reset_attention_mask else None,
         )
         net.store.last = False  # send nothing: another rank may have run out of memory
-        b = batch.to(net.device)
-        loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
+        with devices.on_stream(net.stream):
+            b = batch.to(net.device)
+            loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
 
     for part in net.parts:
         part.train()

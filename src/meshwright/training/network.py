@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.errors import UserError
 from meshwright.model import fp8, pick
@@ -22,6 +23,7 @@ from meshwright.parallel.tensor import spread
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.parallel.zero3 import FullyShardedStore
 from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.training import graph
 from meshwright.training.step import Loss, Network, make_loss
 
 Model = Callable[..., nn.Module]  # as GPT: (config.Model, vocab, padded, positions, options=...)
@@ -88,8 +90,11 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     dtype = dtype_of(config.precision)
     store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied)
     is_sharded = p.zero == 3 and layout.group("shard") is not None
-    store = FullyShardedStore(parts, store_spec) if is_sharded else ParameterStore(parts, store_spec)
-    store.set_scales(fp8.attach(parts, config.precision, device))
+    without = graph.reason_against(config, layout, device, bool(spec.model or spec.loss))
+    stream = None if without else devices.new_stream(device)
+    with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
+        store = FullyShardedStore(parts, store_spec) if is_sharded else ParameterStore(parts, store_spec)
+        store.set_scales(fp8.attach(parts, config.precision, device))
     compiled = options.compiled
     if compiled:
         for part in parts:
@@ -100,7 +105,12 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
         pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, spec.sequence, wide)
         pipeline.open(device)
     loss = make_loss(spec.vocab, layout, spec.loss)
-    return Network(parts, store, loss, device, layout, spec.sequence, heads, pipeline, name, execution, compiled)
+    net = Network(parts, store, loss, device, layout, spec.sequence, heads, pipeline, name, execution, compiled)
+    net.stream, net.without_graphs = stream, without
+    if without is None:
+        assert isinstance(store, ParameterStore)
+        net.graphs = graph.Graphs(graph.CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
+    return net
 
 
 def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, str, str]:

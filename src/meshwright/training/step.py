@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.model.attention import Stream, Where
+from meshwright.model.attention import Stream, Where, seed_dropout
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import joining
+from meshwright.training.graph import Captured, Graphs, Turn, copy_into
 
 if TYPE_CHECKING:
     from meshwright.parallel.pipeline import Pipeline
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from meshwright.parallel.zero3 import FullyShardedStore
 
 Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
-Update = tuple[Tensor, Tensor, Tensor]  # loss, gradient norm, ranks that want to stop
+Update = Tensor  # [3] float64: loss, gradient norm, ranks that want to stop
+LOSS, STOPPING = 0, 2  # their places
+DIVISOR, STOP = 3, 4  # places in the numbers of a micro-batch, which graph.NUMBERS lists
 Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 CHECK_MASKS = "check the data and --eod-mask-loss"
@@ -52,6 +56,9 @@ class Network:
     name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
     execution: str = ""  # a description for the log
     is_compiled: bool = False
+    stream: Any = None  # on which all steps run if some may be CUDA graphs
+    graphs: Graphs | None = None
+    without_graphs: str | None = None  # why there are none
 
     @property
     def has_loss(self) -> bool:
@@ -94,44 +101,125 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
     """Update the weights from this rank's micro-batches of one global batch.
 
     Return the loss of the whole batch, its gradient norm before clipping, and the number of ranks
-    that want the run to stop. Every unmasked token of the batch weighs the same; with loss_mean
-    "microbatch" every micro-batch does.
+    that want the run to stop; with CUDA graphs the next step overwrites them. Every unmasked token
+    of the batch weighs the same; with loss_mean "microbatch" every micro-batch does.
     """
     for part in net.parts:
-        part.train()
-    store = net.store
-    store.clear_gradients()
-    unmasked = count_unmasked(net, batches)
-    sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, ranks that want to stop
-    sums[1] = float(settings.wants_stop)
+        if not part.training:
+            part.train()
+    with devices.on_stream(net.stream):
+        unmasked = count_unmasked(net, batches)
+        numbers = numbers_of(net, batches, settings, unmasked)
+        counted = unmasked if settings.loss_mean == "global" and isinstance(unmasked, Tensor) else None
+        if net.graphs is not None:
+            run = functools.partial(micro_step, net, settings.seed, timed)
+            if (captured := net.graphs.find(batches, run)) is not None:
+                return replay(net, captured, batches, numbers, counted, settings.seed)
+        rows, numbers = numbers, devices.send(numbers, net.device)
+        if counted is not None:
+            numbers[:, DIVISOR] = counted
+        batches = [b.to(net.device) for b in batches]
+        totals = torch.zeros(3, dtype=torch.float64, device=net.device)
+        if net.pipeline is not None:
+            pipeline_step(net, batches, numbers, totals, settings, timed)
+        else:
+            with timed("forward-backward", 1):
+                for i, batch in enumerate(batches):
+                    forward_backward(net, settings.seed, timed, batch, numbers[i], totals, Turn.of(i, len(batches)))
+        with timed("optimizer", 1):
+            update(net, numbers[-1] if net.store.reads_tensors else rows[-1], totals)
+        return totals
 
-    def compute_loss(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
+
+def replay(
+    net: Network, captured: Captured, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int
+) -> Update:
+    """Take a step by its CUDA graphs."""
+    for i, batch in enumerate(batches):
+        copy_into(captured.batch, batch)
+        captured.numbers.copy_(numbers[i], non_blocking=True)
+        if counted is not None:
+            captured.numbers[DIVISOR] = counted
+        seed_dropout(Where(seed=seed, first_sample=batch.first_sample, heads=net.heads), 0, net.device)
+        captured.replay(i, len(batches))
+    assert net.graphs is not None
+    return net.graphs.totals
+
+
+def numbers_of(net: Network, batches: list[Batch], s: StepSettings, unmasked: float | Tensor) -> Tensor:
+    """Return each micro-batch's numbers [n, NUMBERS], on the host, from where they can be sent.
+
+    Both ways of running a step read them on the device, because a division by a number of the host
+    rounds differently there. A divisor that is already there is left out.
+    """
+    rows = []
+    for b in batches:
+        divisor = max(b.unmasked, 1) * len(batches) * net.layout.dp if s.loss_mean == "microbatch" else unmasked
+        divisor = 1.0 if isinstance(divisor, Tensor) else float(divisor)
+        rows.append([s.lr, s.weight_decay, s.scale, divisor, float(s.wants_stop)])
+    return torch.tensor(rows, dtype=torch.float64, pin_memory=devices.is_accelerator(net.device))
+
+
+def micro_step(
+    net: Network, seed: int, timed: Timed, batch: Batch, numbers: Tensor, totals: Tensor, turn: Turn
+) -> None:
+    """Run a micro-batch and, after the last, update the weights: what a CUDA graph captures."""
+    forward_backward(net, seed, timed, batch, numbers, totals, turn)
+    if turn.last:
+        update(net, numbers, totals)
+        net.store.wait_for_weights()
+
+
+def forward_backward(
+    net: Network, seed: int, timed: Timed, batch: Batch, numbers: Tensor, totals: Tensor, turn: Turn
+) -> None:
+    """Add a micro-batch's gradients to the store's and its share of the loss to the totals."""
+    _, _, scale, divisor, wants_stop = numbers.unbind()
+    if turn.first:
+        net.store.clear_gradients()
+        totals.zero_()
+        totals[STOPPING].copy_(wants_stop)
+    with timed("forward-compute", 2):
+        out = forward(net, net.parts[0], batch, seed)
+        loss = loss_sum(net.loss(out, batch), batch.loss_mask) / divisor
+    net.store.last = turn.last
+    with timed("backward-compute", 2):
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+    if net.has_loss:
+        totals[LOSS] += loss.detach()
+
+
+def pipeline_step(
+    net: Network, batches: list[Batch], numbers: Tensor, totals: Tensor, s: StepSettings, timed: Timed
+) -> None:
+    """Do a step's forward and backward passes with a pipeline, whose schedule mixes them."""
+    assert net.pipeline is not None
+    net.store.clear_gradients()
+    totals[STOPPING] = numbers[0, STOP]
+    places = {id(batch): i for i, batch in enumerate(batches)}
+
+    def compute_loss(part: Any, b: Batch, stream: Tensor | None = None) -> Tensor:
         """Return a micro-batch's share of the loss, or the next stage's input."""
-        b = batch.to(net.device)
         with timed("forward-compute", 2):
-            out = forward(net, part, b, settings.seed, stream)
+            out = forward(net, part, b, s.seed, stream)
             if not getattr(part, "last", True):
                 return out
-            weight = unmasked if settings.loss_mean == "global" else max(b.unmasked, 1) * len(batches) * net.layout.dp
-            return loss_sum(net.loss(out, b), b.loss_mask) / weight
+            return loss_sum(net.loss(out, b), b.loss_mask) / numbers[places[id(b)], DIVISOR]
 
-    losses = []
     with timed("forward-backward", 1):
-        if net.pipeline is not None:
-            set_last = functools.partial(setattr, store, "last")
-            losses = net.pipeline.train(batches, compute_loss, settings.scale, set_last)
-        else:
-            for i, batch in enumerate(batches):
-                loss = compute_loss(net.parts[0], batch)
-                store.last = i == len(batches) - 1
-                with timed("backward-compute", 2):
-                    (loss * settings.scale).backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
+        set_last = functools.partial(setattr, net.store, "last")
+        losses = net.pipeline.train(batches, compute_loss, s.scale, set_last)
     if net.has_loss:
-        sums[0] = sum(losses)  # one after the other, however the micro-batches are stored
-    with timed("optimizer", 1):
-        norm = store.step(Numbers(settings.lr, settings.weight_decay, settings.scale), sums)
-    return sums[0], norm, sums[1]
+        for loss in losses:  # one after the other, however the micro-batches are stored
+            totals[LOSS] += loss
+
+
+def update(net: Network, numbers: Tensor, totals: Tensor) -> None:
+    """Update the weights; complete the totals. torch's optimizers read the numbers on the host."""
+    lr, weight_decay, scale, *_ = numbers.unbind() if net.store.reads_tensors else numbers.tolist()
+    sums = torch.stack((totals[LOSS], totals[STOPPING]))
+    norm = net.store.step(Numbers(lr, weight_decay, scale), sums)
+    totals.copy_(torch.stack((sums[0], norm.double(), sums[1])))
 
 
 def forward(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
@@ -164,7 +252,7 @@ def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
     if batches[0].loss_mask is None or net.layout.dp == 1:
         unmasked: float | Tensor = here * net.layout.dp
     else:  # stays on the device, so that the host does not wait, unless this rank has none
-        counted = torch.tensor(here, dtype=torch.float64).to(net.device, non_blocking=True)
+        counted = devices.send(torch.tensor(here, dtype=torch.float64), net.device)
         # Each rank of a context group counts the whole samples.
         unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp
     if not here and not unmasked:

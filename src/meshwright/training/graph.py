@@ -1,0 +1,266 @@
+"""CUDA graphs of the training step: its kernels are launched by one call, not one by one.
+
+At small micro-batches the host takes longer to launch the kernels than the device to run them. A
+graph records the kernels of a micro-step once; a replay then starts them all.
+
+A step of n micro-batches consists of up to three pieces, which share one pool of memory:
+
+    first    forward and backward; gradients overwrite the totals
+    middle   forward and backward; gradients are added
+    last     the same, then the sums over the ranks, the clipping and the update
+
+With one micro-batch, first and last are one piece. A piece reads its batch and its numbers
+(learning rate, loss scale, ...) from tensors that never move; each micro-batch is copied into these
+before its replay. The first steps of each kind run as usual, on the same stream: they compile
+kernels, fill caches and show how much memory a step needs. A step of another shape runs as usual.
+
+The Python code of a piece runs at its capture only, so it must not depend on values on the device,
+nor may the parameter store's own state change between replays. A failed capture executes nothing
+and costs a line in the log: the steps then run as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.console import remark
+from meshwright.data.loader import Batch
+from meshwright.parallel.layout import Layout
+from meshwright.settings.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from meshwright.parallel.zero import ParameterStore
+
+WARM_UP = 2  # steps of each kind that run as usual
+SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
+HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
+NUMBERS = 5  # learning rate, weight decay, loss scale, divisor of the loss, whether to stop
+TENSORS = ("tokens", "labels", "sample_ids", "loss_mask", "position_ids", "doc_ids")
+
+
+class Turn(NamedTuple):
+    """The place of a micro-batch in its step."""
+
+    first: bool
+    last: bool
+
+    @staticmethod
+    def of(i: int, count: int) -> Turn:
+        return Turn(i == 0, i == count - 1)
+
+
+Run = Callable[[Batch, Tensor, Tensor, Turn], None]  # batch, its numbers, the step's totals
+Kind = tuple[Any, ...]  # of steps that the same pieces can run
+
+
+class Backend(Protocol):
+    """The way to capture and replay; tests have one for CPUs."""
+
+    def prepare(self) -> None:
+        """Finish all work and free what is cached."""
+
+    def has_room(self) -> bool:
+        """Return whether the memory suffices for graphs and for a validation beside them."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record the work that `run` submits, without executing it; return how to execute it."""
+
+    def discard(self) -> None:
+        """Free the memory of all captures."""
+
+
+class CudaGraphs:
+    """torch's CUDA graphs, on the stream that the run's steps use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+
+    def prepare(self) -> None:
+        gc.collect()
+        devices.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def has_room(self) -> bool:
+        """Compare the free memory with the peak so far.
+
+        A validation cannot use the graphs' memory, and needs at most as much as a step does.
+        """
+        peak, held = devices.peak_memory(self.device) or 0, torch.cuda.memory_allocated(self.device)
+        return 2 * peak - held <= SHARE * devices.free_memory(self.device)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with collector_off():  # it could free an older graph, which a capture does not survive
+            # Other threads read files, pin memory and watch over NCCL meanwhile.
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    self.end(graph)
+                raise
+            self.end(graph)
+        return graph.replay
+
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError, AttributeError):  # torch has left the pool open
+                torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+                torch._C._cuda_releasePool(self.device.index, self.pool)
+            raise
+
+    def discard(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.prepare()
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@dataclass
+class Captured:
+    """The pieces of one kind of step, and the tensors that they read."""
+
+    batch: Batch
+    numbers: Tensor  # [NUMBERS] float64
+    replays: list[Callable[[], None]]  # first, middle if there is one, last
+
+    def replay(self, i: int, count: int) -> None:
+        """Run the piece for micro-batch i of the step."""
+        place = 0 if i == 0 else -1 if i == count - 1 else 1
+        self.replays[place]()
+
+
+class Graphs:
+    """The captured pieces of a run's steps."""
+
+    def __init__(self, backend: Backend, parts: list[Any], store: ParameterStore, needs_room: bool) -> None:
+        self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
+        self.totals = torch.zeros(3, dtype=torch.float64, device=store.device)  # see step.Update
+        self.seen: Counter[Kind] = Counter()
+        self.captured: dict[Kind, Captured] = {}
+        self.is_off = False
+
+    def find(self, batches: list[Batch], run: Run) -> Captured | None:
+        """Return the pieces for a step, captured if it is time; None: the step runs as usual."""
+        kind = kind_of(batches)
+        if self.is_off or kind is None:
+            return None
+        if kind not in self.captured:
+            self.seen[kind] += 1
+            if self.seen[kind] > WARM_UP:
+                self.capture(kind, batches, run)
+        return self.captured.get(kind)
+
+    def capture(self, kind: Kind, batches: list[Batch], run: Run) -> None:
+        self.store.wait_for_weights()  # a graph cannot wait for what began outside of it
+        self.backend.prepare()
+        reason = None
+        if self.needs_room and not self.backend.has_room():
+            reason = "a step takes so much memory that none would be left for a validation"
+        if self.agree(reason is None):
+            try:
+                self.captured[kind] = self.record(batches, run)
+            except Exception as error:  # whatever it is, a step that runs as usual says it better
+                line = (str(error).splitlines() or [""])[0]
+                reason = f"the capture failed: {type(error).__name__}: {line}"
+                self.forget()
+            if self.agree(reason is None):
+                return
+        self.is_off = True
+        self.captured.clear()
+        self.backend.discard()
+        remark(f" > CUDA graphs: off, because {reason or 'another rank cannot use them'}")
+
+    def forget(self) -> None:
+        """Remove what a failed capture has left behind."""
+        self.store.forget_collectives()
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def record(self, batches: list[Batch], run: Run) -> Captured:
+        device = self.store.device
+        held = {name: x for name in TENSORS if (x := getattr(batches[0], name)) is not None}
+        copies: Any = {name: x.to(device, copy=True) for name, x in held.items()}
+        batch = Batch(**copies, first_sample=0, unmasked=0)
+        numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
+        count = len(batches)
+        turns = [Turn.of(i, count) for i in sorted({0, min(1, count - 1), count - 1})]
+        replays = [self.backend.capture(lambda turn=turn: run(batch, numbers, self.totals, turn)) for turn in turns]  # type: ignore[misc]
+        return Captured(batch, numbers, replays)
+
+    def agree(self, is_well: bool) -> bool:
+        """Return whether all is well on every rank: they replay together or not at all."""
+        if self.store.layout.world == 1:
+            return is_well
+        all_well = torch.tensor(float(is_well), device=self.store.device)
+        dist.all_reduce(all_well, dist.ReduceOp.MIN)
+        return bool(all_well)
+
+
+def copy_into(to: Batch, batch: Batch) -> None:
+    """Copy a batch of the same shapes; from pinned memory without a wait."""
+    for name in TENSORS:
+        x = getattr(batch, name)
+        if x is not None:
+            getattr(to, name).copy_(x, non_blocking=True)
+
+
+def kind_of(batches: list[Batch]) -> Kind | None:
+    """Return the shapes of a step's batches, and whether it has a middle; None if they differ."""
+    shapes = {tuple(None if (x := getattr(b, n)) is None else (x.shape, x.dtype) for n in TENSORS) for b in batches}
+    return (*shapes.pop(), min(len(batches), 3)) if len(shapes) == 1 else None
+
+
+def reason_against(c: TrainConfig, layout: Layout, device: torch.device, is_custom: bool) -> str | None:
+    """Return why a run's steps cannot be graphs, or with "auto" should not, or None.
+
+    ZeRO 1 gathers the new weights while the next forward pass has begun, but a graph ends with its
+    step. So "auto" leaves it out where the device is the slower one anyway: compiled layers take
+    the host about 2 ms each, in which an H200 multiplies 72 x tokens x hidden^2 = 10^12, and the
+    bound is 2^34 tokens x hidden^2.
+    """
+    t, m, p, o = c.training, c.model, c.parallel, c.optimizer
+    sharded = p.zero > 0 and layout.group("shard") is not None
+    sampled = m.attention_dropout > 0 and m.attention_impl != "reference"
+    tokens = c.micro_batch * (c.data.seq_length or 0) // layout.cp
+    never = {
+        "the device is not an NVIDIA GPU": device.type != devices.NVIDIA,
+        "the stages of a pipeline wait for each other": layout.pp > 1,
+        f"ZeRO {p.zero} allocates memory within the step": sharded and p.zero > 1,
+        "the optimizer runs on the host": p.offloads,
+        "SGD takes the learning rate from the host": o.optimizer == "sgd",
+        "--timing-log-level times the parts of a step": c.logging.timing_log_level != "0",
+        "what is recomputed seeds its attention dropout anew": sampled and t.recompute is not None,
+    }
+    unasked = {
+        "a custom model or loss may need the host": is_custom,
+        "--profile shows the operations one by one": c.logging.profile,
+        "ZeRO 1 gathers new weights between the steps": sharded and tokens * (m.hidden_size or 0) ** 2 > HOST_BOUND,
+    }
+    chosen = {"of --cuda-graphs off": t.cuda_graphs == "off"}
+    reasons = chosen | never | (unasked if t.cuda_graphs == "auto" else {})
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+assert set(TENSORS) == {f.name for f in fields(Batch)} - {"first_sample", "unmasked"}

@@ -1,0 +1,282 @@
+"""CUDA graphs of the step: the same numbers as without, by a stand-in on a CPU and on a GPU."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from helpers import TINY, TINY_FLAGS, read_rows
+from meshwright.__main__ import main
+from meshwright.data.loader import Batch
+from meshwright.model.loss import token_losses
+from meshwright.parallel.layout import Layout
+from meshwright.settings.flags import parse
+from meshwright.settings.schema import TrainConfig
+from meshwright.training import graph, network
+from meshwright.training.step import Network, StepSettings, train_step
+from stores import CPU, VOCAB, is_equal, make, snapshot
+
+MASKS = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask", "--tokenizer-type", "ByteTokenizer"]
+MASKS += ["--vocab-size", "none"]  # the tokenizer's
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+class Recorder:
+    """Stands in for CUDA graphs on a CPU.
+
+    A capture runs the Python code and leaves no number changed; a replay computes the numbers and
+    leaves the store's Python state as it was.
+    """
+
+    made = []  # every one, for the tests
+
+    def __init__(self, store, totals):
+        self.store, self.totals = store, totals
+        self.calls, self.fails, self.room = [], None, True
+        Recorder.made.append(self)
+
+    def prepare(self):
+        self.calls.append("prepare")
+
+    def has_room(self):
+        return self.room
+
+    def discard(self):
+        self.calls.append("discard")
+
+    def tensors(self):
+        s = self.store
+        states = [x for piece in s.pieces for x in piece.state.values()]
+        return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps()]
+
+    def python(self):
+        buckets = [(set(b.seen), b.is_summed) for b in self.store.buckets.values()]
+        return copy.copy(self.store.added), self.store._last, buckets
+
+    def restore(self, python):
+        added, self.store._last, buckets = python
+        self.store.added = set(added)
+        for b, (seen, is_summed) in zip(self.store.buckets.values(), buckets, strict=True):
+            b.seen, b.is_summed = set(seen), is_summed
+
+    @torch.no_grad()
+    def capture(self, run):
+        number = sum(call.startswith("capture") for call in self.calls)
+        self.calls.append(f"capture {number}")
+        before, kept = self.python(), [x.clone() for x in self.tensors()]
+        with torch.enable_grad():
+            run()
+        for x, old in zip(self.tensors(), kept, strict=True):
+            x.copy_(old)
+        if number == self.fails:
+            p = next(self.store_parameters())
+            p.grad = torch.zeros_like(p)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        def replay():
+            self.calls.append(f"replay {number}")
+            now = self.python()
+            self.restore(before)
+            with torch.enable_grad():
+                run()
+            self.restore(now)
+
+        return replay
+
+    def store_parameters(self):
+        return (p for part in self.parts for p in part.parameters())
+
+
+class Recorded(graph.Graphs):
+    """Graphs by a Recorder, whatever they should have been made with."""
+
+    prepared = {}
+
+    def __init__(self, backend, parts, store, needs_room):
+        super().__init__(None, parts, store, needs_room)
+        self.backend = Recorder(store, self.totals)
+        self.backend.parts = parts
+        vars(self.backend).update(self.prepared)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Let every run use graphs by a Recorder; yield how to prepare it, as a dict."""
+    monkeypatch.setattr(graph, "reason_against", lambda c, *more: "off" if c.training.cuda_graphs == "off" else None)
+    monkeypatch.setattr(graph, "CudaGraphs", lambda device: None)
+    monkeypatch.setattr(network.devices, "new_stream", lambda device: None)
+    monkeypatch.setattr(graph, "Graphs", Recorded)
+    monkeypatch.setattr(Recorded, "prepared", {})
+    Recorder.made.clear()
+    return Recorded.prepared
+
+
+def both(run, *flags):
+    """Run without and with graphs; check that the numbers are equal; return the second run."""
+    plain, graphed = (run(*flags, "--cuda-graphs", how, "--eval-iters", "1") for how in ("off", "auto"))
+    assert plain.status == graphed.status == 0
+    for name in ("loss", "grad_norm", "lr", "skipped", "loss_scale"):
+        assert plain.column(name) == graphed.column(name), name
+    assert plain.column("loss", "valid") == graphed.column("loss", "valid")
+    return graphed
+
+
+def kinds(calls):
+    return [call.split()[0] for call in calls]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 5])
+def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
+    both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 2 * accumulated)
+    (recorder,) = Recorder.made
+    pieces = min(accumulated, 3)
+    order = [0, *[1] * (accumulated - 2), pieces - 1][:accumulated]
+    captures = [f"capture {i}" for i in range(pieces)]
+    assert recorder.calls == ["prepare", *captures, *4 * [f"replay {i}" for i in order]]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1],
+        ["--bf16", "--optimizer", "muon"],
+        [*MASKS, "--loss-mean", "microbatch"],
+        ["--lr-warmup-iters", 3, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.1]
+        + ["--end-weight-decay", 0.5],
+        ["--log-params-norm", "--log-num-zeros-in-grad", "--recompute-granularity", "full"],
+    ],
+    ids=["fp16", "muon", "masks", "schedule", "statistics"],
+)
+def test_every_kind_of_run_computes_the_same(run, recorded, flags):
+    done = both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 4, *flags)
+    assert kinds(Recorder.made[0].calls).count("replay") == 8
+    if "--fp16" in flags:
+        assert 0 < sum(done.column("skipped")) < 6
+
+
+def test_a_growing_batch_warms_up_each_kind_of_step(run, recorded):
+    flags = ["--train-iters", "none", "--train-samples", 48, "--micro-batch-size", 2, "--rampup-batch-size", 2, 2, 24]
+    done = both(run, *flags, "--global-batch-size", 6)
+    sizes = done.column("batch")
+    calls = kinds(Recorder.made[0].calls)
+    replayed = [max(sizes.count(size) - graph.WARM_UP, 0) * size // 2 for size in (2, 4, 6)]
+    assert min(sizes.count(size) for size in (2, 4, 6)) > graph.WARM_UP
+    assert calls.count("capture") == 1 + 2 + 3 and calls.count("replay") == sum(replayed)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "reason"),
+    [
+        ({"fails": 1}, "the capture failed: RuntimeError: operation not permitted when stream is capturing"),
+        ({"room": False}, "a step takes so much memory that none would be left for a validation"),
+    ],
+)
+def test_without_a_capture_the_steps_run_as_usual(run, recorded, prepared, reason):
+    """The failed capture leaves no state behind, and there is no second attempt."""
+    recorded.update(prepared)
+    done = both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 4)
+    assert done.out.count("CUDA graphs: off, because") == 1 and f"CUDA graphs: off, because {reason}\n" in done.out
+    (recorder,) = Recorder.made
+    assert kinds(recorder.calls) == ["prepare", *["capture"] * (2 * ("fails" in prepared)), "discard"]
+    assert all(p.grad is None for p in recorder.store_parameters())
+
+
+def test_steps_of_another_shape_between_replays():
+    """They run as usual, after the same warm-up become graphs too, and never mix."""
+
+    def losses(logits, batch):
+        return token_losses(logits, batch.labels, VOCAB)
+
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 16), (2, 16), (2, 16), (1, 16), (2, 16), (1, 8), (1, 16), (1, 16), (2, 16)]
+    m = dataclasses.replace(TINY, hidden_dropout=0.0, attention_dropout=0.0)
+    nets = []
+    for _ in range(2):
+        model, store = make(m)
+        nets.append(Network([model], store, losses, CPU))
+    nets[1].graphs = Recorded(None, nets[1].parts, nets[1].store, True)
+    for i, shape in enumerate(shapes):
+        x = torch.randint(0, VOCAB, (2, *shape), generator=generator)
+        batches = [Batch(y, y.roll(1, 1), torch.arange(shape[0])) for y in x]
+        if i == 4:
+            batches[1] = dataclasses.replace(batches[1], loss_mask=torch.ones(shape), unmasked=-1)
+        settings = StepSettings(1, 1e-2 / (i + 1), 0.1)
+        plain, graphed = (train_step(net, batches, settings) for net in nets)
+        assert torch.equal(plain, graphed), i
+        assert is_equal(snapshot(nets[0].store), snapshot(nets[1].store)), i
+    calls = kinds(nets[1].graphs.backend.calls)
+    assert (calls.count("capture"), calls.count("replay")) == (4, 6)  # steps 3 and 9; 8
+
+
+def reason(*flags, layout=None, kind="cuda", custom=False):
+    config = parse(TrainConfig, list(map(str, [*TINY_FLAGS, *flags])), "meshwright train", check=False).config
+    return graph.reason_against(config, layout or Layout(), torch.device(kind), custom)
+
+
+def test_reasons_against_graphs():
+    still = ["--attention-dropout", 0]
+    assert reason() is None and reason("--bf16", *still, "--recompute-granularity", "full") is None
+    assert "recomputed" in reason("--attention-dropout", 0.1, "--recompute-granularity", "selective")
+    assert "off" in reason("--cuda-graphs", "off") and "NVIDIA" in reason(kind="cpu") and "NVIDIA" in reason(kind="xpu")
+    assert "SGD" in reason("--optimizer", "sgd") and "timing-log-level" in reason("--timing-log-level", 1)
+    assert "host" in reason("--cpu-optimizer")
+    for flags, custom in ((["--profile"], False), ([], True)):
+        assert reason(*flags, custom=custom) and reason(*flags, "--cuda-graphs", "on", custom=custom) is None
+
+
+def test_graphs_that_are_asked_for_and_impossible(run):
+    assert "CUDA graphs: off, because the device is not an NVIDIA GPU" in run("--cuda-graphs", "on").out
+    assert "CUDA graphs" not in run().out
+
+
+SMALL = """--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --max-position-embeddings 128
+--train-iters 20 --eval-interval 1000 --eval-iters 1 --lr 1e-3 --hidden-dropout 0.1 --attention-dropout 0.1
+--compile off --device cuda --mock-data --vocab-size 500""".split()
+
+
+def on_gpu(folder, *flags):
+    assert main(["train", *SMALL, "--run-dir", str(folder), *map(str, flags)]) == 0
+    return [(row["loss"], row["grad_norm"], row["skipped"]) for row in read_rows(folder)]
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bf16"],
+        ["--bf16", "--micro-batch-size", 2, "--global-batch-size", 8],
+        ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 4, "--hidden-dropout", 0],
+        ["--bf16", "--attention-dropout", 0, "--swiglu", "--position-embedding-type", "rope"],
+        ["--fp16", "--initial-loss-scale", 2**32, "--hysteresis", 1],
+        ["--bf16", "--optimizer", "muon"],
+        ["--bf16", "--compile", "on"],
+        ["--bf16", "--attention-dropout", 0, "--recompute-granularity", "full"],
+        ["--micro-batch-size", 2, "--global-batch-size", 6, *MASKS],
+    ],
+    ids=lambda flags: " ".join(map(str, flags)),
+)
+def test_on_and_off_are_equal_on_a_gpu(tmp_path, capsys, flags):
+    size = [] if "--micro-batch-size" in flags else ["--micro-batch-size", 1, "--global-batch-size", 1]
+    plain = on_gpu(tmp_path / "off", *size, *flags, "--cuda-graphs", "off")
+    capsys.readouterr()
+    graphed = on_gpu(tmp_path / "on", *size, *flags, "--cuda-graphs", "on")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "CUDA graphs" in line]
+    assert len(lines) == 1 and "on, from step 3" in lines[0], lines
+    assert plain == graphed
+    if "--fp16" in flags:
+        assert any(skipped for *_, skipped in graphed) and not graphed[-1][2]
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(500)
+def test_resume_in_the_middle_on_a_gpu(tmp_path):
+    """The resumed run warms up again, where the other replays."""
+    flags = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 2, "--cuda-graphs", "on"]
+    whole = on_gpu(tmp_path / "whole", *flags)
+    first = on_gpu(tmp_path / "first", *flags, "--exit-interval", 9, "--save", tmp_path / "c")
+    second = on_gpu(tmp_path / "second", *flags, "--load", tmp_path / "c")
+    assert first + second == whole
