@@ -1,10 +1,11 @@
 """The network: equal to transformers' GPT-2 and Llama and to itself in any batch and precision."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from helpers import TINY
 from meshwright import device as devices
@@ -598,7 +599,7 @@ def test_flex_attention_in_plain_blocks(kind, recompute, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # from torch's tracing
 @pytest.mark.parametrize("alibi", [False, True])
-def test_flex_attention_is_compiled_once(alibi, monkeypatch):
+def test_flex_attention_is_compiled_once_for_a_shape(alibi, monkeypatch):
     """Other documents, and with ALiBi other slopes, give other masks but no other graph."""
     traced = []
 
@@ -607,19 +608,20 @@ def test_flex_attention_is_compiled_once(alibi, monkeypatch):
         return graph.forward
 
     torch._dynamo.reset()
-    monkeypatch.setattr(attention, "compiled_flex", lambda: torch.compile(flex_attention, backend=keep, dynamic=False))
+    attention.compiled_flex.cache_clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
     m = dataclasses.replace(STILL, position_embedding_type="alibi" if alibi else "learned_absolute")
-    for seed in range(3):
-        torch.manual_seed(seed)
-        q, k, v = torch.randn(3, 2, 16, m.num_attention_heads, 8)
-        documents = torch.randint(0, 2, (2, 16)).cumsum(1)
-        where = Where(documents=documents)
-        dense = attention.share(m, where, documents, torch.float32, False)
-        slopes = attention.slopes_of(m, None, q.device).float() if alibi else None
-        blocks = attention.Shared(where, mask=attention.blocks(documents, 16, q.device), slopes=slopes)
-        with torch.no_grad():
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        for length in (16, 16, 16, 12):
+            q, k, v = torch.randn(3, 2, length, m.num_attention_heads, 8)
+            documents = torch.randint(0, 2, (2, length)).cumsum(1)
+            where = Where(documents=documents)
+            dense = attention.share(m, where, documents, torch.float32, False)
+            slopes = attention.slopes_of(m, None, q.device).float() if alibi else None
+            blocks = attention.Shared(where, mask=attention.blocks(documents, length, q.device), slopes=slopes)
             torch.testing.assert_close(attention.fused(q, k, v, blocks, 0.0), attention.fused(q, k, v, dense, 0.0))
-    assert len(traced) == 1
+    attention.compiled_flex.cache_clear()
+    assert len(traced) == 2
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])

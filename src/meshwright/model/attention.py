@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +184,13 @@ def compiled_flex() -> Any:
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return compile_each_shape(flex_attention)
+
+
+def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function for each of its shapes, of which torch would allow 8."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    return torch.compile(function, dynamic=False)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright import device as devices
-from meshwright.model.attention import is_reference
+from meshwright.model.attention import compile_each_shape, is_reference
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block, Options
 from meshwright.settings.schema import Model, Precision, Training
@@ -43,7 +43,6 @@ def compile_blocks(model: nn.Module) -> None:
     All blocks share their graphs because nothing in them depends on the layer's number: one graph
     for the first block, which has no residual yet, one for the others, and both without gradients.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for block in model.h.children() if hasattr(model, "h") else [model]:  # type: ignore[union-attr]
         # block.compile() would include the hooks that wait for weights or gather them.
-        block.forward = torch.compile(block.forward, dynamic=False)
+        block.forward = compile_each_shape(block.forward)
