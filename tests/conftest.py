@@ -21,9 +21,11 @@ if not torch.cuda.is_available():
 
 import selection  # noqa: E402
 from helpers import TINY_FLAGS, TinyRun  # noqa: E402
-from meshwright import console  # noqa: E402
+from meshwright import console, device  # noqa: E402
 from meshwright.settings import flags  # noqa: E402
 from meshwright.settings import schema as settings  # noqa: E402
+
+os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

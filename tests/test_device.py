@@ -108,6 +108,18 @@ def test_each_process_takes_its_own(machine, kind):
     assert devices.pick("cpu", 3) == CPU and len(used) == 4 and devices.count() == 4
 
 
+def test_triton_may_fuse_products_and_sums(machine, monkeypatch):
+    """Triton 3.9 warns if nothing says whether it may."""
+    name, value = devices.FUSED_MULTIPLY_ADD
+    monkeypatch.delenv(name, raising=False)
+    machine("cuda", 1)
+    devices.pick("auto")
+    assert os.environ[name] == value
+    monkeypatch.setenv(name, "0")
+    devices.pick("auto")
+    assert os.environ[name] == "0"
+
+
 def test_too_many_processes_and_another_kind(machine):
     machine("cuda", 2)
     with pytest.raises(

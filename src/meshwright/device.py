@@ -28,6 +28,8 @@ SMI_SECONDS = 20  # until nvidia-smi must have answered; a hung driver never let
 # Apple's GPUs lack float64, in which losses are summed, and torch says little of their memory.
 UNFIT = {"mps": "Apple's GPU"}
 HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+# Triton 3.9 warns without it, and 3.10 would round products before they are added.
+FUSED_MULTIPLY_ADD = "TRITON_DEFAULT_FP_FUSION", "1"
 
 
 def pick(wanted: str, local_rank: int = 0) -> torch.device:
@@ -64,6 +66,7 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         )
     device = torch.device(there.type, number)
     set_current(device)
+    os.environ.setdefault(*FUSED_MULTIPLY_ADD)
     return device
 
 

@@ -10,6 +10,7 @@ kernel and does not run it, so that the calls below exercise the real launchers;
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def compile_only() -> None:
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(there)
+    os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
     run = JITFunction.run
 
     def record(self, *args, grid, warmup, **options):  # type: ignore[no-untyped-def]
