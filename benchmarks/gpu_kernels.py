@@ -324,8 +324,8 @@ def symmetric_case(kind: str, shape: tuple[int, int, int], by_cublas: bool) -> C
     def variants() -> Iterator[str]:
         known = symmetric_triton.TILES
         try:
-            tried = [(128, 64, warps, stages) for warps in (4, 8) for stages in (3, 4)]
-            for tiles in (*tried, (128, 32, 4, 5), (128, 128, 8, 2), (64, 64, 4, 4), (64, 128, 4, 3)):
+            tried = [(128, 64, 8, 2, 128), (128, 64, 8, 4, 255), (128, 64, 4, 3, 255), (128, 32, 8, 5, 128)]
+            for tiles in (*tried, (128, 128, 8, 2, 255), (64, 64, 4, 4, 128), (64, 128, 4, 3, 128)):
                 symmetric_triton.TILES = symmetric_triton.Tiles(*tiles)
                 yield str(tiles)
         finally:

@@ -1,11 +1,11 @@
 """Time of one Muon update on one GPU: torch's, and ours in each form.
 
-    python benchmarks/gpu_muon.py [--models 345M 1.3B] [--tiles 128x64x8x4 128x64x4x3]
+    python benchmarks/gpu_muon.py [--models 345M 1.3B] [--tiles 128x64x8x3x128 128x64x4x3x255]
 
 With random weights and gradients, prints milliseconds (ours in a CUDA graph), the flops that the
 form needs by arithmetic, TFLOP/s, the largest distance of a first update from float64's, relative
 to it, and the memory of the update. The forms with symmetric products run with each size of tiles:
-rows x depth x warps x stages. A variant that fails is named, and the others go on.
+rows x depth x warps x stages x registers. A variant that fails is named, and the others go on.
 `gpu_kernels.py symmetric muon` has each kernel alone.
 """
 
@@ -151,7 +151,7 @@ def updates(size: tuple[int, int], tiles: list[symmetric_triton.Tiles]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["345M", "1.3B"])
-    parser.add_argument("--tiles", nargs="+", default=["128x64x8x4", "128x64x4x3"])
+    parser.add_argument("--tiles", nargs="+", default=["128x64x8x3x128", "128x64x8x4x255", "128x64x4x3x255"])
     args = parser.parse_args()
     tiles = [symmetric_triton.Tiles(*map(int, t.split("x"))) for t in args.tiles]
     print(torch.cuda.get_device_name(), "torch", torch.__version__)

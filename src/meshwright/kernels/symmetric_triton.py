@@ -21,12 +21,17 @@ from torch import Tensor
 
 
 class Tiles(NamedTuple):
-    """Sizes of the kernel's tiles, and how many warps and pipeline stages compute one."""
+    """Sizes of the kernel's tiles, and how one is computed.
+
+    With 128 registers a thread and 96 KiB of shared memory, two fit a multiprocessor of an H100 or
+    H200, so that one computes while the other stores.
+    """
 
     rows: int = 128
     depth: int = 64
     warps: int = 8
-    stages: int = 4
+    stages: int = 3
+    registers: int = 128  # of a thread, at most
 
 
 TILES = Tiles()
@@ -99,6 +104,7 @@ def product(
     size = tiles or TILES
     out = torch.empty(n, m, m, dtype=a.dtype, device=a.device)
     count = triton.cdiv(m, size.rows)
+    options = {} if torch.version.hip else {"maxnreg": size.registers}
     with torch.accelerator.device_index(a.device.index):
         _kernel[(count * (count + 1) // 2, n)](
             a,
@@ -118,5 +124,6 @@ def product(
             size.depth,
             num_warps=size.warps,
             num_stages=size.stages,
+            **options,
         )
     return out
