@@ -24,7 +24,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meshwright import device
-from meshwright.kernels import activation, adamw, dropout, fp8_triton, gradients, heads, muon, norm, symmetric
+from meshwright.kernels import (
+    activation,
+    adamw,
+    dropout,
+    embedding,
+    fp8_triton,
+    gradients,
+    heads,
+    muon,
+    norm,
+    symmetric,
+)
 from meshwright.kernels.cross_entropy import cross_entropy
 
 compiled = {}  # by the compiler's key
@@ -124,6 +135,11 @@ def updates() -> None:
         adamw.update(adamw.Buffers(*flats, weights), table, settings, decision)
 
 
+def tables() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        embedding.add_rows(torch.zeros(64, 1024), torch.zeros(8, dtype=torch.int64), torch.zeros(8, 1024, dtype=dtype))
+
+
 def casts() -> None:
     x, one = torch.zeros(64, 64, dtype=torch.bfloat16), torch.ones(())
     for format in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -131,7 +147,7 @@ def casts() -> None:
         fp8_triton.quantise(x, one, one, out, torch.empty_like(out), 448.0)
 
 
-CALLS = {f.__name__: f for f in (norms, sums, losses, dropouts, activations, splits, muons, updates, casts)}
+CALLS = {f.__name__: f for f in (norms, sums, losses, dropouts, activations, splits, muons, updates, tables, casts)}
 MORE = {f.__name__: f for f in (norms_of_all_widths,)}
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import activation
+from meshwright.kernels.embedding import embedding
 from meshwright.kernels.linear import linear
 from meshwright.settings.schema import Model
 
@@ -33,6 +34,9 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.weight)
 
 
 class Norm(nn.Module):

@@ -1,0 +1,55 @@
+"""Embedding whose gradient goes straight into the table's full-precision total.
+
+Hand-written because torch fills a table of zeros in the weights' format and adds the rows there,
+after which the store adds the whole table once more: three passes over [V, H] for each micro-batch.
+Here the rows of each token are added to its row of the total; other rows are not touched. Tokens
+are sorted, so that sums have one order, without atomic additions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.kernels import gradients
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.parameter = weight
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        (ids,) = ctx.saved_tensors
+        sink = gradients.sink_of(ctx.parameter)
+        assert sink is not None
+        total, adds = sink.begin()
+        if not adds:
+            total.zero_()
+        add_rows(total, ids.flatten(), grad.reshape(-1, grad.shape[-1]))
+        sink.end()
+        return None, None
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows `ids` [...] of a table [V, H]."""
+    if devices.has_kernels(weight.device) and weight.requires_grad and gradients.sink_of(weight) is not None:
+        return _Embedding.apply(weight, ids)  # type: ignore[no-any-return,no-untyped-call]
+    return F.embedding(ids, weight)
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Add each of the rows [N, H] to the row of `total` that `ids` [N] names."""
+    if not devices.has_kernels(total.device) or total.dtype is torch.float64:
+        total.index_add_(0, ids, rows.to(total.dtype))
+        return
+    from meshwright.kernels.embedding_triton import add_rows
+
+    add_rows(total, ids, rows)

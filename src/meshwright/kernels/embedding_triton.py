@@ -1,0 +1,47 @@
+"""The kernel of embedding.py: sum the rows of each token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, WARPS = 16, 128, 4  # of a tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum the rows of one token, in 128 columns, and add them to its row of the total.
+
+    In: rows [N, width], ids [N] sorted, order [N] (where a sorted one was), ends [N] (the first
+    place after the same ids). In and out: total float32 [V, width]. Reads each row once; reads and
+    writes 4 bytes an element of the totals of the tokens that occur. Programs of a place that is
+    not a token's first do nothing.
+    """
+    place = tl.program_id(0)
+    token = tl.load(ids + place)
+    is_first = (place == 0) | (tl.load(ids + tl.maximum(place - 1, 0)) != token)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if is_first:
+        end = tl.load(ends + place).to(tl.int32)
+        added = tl.zeros((COLUMNS,), tl.float32)
+        for start in range(place, end, ROWS):
+            at = start + tl.arange(0, ROWS)
+            row = tl.load(order + at, mask=at < end, other=0).to(tl.int64)
+            mask = (at < end)[:, None] & (column < width)[None, :]
+            value = tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0.0)
+            added += tl.sum(value.to(tl.float32), 0)
+        there = total + token.to(tl.int64) * width + column
+        tl.store(there, tl.load(there, mask=column < width, other=0.0) + added, mask=column < width)
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Add each of the rows [N, H] to the row of `total` that `ids` [N] names."""
+    count, width = rows.shape
+    with torch.accelerator.device_index(total.device.index):
+        sorted_ids, order = torch.sort(ids, stable=True)
+        ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
+        _add_rows[(count, triton.cdiv(width, COLUMNS))](
+            total, rows.contiguous(), sorted_ids, order, ends, width, ROWS, COLUMNS, num_warps=WARPS
+        )
