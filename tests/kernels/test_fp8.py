@@ -202,11 +202,13 @@ def test_what_is_evaluated_has_no_part():
 def test_the_first_scale_is_combined():
     """Processes with the same weights begin with the scale of the largest amax among them."""
     scales, here, weight, _, x, grad = network()
-    scales.combine = lambda amax: amax * 2
+    scales.combine = lambda amax: amax.mul_(2)
     here(x, weight).backward(grad)
     assert chosen(scales) == pytest.approx(224 / x.abs().max().item())
     assert chosen(scales, "gradient") == pytest.approx(224 / grad.abs().max().item())
-    assert chosen(scales, "weight") == pytest.approx(448 / weight.abs().max().item())
+    assert chosen(scales, "weight") == pytest.approx(224 / weight.abs().max().item())
+    scales.update()
+    assert chosen(scales) == pytest.approx(224 / x.abs().max().item())
 
 
 def test_weights_are_cast_once_into_the_same_memory():

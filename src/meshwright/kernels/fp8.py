@@ -115,13 +115,13 @@ def multiply(
 class Scales:
     """The scales of all tensors that a network multiplies in fp8, and their amaxes.
 
-    `combine`, if set, returns the maximum of a number over the processes that share the weights.
+    `combine`, if set, replaces amaxes by their maximum over the processes that share the layers.
     All tensors lie 16 bytes apart, as torch._scaled_mm demands of scales.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
-        self.combine: Callable[[Tensor], Tensor] | None = None
+        self.combine: Callable[[Tensor], None] | None = None
         self.slots: dict[str, int] = {}
         self.products: list[Product] = []
 
@@ -152,8 +152,8 @@ class Scales:
     def _begin(self, slot: int, x: Tensor, is_recorded: bool) -> None:
         """Take a first scale from x; a validation before the first step does so each time."""
         amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
-        if is_recorded and self.combine is not None and ROLES[slot % 3] != "weight":  # the same everywhere
-            amax = self.combine(amax)
+        if is_recorded and self.combine is not None:
+            self.combine(amax)
         self._choose(slice(slot, slot + 1), amax, torch.ones_like(amax))
         self.is_set[slot] = is_recorded
 
@@ -167,6 +167,8 @@ class Scales:
     @torch.no_grad()
     def update(self) -> None:
         """Choose the next step's scales from this step's amaxes, without the host."""
+        if self.combine is not None:
+            self.combine(self.amax)
         if self.recipe.history > 1:
             self.history[:, 1:] = self.history[:, :-1].clone()
         self.history[:, 0] = self.amax[:, 0]

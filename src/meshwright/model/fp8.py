@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,5 +39,7 @@ def attach(parts: Sequence[Any], p: Precision, device: torch.device) -> Scales |
     is_hybrid, uses_max = p.fp8_format == "hybrid", p.fp8_amax_compute_algo == "max"
     scales = Scales(Recipe(is_hybrid, p.fp8_margin, p.fp8_amax_history_len, uses_max), device)
     for name, product in scales.add(found).items():
-        found[name].product = product
+        # Tensor parallelism has replaced the product by one that sums or gathers around another.
+        around = vars(found[name]).get("product")
+        found[name].product = product if around is None else functools.partial(around, by=product)
     return scales

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
 
 
+Multiply = Callable[..., Tensor]  # as kernels.linear.linear
+
+
 class _Entering(torch.autograd.Function):
     """x @ W with this rank's columns of W.
 
@@ -123,11 +126,11 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
     if tp is None:
         return heads
 
-    def entering(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply as a layer's first products and the head do."""
+    def entering(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
+        """Multiply as a layer's first products and the head do; `by` may be another product."""
         rows = x.flatten(0, -2)
-        if is_deferred():
-            y = linear(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
+        if is_deferred() or by is not linear:
+            y = by(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
         else:
             y = _Entering.apply(rows, parameter, bias, tp, sequence)  # type: ignore[no-untyped-call]
         return y.view(-1, columns, y.shape[-1]) if sequence else y.view(*x.shape[:-1], -1)
@@ -135,9 +138,9 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
     def leave(y: Tensor) -> Tensor:
         return comm.scattered(y.flatten(0, 1), tp).unsqueeze(0) if sequence else comm.summed(y, tp)
 
-    def leaving(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
+    def leaving(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
-        return add_bias(leave(linear(x, parameter)), bias)
+        return add_bias(leave(by(x, parameter)), bias)
 
     for name, p in list(model.named_parameters()):
         rule = shard.rule(name)

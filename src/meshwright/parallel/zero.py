@@ -210,7 +210,8 @@ class Store(Parts):
         if flat is not None:
             self.wait_for_weights()
             flat.update(verdict)
-        self.update_scales()
+        if self.scales is not None:  # the new weights are then cast with new scales
+            self.scales.update()
         self.publish_weights(flat is None)
         return verdict.norm
 
@@ -257,18 +258,16 @@ class Store(Parts):
     # Scales of fp8
 
     def set_scales(self, scales: Scales | None) -> None:
-        """Update the scales of the products with each step, alike on ranks with equal weights."""
-        group, self.scales = self.layout.group("gradients"), scales
-        if scales is not None and group is not None:
-            scales.combine = lambda amax: comm.all_reduce(amax, group, "max")
+        """Update the scales of the products with each step, alike on ranks with the same layers."""
+        self.scales = scales
+        groups = [group for name in ("gradients", "tp") if (group := self.layout.group(name)) is not None]
 
-    def update_scales(self) -> None:
-        """Choose the scales of the next step; the new weights are then cast with them."""
-        if self.scales is None:
-            return
-        if self.scales.combine is not None:
-            self.scales.amax.copy_(self.scales.combine(self.scales.amax))
-        self.scales.update()
+        def combine(amax: Tensor) -> None:
+            for group in groups:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+
+        if scales is not None and groups:
+            scales.combine = combine
 
     # Statistics for the log
 

@@ -435,20 +435,19 @@ def fp8_problems(c: TrainConfig) -> list[str]:
     p, m, fp8 = c.parallel, c.model, f"--fp8-format {c.precision.fp8_format}"
     if not c.precision.fp8_format:
         return []
-    out = []
-    if p.tensor_model_parallel_size > 1:
-        advice = "which cuts the products; give 1, or leave out --fp8-format"
-        out.append(f"{fp8} with --tensor-model-parallel-size {p.tensor_model_parallel_size}, {advice}")
+    out, tp = [], p.tensor_model_parallel_size
     if p.zero == 3 and c.dp * p.context_parallel_size > 1:
         out.append(f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give --zero-stage 2 or less")
     if p.pipeline_model_parallel_size > 1 and p.pipeline_schedule not in ("1f1b", "gpipe"):
         advice = "which computes weights' gradients later, in bfloat16; give 1f1b"
         out.append(f"{fp8} with --pipeline-schedule {p.pipeline_schedule}, {advice}")
-    heads = (m.num_attention_heads or 0) * m.head_dim if m.num_attention_heads and m.hidden_size else 0
-    key_values = m.groups * m.head_dim if heads else 0
-    widths = {"--hidden-size": m.hidden_size or 0, "--ffn-hidden-size": m.ffn if m.hidden_size else 0}
-    widths |= {"the width of all heads": heads, "the width of all keys": 2 * key_values}
-    out += [f"{fp8}: {name} {n} is not a multiple of 16, as fp8 products need" for name, n in widths.items() if n % 16]
+    if m.hidden_size and m.num_attention_heads:
+        widths = {"--hidden-size": m.hidden_size, "--ffn-hidden-size": m.ffn // tp}
+        widths["the width of the heads"] = m.num_attention_heads * m.head_dim // tp
+        widths["the width of keys and values"] = 2 * m.groups * m.head_dim // tp
+        on = " on each tensor rank" if tp > 1 else ""
+        wrong = [f"{name} {n}{on}" for name, n in widths.items() if n % 16]
+        out += [f"{fp8}: {one} is not a multiple of 16, as fp8 products need" for one in wrong]
     if (layers := m.num_layers) and not any(c.precision.multiplies_fp8(i, layers) for i in range(layers)):
         out.append(
             f"{fp8}: --first-last-layers-bf16 leaves none of {layers} layers; lower --num-layers-at-start-in-bf16"
