@@ -220,7 +220,8 @@ def test_reasons_against_graphs():
     assert "recomputed" in reason("--attention-dropout", 0.1, "--recompute-granularity", "selective")
     assert "off" in reason("--cuda-graphs", "off") and "NVIDIA" in reason(kind="cpu") and "NVIDIA" in reason(kind="xpu")
     assert "SGD" in reason("--optimizer", "sgd") and "timing-log-level" in reason("--timing-log-level", 1)
-    assert "host" in reason("--cpu-optimizer")
+    assert "optimizer" in reason("--cpu-optimizer")
+    assert "inputs" in reason(*still, "--recompute-granularity", "full", "--checkpoint-in-cpu")
     for flags, custom in ((["--profile"], False), ([], True)):
         assert reason(*flags, custom=custom) and reason(*flags, "--cuda-graphs", "on", custom=custom) is None
 

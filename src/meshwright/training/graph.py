@@ -249,6 +249,7 @@ def reason_against(c: TrainConfig, layout: Layout, device: torch.device, is_cust
         "the stages of a pipeline wait for each other": layout.pp > 1,
         f"ZeRO {p.zero} allocates memory within the step": sharded and p.zero > 1,
         "the optimizer runs on the host": p.offloads,
+        "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
         "SGD takes the learning rate from the host": o.optimizer == "sgd",
         "--timing-log-level times the parts of a step": c.logging.timing_log_level != "0",
         "what is recomputed seeds its attention dropout anew": sampled and t.recompute is not None,
