@@ -37,6 +37,7 @@ from meshwright.kernels import (  # noqa: E402
     adamw_triton,
     columns_triton,
     dropout,
+    embedding,
     heads,
     heads_triton,
     muon_triton,
@@ -459,6 +460,28 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
     )
 
 
+def embedding_cases() -> Iterator[Case]:
+    """The token table's gradient; ids are as frequent as words, by the inverse of their rank."""
+    for n, width in shapes((32768, 1024), (1024, 1024)):
+
+        def make(n: int = n, width: int = width) -> tuple[Any, ...]:
+            ids = (50000 ** torch.rand(n, device=DEVICE)).long()
+            return draw(50304, width, dtype=torch.float32), ids, draw(n, width)
+
+        def run(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> Outputs:
+            embedding.add_rows(total, ids, rows)
+            return [total]
+
+        yield Case(
+            "embedding: add rows",
+            f"{n} x {width}",
+            make,
+            run,
+            lambda total, ids, rows: [total.double().index_add_(0, ids, rows.double())],
+            n * width * 2,
+        )
+
+
 GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
     norm_cases,
     column_cases,
@@ -467,6 +490,7 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
     symmetric_cases,
     muon_cases,
     adamw_cases,
+    embedding_cases,
 ]
 
 
