@@ -36,6 +36,8 @@ from meshwright.model.attention import Attention, Shared, Where, is_reference, s
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.settings.schema import Model
 
+DRAWING = 32  # tensors that are drawn at once, at most: each takes its memory on the host
+
 
 @dataclass(frozen=True)
 class Options:
@@ -270,5 +272,5 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # torch releases the GIL
+    with ThreadPoolExecutor(min(DRAWING, devices.cores())) as threads:  # torch releases the GIL
         list(threads.map(torch.no_grad()(fill), *zip(*masters, strict=True)))

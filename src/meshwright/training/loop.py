@@ -86,21 +86,24 @@ class Trainer:
     # Set-up, in the order in which `run` calls it
 
     def load_or_initialise(self) -> None:
-        if self.config.checkpoint.load:
-            with self.timers.phase("load-checkpoint"):
-                self.has_loaded = self.state.load()
-            self.timers.print_phases("load-checkpoint")
-        if not self.has_loaded:
-            draw = getattr(self.net.parts[0], "initialise", initialise)
-            m, seed = self.config.model, self.config.training.seed
-            self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed))
-        self.net.store.publish_weights()
+        is_loaded = bool(self.config.checkpoint.load)
+        with self.timers.startup.phase("weights", "loading the weights" if is_loaded else "drawing the weights"):
+            if is_loaded:
+                with self.timers.phase("load-checkpoint"):
+                    self.has_loaded = self.state.load()
+                self.timers.print_phases("load-checkpoint")
+            if not self.has_loaded:
+                draw = getattr(self.net.parts[0], "initialise", initialise)
+                m, seed = self.config.model, self.config.training.seed
+                self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed))
+            self.net.store.publish_weights()
 
     def fit_micro_batch(self) -> None:
         """Resolve `--micro-batch-size auto`."""
         if self.config.training.micro_batch_size == "auto":
             preferred = self.state.micro_batch_before
-            size, reason = memory.fit_micro_batch(self.net, self.config, self.vocab, preferred, self.team)
+            with self.timers.startup.phase("micro-batch", "trying micro-batches"):
+                size, reason = memory.fit_micro_batch(self.net, self.config, self.vocab, preferred, self.team)
             remark(f" > --micro-batch-size auto: {size} ({reason})")
             t = dataclasses.replace(self.config.training, micro_batch_size=size)
             self.config = self.state.config = dataclasses.replace(self.config, training=t)
@@ -156,6 +159,7 @@ class Trainer:
         row = {"time": time.time(), "command": command, "version": our_version(), "torch": torch.__version__}
         row |= {"python": platform.python_version(), "device": devices.name(self.device), "host": platform.node()}
         row |= {"parameters": parameters, "block": self.net.execution, "dtype": c.precision.dtype}
+        row |= {"startup": self.timers.startup.seconds}
         self.metrics.row(event, p.iteration, **row, tokens_per_step=c.global_batch * seq, train_iters=c.steps)
 
     def beginning(self, folder: Path | None, tokenizer: Tokenizer | None, parameters: int) -> Beginning:
@@ -196,6 +200,8 @@ class Trainer:
             gc.freeze()  # the collector need not look again at what was built so far
             held.callback(gc.unfreeze)
             held.callback(self.close_batches)
+            held.callback(self.timers.startup.end_wait)
+            self.timers.startup.wait("taking the first step, for which kernels are loaded or compiled")
             self.last = time.perf_counter()
             while not self.is_done:
                 if reason := self.reason_to_stop(stop):

@@ -29,6 +29,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.training.folder import LivePage
 from meshwright.training.lines import FORMS, MEGATRON, Check, Interval, in_deepspeeds_form
 from meshwright.training.screen import LineScreen
+from meshwright.training.startup import Startup
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
@@ -162,6 +163,7 @@ class Metrics:
         if iteration % self.g.log_interval == 0 or iteration == self.total_steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr, values)
         self.page.update()
+        self.timers.startup.end_wait()  # for the first step
 
     def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
         for tracker in self.trackers:
@@ -291,8 +293,11 @@ class Timers:
     --timing-log-level selects those within a step.
     """
 
-    def __init__(self, level: int, option: str, device: torch.device, team: Team) -> None:
+    def __init__(
+        self, level: int, option: str, device: torch.device, team: Team, startup: Startup | None = None
+    ) -> None:
         self.level, self.option, self.team, self.device = level, option, team, device
+        self.startup = startup or Startup(prints=False)
         self.phases: dict[str, float] = {}  # ms, of the set-up
         self.steps: dict[str, float] = {}  # ms, summed since the last log line
         self.before: dict[str, float] = {}  # the same sums before the last step

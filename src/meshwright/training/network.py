@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,10 +21,12 @@ from meshwright.parallel.pipeline import Pipeline, require_tried, stages
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
 from meshwright.parallel.tensor import spread
 from meshwright.parallel.zero import ParameterStore, StoreSpec
-from meshwright.parallel.zero3 import FullyShardedStore
 from meshwright.settings.schema import Parallel, TrainConfig
 from meshwright.training import graph
 from meshwright.training.step import Loss, Network, make_loss
+
+if TYPE_CHECKING:
+    from meshwright.parallel.zero3 import FullyShardedStore
 
 Model = Callable[..., nn.Module]  # as GPT: (config.Model, vocab, padded, positions, options=...)
 
@@ -93,7 +95,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     without = graph.reason_against(config, layout, device, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)
     with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
-        store = FullyShardedStore(parts, store_spec) if is_sharded else ParameterStore(parts, store_spec)
+        store = new_store(parts, store_spec, is_sharded)
         store.set_scales(fp8.attach(parts, config.precision, device))
     compiled = options.compiled
     if compiled:
@@ -111,6 +113,14 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
         assert isinstance(store, ParameterStore)
         net.graphs = graph.Graphs(graph.CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
     return net
+
+
+def new_store(parts: list[Any], spec: StoreSpec, is_sharded: bool) -> ParameterStore | FullyShardedStore:
+    if not is_sharded:
+        return ParameterStore(parts, spec)
+    from meshwright.parallel.zero3 import FullyShardedStore  # torch takes a second to import FSDP
+
+    return FullyShardedStore(parts, spec)
 
 
 def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, str, str]:

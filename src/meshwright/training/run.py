@@ -29,6 +29,7 @@ from meshwright.training.folder import write_report
 from meshwright.training.preflight import build_vocabulary_on_all, pick_backend, require_equal_settings, require_files
 from meshwright.training.resume import guard_existing, guard_run_folder
 from meshwright.training.saver import check_export
+from meshwright.training.startup import Startup
 from meshwright.training.stop import StopConditions
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Job:
     command: list[str]
     handle_signals: bool
     idle: Mapping[str, Any]
-    began: float  # time.perf_counter()
+    startup: Startup
 
 
 def run(
@@ -76,8 +77,9 @@ def run(
     step and saves, unless the settings say --no-exit-signal-handler; without it signals are left
     to the caller. `idle` are given flags without effect, which the log shows.
     """
-    began, p = time.perf_counter(), config.parallel
+    p = config.parallel
     here = find_world(os.environ, p.local_rank)
+    startup = Startup(prints=here.rank == 0)
     require_world_size(here, p.world_size)
     config = dataclasses.replace(config, parallel=dataclasses.replace(p, world_size=here.size))
     if command is None:  # a command line's flags include the file's settings already
@@ -88,13 +90,15 @@ def run(
     if problems := checks.problems(config, needs_data=datasets is None):
         raise UserError(flags.listed(problems))
     require_files(config)
-    device = devices.pick(p.device, here.local_rank)
+    with startup.phase("torch", "importing torch and opening the device"):
+        device = devices.pick(p.device, here.local_rank)
     if config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
     try:
         backend = pick_backend(config, device, here.rank == 0)
-        team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
-        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, began)
+        with startup.phase("ranks", "waiting for all ranks"):
+            team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup)
         return run_on_rank(config, device, team, job)
     except Exception as error:
         reported = error_to_report(error, config, here)
@@ -143,16 +147,17 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
 
     The lines are printed in the order and the words of Megatron's log, which users' scripts read.
     """
-    from meshwright.training import network
-    from meshwright.training.loop import Trainer
-    from meshwright.training.metrics import Timers
-    from meshwright.training.screen import open_screen
+    c, startup = config.checkpoint, job.startup
+    with startup.phase("modules", "importing Meshwright"):
+        from meshwright.training import network
+        from meshwright.training.loop import Trainer
+        from meshwright.training.metrics import Timers
+        from meshwright.training.screen import open_screen
 
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)
-    c = config.checkpoint
     folder = Path(root) if (root := c.run_dir or c.save) else None
-
+    values = argument_dump.arguments(config, job.idle, pick_backend(config, device))
     with contextlib.ExitStack() as held:
         if screen is not None:
             held.callback(console.set_stream, "stdout")  # what the caller does next has no screen
@@ -161,30 +166,32 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         layout = connect(layout_of(config, team.rank), rendezvous.timeout())
         open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, held))
-        timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team)
-        values = argument_dump.arguments(config, job.idle, pick_backend(config, device))
-        tokenizer, vocab, padded = print_settings(config, folder, team, values)
-        say(f"time to initialize megatron (seconds): {time.perf_counter() - job.began:.3f}")
+        timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team, startup)
+        with startup.phase("tokenizer", "reading the tokenizer"):
+            tokenizer, vocab, padded = print_settings(config, folder, team, values)
+        say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
 
         with timers.phase("model-and-optimizer-setup"):
             spec = network.Spec(config, layout, device, vocab, padded, job.model, job.loss)
-            trainer = Trainer(spec, team, timers)
+            with startup.phase("model", "building the model"):
+                trainer = Trainer(spec, team, timers)
             trainer.load_or_initialise()
             trainer.fit_micro_batch()
         say_time("after model, optimizer, and learning rate scheduler are built")
 
-        with timers.phase("train/valid/test-data-iterators-setup"):
+        with timers.phase("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
             trainer.open_data(tokenizer, job.datasets)
         say_time("after dataloaders are built")
         say("done with setup ...")
         timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 
         trainer.open_folder(folder, tokenizer, job.command, screen)
+        say(startup.line())
         open_log()
         held.callback(trainer.metrics.close)
         held.callback(trainer.state.saver.close)  # waits for a save in flight
-        stop = StopConditions(config.training, job.began, c.save is not None, lambda: newest_step(c.save))
+        stop = StopConditions(config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
         with stop.handle_signals() if job.handle_signals else contextlib.nullcontext():
             try:
                 reason = trainer.train(stop)
