@@ -1,15 +1,33 @@
 """The parameter store equals torch's AdamW with clipping on separate tensors, in every format."""
 
 import dataclasses
+import threading
+import time
 
 import pytest
 import torch
 
 from helpers import TINY
+from meshwright.model.gpt import initialise
 from meshwright.optim.rules import Numbers
+from meshwright.parallel import zero
 from meshwright.parallel.zero import ALIGN, ParameterStore, StoreSpec
 from meshwright.settings import schema as config
-from stores import CPU, VOCAB, gradient, is_equal, kinds, losses_of, make, masters, separate, snapshot, span, tokens
+from stores import (
+    CPU,
+    GATED,
+    VOCAB,
+    gradient,
+    is_equal,
+    kinds,
+    losses_of,
+    make,
+    masters,
+    separate,
+    snapshot,
+    span,
+    tokens,
+)
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
@@ -232,3 +250,28 @@ def test_norm_of_a_large_buffer():
     exact = torch.linalg.vector_norm(piece.master.detach().double()).item()
     assert store.norm().item() == pytest.approx(exact, rel=2e-7)
     assert store.step(Numbers(0.0, 0.0, 1.0)).item() == pytest.approx(0.1 * exact, rel=2e-7)
+
+
+LARGEST = 4 * 2 * 64 * 32  # bytes of GATED's mlp.fc, two matrices in one
+
+
+@pytest.mark.parametrize("most, threads", [(1 << 30, 3), (2 * LARGEST, 2), (1, 1)])
+def test_initial_weights_drawn_by_several_threads(monkeypatch, most, threads):
+    """They are those of one thread, and no more are in memory at once than allowed."""
+    _, alone = make(GATED, dtype=torch.bfloat16)
+    _, store = make(GATED, dtype=torch.bfloat16, seed=2)
+    assert not torch.equal(store.master, alone.master)
+    alive, most_alive, lock = [0], [0], threading.Lock()
+
+    def draw(masters):
+        with lock:
+            alive[0] += 1
+            most_alive[0] = max(most_alive[0], alive[0])
+        time.sleep(0.002)
+        initialise(masters, GATED, VOCAB, 1)
+        with lock:
+            alive[0] -= 1
+
+    monkeypatch.setattr(zero, "DRAWN", most)
+    store.initialise(draw, at_once=3)
+    assert torch.equal(store.master, alone.master) and most_alive[0] == threads

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from meshwright.model.attention import Attention, Shared, Where, is_reference, s
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.settings.schema import Model
 
-DRAWING = 32  # tensors that are drawn at once, at most: each takes its memory on the host
+DRAWING = 16  # most tensors that are drawn at once
 
 
 @dataclass(frozen=True)
@@ -262,14 +261,16 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             true_rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
             name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
             random = torch.Generator().manual_seed(name_seed)
-            draw = torch.empty(true_rows, *p.shape[1:])
+            is_own = p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
+            draw = p[:true_rows] if is_own else torch.empty(true_rows, *p.shape[1:])
             if m.init_method_xavier_uniform:  # for one matrix [out, in], also if gated
                 bound = math.sqrt(6 / (draw.numel() // draw.shape[-1] + draw.shape[-1]))
                 draw.uniform_(-bound, bound, generator=random)
             else:
                 std = m.init_method_std / (2 * layers) ** 0.5 if kind == "proj" else m.init_method_std
                 draw.normal_(0, std, generator=random)
-            p[:true_rows] = draw.to(p.device)
+            if not is_own:
+                p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0
 
     with ThreadPoolExecutor(min(DRAWING, devices.cores())) as threads:  # torch releases the GIL

@@ -30,6 +30,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ from meshwright.parallel.parts import Parts
 from meshwright.settings.schema import Optimizer
 
 ALIGN = 128
+DRAWN = 8 << 30  # most bytes of initial weights that are drawn at once
 Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
 Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
 State = dict[str, Tensor]
@@ -136,14 +138,31 @@ class Store(Parts):
 
     # Weights
 
-    def initialise(self, draw: Draw) -> None:
-        """Draw full tensors and keep this rank's part, so that no layout changes a value."""
-        names = iter(self.shapes)
-        while some := list(itertools.islice(names, 8)):  # `draw` uses eight threads
-            full = {name: torch.zeros(self.full_shape(name, self.shapes[name])) for name in some}
+    def initialise(self, draw: Draw, at_once: int = 1) -> None:
+        """Draw full tensors and keep this rank's part, so that no layout changes a value.
+
+        With `at_once` above 1, as many threads draw a tensor each; fewer where these would need
+        more than DRAWN bytes on the host. Otherwise eight tensors are drawn after eight others.
+        """
+        shapes = {name: self.full_shape(name, shape) for name, shape in self.shapes.items()}
+
+        def fill(some: Iterable[str]) -> None:
+            full = {name: torch.zeros(shapes[name]) for name in some}
             draw(full.items())
             for name, tensor in full.items():
                 self.set_master(name, self.cut(name, tensor))
+
+        if at_once == 1:
+            names = iter(shapes)
+            while some := list(itertools.islice(names, 8)):
+                fill(some)
+            return
+        # Large ones first, so that no thread is left with one at the end.
+        order = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
+        largest = 4 * math.prod(shapes[order[0]]) if order else 0
+        with ThreadPoolExecutor(max(1, min(at_once, DRAWN // max(largest, 1)))) as threads:
+            list(threads.map(torch.no_grad()(fill), ([name] for name in order)))
+        devices.synchronize(self.home)
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         """Copy this rank's part of `tensor`, which is this tensor rank's cut of the parameter."""

@@ -27,7 +27,7 @@ from meshwright.data.samples import Dataset
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.launch.team import Team
 from meshwright.model import counts
-from meshwright.model.gpt import initialise
+from meshwright.model.gpt import DRAWING, initialise
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.settings.command import our_version
@@ -93,9 +93,10 @@ class Trainer:
                     self.has_loaded = self.state.load()
                 self.timers.print_phases("load-checkpoint")
             if not self.has_loaded:
-                draw = getattr(self.net.parts[0], "initialise", initialise)
-                m, seed = self.config.model, self.config.training.seed
-                self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed))
+                own = getattr(self.net.parts[0], "initialise", None)  # a custom model's, which may use one generator
+                m, seed, draw = self.config.model, self.config.training.seed, own or initialise
+                at_once = 1 if own else min(DRAWING, devices.cores())
+                self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed), at_once)
             self.net.store.publish_weights()
 
     def fit_micro_batch(self) -> None:
