@@ -153,6 +153,18 @@ def test_the_mask_is_that_of_dropout(triton):
     assert torch.equal(x != 0, dropout.keep(case.rows, 1000, case.p))
 
 
+@pytest.mark.parametrize("form", ["plain", "triton"])
+def test_y_is_the_norm_of_x_as_it_is_stored(form, request):
+    """The next function that reads x sees no other numbers; backward neither."""
+    if form == "triton":
+        request.getfixturevalue("triton")
+    t = make("middle", torch.bfloat16, device=KERNELS).leaves()
+    weight, shift = t["weight"].float(), t["shift"].float()
+    x, y = add_norm(t["residual"], t["pending"], t["bias"], None, 0.0, NormWeights(weight, shift, 1e-5))
+    assert x.dtype is torch.bfloat16 and y.dtype is torch.float32
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.float(), weight.shape, weight, shift))
+
+
 def test_gradient_of_y_alone():
     case = make("middle", torch.float64)
     compare(case.ours(grads=False), case.wanted(grads=False), case)
@@ -173,11 +185,12 @@ def test_gradients_go_into_the_totals(triton):
     """A frozen weight gets none."""
     case = make("middle", torch.float32, device=KERNELS)
     wanted, t = case.wanted(), case.leaves()
-    for name in ("bias", "shift"):
+    for name in ("bias", "shift", "weight"):
         t[name].sink = Total(t[name].shape, name == "bias", KERNELS)
     t["weight"].requires_grad_(False)
     torch.autograd.backward(case.run(t), list(case.grads))
     assert t["bias"].grad is t["shift"].grad is t["weight"].grad is None
+    assert [t[name].sink.ended for name in ("bias", "shift", "weight")] == [1, 1, 0]
     torch.testing.assert_close(t["bias"].sink.total.double(), wanted["bias"] + 3.0, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(t["shift"].sink.total.double(), wanted["shift"], rtol=1e-5, atol=1e-5)
 
