@@ -48,7 +48,9 @@ class Recorder:
     def tensors(self):
         s = self.store
         states = [x for piece in s.pieces for x in piece.state.values()]
-        return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps()]
+        casts = [] if s.scales is None else [each.cast for each in s.scales.products]
+        scaled = [] if s.scales is None else [*s.scales.tensors(), *(x for cast in casts for x in cast[:2])]
+        return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps(), *scaled]
 
     def python(self):
         buckets = [(set(b.seen), b.is_summed) for b in self.store.buckets.values()]
@@ -145,10 +147,12 @@ def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
         ["--lr-warmup-iters", 3, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.1]
         + ["--end-weight-decay", 0.5],
         ["--log-params-norm", "--log-num-zeros-in-grad", "--recompute-granularity", "full"],
+        ["--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", 2, "--fp8-amax-compute-algo", "max"],
     ],
-    ids=["fp16", "muon", "masks", "schedule", "statistics"],
+    ids=["fp16", "muon", "masks", "schedule", "statistics", "fp8"],
 )
-def test_every_kind_of_run_computes_the_same(run, recorded, flags):
+def test_every_kind_of_run_computes_the_same(run, recorded, monkeypatch, flags):
+    monkeypatch.setattr(network.devices, "has_fp8", lambda device: True)
     done = both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 4, *flags)
     assert kinds(Recorder.made[0].calls).count("replay") == 8
     if "--fp16" in flags:

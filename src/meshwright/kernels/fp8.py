@@ -185,16 +185,20 @@ class Scales:
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
         """Forget what the passes of this block record; other processes have no part in them."""
-        tensors = (self.amax, self.scale, self.inverse, self.history)
-        kept, is_set, combine = [x.clone() for x in tensors], list(self.is_set), self.combine
+        tensors, is_set, combine = self.tensors(), list(self.is_set), self.combine
+        kept = [x.clone() for x in tensors]
         self.combine = None
         try:
             yield
         finally:
-            torch._foreach_copy_(list(tensors), kept)
+            torch._foreach_copy_(tensors, kept)
             self.is_set, self.combine = is_set, combine
             for each in self.products:
                 each.cast = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that a step changes, but for the weights' casts."""
+        return [self.amax, self.scale, self.inverse, self.history]
 
     # In a checkpoint
 
