@@ -56,7 +56,10 @@ def of_345m() -> list[Row]:
         row("345M Muon", f"{A} {DRY} --optimizer muon", 32),
         row("345M Muon, 16 micro-batches", f"{A} {DRY} --optimizer muon", 32, 512, steps=10),
         row("345M, 16 micro-batches", f"{A} {DRY}", 32, 512, steps=10),
-        row("345M not compiled", f"{A} {DRY} --compile off", 32, steps=20),
+        row("345M micro-batch 2, no graphs", f"{A} --cuda-graphs off", 2, steps=60),
+        row("345M no graphs", f"{A} {DRY} --cuda-graphs off", 32),
+        row("345M no kernels", f"{A} {DRY} --fused-kernels off", 32, steps=20),
+        row("345M no kernels, not compiled", f"{A} {DRY} --fused-kernels off --compile off", 32, steps=20),
     ]
 
 
