@@ -33,12 +33,18 @@ def find_kinds(path):
         if isinstance(node, ast.Constant) and id(node) not in prose and " " not in str(node.value).strip():
             words.append(node.value)
         for word in words:
-            if isinstance(word, str) and any(kind in word.lower() for kind in ("cuda", "torch_npu", "torch.xpu")):
+            if (
+                isinstance(word, str)
+                and "graph" not in word.lower()
+                and any(kind in word.lower() for kind in ("cuda", "torch_npu", "torch.xpu"))
+            ):
                 yield f"{path.relative_to(SOURCE)}:{node.lineno}: {word}"
 
 
 def test_one_file_names_the_kinds_of_accelerator():
-    found = [x for path in SOURCE.rglob("*.py") if path != SOURCE / "device.py" for x in find_kinds(path)]
+    """One more holds CUDA graphs, whose name and flag are allowed everywhere."""
+    those = [SOURCE / "device.py", SOURCE / "training" / "graph.py"]
+    found = [x for path in SOURCE.rglob("*.py") if path not in those for x in find_kinds(path)]
     assert not found, "\n".join(found)
     assert len(list(find_kinds(SOURCE / "device.py"))) > 5  # the search itself works
 
@@ -290,7 +296,7 @@ def test_the_reading_thread_works_on_the_same_device(machine, monkeypatch):
             return "here"
 
     used = machine("cuda", 4)
-    monkeypatch.setattr("meshwright.data.loader.Batch.to", lambda batch, device: batch)
+    monkeypatch.setattr("meshwright.data.loader.Batch.pin", lambda batch: batch)
     batches = iter(Loader(Numbers(), LoaderSpec(2, lambda consumed: 2, 9, workers=2, device=torch.device("cuda", 3))))
     next(batches)
     batches.close()
