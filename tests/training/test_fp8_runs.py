@@ -26,13 +26,15 @@ FP8 = "--bf16 --fp8-format hybrid --attention-dropout 0 --eval-interval 2 --lr 3
 HISTORY = "--fp8-amax-history-len 3 --fp8-amax-compute-algo max".split()
 
 
-@pytest.fixture(autouse=True)
-def emulation(monkeypatch):
-    monkeypatch.setattr(devices, "has_fp8", lambda device: True)
+@pytest.fixture(autouse=True, scope="module")
+def emulation():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "has_fp8", lambda device: device.type == "cpu")
+        yield
 
 
 def test_a_cpu_has_no_fp8(run, monkeypatch):
-    monkeypatch.undo()
+    monkeypatch.setattr(devices, "has_fp8", lambda device: device.type != "cpu")
     result = run(*FP8)
     assert result.status == 2 and "needs a GPU of NVIDIA with fp8" in result.err
 
@@ -72,6 +74,14 @@ def test_losses_fall_as_in_bfloat16(run, counting, base, more):
     assert max(abs(a - b) for a, b in zip(base, losses, strict=True)) < 0.15
 
 
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """Return the losses without further flags."""
+    folder = tmp_path_factory.mktemp("fp8")
+    assert main(["train", *TINY_FLAGS, *FP8, "--run-dir", str(folder)]) == 0
+    return read_losses(folder)
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -83,8 +93,7 @@ def test_losses_fall_as_in_bfloat16(run, counting, base, more):
         ["--first-last-layers-bf16", "--num-layers-at-end-in-bf16=0"],
     ],
 )
-def test_each_flag_changes_the_losses(run, more):
-    losses = run(*FP8).losses
+def test_each_flag_changes_the_losses(run, losses, more):
     is_idle = more == HISTORY[:2]  # the latest amax decides
     assert (run(*FP8, *more).losses == losses) == is_idle
 
@@ -130,37 +139,41 @@ def saved(folder):
     return safetensors.torch.load_file(step / "rank_00000.safetensors"), state["fp8"]
 
 
-def test_a_stopped_run_is_the_same_run(tmp_path):
-    train(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder)
+    return folder
+
+
+def test_a_stopped_run_is_the_same_run(tmp_path, whole):
     for _ in range(3):
         train(tmp_path / "parts", "--exit-interval=3")
-    assert read_losses(tmp_path / "parts") == read_losses(tmp_path / "whole")
-    (tensors, scales), (wanted, wanted_scales) = saved(tmp_path / "parts"), saved(tmp_path / "whole")
+    assert read_losses(tmp_path / "parts") == read_losses(whole)
+    (tensors, scales), (wanted, wanted_scales) = saved(tmp_path / "parts"), saved(whole)
     assert scales == wanted_scales and len(scales["scales"]) == 2 * 4 * 3
     assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
-def test_without_saved_scales_it_begins_anew(tmp_path, monkeypatch):
+def test_without_saved_scales_it_begins_anew(tmp_path, whole, monkeypatch):
     """As from a checkpoint in bfloat16."""
-    train(tmp_path / "whole")
     monkeypatch.setattr("meshwright.kernels.fp8.Scales.load", lambda scales, state: None)
     for _ in range(3):
         train(tmp_path / "parts", "--exit-interval=3")
-    a, b = read_losses(tmp_path / "parts"), read_losses(tmp_path / "whole")
+    a, b = read_losses(tmp_path / "parts"), read_losses(whole)
     assert a[:3] == b[:3] and a[3:] != b[3:] and a == pytest.approx(b, abs=0.05)
 
 
-def test_a_checkpoint_is_that_of_bfloat16(tmp_path):
-    train(tmp_path / "run")
-    assert all(x.dtype is torch.float32 for x in saved(tmp_path / "run")[0].values())
-    argv = [*TINY_FLAGS, "--bf16", "--train-iters=9", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run")]
+def test_a_checkpoint_is_that_of_bfloat16(tmp_path, whole):
+    assert all(x.dtype is torch.float32 for x in saved(whole)[0].values())
+    argv = [*TINY_FLAGS, "--bf16", "--train-iters=9", "--load", str(whole), "--save", str(tmp_path / "run")]
     assert main(["train", *argv, "--override-opt_param-scheduler"]) == 0
 
 
 @pytest.mark.parametrize("more", ["--recompute-granularity=full --recompute-method=uniform", "--micro-batch-size=auto"])
-def test_how_it_is_run_changes_nothing(run, monkeypatch, more):
+def test_how_it_is_run_changes_nothing(run, losses, monkeypatch, more):
     monkeypatch.setattr("meshwright.training.memory.find_largest", lambda attempt, *rest: (attempt(4), 2)[1:] * 2)
-    assert run(*FP8, *more.split()).losses == run(*FP8).losses
+    assert run(*FP8, *more.split()).losses == losses
 
 
 LAYOUTS = {
@@ -176,9 +189,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout", [pytest.param(x, marks=[pytest.mark.long] * (x not in ("zero1", "tp2sp"))) for x in LAYOUTS]
 )
-def test_layouts_have_the_same_scales(tmp_path, layout):
+def test_layouts_have_the_same_scales(tmp_path, whole, layout):
     """Two ranks of a sample each multiply as one with two; only the order of sums differs."""
-    train(tmp_path / "one")
     script = tmp_path / "fp8.py"
     script.write_text(
         "import sys\nfrom meshwright import device\nfrom meshwright.__main__ import main\n"
@@ -190,8 +202,8 @@ def test_layouts_have_the_same_scales(tmp_path, layout):
     each = [environ | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(2)]
     statuses, outputs = run_programs(script, [argv] * 2, each, tmp_path)
     assert statuses == [0, 0], outputs[0][-3000:]
-    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), abs=2e-3)
-    one, two = (json.loads((step_folder(tmp_path / x, 8) / "state.json").read_text())["fp8"] for x in ("one", "two"))
+    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(whole), abs=2e-3)
+    one, two = (json.loads((step_folder(x, 8) / "state.json").read_text())["fp8"] for x in (whole, tmp_path / "two"))
     assert two["recipe"] == one["recipe"] and two["scales"].keys() == one["scales"].keys()
     for name, row in one["scales"].items():
         assert two["scales"][name] == pytest.approx(row, rel=0.1), name
