@@ -32,9 +32,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from gpu_layouts import MODELS, PEAK, in_words, note, read, tell, versions
 from torch import Tensor
+
+from meshwright.bench import programs
 
 VOCAB = 50257
 
@@ -226,8 +227,7 @@ class Peer:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.module import Float16Module
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -238,26 +238,12 @@ class Peer:
         tensor_parallel.model_parallel_cuda_manual_seed(123)
         first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
         self.last, self.dp = last, mpu.get_data_parallel_world_size()
-        config = dict(
-            num_layers=m.num_layers,
-            hidden_size=m.hidden_size,
-            num_attention_heads=m.num_attention_heads,
-            ffn_hidden_size=m.ffn,
+        bf16 = torch.bfloat16
+        config = programs.megatron_settings(m, bf16) | dict(
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            pipeline_dtype=torch.bfloat16,
             tensor_model_parallel_size=cell.tp,
             pipeline_model_parallel_size=cell.pp,
-            bias_activation_fusion=True,
-            bias_dropout_fusion=True,
-            masked_softmax_fusion=False,
-            attention_softmax_in_fp32=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-            cross_entropy_loss_fusion=True,
-            cross_entropy_fusion_impl="native",
             deallocate_pipeline_outputs=True,
             batch_p2p_comm=True,
             overlap_p2p_comm=False,
@@ -283,18 +269,7 @@ class Peer:
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
         )
-        of_optimizer = dict(
-            optimizer="adam",
-            lr=1e-4,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
-            clip_grad=1.0,
-            weight_decay=0.1,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
-            overlap_param_gather=True,
-        )
+        of_optimizer = programs.megatron_optimizer_settings(bf16) | {"overlap_param_gather": True}
         self.settings = {
             name: {k: str(v) for k, v in values.items()}
             for name, values in (
@@ -309,19 +284,15 @@ class Peer:
             "AdamW": "torch's fused",
             "norm and scaling of gradients": "torch._foreach_norm, torch._foreach_mul_",
         }
-        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = foreach_norm, foreach_scale
         transformer = TransformerConfig(**config)
-        spec = get_gpt_layer_local_spec()
-        spec.submodules.self_attention.submodules.core_attention = attention_by_torch()
+        spec = programs.megatron_layers()
         network = Float16Module(transformer, GPTModel(transformer, spec, **of_model).to(device))
         network.train()
         self.model = DistributedDataParallel(transformer, DistributedDataParallelConfig(**of_data), network)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(**of_optimizer), [self.model], use_gloo_process_groups=False
         )
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for group in one.optimizer.param_groups:
-                group |= {"fused": True, "foreach": False}
+        programs.use_torch_in_megatron(self.optimizer)
         transformer.no_sync_func = self.model.no_sync
         transformer.finalize_model_grads_func = finalize_model_grads
         transformer.grad_scale_func = self.optimizer.scale_loss
@@ -371,31 +342,6 @@ class Peer:
             return loss, {"loss": loss.detach().clone()}  # the schedule divides it in place
 
         return out, mean
-
-
-def attention_by_torch() -> type:
-    from megatron.core.transformer.module import MegatronModule
-
-    class Attention(MegatronModule):
-        def __init__(self, config: Any, *unused: Any, **more: Any) -> None:
-            super().__init__(config=config)
-
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **more: Any) -> Tensor:
-            s, b, heads, size = query.shape
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return y.permute(2, 0, 1, 3).reshape(s, b, heads * size)
-
-    return Attention
-
-
-def foreach_norm(chunk: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """In the place of megatron-core's loop, which waits for the device at each tensor."""
-    return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
-
-
-def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: float) -> None:
-    torch._foreach_mul_(lists[1], scale)  # the same tensors as lists[0]
 
 
 def write_ratios(out: Path, model: str) -> None:

@@ -27,6 +27,12 @@ def test_train_accepts_every_row(name, tmp_path):
         assert not row.beside or row.beside in [one.name for one in rows.rows_of(name, 2)]
 
 
+def test_random_tokens_have_the_vocabulary_of_the_preset(tmp_path):
+    (row,) = rows.chosen(["llama3-8b"], None, 1)
+    assert "--mock-data --vocab-size 128256" in " ".join(Plan(tmp_path).command(row))
+    assert "--vocab-size 50257" in " ".join(Plan(tmp_path, data="tokens").command(row))
+
+
 def test_a_row_on_several_gpus_brings_the_one_beside_it():
     assert [one.name for one in rows.chosen(["layouts"], "ZeRO-3", 4)] == ["2.7B", "2.7B DP4 ZeRO-3"]
     assert rows.default_sets(0) == ["cpu"]

@@ -49,7 +49,8 @@ def run_peer(name: str, row: Row, plan: Plan, seconds: float) -> dict[str, Any]:
     folder.mkdir(parents=True)
     found, console = folder / "found.jsonl", folder / "console.txt"
     steps = min(plan.steps_of(row), STEPS)
-    request = {"program": name, "flags": row.flags.split(), "micros": row.peers, "steps": steps}
+    words = ["--vocab-size", str(row.vocabulary), *row.flags.split()]
+    request = {"program": name, "flags": words, "micros": row.peers, "steps": steps}
     command = [sys.executable, "-m", "meshwright.bench.programs", json.dumps(request), str(found)]
     with console.open("w") as file:
         environment = os.environ | {LAUNCHER_PID: str(os.getpid())}

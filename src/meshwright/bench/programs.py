@@ -37,7 +37,6 @@ from meshwright.settings.schema import Model, TrainConfig
 from meshwright.tokenizers import padded_size
 
 Step = Callable[[Tensor], Tensor]  # tokens [micro, seq + 1] -> loss
-IDS = 50257
 TRIAL = 5  # steps of each micro-batch, the first two not counted
 
 
@@ -45,7 +44,8 @@ def main(request: dict[str, Any], path: Path) -> None:
     config = flags.parse(TrainConfig, [*request["flags"], "--mock-data", "--train-iters=1000"], "peer").config
     device = devices.pick(config.parallel.device)
     build, package = PROGRAMS[request["program"]]
-    ids = config.tokenizer.vocab_size or IDS
+    ids = config.tokenizer.vocab_size
+    assert ids
     step = build(config, padded_size(ids, config.model.make_vocab_size_divisible_by, 1, None), device)
     trial = Trial(step, config.data.seq_length or 0, ids, device)
     about = {"version": version(package)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import UserError
 from meshwright.settings.grammar import did_you_mean
-from meshwright.settings.presets import ALIASES, PRESETS
+from meshwright.settings.presets import ALIASES, PRESETS, family
 
 A = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024"
@@ -30,6 +30,7 @@ class Row:
     gpus: int = 1
     beside: str = ""  # the row on one GPU with which this one is compared
     peers: tuple[int, ...] = ()  # micro-batches that other programs try, the likeliest first
+    vocabulary: int = 50257  # of random tokens
     is_fresh: bool = False  # compilers' caches start empty with the set, not with the user's own
 
 
@@ -140,7 +141,8 @@ def preset(name: str, steps: int = 10, cut: bool = True) -> Row:
     precision = "" if values.get("fp16") else " --bf16"
     flags = f"--preset {name} --global-batch-size {batch}{precision}"
     small = values["hidden_size"] < 768
-    return Row(name, flags, 30 if small else steps, peers=() if small else (micro, 2 * micro, 4 * micro))
+    tried = () if small else (micro, 2 * micro, 4 * micro)
+    return Row(name, flags, 30 if small else steps, peers=tried, vocabulary=family(name).vocabulary)
 
 
 def of_startup() -> list[Row]:

@@ -64,7 +64,7 @@ class Plan:
     def data_flags(self, row: Row) -> list[str]:
         given = " ".join([row.flags, *self.extra])
         if self.data is None:
-            return ["--mock-data", *([] if "--vocab-size" in given else ["--vocab-size", GPT2_IDS])]
+            return ["--mock-data", *([] if "--vocab-size" in given else ["--vocab-size", str(row.vocabulary)])]
         is_named = tokenizers.find_of_data([self.data]) or re.search("--(tokenizer|vocab)", given)
         return ["--data-path", self.data, *([] if is_named else ["--vocab-size", GPT2_IDS])]
 
