@@ -54,7 +54,8 @@ TOLERANCES = (0.0, 0.005, 0.01)  # nats above the first format's final loss
 def sources(limit: int) -> Iterator[str]:
     """Yield the text of installed source files, each content once, in the order of the paths."""
     seen, have = set(), 0
-    folders = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+    folders |= {path for path in sys.path if path.endswith("-packages")}
     paths = sorted({Path(top, name) for folder in folders for top, _, names in os.walk(folder) for name in names})
     for path in paths:
         if path.suffix not in SUFFIXES:
