@@ -96,7 +96,7 @@ def test_figures(tmp_path, monkeypatch):
     assert table.lines_of(found)[0].split() == "tiny 35 29.2 50.0 1.0 3.0 3.0000 -5.0000".split()
     two = {**found, "name": "two", "gpus": 2, "beside": "tiny", "tokens_per_second": 63.0}
     table.compare(two, [found])
-    assert table.lines_of(two)[1].strip() == "1.80 x tiny on 2 GPUs: 90.0% of each"
+    assert table.lines_of(two)[1].strip() == "1.80 x tiny with 2 ranks, 90.0% each"
 
 
 def test_a_run_that_was_stopped_counts_by_its_steps(tmp_path, monkeypatch):

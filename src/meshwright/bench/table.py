@@ -33,7 +33,7 @@ def lines_of(result: Result) -> list[str]:
     out = [name + "".join(text(result).rjust(width) for _, width, text in COLUMNS)]
     if (ratio := result.get("ratio")) is not None:
         times = ratio * result["gpus"]
-        out.append(f"{'':{NAME}}{times:.2f} x {result['beside']} on {result['gpus']} GPUs: {ratio:.1%} of each")
+        out.append(f"{'':{NAME}}{times:.2f} x {result['beside']} with {result['gpus']} ranks, {ratio:.1%} each")
     for peer in result.get("peers", ()):
         out.append(f"{'':{NAME}}{describe_peer(peer)}")
     if result.get("profile"):
