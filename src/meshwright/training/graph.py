@@ -256,7 +256,6 @@ def reason_against(c: TrainConfig, layout: Layout, device: torch.device, is_cust
     }
     unasked = {
         "a custom model or loss may need the host": is_custom,
-        "--profile shows the operations one by one": c.logging.profile,
         "ZeRO 1 gathers new weights between the steps": sharded and tokens * (m.hidden_size or 0) ** 2 > HOST_BOUND,
     }
     chosen = {"of --cuda-graphs off": t.cuda_graphs == "off"}
