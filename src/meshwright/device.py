@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,11 @@ def is_accelerator(device: torch.device) -> bool:
 
     there = torch.accelerator.current_accelerator()
     return there is not None and there.type == device.type
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether the device computes while the host goes on."""
+    return device.type != "cpu"
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -403,6 +409,8 @@ def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
         # The pinning allocator would round up to a power of two. If refused, copies are slower.
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(memory.data_ptr(), size, 0)
+        # Else the device would go on to read these pages when the addresses have become another's.
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     elif is_accelerator(device):
         memory = memory.pin_memory()
     return memory

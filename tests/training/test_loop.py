@@ -651,3 +651,27 @@ def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
     assert main(["train", *TINY_FLAGS, "--train-iters", "1"]) == 0
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("WARNING: a step is 0 TFLOP, about ") == 1
+
+
+# A log written while the device computes the next step
+
+
+def test_the_log_of_a_device_that_computes_by_itself(run, monkeypatch, tmp_path):
+    """The same lines and rows in the same order, whatever comes between the steps."""
+    flags = ["--eval-interval", 2, "--save-interval", 3, "--exit-interval", 7, "--log-interval", 1, "--train-iters", 9]
+    flags += ["--skip-train-iteration-range", "5-5"]
+
+    def record(folder):
+        got = run(*flags, "--save", tmp_path / folder)
+        events = [json.loads(line) for line in (got.folder / "metrics.jsonl").read_text().splitlines()]
+        kept = [(e["event"], e["iteration"], e.get("loss"), e.get("consumed_samples")) for e in events]
+        heads = [re.split(r"\d|/", line.strip())[0] for line in got.out.splitlines()]
+        return kept, [head for head in heads if head.startswith(("iteration", "validation", "saving", "Skipped"))]
+
+    at_once = record("a")
+    written = []
+    real = loop.Trainer.write_log
+    monkeypatch.setattr(loop.Trainer, "write_log", lambda t: (written.append(t.unwritten is None), real(t)))
+    monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
+    assert record("b") == at_once
+    assert [event for event, *_ in at_once[0]].count("step") == 6 and written.count(False) == 6

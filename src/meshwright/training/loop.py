@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -73,6 +74,7 @@ class Trainer:
         self.last = time.perf_counter()  # the end of the last step
         self.waited = 0.0  # seconds for the last batch
         self.may_have_to_stop = True  # whether any rank may have a reason to
+        self.unwritten: Callable[[], None] | None = None  # writes the log of the last step
 
     @property
     def progress(self) -> Progress:
@@ -201,6 +203,7 @@ class Trainer:
             gc.freeze()  # the collector need not look again at what was built so far
             held.callback(gc.unfreeze)
             held.callback(self.close_batches)
+            held.callback(self.write_log)
             held.callback(self.timers.startup.end_wait)
             self.timers.startup.wait("taking the first step, for which kernels are loaded or compiled")
             self.last = time.perf_counter()
@@ -223,7 +226,9 @@ class Trainer:
             micro_batches = self.next_batch()
         self.waited = time.perf_counter() - begun
         settings = self.step_settings(stop)
-        self.record(settings, train_step(self.net, micro_batches, settings, self.timers.time))
+        update = train_step(self.net, micro_batches, settings, self.timers.time)
+        self.write_log()  # of the step before, while the device computes this one
+        self.record(settings, update)
 
     def next_batch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch."""
@@ -240,7 +245,7 @@ class Trainer:
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 
     def record(self, settings: StepSettings, update: Update) -> None:
-        """Move the counters and the loss scale on by one step, and log it."""
+        """Move the counters and the loss scale on by one step, which is then to be logged."""
         p, c, scaler = self.progress, self.config, self.state.scaler
         extras = {}
         if c.logging.log_num_zeros_in_grad:
@@ -266,10 +271,19 @@ class Trainer:
         row = {"batch": size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
         row |= {"skipped": skipped, "data_ms": round(1e3 * self.waited, 3), **shown}
         now, next_lr = time.perf_counter(), self.state.schedule.lr(p.schedule_samples)
-        self.metrics.step(p.iteration, p.consumed_train_samples, now - self.last, next_lr, row)
+        done = p.iteration, p.consumed_train_samples, now - self.last
+        self.unwritten = functools.partial(self.metrics.step, *done, next_lr, row)
+        if not devices.is_asynchronous(self.device):
+            self.write_log()
         self.last = now
         if p.nonfinite_in_a_row > (allowed_in_a_row(c.training.on_nonfinite) or 0):
             raise UserError(self.describe_non_finite(loss, norm, settings.scale), NON_FINITE, everywhere=True)
+
+    def write_log(self) -> None:
+        """Log the last step, unless that is done."""
+        write, self.unwritten = self.unwritten, None
+        if write is not None:
+            write()
 
     # Around the steps
 
@@ -336,6 +350,7 @@ class Trainer:
         p = self.progress
         for first, last in skipped(self.config.data.skip_train_iteration_range):
             if first <= p.iteration + 1 <= last:
+                self.write_log()
                 self.close_batches()
                 begin = p.consumed_train_samples
                 while p.iteration < last and not self.is_done:
@@ -355,6 +370,8 @@ class Trainer:
         # immediately.
         if not reason and every and iteration % every == 0 and iteration != (self.state.loaded or 0):
             reason = f"--exit-interval {every}"
+        if reason:
+            self.write_log()
         if reason and not stop.signal:
             say(f"exiting program at iteration {iteration}: {reason}")
         return reason
@@ -376,7 +393,9 @@ class Trainer:
     def validate_and_save(self, stop: StopConditions) -> None:
         """Do what follows some steps, and counts in no step's time: print GPUs, validate, save."""
         t, c, p, pause = self.config.training, self.config.checkpoint, self.progress, time.perf_counter()
-        is_best = False
+        is_best, saves = False, bool(c.save and c.save_interval and p.iteration % c.save_interval == 0)
+        if saves or p.iteration % t.eval_interval == 0 or p.iteration in self.config.logging.nvidia_smi_at:
+            self.write_log()
         if p.iteration in self.config.logging.nvidia_smi_at:
             self.metrics.print_gpus()
         if p.iteration % t.eval_interval == 0:
@@ -384,7 +403,7 @@ class Trainer:
             is_best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)
             if is_best:
                 p.best_iteration, p.best_loss = p.iteration, loss
-        if c.save and ((is_best and c.keep_best) or (c.save_interval and p.iteration % c.save_interval == 0)):
+        if saves or (c.save and is_best and c.keep_best):
             self.save()
         self.last += time.perf_counter() - pause
 
