@@ -72,7 +72,7 @@ def test_equals_the_plain_block(name, recompute, fp32_residual):
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_on_a_gpu_are_as_exact_as_the_plain_block(name, dtype):
     """Errors against float64: at most those of torch's own operations, with some room."""
-    m = dataclasses.replace(TINY, **{"hidden_size": 256, **MODELS[name]}, attention_dropout=0.0)
+    m = dataclasses.replace(TINY, **{"hidden_size": 256, **MODELS[name], "attention_dropout": 0.0})
     gpu = torch.device("cuda")
     want = results(m, Block, gpu, torch.float64)
     plain, fused = results(m, Block, gpu, dtype), results(m, FusedBlock, gpu, dtype)

@@ -300,7 +300,7 @@ def broken(name, trainer, step):
         elif name == "norm with copies":
             store.pieces = [p._replace(counted=True) for p in store.pieces]
         elif name == "new weights are kept":
-            store.publish_weights = lambda: None
+            store.publish_weights = lambda *has_all: None
     yield
     layout.groups.update(groups)
 

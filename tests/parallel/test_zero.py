@@ -1,5 +1,6 @@
 """The parameter store equals torch's AdamW with clipping on separate tensors, in every format."""
 
+import copy
 import dataclasses
 import threading
 import time
@@ -176,9 +177,16 @@ def test_parameters_are_aligned_views(dtype):
 @pytest.mark.parametrize("count", [1, 2])
 @FORMATS
 def test_gradients_land_where_they_belong(dtype, count):
-    """Gradients equal autograd's for separate tensors, are added in full precision and freed."""
+    """Gradients equal autograd's for separate tensors, are added in full precision and freed.
+
+    The token table receives two parts for each batch: as the head, then as the embedding. Kernels
+    do not round their parts to a low format, as autograd does.
+    """
+    is_low = dtype in (torch.bfloat16, torch.float16)
+    bound = torch.finfo(dtype).eps / 2 if is_low else 0.0
     model, store = make(dtype=dtype)
     plain = separate(model)
+    plain.lm_head = copy.deepcopy(plain.wte)
     batches = [tokens(), (tokens() + 7) % VOCAB][:count]
     store.clear_gradients()
     losses_of(model, batches)
@@ -186,11 +194,13 @@ def test_gradients_land_where_they_belong(dtype, count):
     for batch in batches:
         plain.zero_grad()
         losses_of(plain, [batch])
-        for name, p in plain.named_parameters():
-            want[name] += p.grad
+        for name, p in reversed(list(plain.named_parameters())):
+            want[name.replace("lm_head", "wte")] += p.grad
     for name, p in model.named_parameters():
         assert p.grad is None and want[name].any(), name
-        assert torch.equal(gradient(store, name), want[name]), name
+        got = gradient(store, name)
+        assert (got - want[name]).norm() <= bound * want[name].norm(), name
+        assert not (is_low and count > 1 and torch.equal(got, got.to(dtype).to(got))), name
     assert store.share is store.gradients is store.host_share
     for piece in store.pieces:  # what the update reads
         part = slice(piece.begin, piece.begin + piece.master.numel())

@@ -104,7 +104,7 @@ class GPT(nn.Module):
         self.wpe = Embedding(positions, m.hidden_size) if m.position == "learned" else None
         self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
-        self.end = block.end
+        self.end = getattr(block, "end", Block.end)
         self.first, self.last = True, True  # has the embedding, has the head
         self.drawn: dict[tuple[int, int, bool], int] = {}  # shape -> numbers that a layer's attention draws
         self.ln_f = Norm(m, m.hidden_size)

@@ -128,6 +128,7 @@ class Store(Parts):
     updates: dict[tuple[rules.Rule, bool], torch.optim.Optimizer]  # by rule and by whether weights decay
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
+    reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
 
     def __init__(self, spec: StoreSpec, replicated: tuple[str, ...]) -> None:
         super().__init__(spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated)
@@ -178,6 +179,7 @@ class Store(Parts):
                 update.state[p] = dict(state)
                 if rule == "adamw":
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.home)
+        self.reads_tensors = self.flat is not None and all(rule == "muon" for rule, _ in self.updates)
 
     def finish_sums(self) -> None:
         """Wait until the gradients are summed over the ranks."""
@@ -254,11 +256,6 @@ class Store(Parts):
         update.found_inf = (~is_finite).float().to(self.home)  # type: ignore[attr-defined]
         update.step()
 
-    @property
-    def reads_tensors(self) -> bool:
-        """Whether `step` takes tensors as its numbers, so that a CUDA graph can hold it."""
-        return self.flat is not None and all(rule == "muon" for rule, _ in self.updates)
-
     def _adam_steps(self) -> list[Tensor]:
         if self.flat is not None:
             return [self.flat.step]
@@ -316,12 +313,11 @@ class Store(Parts):
             return torch.zeros((), dtype=torch.float64, device=self.device)
         if flats[0].device.type != "cpu":
             return torch.stack(torch._foreach_norm(flats)).double().square().sum()
-        rows: list[Any] = [flats[0].new_zeros(1)]
+        norms: list[Tensor] = []
         for x in (x.flatten() for x in flats):
-            rest = x.numel() % ALIGN
-            rows += [torch.linalg.vector_norm(x[: len(x) - rest].view(-1, ALIGN), dim=1)] * (len(x) > rest)
-            rows += [torch.linalg.vector_norm(x[len(x) - rest :])[None]] * (rest > 0)
-        return torch.cat(rows).double().square().sum().to(self.device)
+            rows, rest = len(x) // ALIGN, x[len(x) - len(x) % ALIGN :]
+            norms += [x[: rows * ALIGN].view(rows, ALIGN).norm(dim=1), rest.norm()[None]]
+        return torch.cat(norms).double().square().sum().to(self.device)
 
 
 class ParameterStore(Store):
@@ -341,6 +337,7 @@ class ParameterStore(Store):
         self.bucket_of: dict[str, Bucket] = {}  # by parameter
         self.shapes = {}
         self._lay_out(models)
+        self.order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.partial)  # in which sums start
         self._allocate()
         for part in models:
             self._take_over(part)
@@ -559,20 +556,7 @@ class ParameterStore(Store):
         if uses:
             parameter.sink = place  # type: ignore[attr-defined]
 
-    def note(self, bucket: Bucket, name: str) -> None:
-        """Note that a parameter has its whole gradient; start the sums of full buckets."""
-        bucket.seen.add(name)
-        if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
-            if not self.keeps_gradients:
-                self._sum(bucket)
-            elif self.last:
-                self._sum_full_ones()
-
-    @property
-    def order(self) -> list[Bucket]:
-        return sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.partial)
-
-    def _sum_full_ones(self) -> None:
+    def sum_full_buckets(self) -> None:
         """Start sums in a fixed order, from the last layer to the first.
 
         Buckets usually fill in this order, but not if a rank's losses leave a parameter out; sums
@@ -583,9 +567,9 @@ class ParameterStore(Store):
                 continue
             if bucket.partial or len(bucket.seen) < len(bucket.spans):
                 return
-            self._sum(bucket)
+            self.sum_over_ranks(bucket)
 
-    def _sum(self, bucket: Bucket) -> None:
+    def sum_over_ranks(self, bucket: Bucket) -> None:
         """Start the sum over the ranks that hold the same weights."""
         bucket.is_summed = self.last
         full, group = bucket.gradients, self.layout.group
@@ -593,18 +577,22 @@ class ParameterStore(Store):
         if bucket.partial:
             comm.total(full, group("tp"))
         if self.is_sharded:
-            _, begin = self.part_offsets(bucket)
-            part = self.share[begin : begin + bucket.size // self.parts]
-            if not self.keeps_gradients:  # the share holds other micro-batches' sums
-                part, bucket.gradients = torch.empty_like(part), None
-                self.pending.append(bucket)
-                if len(self.pending) > 2:
-                    self._finish(self.pending.pop(0))
-            work = comm.scatter_into(part, full, group=group("shard"), async_op=True)
-            bucket.sums.append(PendingSum(work, full, None if self.keeps_gradients else part))
+            bucket.sums.append(self._scatter(bucket, full))
         elif group("gradients") is not None:
             work = dist.all_reduce(full, group=group("gradients"), async_op=True)
             bucket.sums.append(PendingSum(work, full))
+
+    def _scatter(self, bucket: Bucket, full: Tensor) -> PendingSum:
+        """Start to sum a bucket into the ranks' shares; ZeRO 2 frees it when that has ended."""
+        _, begin = self.part_offsets(bucket)
+        part = self.share[begin : begin + bucket.size // self.parts]
+        if not self.keeps_gradients:  # the share holds other micro-batches' sums
+            part, bucket.gradients = torch.empty_like(part), None
+            self.pending.append(bucket)
+            if len(self.pending) > 2:
+                self._finish(self.pending.pop(0))
+        work = comm.scatter_into(part, full, group=self.layout.group("shard"), async_op=True)
+        return PendingSum(work, full, None if self.keeps_gradients else part)
 
     def _finish(self, bucket: Bucket) -> None:
         """Wait for the sums in progress."""
@@ -619,23 +607,26 @@ class ParameterStore(Store):
         for bucket in self.order:
             if not self.keeps_gradients and bucket.gradients is None and bucket.spans.keys() <= self.added:
                 continue  # the sums of all micro-batches have started
-            if not bucket.is_summed:  # some losses of this step do not depend on all of its parameters
-                if bucket.gradients is None:
-                    bucket.gradients = torch.zeros(bucket.size, dtype=self.full, device=self.device)
-                for name in bucket.spans.keys() - self.added if self.keeps_gradients else ():
-                    _view(bucket.gradients, bucket.spans[name]).zero_()
-                self.last = True
-                self._sum(bucket)
+            if not bucket.is_summed:
+                self._complete(bucket)
         for bucket in self.buckets.values():
             self._finish(bucket)
         self.pending.clear()
         if self.is_sharded:
             comm.total(self.share, self.layout.group("replicas"))
-        ends = self.layout.group("embedding") if self.tied else None
-        if ends is not None:
+        if self.tied and "wte" in self.buckets:
             bucket = self.buckets["wte"]
             _, begin = self.part_offsets(bucket)
-            comm.total(self.share[begin : begin + bucket.size // self.parts], ends)
+            comm.total(self.share[begin : begin + bucket.size // self.parts], self.layout.group("embedding"))
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Sum a bucket although some losses of this step do not depend on all of its parameters."""
+        if bucket.gradients is None:
+            bucket.gradients = torch.zeros(bucket.size, dtype=self.full, device=self.device)
+        for name in bucket.spans.keys() - self.added if self.keeps_gradients else ():
+            _view(bucket.gradients, bucket.spans[name]).zero_()
+        self.last = True
+        self.sum_over_ranks(bucket)
 
     def take_gradients(self) -> None:
         if self.offload:
@@ -695,11 +686,17 @@ class _Place:
         return _view(bucket.gradients, self.span), self.name in store.added or not store.keeps_gradients
 
     def end(self, parts: int = 1) -> None:
-        bucket = self.bucket
-        self.store.added.add(self.name)
+        """Count the parts of a gradient; start the sums of buckets that have all of theirs."""
+        store, bucket = self.store, self.bucket
+        store.added.add(self.name)
         received = bucket.parts[self.name] = bucket.parts.get(self.name, 0) + parts
         if received >= self.uses:
-            self.store.note(bucket, self.name)
+            bucket.seen.add(self.name)
+            if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
+                if not store.keeps_gradients:
+                    store.sum_over_ranks(bucket)
+                elif store.last:
+                    store.sum_full_buckets()
 
 
 def uses_of(model: nn.Module, name: str) -> int:

@@ -54,10 +54,6 @@ class Turn(NamedTuple):
     first: bool
     last: bool
 
-    @staticmethod
-    def of(i: int, count: int) -> Turn:
-        return Turn(i == 0, i == count - 1)
-
 
 Run = Callable[[Batch, Tensor, Tensor, Turn], None]  # batch, its numbers, the step's totals
 Kind = tuple[Any, ...]  # of steps that the same pieces can run
@@ -204,8 +200,8 @@ class Graphs:
         copies: Any = {name: x.to(device, copy=True) for name, x in held.items()}
         batch = Batch(**copies, first_sample=0, unmasked=0)
         numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
-        count = len(batches)
-        turns = [Turn.of(i, count) for i in sorted({0, min(1, count - 1), count - 1})]
+        end = len(batches) - 1
+        turns = [Turn(i == 0, i == end) for i in sorted({0, min(1, end), end})]
         replays = [self.backend.capture(lambda turn=turn: run(batch, numbers, self.totals, turn)) for turn in turns]  # type: ignore[misc]
         return Captured(batch, numbers, replays)
 

@@ -25,7 +25,7 @@ from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import joining
-from meshwright.training.graph import Captured, Graphs, Turn, copy_into
+from meshwright.training.graph import Graphs, Turn, copy_into
 
 if TYPE_CHECKING:
     from meshwright.parallel.pipeline import Pipeline
@@ -74,11 +74,16 @@ class Network:
         if layout.cp > 1:
             w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
         if self.sequence:
-            rows = b.tokens.numel() // layout.tp
-            n = torch.arange(layout.at("tp") * rows, (layout.at("tp") + 1) * rows, device=device)
-            ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-            w.stream = Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
+            w.stream = self.stream_of(b, samples, first)
         return w
+
+    def stream_of(self, b: Batch, samples: Tensor | None, first: int) -> Stream:
+        """Return the positions of the tokens between a tensor rank's parts of the layers."""
+        t, rank = b.tokens.shape[1], self.layout.at("tp")
+        rows = b.tokens.numel() // self.layout.tp
+        n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
+        ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
+        return Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
 
 
 @dataclass(frozen=True)
@@ -111,10 +116,8 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
         unmasked = count_unmasked(net, batches)
         numbers = numbers_of(net, batches, settings, unmasked)
         counted = unmasked if settings.loss_mean == "global" and isinstance(unmasked, Tensor) else None
-        if net.graphs is not None:
-            run = functools.partial(micro_step, net, settings.seed, timed)
-            if (captured := net.graphs.find(batches, run)) is not None:
-                return replay(net, captured, batches, numbers, counted, settings.seed)
+        if net.graphs is not None and replay(net, batches, numbers, counted, settings.seed):
+            return net.graphs.totals
         rows, numbers = numbers, devices.send(numbers, net.device)
         if counted is not None:
             numbers[:, DIVISOR] = counted
@@ -125,16 +128,19 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
         else:
             with timed("forward-backward", 1):
                 for i, batch in enumerate(batches):
-                    forward_backward(net, settings.seed, timed, batch, numbers[i], totals, Turn.of(i, len(batches)))
+                    turn = Turn(i == 0, i == len(batches) - 1)
+                    forward_backward(net, settings.seed, timed, batch, numbers[i], totals, turn)
         with timed("optimizer", 1):
             update(net, numbers[-1] if net.store.reads_tensors else rows[-1], totals)
         return totals
 
 
-def replay(
-    net: Network, captured: Captured, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int
-) -> Update:
-    """Take a step by its CUDA graphs."""
+def replay(net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int) -> bool:
+    """Take a step by its CUDA graphs; return whether it has any."""
+    assert net.graphs is not None
+    captured = net.graphs.find(batches, functools.partial(micro_step, net, seed))
+    if captured is None:
+        return False
     for i, batch in enumerate(batches):
         copy_into(captured.batch, batch)
         captured.numbers.copy_(numbers[i], non_blocking=True)
@@ -142,8 +148,7 @@ def replay(
             captured.numbers[DIVISOR] = counted
         seed_dropout(Where(seed=seed, first_sample=batch.first_sample, heads=net.heads), 0, net.device)
         captured.replay(i, len(batches))
-    assert net.graphs is not None
-    return net.graphs.totals
+    return True
 
 
 def numbers_of(net: Network, batches: list[Batch], s: StepSettings, unmasked: float | Tensor) -> Tensor:
@@ -152,19 +157,16 @@ def numbers_of(net: Network, batches: list[Batch], s: StepSettings, unmasked: fl
     Both ways of running a step read them on the device, because a division by a number of the host
     rounds differently there. A divisor that is already there is left out.
     """
-    rows = []
+    count, rows = len(batches) * net.layout.dp, []
     for b in batches:
-        divisor = max(b.unmasked, 1) * len(batches) * net.layout.dp if s.loss_mean == "microbatch" else unmasked
-        divisor = 1.0 if isinstance(divisor, Tensor) else float(divisor)
-        rows.append([s.lr, s.weight_decay, s.scale, divisor, float(s.wants_stop)])
+        divisor = max(b.unmasked, 1) * count if s.loss_mean == "microbatch" else unmasked
+        rows.append([s.lr, s.weight_decay, s.scale, 1.0 if isinstance(divisor, Tensor) else divisor, s.wants_stop])
     return torch.tensor(rows, dtype=torch.float64, pin_memory=devices.is_accelerator(net.device))
 
 
-def micro_step(
-    net: Network, seed: int, timed: Timed, batch: Batch, numbers: Tensor, totals: Tensor, turn: Turn
-) -> None:
+def micro_step(net: Network, seed: int, batch: Batch, numbers: Tensor, totals: Tensor, turn: Turn) -> None:
     """Run a micro-batch and, after the last, update the weights: what a CUDA graph captures."""
-    forward_backward(net, seed, timed, batch, numbers, totals, turn)
+    forward_backward(net, seed, untimed, batch, numbers, totals, turn)
     if turn.last:
         update(net, numbers, totals)
         net.store.wait_for_weights()
@@ -230,20 +232,23 @@ def forward(net: Network, part: Any, batch: Batch, seed: int | None, stream: Ten
 
 def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> Loss:
     """Return the function that computes the loss of each token [B, T] from this rank's logits."""
+    if custom is not None:
+        return functools.partial(custom_losses, custom, vocab)
     combine = joining(layout)
 
     def loss(logits: Tensor, batch: Batch) -> Tensor:
-        if custom is None:
-            return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
-        losses = custom(logits[..., :vocab], batch)
-        if losses.shape != batch.labels.shape:
-            shapes = f"a tensor of shape {tuple(losses.shape)}; return [B, T] = {tuple(batch.labels.shape)}"
-            raise UserError(
-                f"the loss function returned {shapes}, one loss for each token, neither summed nor averaged"
-            )
-        return losses
+        return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
 
     return loss
+
+
+def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Tensor:
+    """Compute a custom loss and refuse one that is not a number for each token."""
+    losses = custom(logits[..., :vocab], batch)
+    if losses.shape != batch.labels.shape:
+        shapes = f"a tensor of shape {tuple(losses.shape)}; return [B, T] = {tuple(batch.labels.shape)}"
+        raise UserError(f"the loss function returned {shapes}, one loss for each token, neither summed nor averaged")
+    return losses
 
 
 def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
@@ -256,8 +261,7 @@ def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
         # Each rank of a context group counts the whole samples.
         unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp
     if not here and not unmasked:
-        first = batches[0].first_sample
-        where = f"the global batch that starts at sample {first}"
+        where = f"the global batch that starts at sample {batches[0].first_sample}"
         raise UserError(f"every token is masked in {where}; {CHECK_MASKS}", BAD_DATA, True)
     return unmasked
 
