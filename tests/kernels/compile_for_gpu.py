@@ -100,6 +100,8 @@ def losses() -> None:
 
 def dropouts() -> None:
     backward(dropout.dropout(take(8, 1024), hashes(), 0.1))
+    for seed in (1, 2**40):
+        dropout.site_rows(seed, 3, torch.arange(8)[:, None], torch.arange(64))
 
 
 def activations() -> None:

@@ -52,6 +52,19 @@ def test_sites_together_are_the_sites_alone():
     assert not torch.equal(dropout.at_site(base, 0), base)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 + 7, 2**40 + 1])
+def test_sites_in_one_kernel(seed, monkeypatch):
+    """Triton's hashes are the twin's, also for numbers beyond 32 bits."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    samples = torch.tensor([0, 5, 2**31, 2**32 + 5, 2**40], device=device)[:, None]
+    columns = torch.arange(301, device=device)
+    want = dropout.at_sites(dropout.rows(seed, samples, columns), 5)
+    monkeypatch.setattr(dropout.devices, "has_kernels", lambda device: True)
+    got = dropout.site_rows(seed, 5, samples, columns)
+    assert got.dtype is torch.int32 and torch.equal(got, want)
+
+
 def test_large_sample_numbers():
     low = dropout.rows(1, torch.tensor([[5]]), POSITIONS)
     high = dropout.rows(1, torch.tensor([[5 + 2**32]]), POSITIONS)

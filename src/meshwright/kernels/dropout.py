@@ -15,6 +15,7 @@ modulo 2^32 is exact, so every device gives the same bits. On two CPU cores, for
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,12 +37,33 @@ def _mix(x: Tensor) -> Tensor:
 
 def rows(seed: int, *coordinates: Tensor) -> Tensor:
     """Hash rows to 32 bits; coordinates broadcast, such as samples [B, 1] and positions [T]."""
-    h = _mix(torch.full((1,), seed & _LOW, dtype=torch.int64, device=coordinates[0].device))
-    h = _mix(h ^ (seed >> 32 & _LOW) ^ 0x9E3779B9)
+    h = _start(seed, coordinates[0].device)
     for c in coordinates:
         h = _mix((h + (c & _LOW)) & _LOW)
         h = _mix(h ^ (c >> 32 & _LOW) ^ 0x85EBCA6B)
     return _as_int32(h)
+
+
+def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
+    """Return `at_sites(rows(seed, samples, columns), count)`."""
+    if not devices.has_kernels(samples.device):
+        return at_sites(rows(seed, samples, columns), count)
+    from meshwright.kernels import dropout_triton
+
+    samples, columns = torch.broadcast_tensors(samples, columns)  # type: ignore[no-untyped-call]
+    found = dropout_triton.site_rows(_start_number(seed), count, samples.flatten(), columns.flatten())
+    return found.view(count, *samples.shape)
+
+
+def _start(seed: int, device: torch.device) -> Tensor:
+    """Return the hash [1] of a seed, which the coordinates are mixed into."""
+    h = _mix(torch.full((1,), seed & _LOW, dtype=torch.int64, device=device))
+    return _mix(h ^ (seed >> 32 & _LOW) ^ 0x9E3779B9)
+
+
+@lru_cache
+def _start_number(seed: int) -> int:
+    return int(_start(seed, torch.device("cpu")))
 
 
 def _as_int32(x: Tensor) -> Tensor:

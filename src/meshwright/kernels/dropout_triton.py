@@ -1,7 +1,4 @@
-"""The dropout of dropout.py as one Triton kernel: the same mask bit for bit, in one read and write.
-
-Used on CUDA only; tests compare it with the plain twin.
-"""
+"""The dropout of dropout.py in Triton: the same hashes and masks bit for bit, in one launch."""
 
 from __future__ import annotations
 
@@ -12,20 +9,45 @@ from torch import Tensor
 
 
 @triton.jit
+def _shuffled(h):  # type: ignore[no-untyped-def]
+    """Apply dropout._shuffled to uint32."""
+    h = h ^ (h >> 16)
+    h = h * 0x7FEB352D
+    h = h ^ (h >> 15)
+    return h * 0x846CA68B
+
+
+@triton.jit
+def _mix(h):  # type: ignore[no-untyped-def]
+    """Apply dropout._mix to uint32."""
+    h = _shuffled(h)
+    return h ^ (h >> 16)
+
+
+@triton.jit
 def kept(row_hash, columns, threshold):  # type: ignore[no-untyped-def]
     """Return dropout.keep's mask, from int32 hashes and column numbers that broadcast."""
-    h = columns.to(tl.uint32) + 0x9E3779B9  # dropout._mix of the column number
-    h = h ^ (h >> 16)
-    h = h * 0x7FEB352D
-    h = h ^ (h >> 15)
-    h = h * 0x846CA68B
-    h = h ^ (h >> 16)
-    h = h + row_hash.to(tl.uint32, bitcast=True)
-    h = h ^ (h >> 16)
-    h = h * 0x7FEB352D
-    h = h ^ (h >> 15)
-    h = h * 0x846CA68B
-    return h.to(tl.int32, bitcast=True) >= threshold
+    h = _mix(columns.to(tl.uint32) + 0x9E3779B9) + row_hash.to(tl.uint32, bitcast=True)
+    return _shuffled(h).to(tl.int32, bitcast=True) >= threshold
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Hash some rows at one site.
+
+    In: samples and columns int64 [count], the hash `start` of the seed. Out: int32 [sites, count].
+    Moves 20 bytes a row and site.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sample = tl.load(samples + i, mask=i < count, other=0)
+    column = tl.load(columns + i, mask=i < count, other=0)
+    h = _mix((sample + start).to(tl.uint32))
+    h = _mix(h ^ (sample >> 32).to(tl.uint32) ^ 0x85EBCA6B)
+    h = _mix(h + column.to(tl.uint32))
+    h = _mix(h ^ (column >> 32).to(tl.uint32) ^ 0x85EBCA6B)
+    site = tl.program_id(1)
+    h = _mix(h ^ (site.to(tl.uint32) * 0x9E3779B9 + 0x7F4A7C15))
+    tl.store(out + site.to(tl.int64) * count + i, h.to(tl.int32, bitcast=True), mask=i < count)
 
 
 def threshold_of(p: float) -> int:
@@ -41,6 +63,15 @@ def _kernel(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # ty
     at = row.to(tl.int64) * columns + c
     value = tl.load(x + at, mask=c < columns)
     tl.store(out + at, tl.where(keep, value * scale, 0.0).to(value.dtype), mask=c < columns)
+
+
+def site_rows(start: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
+    """Return the hashes [count, N] of rows at sites 0 to count - 1; `start` is the seed's hash."""
+    n, block = len(samples), 512
+    out = torch.empty(count, n, dtype=torch.int32, device=samples.device)
+    with torch.accelerator.device_index(samples.device.index):
+        _site_rows[(triton.cdiv(n, block), count)](samples, columns, out, n, start, block, num_warps=4)
+    return out
 
 
 def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:

@@ -222,11 +222,11 @@ class GPT(nn.Module):
         if not ((branches or embedding) and self.training and where.samples is not None):
             return [None] * count
         if where.stream is not None and where.stream.samples is not None:
-            rows = dropout.rows(where.seed, where.stream.samples, where.stream.columns)
+            rows = dropout.site_rows(where.seed, count, where.stream.samples, where.stream.columns)
         else:
             assert where.columns is not None
-            rows = dropout.rows(where.seed, where.samples[:, None], where.columns)
-        sites = list(dropout.at_sites(rows, count).unbind())
+            rows = dropout.site_rows(where.seed, count, where.samples[:, None], where.columns)
+        sites = list(rows.unbind())
         return [rows if (branches if site else embedding) else None for site, rows in enumerate(sites)]
 
     def head(self, y: Tensor) -> Tensor:
