@@ -188,16 +188,7 @@ class Trainer:
         if self.config.training.skip_train:
             say("skipping training (--skip-train) ...")
             return ALL_DONE
-        p = self.progress
-        done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
-        for line in warn_of_idle_steps(self.state.schedule, self.config, self.total_steps(), *done):
-            notice(f"WARNING: {line}")
-        say("training ...", FORMS.get(self.config.logging.log_format, MEGATRON).start)
-        say_time("before the start of training step")
-        if self.is_done:
-            remark(f" > nothing is left to train: step {self.progress.iteration} of {self.total_steps()} is done")
-        if (c := self.config.checkpoint).save and c.save_at_start and not self.progress.iteration:
-            self.save()
+        self.begin()
         with contextlib.ExitStack() as held:
             profile = held.enter_context(profiler(self.config.logging, self.metrics.folder, self.device))
             gc.freeze()  # the collector need not look again at what was built so far
@@ -218,6 +209,19 @@ class Trainer:
         say_time("after training is done")
         self.report_samples_used(aloud=True)
         return ALL_DONE
+
+    def begin(self) -> None:
+        """Do what precedes the first step: print warnings and the beginning, save at the start."""
+        p = self.progress
+        done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
+        for line in warn_of_idle_steps(self.state.schedule, self.config, self.total_steps(), *done):
+            notice(f"WARNING: {line}")
+        say("training ...", FORMS.get(self.config.logging.log_format, MEGATRON).start)
+        say_time("before the start of training step")
+        if self.is_done:
+            remark(f" > nothing is left to train: step {p.iteration} of {self.total_steps()} is done")
+        if (c := self.config.checkpoint).save and c.save_at_start and not p.iteration:
+            self.save()
 
     def step(self, stop: StopConditions) -> None:
         """Update the weights with the next global batch and record the result."""
