@@ -196,7 +196,9 @@ def test_the_run_has_the_events_to_survive(blend, whole, tmp_path):
     skipped = [i for i, r in steps.items() if r["skipped"]]
     assert skipped[:3] == [1, 2, 3] and any(i > 18 for i in skipped) and len(skipped) < 12
     scales = [steps[i]["loss_scale"] for i in steps]
-    assert scales[0] == scales[1] == 2 * scales[2] and 2 * min(scales) < scales[-1]  # forgiven, halved, doubled twice
+    least = min(scales)
+    assert scales[0] == scales[1] == 2 * scales[2]  # forgiven, halved
+    assert max(scales[scales.index(least) :]) >= 4 * least  # doubled twice
     settings = flags.parse(config.TrainConfig, arguments(tmp_path, *blend), "meshwright train").config
     mixed = build_datasets(settings, WORDS + 1)["train"]
     small = mixed.parts[0]

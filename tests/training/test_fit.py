@@ -147,7 +147,7 @@ def test_recomputed_activations_are_held_too(run, memory):
     run(*base)
     without = each(counted)
     run(*base, "--recompute-granularity", "full", "--recompute-num-layers", "6")
-    assert without <= each(counted) < 1.1 * without
+    assert 0.99 * without < each(counted) < 1.1 * without
 
 
 # The count
