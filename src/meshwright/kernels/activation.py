@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.kernels import gradients
+from meshwright.kernels.twins import is_triton, upcast
 
 
 def activate(kind: str, u: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,11 +78,3 @@ def halves(kind: str, u: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return u
     gate, up = u.chunk(2, dim=-1)
     return gate, up
-
-
-def is_triton(x: Tensor) -> bool:
-    return devices.has_kernels(x.device) and x.dtype is not torch.float64
-
-
-def upcast(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwright import device as devices
+from meshwright.kernels.twins import is_triton
 
 BLOCK = 128
 # Elements of a decision, float32 [7]. FINITE is 1 or 0: without it, nothing changes.
@@ -70,7 +71,7 @@ def make_table(ranges: list[Range], device: torch.device) -> Tensor:
 
 def squares(x: Tensor, table: Tensor) -> Tensor:
     """Return the sum of squares of the table's blocks, float64 []; the same bits every time."""
-    if not _has_kernels(x):
+    if not is_triton(x):
         return x.view(-1, BLOCK)[table[0].long() >> 1].double().square().sum()
     from meshwright.kernels import adamw_triton
 
@@ -103,7 +104,7 @@ def update(buffers: Buffers, table: Tensor, settings: Settings, decision: Tensor
     """Apply AdamW to the table's blocks, as torch.optim.AdamW does."""
     if not table.numel():
         return
-    if _has_kernels(buffers.master):
+    if is_triton(buffers.master):
         from meshwright.kernels import adamw_triton
 
         adamw_triton.update(buffers, table, settings, decision, BLOCK)
@@ -123,7 +124,3 @@ def _plain_update(buffers: Buffers, table: Tensor, settings: Settings, decision:
     master[blocks] = p
     if buffers.weights is not None:
         buffers.weights.view(-1, BLOCK)[table[1]] = p.to(buffers.weights.dtype)
-
-
-def _has_kernels(x: Tensor) -> bool:
-    return devices.has_kernels(x.device) and x.dtype is not torch.float64

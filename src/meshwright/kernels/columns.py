@@ -12,13 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.kernels.twins import is_triton
 
 Place = tuple[Tensor, bool]  # a vector, and whether to add to it, or overwrite it
-
-
-def is_triton(x: Tensor) -> bool:
-    return devices.has_kernels(x.device) and x.dtype is not torch.float64
 
 
 def column_sums(matrix: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.kernels.twins import is_triton, upcast
 
 PORTION = 1 << 20  # elements that the plain twin processes at a time; they fit a CPU's cache
 
@@ -60,14 +60,6 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             plain_backward(logits, labels, lse, grad, ctx.vocab)
         return logits, None, None, None
-
-
-def is_triton(logits: Tensor) -> bool:
-    return devices.has_kernels(logits.device) and logits.dtype is not torch.float64
-
-
-def upcast(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
 
 
 def portions(logits: Tensor) -> range:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright import device as devices
+from meshwright.kernels.twins import is_triton
 
 _LOW = 0xFFFFFFFF
 
@@ -106,7 +107,7 @@ def plain(x: Tensor, rows: Tensor, p: float) -> Tensor:
 
 
 def _drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
-    if not devices.has_kernels(x.device) or x.dtype is torch.float64:
+    if not is_triton(x):
         return plain(x, rows, p)
     from meshwright.kernels.dropout_triton import drop
 

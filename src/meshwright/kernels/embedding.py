@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels import gradients
+from meshwright.kernels.twins import is_triton
 
 
 class _Embedding(torch.autograd.Function):
@@ -47,7 +48,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Add each of the rows [N, H] to the row of `total` that `ids` [N] names."""
-    if not devices.has_kernels(total.device) or total.dtype is torch.float64:
+    if not is_triton(total):
         total.index_add_(0, ids, rows.to(total.dtype))
         return
     from meshwright.kernels.embedding_triton import add_rows

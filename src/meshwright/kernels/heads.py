@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.kernels import gradients
+from meshwright.kernels.twins import is_triton, upcast
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 2]
 
@@ -108,11 +108,3 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     half = cos.shape[-1]
     a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
-
-
-def is_triton(x: Tensor) -> bool:
-    return devices.has_kernels(x.device) and x.dtype is not torch.float64
-
-
-def upcast(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.kernels import gradients
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved, plain_backward, plain_forward
+from meshwright.kernels.twins import is_triton
 
 __all__ = ["NormWeights", "add_norm", "norm"]
 
@@ -73,10 +73,6 @@ class _AddNorm(torch.autograd.Function):
 
 def _rows(x: Any) -> Any:
     return None if x is None else x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def is_triton(x: Tensor) -> bool:
-    return devices.has_kernels(x.device) and x.dtype is not torch.float64
 
 
 def _forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import dropout
+from meshwright.kernels.twins import upcast
 
 
 class NormWeights(NamedTuple):
@@ -47,10 +48,6 @@ class Saved(NamedTuple):
     of_residual: bool
     of_bias: bool
     dtype: torch.dtype  # of pending
-
-
-def upcast(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
 
 
 def plain_forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
