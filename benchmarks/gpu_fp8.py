@@ -56,7 +56,7 @@ def check_bytes() -> None:
         x = torch.randn(n, c, device=GPU).bfloat16() * torch.rand(n, 1, device=GPU).bfloat16()
         if special:
             x.view(-1)[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=GPU)
-        out, turned = fp8.empty(x, dtype, True)
+        out, turned = fp8.empty((n, c), dtype, GPU, True)
         assert turned is not None
         for y in (out, turned):
             y.view(torch.uint8).random_()
@@ -121,7 +121,7 @@ def check_products() -> None:
             scales.update()
             scales.refresh()
     a, b = (torch.randn(512, 1024, device=GPU).to(E4M3) for _ in range(2))
-    one = torch.ones(4, device=GPU)
+    one = torch.ones(2, 4, device=GPU)[:, 0]  # 16 bytes apart, as a product demands
     for is_fast in (True, False):
         got = fp8.multiply(a, b, (one[0], one[1]), torch.float32, is_fast=is_fast)
         error = far(got, a.double() @ b.double().t())
@@ -132,7 +132,7 @@ def time_casts(sizes: list[list[int]], tiles: list[list[int]]) -> None:
     for (n, c), tile, is_turned in itertools.product(sizes, tiles, (True, False)):
         x, out = torch.randn(n, 4 * c, device=GPU).bfloat16(), None
         fp8_triton.ROWS, fp8_triton.COLUMNS, fp8_triton.WARPS = tile
-        out, turned = fp8.empty(x, E4M3, is_turned)
+        out, turned = fp8.empty((n, 4 * c), E4M3, GPU, is_turned)
         numbers = torch.ones(4, device=GPU)
         ms = milliseconds(lambda: fp8_triton.quantise(x, numbers[0], numbers[1], out, turned, 448.0))  # noqa: B023
         moved = x.numel() * (4 if is_turned else 3)

@@ -29,6 +29,7 @@ from meshwright.kernels import (
     adamw,
     dropout,
     embedding,
+    fp8,
     fp8_triton,
     gradients,
     heads,
@@ -147,9 +148,32 @@ def casts() -> None:
     for format in (torch.float8_e4m3fn, torch.float8_e5m2):
         out = torch.empty(64, 64, dtype=format)
         fp8_triton.quantise(x, one, one, out, torch.empty_like(out), 448.0)
+    fp8_triton.turn(out, torch.empty_like(out))
+    fp8_triton.quantise(x, one, None, out, None, 448.0)
 
 
-CALLS = {f.__name__: f for f in (norms, sums, losses, dropouts, activations, splits, muons, updates, tables, casts)}
+def casts_in_kernels() -> None:
+    one, grad = torch.ones(()), torch.empty(8, 4096, dtype=torch.float8_e5m2)
+    input, y = grad.view(torch.float8_e4m3fn), torch.empty(8, 1024, dtype=torch.float8_e4m3fn)
+    for amax in (one, None):
+        into = fp8.Into(input, one, amax)
+        activation.forward("gelu-tanh", take(8, 4096).detach(), into)
+        activation.forward("swiglu", take(8, 8192).detach(), into)
+        join = norm.join_of(take(8, 1024), take(8, 1024), take(1024), None, 0.0)
+        norm.forward(join, norm.NormWeights(take(1024), take(1024), 1e-5), fp8.Into(y, one, amax))
+    into = fp8.Into(grad, one, one)
+    activation.backward("gelu-tanh", take(8, 4096).detach(), take(8, 4096).detach(), True, into)
+    activation.backward("swiglu", take(8, 4096).detach(), take(8, 2048).detach(), True, into)
+    angles = tuple(torch.zeros(1, 8, 1, 32) for _ in range(2))
+    for rotation in (None, angles):
+        into = fp8.Into(torch.empty(16, 3072, dtype=torch.float8_e4m3fn), one, one)
+        heads.backward([take(2, 8, 16, 64).detach() for _ in range(3)], heads.Sizes(16, 1, 64), rotation, True, into)
+
+
+CALLS = {
+    f.__name__: f
+    for f in (norms, sums, losses, dropouts, activations, splits, muons, updates, tables, casts, casts_in_kernels)
+}
 MORE = {f.__name__: f for f in (norms_of_all_widths,)}
 
 

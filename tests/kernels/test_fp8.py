@@ -9,16 +9,17 @@ from meshwright.kernels import fp8, fp8_triton
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Recipe, Scales
 
 pytestmark = pytest.mark.whole  # Triton's interpreter takes seconds
+KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs them
 
 
 def casts(quantise, x, scale, dtype, is_turned=True, is_recorded=True, amax=0.25):
     """Return both layouts and the amax, from poisoned memory."""
-    out, turned = fp8.empty(x, dtype, is_turned)
+    out, turned = fp8.empty(x.shape, dtype, x.device, is_turned)
     for y in (out, turned):
         if y is not None:
             y.view(torch.uint8).fill_(0x55)
-    high = torch.tensor([amax])
-    quantise(x, torch.tensor([scale]), high if is_recorded else None, out, turned, LARGEST[dtype])
+    high = torch.tensor([amax], device=x.device)
+    quantise(x, torch.tensor([scale], device=x.device), high if is_recorded else None, out, turned, LARGEST[dtype])
     return out, turned, high.item()
 
 
@@ -28,13 +29,12 @@ def bits(x):
 
 def some(n, c, dtype, scale, is_exact):
     """Return bfloat16 numbers, some beyond the largest; exact ones are rounded by no cast."""
-    x = torch.randn(n, c).mul(LARGEST[dtype] / 2)
+    x = torch.randn(n, c, device=KERNELS).mul(LARGEST[dtype] / 2)
     return ((x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).float() if is_exact else x) / scale).bfloat16()
 
 
-# Triton's interpreter loses the carry of a rounding (1.94 becomes 1), so it gets exact numbers;
-# benchmarks/gpu_fp8.py compares roundings on the device.
-KINDS = pytest.mark.parametrize(("quantise", "is_exact"), [(fp8_triton.quantise, True), (fp8.plain, False)])
+# Triton's interpreter loses the carry of a rounding (1.94 becomes 1), so it gets exact numbers.
+KINDS = pytest.mark.parametrize(("quantise", "is_exact"), [(fp8_triton.quantise, KERNELS == "cpu"), (fp8.plain, False)])
 
 
 @KINDS
@@ -54,17 +54,39 @@ def test_cast_is_torchs_in_both_layouts(quantise, is_exact, dtype, n, c, scale):
 @pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.plain], ids=["triton", "plain"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_nothing_infinite_becomes_finite(quantise, dtype):
-    x = torch.tensor([[1.0, torch.inf, -torch.inf, torch.nan] * 4])
+    x = torch.tensor([[1.0, torch.inf, -torch.inf, torch.nan] * 4], device=KERNELS)
     out, _, amax = casts(quantise, x, 2.0, dtype)
     assert torch.equal(out.float().isfinite(), x.isfinite()) and amax == 1.0
 
 
 @pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.plain], ids=["triton", "plain"])
 def test_what_is_not_asked_for_stays(quantise):
-    x = torch.full((20, 16), 0.125).t()  # not contiguous
+    x = torch.full((20, 16), 0.125, device=KERNELS).t()  # not contiguous
     out, turned, amax = casts(quantise, x, 1.0, E4M3, is_turned=False, is_recorded=False, amax=0.0)
     assert turned is None and amax == 0.0 and bool((out.float() == 0.125).all())
     assert casts(quantise, x, 1.0, E4M3)[2] == 0.25  # a smaller amax does not lower it
+
+
+@pytest.mark.parametrize("turn", [fp8_triton.turn, fp8.plain_turn], ids=["triton", "plain"])
+@pytest.mark.parametrize(("n", "c"), [(128, 128), (70, 136), (3, 16), (133, 272)])
+def test_turn(turn, n, c):
+    q = torch.randint(256, (n, c), dtype=torch.uint8, device=KERNELS)
+    turned = torch.full((c, -(-n // 16) * 16), 0x55, dtype=torch.uint8, device=KERNELS)
+    turn(q, turned)
+    assert torch.equal(turned[:, :n], q.t()) and not turned[:, n:].any()
+
+
+@pytest.mark.parametrize("pack", [1, 2, 4, 8])
+@pytest.mark.parametrize("down", [True, False])
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_tile_and_a_pass_apart_give_the_same_bytes(monkeypatch, pack, down, apart):
+    x = some(70, 48, E4M3, 1.0, True)
+    wanted = casts(fp8.plain, x, 1.0, E4M3)
+    for name in ("CAST", "TURN"):
+        monkeypatch.setattr(fp8_triton, name, fp8_triton.Tile(32, 16, 2, pack, down))
+    monkeypatch.setattr(fp8_triton, "APART", apart)
+    got = casts(fp8_triton.quantise, x, 1.0, E4M3)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got[:2], wanted[:2], strict=True)) and got[2] == wanted[2]
 
 
 PLAIN = Recipe()

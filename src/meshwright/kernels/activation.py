@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels import gradients
+from meshwright.kernels.fp8 import Into
 from meshwright.kernels.twins import is_triton, upcast
 
 
@@ -39,25 +40,29 @@ class _Activate(torch.autograd.Function):
         return du, None if partials is None else gradients.from_columns(ctx.parameter, partials), None
 
 
-def forward(kind: str, u: Tensor) -> Tensor:
+def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     """Return the activation of u."""
     if is_triton(u):
         from meshwright.kernels import activation_triton
 
-        return activation_triton.forward(kind, u)
-    return plain(kind, halves(kind, upcast(u))).to(u.dtype)
+        return activation_triton.forward(kind, u, into)
+    a = plain(kind, halves(kind, upcast(u))).to(u.dtype)
+    return a if into is None else into.fill(a)
 
 
-def backward(kind: str, u: Tensor, grad: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
+def backward(
+    kind: str, u: Tensor, grad: Tensor, summed: bool, into: Into | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
     if is_triton(u):
         from meshwright.kernels import activation_triton
 
-        return activation_triton.backward(kind, u, grad, summed)
+        return activation_triton.backward(kind, u, grad, summed, into=into)
     with torch.enable_grad():
         x = upcast(u.detach()).requires_grad_()
         (du,) = torch.autograd.grad(plain(kind, halves(kind, x)), x, upcast(grad))
-    return du.to(u.dtype), du.flatten(0, -2).sum(0, keepdim=True) if summed else None
+    partials = du.flatten(0, -2).sum(0, keepdim=True) if summed else None
+    return du.to(u.dtype) if into is None else into.fill(du.to(u.dtype)), partials
 
 
 def plain(kind: str, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.fp8 import Into, arguments
+from meshwright.kernels.fp8_triton import encode, raise_amax, store
+
 GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "liglu": "identity"}
 
 
@@ -53,10 +56,23 @@ def _value_and_slope(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(u, a, columns, blocks, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward(  # type: ignore[no-untyped-def]
+    u,
+    a,
+    columns,
+    blocks,
+    scale,
+    amax,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute a [rows, columns] = f(u), or f(gate) * up of u [rows, 2 columns].
 
-    A program computes one of a row's blocks. Bytes moved: u once, a once.
+    A program computes one of a row's blocks. Bytes moved: u once, a once. With a scale a is fp8, a
+    byte an element, of numbers rounded to u's format, and raises the amax, if any.
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +83,13 @@ def _forward(u, a, columns, blocks, KIND: tl.constexpr, GATED: tl.constexpr, BLO
         y *= tl.load(gate + columns, mask=c < columns, other=0.0).to(tl.float32)
     else:
         y, _ = _value_and_slope(tl.load(u + at, mask=c < columns, other=0.0).to(tl.float32), KIND)
-    tl.store(a + at, y.to(a.dtype.element_ty), mask=c < columns)
+    if scale is None:
+        tl.store(a + at, y.to(a.dtype.element_ty), mask=c < columns)
+    else:
+        q, size = encode(y.to(u.dtype.element_ty).to(tl.float32), tl.load(scale), LARGEST, WIDE)
+        tl.store(a + at, q, mask=c < columns)
+        if amax is not None:
+            raise_amax(amax, tl.max(size, 0))  # a masked element is f(0) = 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -78,6 +100,10 @@ def _backward(  # type: ignore[no-untyped-def]
     partials,
     rows,
     columns,
+    scale,
+    amax,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -89,13 +115,16 @@ def _backward(  # type: ignore[no-untyped-def]
     """Compute du = da f'(u), or (da up f'(gate), da f(gate)), and float32 sums of its columns.
 
     A program computes ROWS x COLUMNS of da and writes their sums to its row of `partials`. Bytes
-    moved: u, da and du once; partial sums are 4 / (3 ROWS) of the three in a 16-bit format.
+    moved: u, da and du once; partial sums are 4 / (3 ROWS) of the three in a 16-bit format. du may
+    be fp8, as a of `_forward`.
     """
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1).to(tl.int64)
     width = columns * 2 if GATED else columns
     total = tl.zeros((STEP, COLUMNS), tl.float32)
     total_up = tl.zeros((STEP, COLUMNS), tl.float32)
+    high = tl.zeros((STEP, COLUMNS), tl.float32)
+    by = 1.0 if scale is None else tl.load(scale)
     for start in tl.range(0, ROWS, STEP, num_stages=STAGES):
         row = part * ROWS + start + tl.arange(0, STEP)
         inside = (row < rows)[:, None] & (c < columns)[None, :]
@@ -104,35 +133,46 @@ def _backward(  # type: ignore[no-untyped-def]
         value, slope = _value_and_slope(tl.load(u + at, mask=inside, other=0.0).to(tl.float32), KIND)
         if GATED:
             of_up = grad * value
-            tl.store(du + at + columns, of_up.to(du.dtype.element_ty), mask=inside)
+            high = store(du + at + columns, of_up, inside, by, high, u, scale is not None, LARGEST, WIDE)
             grad *= tl.load(u + at + columns, mask=inside, other=0.0).to(tl.float32)
             if SUMMED:
                 total_up += of_up
         grad *= slope
-        tl.store(du + at, grad.to(du.dtype.element_ty), mask=inside)
+        high = store(du + at, grad, inside, by, high, u, scale is not None, LARGEST, WIDE)
         if SUMMED:
             total += grad
+    if amax is not None:
+        raise_amax(amax, tl.max(tl.max(high, 1), 0))
     if SUMMED:
         tl.store(partials + part * width + c, tl.sum(total, 0), mask=c < columns)
         if GATED:
             tl.store(partials + part * width + columns + c, tl.sum(total_up, 0), mask=c < columns)
 
 
-def forward(kind: str, u: Tensor) -> Tensor:
+def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     """Return the activation of u."""
     u, gated = u.contiguous(), kind in GATES
-    a = u.new_empty(*u.shape[:-1], u.shape[-1] // 2) if gated else torch.empty_like(u)
+    shape = (*u.shape[:-1], u.shape[-1] // 2) if gated else u.shape
+    a = u.new_empty(shape) if into is None else into.out
     columns = a.shape[-1] if gated else a.numel()  # without a gate the rows do not matter
     blocks = triton.cdiv(columns, BLOCK)
     with torch.accelerator.device_index(u.device.index):
         _forward[(a.numel() // columns * blocks,)](
-            u, a, columns, blocks, GATES.get(kind, kind), gated, BLOCK, num_warps=WARPS
+            u,
+            a if into is None else a.view(torch.uint8),
+            columns,
+            blocks,
+            *arguments(into),
+            GATES.get(kind, kind),
+            gated,
+            BLOCK,
+            num_warps=WARPS,
         )
     return a
 
 
 def backward(
-    kind: str, u: Tensor, grad: Tensor, summed: bool, tile: Tile | None = None
+    kind: str, u: Tensor, grad: Tensor, summed: bool, tile: Tile | None = None, into: Into | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
     u, grad = u.contiguous(), grad.contiguous()
@@ -140,16 +180,17 @@ def backward(
     rows = grad.numel() // columns
     tile = tile or (TILE if rows >= 8192 else SMALL)
     parts = triton.cdiv(rows, tile.rows)
-    du = torch.empty_like(u)
+    du = torch.empty_like(u) if into is None else into.out
     partials = torch.empty(parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device)
     with torch.accelerator.device_index(u.device.index):
         _backward[(triton.cdiv(columns, tile.columns), parts)](
             u,
             grad,
-            du,
+            du if into is None else du.view(torch.uint8),
             partials,
             rows,
             columns,
+            *arguments(into),
             GATES.get(kind, kind),
             kind in GATES,
             summed,

@@ -14,8 +14,10 @@ so the cast reads a tensor only once. The first use of a tensor takes its own am
 (4 bits of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits, 57,344).
 
 torch._scaled_mm needs the second factor transposed. One kernel therefore writes both layouts of
-each tensor, and the transposed input, a byte a number, is all that is kept for backward. Weights
-are cast once a step, into tensors that stay where they are, so that a CUDA graph may read them.
+each tensor, and the transposed input, a byte a number, is all that is kept for backward. Better, if
+possible, a tensor's own kernel writes fp8, rounded to bfloat16 before, so that the bytes are those
+of a cast; another transposes them (fp8_fused.py). Weights are cast once a step, into tensors that
+stay where they are, so that a CUDA graph may read them.
 
 Hand-written because torchao casts and transposes in separate passes: at 1,024 hidden it was slower
 than bfloat16. Infinities become NaN, so that no overflow is hidden.
@@ -26,7 +28,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 MULTIPLE = 16  # of the dimensions that a product sums over, or the second factor has
 ROLES = ("input", "weight", "gradient")
+Rest = TypeVar("Rest")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,26 @@ class Cast(NamedTuple):
     inverse: Tensor  # of the scale
 
 
+class Into(NamedTuple):
+    """The fp8 that a kernel writes instead of numbers y in bfloat16."""
+
+    out: Tensor  # [N, C], fp8(y * scale)
+    scale: Tensor
+    amax: Tensor | None  # raised to that of y
+
+    def fill(self, y: Tensor) -> Tensor:
+        """Do it with another pass over memory, as the plain twins of such kernels do."""
+        quantise(y.reshape(self.out.shape), self.scale, self.amax, self.out, None)
+        return self.out
+
+
+def arguments(into: Into | None) -> tuple[Tensor | None, Tensor | None, float, bool]:
+    """Return what a kernel that may write fp8 takes: scale, amax, LARGEST and WIDE."""
+    if into is None:
+        return None, None, 0.0, False
+    return into.scale, into.amax, LARGEST[into.out.dtype], into.out.dtype is E5M2
+
+
 def plain(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None, largest: float) -> None:
     """Compute what the Triton kernel does; its twin."""
     wide = x.float()
@@ -69,8 +92,12 @@ def plain(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Te
     scaled = torch.where(wide.isfinite(), (wide * scale).clamp(-largest, largest), torch.nan)
     out.copy_(scaled)
     if turned is not None:
-        turned.view(torch.uint8)[:, len(x) :] = 0
-        turned[:, : len(x)] = out.t()
+        plain_turn(out, turned)
+
+
+def plain_turn(q: Tensor, turned: Tensor) -> None:
+    turned.view(torch.uint8)[:, len(q) :] = 0
+    turned[:, : len(q)] = q.t()
 
 
 def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None) -> None:
@@ -84,12 +111,24 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned:
     fp8_triton.quantise(x, scale, amax, out, turned, largest)
 
 
-def empty(x: Tensor, dtype: torch.dtype, is_turned: bool) -> tuple[Tensor, Tensor | None]:
-    """Return memory for both layouts of x [N, C]."""
-    n, c = x.shape
+def turn(q: Tensor, turned: Tensor) -> None:
+    """Transpose q [N, C] into `turned` [C, padded N]."""
+    if not devices.has_kernels(q.device):
+        plain_turn(q, turned)
+        return
+    from meshwright.kernels import fp8_triton
+
+    fp8_triton.turn(q, turned)
+
+
+def empty(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_turned: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return memory for both layouts of a matrix [N, C]."""
+    n, c = shape
     padded = -(-n // MULTIPLE) * MULTIPLE
-    turned = torch.empty(c, padded, dtype=dtype, device=x.device) if is_turned else None
-    return torch.empty(n, c, dtype=dtype, device=x.device), turned
+    turned = torch.empty(c, padded, dtype=dtype, device=device) if is_turned else None
+    return torch.empty(n, c, dtype=dtype, device=device), turned
 
 
 def multiply(
@@ -145,9 +184,29 @@ class Scales:
         scale, inverse, amax = self.views[slot]
         if not self.is_set[slot]:
             self._begin(slot, x, is_recorded)
-        out, turned = empty(x, self.recipe.format(ROLES[slot % 3]), is_turned)
+        out, turned = empty((len(x), x.shape[1]), self.format(slot), self.device, is_turned)
         quantise(x, scale, amax if is_recorded else None, out, turned)
         return Cast(out, turned, inverse)
+
+    def write(
+        self, slot: int, shape: tuple[int, int], make: Callable[[Into | None], tuple[Tensor, Rest]], is_training: bool
+    ) -> tuple[Cast, Rest]:
+        """Return a matrix in fp8 that `make` computes, and what else that returns.
+
+        Given None, it computes bfloat16: the first use of a tensor must know its amax before.
+        """
+        if not self.is_set[slot]:
+            y, rest = make(None)
+            return self.cast(slot, y.view(shape), is_training, is_training), rest
+        scale, inverse, amax = self.views[slot]
+        out, turned = empty(shape, self.format(slot), self.device, is_training)
+        _, rest = make(Into(out, scale, amax if is_training else None))
+        if turned is not None:
+            turn(out, turned)
+        return Cast(out, turned, inverse), rest
+
+    def format(self, slot: int) -> torch.dtype:
+        return self.recipe.format(ROLES[slot % 3])
 
     def _begin(self, slot: int, x: Tensor, is_recorded: bool) -> None:
         """Take a first scale from x; a validation before the first step does so each time."""
@@ -239,10 +298,14 @@ class Product:
         self.cast: Cast | None = None
 
     def __call__(self, x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
+        self.know(parameter)
+        return _Multiply.apply(x, parameter, bias, self, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
+
+    def know(self, parameter: Tensor) -> None:
+        """Have a cast of the weight."""
         if self.cast is None or self.parameter is not parameter:
             self.parameter = parameter
             self.refresh()
-        return _Multiply.apply(x, parameter, bias, self, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
 
     @torch.no_grad()
     def refresh(self) -> None:

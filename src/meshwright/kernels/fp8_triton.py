@@ -1,23 +1,77 @@
-"""The cast to fp8 of fp8.py as one Triton kernel: both layouts and the amax in one read.
+"""The cast to fp8 of fp8.py as Triton kernels, and the parts of it that other kernels share.
 
-Only cast and transpose are in it: a kernel that also computed an activation's gradient stored wrong
-bytes on a GPU, right as it was in Triton's interpreter. benchmarks/gpu_fp8.py compares every byte.
+A kernel that also computed an activation's gradient, cast it and transposed it stored wrong bytes
+on a GPU, right as it was in Triton's interpreter. So kernels that compute something write only
+rows, and transposition is in a kernel of its own, or in that which only casts.
+benchmarks/gpu_fp8.py compares every byte, and times the shapes of tiles.
 """
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+class Tile(NamedTuple):
+    """Shape of a program's work.
+
+    A transposition goes through shared memory, which moves bytes as slowly as words. So as many
+    rows as a word has bytes are first packed, in registers: a word of the transposed matrix.
+    """
+
+    rows: int = 128
+    columns: int = 64
+    warps: int = 4
+    pack: int = 4  # bytes of a word
+    down: bool = True  # neighbouring programs take tiles one below the other, not side by side
+
+
+CAST, TURN = Tile(), Tile(128, 128, 8)
+APART = False  # whether `quantise` transposes in a second kernel
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def encode(value, scale, LARGEST: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the bytes of value * scale in fp8, clamped, and |value|, which is 0 if not finite."""
+    size = tl.abs(value)
+    finite = size < float("inf")  # False for NaN too
+    scaled = tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST)
+    if WIDE:
+        q = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(finite, q, 0x7F).to(tl.uint8), tl.where(finite, size, 0.0)  # NaN in both formats
+
+
+@triton.jit
+def raise_amax(amax, high):  # type: ignore[no-untyped-def]
+    """Raise the amax [1] to a number."""
+    if high > tl.load(amax):  # a stale value only costs an atomic that changes nothing
+        tl.atomic_max(amax, high, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store numbers in the format of `like`, or in fp8 of these; return amaxes raised to them."""
+    rounded = value.to(like.dtype.element_ty)
+    if FP8:
+        q, size = encode(rounded.to(tl.float32), by, LARGEST, WIDE)
+        tl.store(at, q, mask=mask)
+        return tl.maximum(high, size)
+    else:
+        tl.store(at, rounded, mask=mask)
+        return high
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast(  # type: ignore[no-untyped-def]
     x,
     out,
     turned,
@@ -28,58 +82,102 @@ def _kernel(  # type: ignore[no-untyped-def]
     padded,
     LARGEST: tl.constexpr,
     WIDE: tl.constexpr,
-    RECORDED: tl.constexpr,
-    TURNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PACK: tl.constexpr,
+    DOWN: tl.constexpr,
 ):
     """Write x * scale in fp8 as it lies and transposed, and raise the amax.
 
-    In: x [rows, columns], scale [1] float32. Out, as bytes: out [rows, columns], turned [columns,
-    padded], whose columns from `rows` on are 0; amax [1] float32. Moves 2 + 1 + 1 bytes an element
-    of bfloat16, without `turned` 2 + 1.
+    In: x [rows, columns], scale [1] float32. Out: out [rows, columns] as bytes; turned [columns,
+    padded] as words, whose bytes from `rows` on are 0, or None; amax [1] float32, or None. Moves
+    2 + 1 + 1 bytes an element of bfloat16, without `turned` 2 + 1.
     """
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    here = (r < rows)[:, None] & (c < columns)[None, :]
-    at = r[:, None] * columns + c[None, :]
-    value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-    size = tl.abs(value)
-    finite = size < float("inf")  # False for NaN too
-    if RECORDED:
-        high = tl.max(tl.max(tl.where(finite, size, 0.0), 1), 0)
-        if high > tl.load(amax):  # a stale value only costs an atomic that changes nothing
-            tl.atomic_max(amax, high, sem="relaxed")
-    scaled = tl.minimum(tl.maximum(value * tl.load(scale), -LARGEST), LARGEST)
-    if WIDE:
-        q = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    q = tl.where(finite, q, 0x7F).to(tl.uint8)  # NaN in both formats
-    tl.store(out + at, q, mask=here)
-    if TURNED:
-        to = c[:, None] * padded + r[None, :]
-        tl.store(turned + to, tl.trans(q), mask=(c < columns)[:, None] & (r < padded)[None, :])
+    first = tl.program_id(0 if DOWN else 1).to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
+    c = tl.program_id(1 if DOWN else 0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    by = tl.load(scale)
+    high = tl.zeros((ROWS // PACK, COLUMNS), tl.float32)
+    if turned is not None:
+        word = tl.zeros((ROWS // PACK, COLUMNS), turned.dtype.element_ty)
+    for k in tl.static_range(PACK):
+        r = first * PACK + k
+        here = (r < rows)[:, None] & (c < columns)[None, :]
+        at = r[:, None] * columns + c[None, :]
+        q, size = encode(tl.load(x + at, mask=here, other=0.0).to(tl.float32), by, LARGEST, WIDE)
+        high = tl.maximum(high, size)
+        tl.store(out + at, q, mask=here)
+        if turned is not None:
+            word |= q.to(turned.dtype.element_ty) << (8 * k)
+    if amax is not None:
+        raise_amax(amax, tl.max(tl.max(high, 1), 0))
+    if turned is not None:
+        to = c[:, None] * (padded // PACK) + first[None, :]
+        tl.store(turned + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(  # type: ignore[no-untyped-def]
+    q, turned, rows, columns, padded, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr
+):
+    """Transpose bytes q [rows, columns] to words turned [columns, padded], padded with zeros.
+
+    Moves 1 + 1 bytes an element.
+    """
+    first = tl.program_id(0 if DOWN else 1).to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
+    c = tl.program_id(1 if DOWN else 0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    word = tl.zeros((ROWS // PACK, COLUMNS), turned.dtype.element_ty)
+    for k in tl.static_range(PACK):
+        r = first * PACK + k
+        here = (r < rows)[:, None] & (c < columns)[None, :]
+        byte = tl.load(q + r[:, None] * columns + c[None, :], mask=here, other=0)
+        word |= byte.to(turned.dtype.element_ty) << (8 * k)
+    to = c[:, None] * (padded // PACK) + first[None, :]
+    tl.store(turned + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
+
+
+def on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which kernels are launched on x."""
+    return contextlib.nullcontext() if x.device.type == "cpu" else torch.accelerator.device_index(x.device.index)
 
 
 def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None, largest: float) -> None:
     """Fill `out` [N, C] and `turned` [C, padded N] with x [N, C] * scale; raise any amax."""
     x = x.contiguous()
+    tile, inside = CAST, None if turned is None or APART else turned.view(WORDS[CAST.pack])
     rows, columns = x.shape
     padded = rows if turned is None else turned.shape[1]
-    grid = (triton.cdiv(padded, ROWS), triton.cdiv(columns, COLUMNS))
-    flags = (largest, out.dtype is torch.float8_e5m2, amax is not None, turned is not None, ROWS, COLUMNS)
-    on = contextlib.nullcontext() if x.device.type == "cpu" else torch.accelerator.device_index(x.device.index)
-    with on:
-        _kernel[grid](
+    with on(x):
+        _cast[_grid(tile, padded, columns)](
             x,
             out.view(torch.uint8),
-            (out if turned is None else turned).view(torch.uint8),
+            inside,
             scale,
-            scale if amax is None else amax,
+            amax,
             rows,
             columns,
             padded,
-            *flags,
-            num_warps=WARPS,
+            largest,
+            out.dtype is torch.float8_e5m2,
+            tile.rows,
+            tile.columns,
+            tile.pack,
+            tile.down,
+            num_warps=tile.warps,
         )
+    if turned is not None and inside is None:
+        turn(out, turned)
+
+
+def turn(q: Tensor, turned: Tensor) -> None:
+    """Fill `turned` [C, padded N] with q [N, C]."""
+    (rows, columns), padded, tile = q.shape, turned.shape[1], TURN
+    words = turned.view(WORDS[tile.pack])
+    with on(q):
+        _turn[_grid(tile, padded, columns)](
+            q.view(torch.uint8), words, rows, columns, padded, *tile[:2], tile.pack, tile.down, num_warps=tile.warps
+        )
+
+
+def _grid(tile: Tile, rows: int, columns: int) -> tuple[int, int]:
+    down, across = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
+    return (down, across) if tile.down else (across, down)

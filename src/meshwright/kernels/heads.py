@@ -8,12 +8,14 @@ sums the columns. As in activation.py, the product adds the bias, detached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels import gradients
+from meshwright.kernels.fp8 import Into
 from meshwright.kernels.twins import is_triton, upcast
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 2]
@@ -58,7 +60,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         rotation = _rotation(*ctx.saved_tensors)
-        grad, partials = backward(dq, dk, dv, ctx.sizes, rotation, ctx.needs_input_grad[1])
+        grad, partials = backward((dq, dk, dv), ctx.sizes, rotation, ctx.needs_input_grad[1])
         of_bias = None if partials is None else gradients.from_columns(ctx.parameter, partials)
         return grad, of_bias, None, None, None
 
@@ -79,20 +81,22 @@ def forward(qkv: Tensor, sizes: Sizes, rotation: Rotation | None) -> tuple[Tenso
 
 
 def backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, sizes: Sizes, rotation: Rotation | None, summed: bool
+    grads: Sequence[Tensor], sizes: Sizes, rotation: Rotation | None, summed: bool, into: Into | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
+    dq, dk, dv = grads
     if is_triton(dq):
         from meshwright.kernels import heads_triton
 
-        return heads_triton.pack((dq, dk, dv), sizes, rotation, summed)
+        return heads_triton.pack((dq, dk, dv), sizes, rotation, summed, into=into)
     exact = [upcast(x) for x in (dq, dk, dv)]
     if rotation is not None:
         back = rotation[0], -rotation[1]
         exact[:2] = rotate(exact[0], back), rotate(exact[1], back)
     parts = exact[0].reshape(*dk.shape[:3], sizes.per_group, -1), exact[1].unsqueeze(3), exact[2].unsqueeze(3)
     grad = torch.cat(parts, dim=3).flatten(2)
-    return grad.to(dq.dtype), grad.sum((0, 1))[None] if summed else None
+    partials = grad.sum((0, 1))[None] if summed else None
+    return grad.to(dq.dtype) if into is None else into.fill(grad.to(dq.dtype)), partials
 
 
 def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.fp8 import Into, arguments
+from meshwright.kernels.fp8_triton import raise_amax, store
+
 Sizes = tuple[int, int, int]  # groups, queries of each, head_dim
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, half]
 
@@ -46,6 +49,10 @@ def _move(  # type: ignore[no-untyped-def]
     direction,
     batches,
     length,
+    scale,
+    amax,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     OWN: tl.constexpr,
@@ -59,8 +66,12 @@ def _move(  # type: ignore[no-untyped-def]
     """Copy one slot [STEP, DIM] of each sample, rotated, and write sums of its columns.
 
     Its first 2 HALF columns are pairs (i, i + HALF), `turning` of which turn; PAIRS and REST are
-    the next powers of two. With OWN each sample has its own angles.
+    the next powers of two. With OWN each sample has its own angles. With a scale the target is fp8,
+    of numbers rounded to the source's format, and raises the amax, if any.
     """
+    by = 1.0 if scale is None else tl.load(scale)
+    high_a = tl.zeros((STEP, PAIRS), tl.float32)
+    high_rest = tl.zeros((STEP, REST), tl.float32)
     place = tl.program_id(1) * STEP + tl.arange(0, STEP)
     first = tl.program_id(2) * SAMPLES
     source += place.to(tl.int64)[:, None] * source_row
@@ -88,16 +99,18 @@ def _move(  # type: ignore[no-untyped-def]
             a = tl.load(at + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             b = tl.load(at + HALF + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             a, b = a * x - b * y, b * x + a * y
-            tl.store(to + c[None, :], a.to(target.dtype.element_ty), mask=pairs)
-            tl.store(to + HALF + c[None, :], b.to(target.dtype.element_ty), mask=pairs)
+            high_a = store(to + c[None, :], a, pairs, by, high_a, source, scale is not None, LARGEST, WIDE)
+            high_a = store(to + HALF + c[None, :], b, pairs, by, high_a, source, scale is not None, LARGEST, WIDE)
             if SUMMED:
                 total_a += a
                 total_b += b
         if DIM > 2 * HALF:
             z = tl.load(at + rest[None, :], mask=others, other=0.0)
-            tl.store(to + rest[None, :], z, mask=others)
+            high_rest = store(to + rest[None, :], z, others, by, high_rest, source, scale is not None, LARGEST, WIDE)
             if SUMMED:
                 total_rest += z.to(tl.float32)
+    if amax is not None:
+        raise_amax(amax, tl.maximum(tl.max(tl.max(high_a, 1), 0), tl.max(tl.max(high_rest, 1), 0)))
     if SUMMED:
         if HALF > 0:
             tl.store(sums + c, tl.sum(total_a, 0), mask=c < HALF)
@@ -150,6 +163,10 @@ def _rotate(  # type: ignore[no-untyped-def]
         1.0,
         batches,
         length,
+        None,
+        None,
+        0.0,
+        False,
         DIM,
         HALF,
         OWN,
@@ -182,6 +199,10 @@ def _pack(  # type: ignore[no-untyped-def]
     v_head,
     batches,
     length,
+    scale,
+    amax,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
     GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -197,7 +218,8 @@ def _pack(  # type: ignore[no-untyped-def]
     """Write the gradient of qkv [tokens, columns], dq and dk rotated back, and its columns' sums.
 
     Bytes moved: dq, dk, dv and their copy once; in a 16-bit format, partial sums in float32 are
-    1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate`.
+    1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate`. `packed` may be fp8, a byte an
+    element.
     """
     group, member = tl.program_id(0) // (PER_GROUP + 2), tl.program_id(0) % (PER_GROUP + 2)
     is_query, is_key = member < PER_GROUP, member == PER_GROUP
@@ -222,6 +244,10 @@ def _pack(  # type: ignore[no-untyped-def]
         -1.0,
         batches,
         length,
+        scale,
+        amax,
+        LARGEST,
+        WIDE,
         DIM,
         HALF,
         OWN,
@@ -247,20 +273,40 @@ def rotate(qkv: Tensor, sizes: Sizes, rotation: Rotation, tile: Tile | None = No
 
 
 def pack(
-    grads: tuple[Tensor, Tensor, Tensor], sizes: Sizes, rotation: Rotation | None, summed: bool, tile: Tile = TILE
+    grads: tuple[Tensor, Tensor, Tensor],
+    sizes: Sizes,
+    rotation: Rotation | None,
+    summed: bool,
+    tile: Tile = TILE,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
     tile, (b, t, _, _), (groups, per_group, dim) = tile or TILE, dq.shape, sizes
-    packed = dq.new_empty(b, t, groups * (per_group + 2) * dim)
+    columns = groups * (per_group + 2) * dim
+    packed = dq.new_empty(b, t, columns) if into is None else into.out
     cos, sin = (x.contiguous() for x in rotation or (dq.new_empty(1, t, 1, 0),) * 2)
     parts = _parts(b, t, tile)
-    partials = dq.new_empty(parts[0] * parts[1] if summed else 0, packed.shape[-1], dtype=torch.float32)
+    partials = dq.new_empty(parts[0] * parts[1] if summed else 0, columns, dtype=torch.float32)
     strides = (stride for x in (dq, dk, dv) for stride in x.stride()[:3])
     shape = _shape(dim, cos, tile)
     with torch.accelerator.device_index(dq.device.index):
         _pack[groups * (per_group + 2), *parts](
-            dq, dk, dv, cos, sin, packed, partials, *strides, b, t, groups, per_group, SUMMED=summed, **shape
+            dq,
+            dk,
+            dv,
+            cos,
+            sin,
+            packed if into is None else packed.view(torch.uint8),
+            partials,
+            *strides,
+            b,
+            t,
+            *arguments(into),
+            groups,
+            per_group,
+            SUMMED=summed,
+            **shape,
         )
     return packed, partials if summed else None
 

@@ -10,12 +10,14 @@ are float32 (float64 for float64); y is computed from x as it is stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels import gradients
+from meshwright.kernels.fp8 import Into
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved, plain_backward, plain_forward
 from meshwright.kernels.twins import is_triton
 
@@ -49,8 +51,8 @@ class _AddNorm(torch.autograd.Function):
         *norm: Any,
     ) -> tuple[Tensor, Tensor]:
         weights, shape = NormWeights(*norm), pending.shape
-        join = Join(_rows(residual), _rows(pending), bias, None if rows is None else rows.reshape(-1), p)
-        x, y, mean, rstd = _forward(join, weights)
+        join = join_of(residual, pending, bias, rows, p)
+        x, y, mean, rstd = forward(join, weights)
         x = x.view(shape) if join.adds else pending
         ctx.save_for_backward(x, mean, rstd, join.rows, weights.weight)
         ctx.set_materialize_grads(False)
@@ -61,31 +63,46 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
-        saved = Saved(_rows(x), *others, *ctx.rest)
+        saved = Saved(flat(x), *others, *ctx.rest)
         dy = torch.zeros(x.shape, dtype=saved.weight.dtype, device=x.device) if dy is None else dy
-        of_residual, of_pending, partials = _backward(_rows(dx), _rows(dy), saved)
         needed = [ctx.needs_input_grad[i] for i in (5, 6, 2)]
         parameters = [t if is_needed else None for t, is_needed in zip(ctx.parameters, needed, strict=True)]
-        of_weight, of_shift, of_bias = gradients.from_several(parameters, partials)
+        of_residual, of_pending, of_weight, of_shift, of_bias = differentiate(dx, dy, saved, parameters)
         of_residual = None if of_residual is None else of_residual.view(x.shape)
         return of_residual, of_pending.view(x.shape), of_bias, None, None, of_weight, of_shift, None, None
 
 
-def _rows(x: Any) -> Any:
+def flat(x: Any) -> Any:
     return None if x is None else x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    if not is_triton(join.pending):
-        return plain_forward(join, norm)
-    from meshwright.kernels.norm_triton import forward
-
-    return forward(join, norm)
+def join_of(residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows: Tensor | None, p: float) -> Join:
+    return Join(flat(residual), flat(pending), bias, None if rows is None else rows.reshape(-1), p)
 
 
-def _backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor, Tensor]:
+def differentiate(
+    dx: Tensor | None, dy: Tensor, saved: Saved, parameters: Sequence[Tensor | None]
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of residual, pending, and of the norm's weight, its bias, the bias."""
+    of_residual, of_pending, partials = backward(flat(dx), flat(dy), saved)
+    of_weight, of_shift, of_bias = gradients.from_several(parameters, partials)
+    return of_residual, of_pending, of_weight, of_shift, of_bias
+
+
+def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return x and y [N, width], the rows' means (None for RMSNorm) and 1 / deviations [N]."""
+    if is_triton(join.pending):
+        from meshwright.kernels import norm_triton
+
+        return norm_triton.forward(join, norm, into)
+    x, y, mean, rstd = plain_forward(join, norm)
+    return x, y if into is None else into.fill(y), mean, rstd
+
+
+def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of residual, pending, and partial sums [3, n, width] of parameters'."""
     if not is_triton(saved.x):
         return plain_backward(dx, dy, saved)
-    from meshwright.kernels.norm_triton import backward
+    from meshwright.kernels import norm_triton
 
-    return backward(dx, dy, saved)
+    return norm_triton.backward(dx, dy, saved)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.dropout_triton import kept, threshold_of
+from meshwright.kernels.fp8 import Into, arguments
+from meshwright.kernels.fp8_triton import encode, raise_amax
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved
 
 IN_FLIGHT = 96 << 10  # bytes of shared memory that rows in flight may take
@@ -52,6 +54,10 @@ def _forward(  # type: ignore[no-untyped-def]
     threshold,
     scale,
     eps,
+    fp8_scale,
+    amax,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
     PLUS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -59,7 +65,9 @@ def _forward(  # type: ignore[no-untyped-def]
 ):
     """Set x, y, means and rstds; residual, bias, rows, shift (RMSNorm) and x may be None.
 
-    Bytes moved for each element: 2 R + 2 E; without a residual 3 E, without an x 2 E.
+    Bytes moved for each element: 2 R + 2 E; without a residual 3 E, without an x 2 E. With an
+    fp8_scale y is fp8, one byte an element instead of E, of numbers rounded to the weight's format,
+    and raises the amax, if any.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
@@ -88,7 +96,14 @@ def _forward(  # type: ignore[no-untyped-def]
     out = z * rstd[:, None] * w[None, :]
     if shift is not None:
         out += tl.load(shift + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=here)
+    if fp8_scale is None:
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=here)
+    else:
+        rounded = out.to(weight.dtype.element_ty).to(tl.float32)
+        q, size = encode(rounded, tl.load(fp8_scale), LARGEST, WIDE)
+        tl.store(y + at, q, mask=here)
+        if amax is not None:
+            raise_amax(amax, tl.max(tl.max(tl.where(here, size, 0.0), 1), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -171,11 +186,11 @@ def tile(width: int) -> tuple[int, int]:
     return max(1, TILE // block), block
 
 
-def forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return x and y [N, width], and the rows' means, None for RMSNorm, and 1 / deviations [N]."""
     pending, (count, width) = join.pending, join.pending.shape
     x = torch.empty_like(pending if join.residual is None else join.residual) if join.adds else None
-    y = torch.empty_like(pending, dtype=norm.weight.dtype)
+    y = into.out if into is not None else torch.empty_like(pending, dtype=norm.weight.dtype)
     rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
     means = None if norm.bias is None else torch.empty_like(rstds)
     rows, block = tile(width)
@@ -189,13 +204,14 @@ def forward(join: Join, norm: NormWeights) -> tuple[Tensor, Tensor, Tensor | Non
             norm.weight,
             norm.bias,
             x,
-            y,
+            y if into is None else y.view(torch.uint8),
             means,
             rstds,
             count,
             threshold_of(join.p),
             1.0 / (1.0 - join.p),
             norm.eps,
+            *arguments(into),
             norm.plus,
             width,
             rows,

@@ -1,4 +1,8 @@
-"""Choice of the linear maps that multiply in fp8: the four of each layer, but not attention."""
+"""Choice of the linear maps that multiply in fp8: the four of each layer, but not attention.
+
+A block of fused kernels then uses fp8_fused.py, unless tensor parallelism has put collectives
+around its products.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import UserError
-from meshwright.kernels.fp8 import Recipe, Scales
+from meshwright.kernels.fp8 import Product, Recipe, Scales
+from meshwright.kernels.fp8_fused import Map, norm_heads, norm_mlp
+from meshwright.kernels.norm_plain import Join
+from meshwright.model.attention import Shared
+from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.settings.schema import Precision
 
 MAPS = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
@@ -42,4 +51,33 @@ def attach(parts: Sequence[Any], p: Precision, device: torch.device) -> Scales |
         # Tensor parallelism has replaced the product by one that sums or gathers around another.
         around = vars(found[name]).get("product")
         found[name].product = product if around is None else functools.partial(around, by=product)
+    for block in (block for part in parts for block in part.h.values()):
+        if isinstance(block, FusedBlock) and not block.post_norm:
+            fuse(block)
     return scales
+
+
+def fuse(block: Any) -> None:
+    """Let a block compute norms, activation and heads with the fp8 products beside them."""
+    if isinstance(block.attn.qkv.product, Product):
+        block.enter = functools.partial(enter, block)
+    if isinstance(block.mlp.fc.product, Product):
+        block.transform = functools.partial(transform, block)
+
+
+def enter(
+    block: FusedBlock, residual: Tensor | None, pending: Tensor, rows: Tensor | None, shared: Shared
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what FusedBlock's method does."""
+    join, qkv = Join(residual, pending, None, rows, block.p), block.attn.qkv
+    return norm_heads(join, weights_of(block.ln_1), map_of(qkv), block.sizes(len(qkv.weight)), shared.rotation)
+
+
+def transform(block: FusedBlock, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Do what FusedBlock's method does."""
+    join, mlp = Join(base, branch, block.attn.proj.bias, rows, block.p), block.mlp
+    return norm_mlp(join, weights_of(block.ln_2), mlp.activation, map_of(mlp.fc), map_of(mlp.proj))
+
+
+def map_of(layer: Any) -> Map:
+    return Map(layer.product, layer.weight, layer.bias)

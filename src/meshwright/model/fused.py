@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright.kernels.activation import activate
-from meshwright.kernels.heads import split_heads
+from meshwright.kernels.heads import Sizes, split_heads
 from meshwright.kernels.norm import NormWeights, add_norm
 from meshwright.model.attention import Shared
 from meshwright.model.gpt import Block
@@ -23,30 +23,36 @@ class FusedBlock(Block):
     def forward(
         self, residual: Tensor | None, pending: Tensor, shared: Shared, before: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x, y = add_norm(residual, pending, None, before, self.p, weights_of(self.ln_1))
-        branch = self.attend(y, shared)
-        base = y.to(x.dtype) if self.post_norm else x
-        x, z = add_norm(base, branch, self.attn.proj.bias, after, self.p, weights_of(self.ln_2))
-        return z.to(x.dtype) if self.post_norm else x, self.transform(z)
+        base, q, k, v = self.enter(residual, pending, before, shared)
+        o = self.attn.attend(q, k, v, shared)
+        branch = self.attn.proj.product(o.reshape(*o.shape[:2], -1), self.attn.proj.weight)
+        return self.transform(base, branch, after)
 
     @staticmethod
     def end(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float, norm: Norm) -> Tensor:
         return add_norm(residual, pending, None, rows, p, weights_of(norm))[1]
 
-    def attend(self, y: Tensor, shared: Shared) -> Tensor:
-        """Return the attention's output without the bias, which the next join adds."""
+    def enter(
+        self, residual: Tensor | None, pending: Tensor, rows: Tensor | None, shared: Shared
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the residual stream, and attention's inputs."""
+        x, y = add_norm(residual, pending, None, rows, self.p, weights_of(self.ln_1))
         attn = self.attn
         qkv = multiply(attn.qkv, y)
-        groups = qkv.shape[-1] // ((attn.per_group + 2) * attn.head_dim)
-        q, k, v = split_heads(qkv, groups, attn.per_group, attn.head_dim, shared.rotation, attn.qkv.bias)
-        o = attn.attend(q, k, v, shared)
-        return attn.proj.product(o.reshape(*o.shape[:2], -1), attn.proj.weight)
+        q, k, v = split_heads(qkv, *self.sizes(qkv.shape[-1]), shared.rotation, attn.qkv.bias)
+        return y.to(x.dtype) if self.post_norm else x, q, k, v
 
-    def transform(self, z: Tensor) -> Tensor:
-        """Return the MLP's output."""
+    def transform(self, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the stream after attention, whose output lacks its bias, and the MLP's output."""
+        x, z = add_norm(base, branch, self.attn.proj.bias, rows, self.p, weights_of(self.ln_2))
         mlp = self.mlp
         a = activate(mlp.activation, multiply(mlp.fc, z), mlp.fc.bias)
-        return mlp.proj.product(a, mlp.proj.weight, mlp.proj.bias)
+        return z.to(x.dtype) if self.post_norm else x, mlp.proj.product(a, mlp.proj.weight, mlp.proj.bias)
+
+    def sizes(self, columns: int) -> Sizes:
+        """Return the sizes of so many outputs of attention's first product."""
+        attn = self.attn
+        return Sizes(columns // ((attn.per_group + 2) * attn.head_dim), attn.per_group, attn.head_dim)
 
 
 def multiply(layer: nn.Module, x: Tensor) -> Tensor:

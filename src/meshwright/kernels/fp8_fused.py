@@ -1,0 +1,168 @@
+"""A block's norms, activation and split into heads, each together with the fp8 products beside it.
+
+    norm_heads      x = residual + dropout(pending + bias); q, k, v = heads of qkv(norm(x))
+    norm_mlp        x likewise; proj(activation(fc(norm(x))))
+
+What a product multiplies is written only in fp8, by the kernel that computes it, and transposed by
+another: 1 + 2 bytes a number, where bfloat16 and a cast have 2 + 4. These are single functions of
+autograd, which wants a gradient in the format of the tensor that it belongs to. Their results are
+those of the separate functions, bit for bit: numbers are rounded to bfloat16 before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels import activation, gradients, heads, norm
+from meshwright.kernels.fp8 import Cast, Into, Product, give, multiply
+from meshwright.kernels.heads import Rotation, Sizes
+from meshwright.kernels.norm_plain import Join, NormWeights, Saved
+
+Grads = tuple[Tensor | None, ...]
+
+
+class Map(NamedTuple):
+    """A linear map in fp8."""
+
+    product: Product
+    weight: Tensor
+    bias: Tensor | None
+
+    def known(self) -> Product:
+        """Return the product, which has a cast of the weight."""
+        self.product.know(self.weight)
+        return self.product
+
+
+def norm_heads(
+    join: Join, weights: NormWeights, qkv: Map, sizes: Sizes, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x, q, k and v; `join` as norm.add_norm has it, sizes and rotation as split_heads."""
+    front = _Front(qkv.known(), join.rows if join.p else None, join.p, weights.eps, weights.plus)
+    tensors = (*join[:3], *weights[:2], *qkv[1:])
+    return _NormHeads.apply(front, sizes, rotation, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def norm_mlp(join: Join, weights: NormWeights, kind: str, fc: Map, proj: Map) -> tuple[Tensor, Tensor]:
+    """Return x and the MLP's output; `kind` is that of activation.activate."""
+    front = _Front(fc.known(), join.rows if join.p else None, join.p, weights.eps, weights.plus)
+    tensors = (*join[:3], *weights[:2], *fc[1:], *proj[1:])
+    return _NormMLP.apply(front, proj.known(), kind, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Front(NamedTuple):
+    """The common beginning: a norm and a product.
+
+    Its tensors are residual, pending, bias, the norm's weight and bias, the map's weight and bias.
+    """
+
+    product: Product
+    rows: Tensor | None
+    p: float
+    eps: float
+    plus: float
+
+    def forward(self, ctx: Any, tensors: tuple[Any, ...], is_training: bool) -> tuple[Tensor, Tensor, list[Any]]:
+        """Return x, the product's output [N, C], and tensors that backward needs."""
+        residual, pending, added, weight, shift, _, bias = tensors
+        join = norm.join_of(residual, pending, added, self.rows, self.p)
+
+        def make(into: Into | None) -> tuple[Tensor, list[Any]]:
+            x, y, *of_rows = norm.forward(join, NormWeights(weight, shift, self.eps, self.plus), into)
+            return y, [x, *of_rows]
+
+        shape, here = (len(join.pending), pending.shape[-1]), self.product
+        y, (x, *of_rows) = here.scales.write(here.first, shape, make, is_training)
+        x = x.view(pending.shape) if join.adds else pending
+        ctx.rest = self.p, self.plus, residual is not None, added is not None, pending.dtype
+        return x, _forward(here, y, bias, weight.dtype), [x, *of_rows, join.rows, weight, y.turned]
+
+    def backward(self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None) -> Grads:
+        """Return its tensors' gradients from those of x and its output, q with partial sums."""
+        x, *saved, turned = tensors
+        added, weight, shift, parameter, bias = ctx.tensors[2:7]
+        dy, of_parameter = _backward(self.product, q, turned, parameter, weight.dtype)
+        of_bias = None if partials is None else gradients.from_columns(bias, partials)
+        needs = ctx.needs_input_grad[-len(ctx.tensors) :]
+        vectors = [t if needs[i] else None for i, t in ((3, weight), (4, shift), (2, added))]
+        kept = Saved(norm.flat(x), *saved, *ctx.rest)
+        of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, kept, vectors)
+        of_residual = None if of_residual is None else of_residual.view(x.shape)
+        return of_residual, of_pending.view(x.shape), of_added, of_weight, of_shift, of_parameter, of_bias
+
+
+def _forward(here: Product, x: Cast, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    weight = here.cast
+    assert weight is not None
+    flat = None if bias is None else bias.flatten()
+    return multiply(x.rows, weight.rows, (x.inverse, weight.inverse), dtype, flat)
+
+
+def _backward(
+    here: Product, q: Cast, turned: Tensor, parameter: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of a product's input and weight; `turned` is the input, q the output's
+    gradient.
+    """
+    weight = here.cast
+    assert weight is not None and weight.turned is not None and q.turned is not None
+    back = multiply(q.rows, weight.turned, (q.inverse, weight.inverse), dtype)
+    return back, give(parameter, q.turned, turned, (q.inverse, here.scales.views[here.first][1]))
+
+
+class _NormHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, front: _Front, sizes: Sizes, rotation: Rotation | None, is_training: bool, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        x, qkv, saved = front.forward(ctx, tensors, is_training)
+        ctx.save_for_backward(*saved)
+        ctx.front, ctx.sizes, ctx.rotation, ctx.tensors = front, sizes, rotation, tensors
+        return x, *heads.forward(qkv.view(*x.shape[:-1], -1), sizes, rotation)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
+        here, sizes, saved = ctx.front.product, ctx.sizes, ctx.saved_tensors  # to be read only once
+        is_summed = ctx.needs_input_grad[-1]
+        columns = sizes.groups * (sizes.per_group + 2) * sizes.head_dim
+
+        def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
+            return heads.backward(grads, sizes, ctx.rotation, is_summed, into)
+
+        shape = dx.numel() // dx.shape[-1], columns
+        q, partials = here.scales.write(here.first + 2, shape, make, True)
+        return None, None, None, None, *ctx.front.backward(ctx, saved, dx, q, partials)
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, front: _Front, proj: Product, kind: str, is_training: bool, *tensors: Any
+    ) -> tuple[Tensor, Tensor]:
+        x, u, saved = front.forward(ctx, tensors[:7], is_training)
+
+        def make(into: Into | None) -> tuple[Tensor, None]:
+            return activation.forward(kind, u, into), None
+
+        a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
+        ctx.save_for_backward(*saved, u, a.turned)
+        ctx.front, ctx.proj, ctx.kind, ctx.tensors = front, proj, kind, tensors
+        return x, _forward(proj, a, tensors[8], u.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, grad: Tensor) -> Grads:
+        *saved, u, turned = ctx.saved_tensors
+        here, proj, flat = ctx.front.product, ctx.proj, norm.flat(grad)
+        q = proj.scales.cast(proj.first + 2, flat, True, True)
+        of_bias = gradients.from_rows(ctx.tensors[8] if ctx.needs_input_grad[-1] else None, flat)
+        da, of_weight = _backward(proj, q, turned, ctx.tensors[7], grad.dtype)
+        is_summed = ctx.needs_input_grad[-3]
+
+        def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
+            return activation.backward(ctx.kind, u, da, is_summed, into)
+
+        q, partials = here.scales.write(here.first + 2, (len(u), u.shape[-1]), make, True)
+        return None, None, None, None, *ctx.front.backward(ctx, saved, dx, q, partials), of_weight, of_bias
