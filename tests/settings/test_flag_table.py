@@ -184,6 +184,7 @@ TABLE = {
             use_distributed_optimizer zero_stage num_distributed_optimizer_instances""".split(),
             LAYOUTS,
         ),
+        "tp_overlap": "test_overlap.py::test_choice",
         "deepspeed": "test_parallel_config.py::test_notices",
         "deepspeed_config": "test_deepspeed_config.py::test_taken",
         "partition_activations": "test_parallel_config.py::test_notices",

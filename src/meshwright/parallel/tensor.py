@@ -12,7 +12,8 @@ mlp.proj) by inputs, so their results are partial sums. The token table and the 
     without sequence parallelism   enter: backward sums        leave: all-reduce
     with it, rows are cut too      enter: all-gather of rows   leave: reduce-scatter of rows
 
-The backward collectives of `enter` overlap the product for the weight's gradient.
+The backward collectives of `enter` overlap the product for the weight's gradient. With sequence
+parallelism, the others can overlap the products that they belong to (overlap.py).
 
 A rank keeps consecutive rows of all B x T tokens, so that neither collective needs a copy: the
 residual stream is [1, B T / tp, H], and operations on single rows (norms, dropout, additions) are
@@ -39,6 +40,7 @@ from meshwright.kernels.products import affine, product
 from meshwright.model.attention import Attend, Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.overlap import Plain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,29 +52,59 @@ Multiply = Callable[..., Tensor]  # as kernels.linear.linear
 
 
 class _Entering(torch.autograd.Function):
-    """x @ W with this rank's columns of W.
+    """x @ W with this rank's columns of W, where every rank has all rows.
 
-    Backward sums the input's gradient over the ranks while it computes the weight's. Only this
-    rank's rows are kept from the forward pass; backward gathers the others again.
+    Backward sums the input's gradient over the ranks while it computes the weight's.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.group, ctx.sequence, ctx.parameter, ctx.bias = group, sequence, parameter, bias
-        return affine(comm.all_gather(x, group) if sequence else x, parameter.flatten(0, -2), bias)
+        ctx.group, ctx.parameter, ctx.bias = group, parameter, bias
+        return affine(x, parameter.flatten(0, -2), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        rows = comm.all_gather(x, ctx.group, wait=False) if ctx.sequence else x
-        collective = comm.reduce_scatter if ctx.sequence else comm.all_reduce
-        back = collective(product(grad, parameter.flatten(0, -2)), ctx.group, wait=False)
+        back = comm.all_reduce(product(grad, parameter.flatten(0, -2)), ctx.group, wait=False)
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
-        of_weight = gradients.from_product(ctx.parameter, grad, comm.wait(rows) if ctx.sequence else rows)
-        return comm.wait(back), of_weight, of_bias, None, None
+        of_weight = gradients.from_product(ctx.parameter, grad, x)
+        return comm.wait(back), of_weight, of_bias, None
+
+
+class _Gathering(torch.autograd.Function):
+    """The same where rows are cut too; backward gathers the other ranks' rows again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: Plain) -> Tensor:
+        ctx.save_for_backward(x, parameter)
+        ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
+        return by.gather_multiply(x, parameter.flatten(0, -2), bias)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, parameter = ctx.saved_tensors
+        rows = comm.all_gather(x, ctx.by.group, wait=False)
+        back = ctx.by.back_multiply_scatter(grad, parameter.flatten(0, -2))
+        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        of_weight = gradients.from_product(ctx.parameter, grad, comm.wait(rows))
+        return comm.wait(back), of_weight, of_bias, None
+
+
+class _Scattering(torch.autograd.Function):
+    """x @ W with this rank's rows of W: the sum over the ranks, cut into rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, by: Plain) -> Tensor:
+        ctx.save_for_backward(x, parameter)
+        ctx.by, ctx.parameter = by, parameter
+        return comm.wait(by.multiply_scatter(x, parameter))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, parameter = ctx.saved_tensors
+        back, rows = ctx.by.back_gather_multiply(grad, parameter)
+        return back, gradients.from_product(ctx.parameter, rows, x), None
 
 
 class Rows(nn.Module):
@@ -107,12 +139,14 @@ class Exchanged(nn.Module):
         return o.permute(1, 2, 0, 3, 4).reshape(b, t, -1, d)
 
 
-def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | None:
+def spread(model: GPT, layout: Layout, by_rows: Plain | None, columns: int) -> range | None:
     """Cut the model (on the meta device) to this rank's part; return the heads it computes.
 
-    `columns` is the number of tokens of a sequence on this rank.
+    `by_rows` multiplies with sequence parallelism, None is without. `columns` is the number of
+    tokens of a sequence on this rank.
     """
     m, tp, cp = model.m, layout.group("tp"), layout.group("cp")
+    sequence = by_rows is not None
     blocks: list[Any] = list(model.h.children())
     heads = None
     if tp is not None or cp is not None:
@@ -129,10 +163,13 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
     def entering(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
         """Multiply as a layer's first products and the head do; `by` may be another product."""
         rows = x.flatten(0, -2)
+        y: Tensor
         if is_deferred() or by is not linear:
             y = by(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
+        elif sequence:
+            y = _Gathering.apply(rows, parameter, bias, by_rows)  # type: ignore[no-untyped-call]
         else:
-            y = _Entering.apply(rows, parameter, bias, tp, sequence)  # type: ignore[no-untyped-call]
+            y = _Entering.apply(rows, parameter, bias, tp)  # type: ignore[no-untyped-call]
         return y.view(-1, columns, y.shape[-1]) if sequence else y.view(*x.shape[:-1], -1)
 
     def leave(y: Tensor) -> Tensor:
@@ -140,7 +177,10 @@ def spread(model: GPT, layout: Layout, sequence: bool, columns: int) -> range | 
 
     def leaving(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
-        return add_bias(leave(by(x, parameter)), bias)
+        if not sequence or is_deferred() or by is not linear:
+            return add_bias(leave(by(x, parameter)), bias)
+        y: Tensor = _Scattering.apply(x.flatten(0, 1), parameter, by_rows)  # type: ignore[no-untyped-call]
+        return add_bias(y.unsqueeze(0), bias)
 
     for name, p in list(model.named_parameters()):
         rule = shard.rule(name)

@@ -161,6 +161,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "several processes": lambda c: c.world > 1,
     "several data-parallel ranks": lambda c: c.dp * c.parallel.context_parallel_size > 1,
     "--tensor-model-parallel-size above 1": lambda c: c.parallel.tensor_model_parallel_size > 1,
+    "--sequence-parallel": lambda c: c.parallel.sequence_parallel,
     "--pipeline-model-parallel-size above 1": lambda c: c.parallel.pipeline_model_parallel_size > 1,
     "several pieces on a pipeline rank": lambda c: c.chunks > 1,
     "--deepspeed_config": lambda c: c.parallel.deepspeed_config,

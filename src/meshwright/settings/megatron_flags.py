@@ -57,7 +57,7 @@ _IDLE = {
         no-clone-scatter-output-in-embedding create-all-gather-group""",
     "communication is always overlapped": """overlap-grad-reduce overlap-param-gather
         overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather""",
-    "which communication is overlapped is fixed, and changes no result": """
+    "--tp-overlap decides; which communication is overlapped changes no result": """
         tp-comm-overlap tp-comm-overlap-cfg:1 disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
         tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag
         disable-tp-comm-split-rs no-tp-comm-overlap-ag no-tp-comm-overlap-rs no-tp-comm-bulk-dgrad

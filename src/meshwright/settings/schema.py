@@ -46,6 +46,7 @@ def flag(
 ROPE, WSD = "--position-embedding-type rope", "--lr-decay-style WSD"
 FP8, ENDS = "--fp8-format", "--first-last-layers-bf16"
 FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ranks"
+SEQUENCE = "--sequence-parallel"
 
 
 def is_flat(config: Any) -> bool:
@@ -383,6 +384,9 @@ class Parallel:
     )
     sequence_parallel: bool = flag(
         False, "split activations outside of matrices over tensor ranks", needs="--tensor-model-parallel-size above 1"
+    )
+    tp_overlap: Literal["auto", "on", "off"] = flag(
+        "auto", "copy rows between tensor ranks during products; auto: where GPUs map memory", needs=SEQUENCE
     )
     use_distributed_optimizer: bool = flag(False, "Megatron's name of --zero-stage 1", needs=DATA_PARALLEL)
     zero_stage: int = flag(

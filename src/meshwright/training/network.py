@@ -11,11 +11,12 @@ from torch import nn
 
 from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
+from meshwright.console import remark
 from meshwright.errors import UserError
 from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
-from meshwright.parallel import comm
+from meshwright.parallel import comm, overlap
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, require_tried, stages
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
@@ -140,9 +141,25 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
             return GPT(m, spec.vocab, spec.padded, spec.positions, block, options)
 
         parts = stages(make, config.stages, layout, config.parallel.pipeline_schedule)
+    by_rows = products_by_rows(spec) if spec.sequence else None
+    with torch.device("meta"):
         for part in parts:
-            heads = spread(part, layout, spec.sequence, config.data.seq_length // layout.cp)
+            heads = spread(part, layout, by_rows, config.data.seq_length // layout.cp)
     return list(parts), heads, GPT_NETWORK, execution  # one name for all our blocks, which compute the same
+
+
+def products_by_rows(spec: Spec) -> overlap.Plain:
+    """Choose how products and collectives of sequence parallelism are run, and log it."""
+    config, layout, group = spec.config, spec.layout, spec.layout.group("tp")
+    assert group is not None
+    tokens = config.micro_batch * (config.data.seq_length or 0) // (layout.cp * layout.tp)
+    size = 2 * tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
+    chosen, reason = overlap.choose(config.parallel.tp_overlap, group, spec.device, size)
+    if not reason:
+        remark(f" > tensor parallelism: products overlap the copies of rows ({size / 2**20:.0f} MiB are mapped)")
+    elif devices.is_accelerator(spec.device):
+        remark(f" > tensor parallelism: collectives before and after products, because {reason}")
+    return chosen
 
 
 def refuse_to_cut(p: Parallel, has_model: bool) -> None:
