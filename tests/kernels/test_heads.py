@@ -8,7 +8,7 @@ import torch
 from test_activation import DEVICE, ERROR, Total, distance, nan_in_new_memory  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.kernels import heads, heads_triton
+from meshwright.kernels import heads
 from meshwright.kernels.heads import rotate, split, split_heads
 
 # groups, queries per group, head_dim, rotated dimensions
@@ -128,6 +128,8 @@ def test_recomputed_unused_outputs_and_no_gradients(shape, with_kernels):
 
 
 def test_every_tile_gives_the_same_sums():
+    from meshwright.kernels import heads_triton
+
     qkv, _, rotation, grads = case("rope", torch.float32, (3, 5))
     want = wanted("rope", qkv, rotation, grads)[1]
     sizes = heads.Sizes(*SHAPES["rope"][:3])

@@ -15,6 +15,7 @@ from stores import GATED, gradient, is_equal, kinds, losses_of, make, masters, s
 @pytest.fixture
 def uses_kernels(monkeypatch):
     """uses_kernels(True) lets the store use Triton, whose interpreter runs on a CPU."""
+    pytest.importorskip("triton", reason="Triton is not installed")
     return lambda value: monkeypatch.setattr(devices, "has_kernels", lambda device: value)
 
 
