@@ -1,25 +1,34 @@
 """Check and time the fp8 kernels on a GPU: every byte of the cast, the products, their speed.
 
-    python benchmarks/gpu_fp8.py [--sizes 32768x1024 16384x2048] [--tiles 64x128x4 32x128x4 ...]
+    python benchmarks/gpu_fp8.py [--parts bytes casts ...] [--sizes 32768x1024] [--tiles ...]
 
 Prints "WRONG" where a figure is not what it must be, goes on, and ends with the number of them.
+After `casts`, the other parts run with the fastest tiles, which it prints as kernels/fp8_triton.py
+must have them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
-from meshwright.kernels import fp8, fp8_triton
-from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Recipe, Scales
+from meshwright.kernels import activation, fp8, fp8_triton, heads, norm
+from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into, Recipe, Scales
 from meshwright.kernels.gradients import multiply_into
+from meshwright.model import fp8 as model_fp8
+from meshwright.model.attention import Where, share
+from meshwright.model.fused import FusedBlock
+from meshwright.model.gpt import GPT, Options, initialise
+from meshwright.settings.schema import Model, Precision
 
 GPU = torch.device("cuda", 0)
 wrong = 0
@@ -128,16 +137,138 @@ def check_products() -> None:
         line(f"product of fp8 against float64, fast {is_fast}", f"off by {error:.1e}", error < 1e-2)
 
 
-def time_casts(sizes: list[list[int]], tiles: list[list[int]]) -> None:
-    for (n, c), tile, is_turned in itertools.product(sizes, tiles, (True, False)):
-        x, out = torch.randn(n, 4 * c, device=GPU).bfloat16(), None
-        fp8_triton.ROWS, fp8_triton.COLUMNS, fp8_triton.WARPS = tile
-        out, turned = fp8.empty((n, 4 * c), E4M3, GPU, is_turned)
-        numbers = torch.ones(4, device=GPU)
-        ms = milliseconds(lambda: fp8_triton.quantise(x, numbers[0], numbers[1], out, turned, 448.0))  # noqa: B023
-        moved = x.numel() * (4 if is_turned else 3)
-        layouts = "both layouts" if is_turned else "one layout"
-        line(f"cast {n}x{4 * c} {'x'.join(map(str, tile))} {layouts}", f"{ms:7.3f} ms {moved / ms / 1e6:7,.0f} GB/s")
+def gigabytes(label: str, f: Callable[[], Any], moved: int) -> float:
+    """Print the time of a call and bytes a second, and return the time."""
+    ms = milliseconds(f)
+    line(label, f"{ms:7.3f} ms {moved / ms / 1e6:7,.0f} GB/s")
+    return ms
+
+
+def time_casts(sizes: list[list[int]], tiles: list[fp8_triton.Tile]) -> None:
+    """Time the cast and the transposition by tile; the best are constants of fp8_triton.py."""
+    for n, h in sizes:
+        c = 4 * h
+        x, one = torch.randn(n, c, device=GPU).bfloat16(), torch.ones(4, device=GPU)
+        out, turned = fp8.empty((n, c), E4M3, GPU, True)
+        assert turned is not None
+
+        def cast(turned: Tensor | None = turned) -> None:
+            fp8_triton.quantise(x, one[0], one[1], out, turned, 448.0)  # noqa: B023
+
+        def turn() -> None:
+            fp8_triton.turn(out, turned)  # noqa: B023
+
+        found: dict[str, list[tuple[float, fp8_triton.Tile]]] = {"CAST": [], "TURN": []}
+        for tile in tiles:
+            fp8_triton.CAST = fp8_triton.TURN = tile
+            for name, f, moved in (("CAST", cast, 4), ("TURN", turn, 2)):
+                if name == "CAST" and tile.rows * tile.columns > 128 * 32 * tile.warps:
+                    continue  # it would take more registers than there are
+                turned.view(torch.uint8).random_()
+                ms = gigabytes(f"{name} {n}x{c} {' '.join(map(str, tile))}", f, moved * n * c)
+                found[name].append((ms, tile))
+                if not torch.equal(turned.view(torch.uint8), out.view(torch.uint8).t()):
+                    line(f"{name} {tile}", "wrong bytes", False)
+        for name, each in found.items():
+            ms, tile = min(each)
+            line(f"best {n}x{c}", f"{name} = {tile}, {ms:.3f} ms")
+            setattr(fp8_triton, name, tile)
+        gigabytes(f"cast {n}x{c}, one layout", lambda: cast(None), 3 * n * c)  # noqa: B023
+        fp8_triton.APART = True
+        gigabytes(f"cast, then transpose (APART = True) {n}x{c}", cast, 5 * n * c)
+        fp8_triton.APART = False
+
+
+def writers(n: int, h: int) -> Iterator[tuple[str, tuple[int, int], Callable[[Any], tuple[Any, ...]], int]]:
+    """Yield kernels that may write fp8: name, its shape, the kernel, bytes an element that it reads
+    (and writes in 16 bits in any case).
+    """
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=GPU).bfloat16()
+
+    x, pending, weight, shift = draw(n, h), draw(n, h), draw(h), draw(h)
+    join = norm.join_of(x, pending, weight, None, 0.0)
+    weights = norm.NormWeights(weight, shift, 1e-5)
+    yield "norm", (n, h), lambda into: norm.forward(join, weights, into)[1:2], 6
+    u, grad = draw(n, 4 * h), draw(n, 4 * h)
+    for kind in ("gelu-tanh", "squared-relu"):
+        yield kind, (n, 4 * h), lambda into: (activation.forward(kind, u, into),), 2  # noqa: B023
+        yield f"gradient of {kind}", (n, 4 * h), lambda into: activation.backward(kind, u, grad, True, into), 4  # noqa: B023
+    half = grad[:, : 2 * h].contiguous()
+    yield "gradient of swiglu", (n, 4 * h), lambda into: activation.backward("swiglu", u, half, True, into), 3
+    grads = [draw(n // 1024, 1024, h // 64, 64) for _ in range(3)]
+    angles = torch.randn(1, 1024, 1, 32, device=GPU)
+    for name, rotation in (("heads", None), ("rotated heads", (angles.cos(), angles.sin()))):
+        sizes = heads.Sizes(h // 64, 1, 64)
+        yield f"gradient of {name}", (n, 3 * h), lambda into: heads.backward(grads, sizes, rotation, True, into), 2  # noqa: B023
+
+
+def check_and_time_writers(sizes: list[list[int]]) -> None:
+    """Compare kernels that write fp8 with a cast of what they write in bfloat16, and time both."""
+    for n, h in sizes:
+        for (name, shape, make, read), dtype in itertools.product(writers(n, h), (E4M3, E5M2)):
+            y, *rest = make(None)
+            scale, results = 0.7 * LARGEST[dtype] / y.abs().max().float().view(1), []
+            for is_fused in (False, True):
+                out, _ = fp8.empty(shape, dtype, GPU, False)
+                out.view(torch.uint8).random_()
+                into = Into(out, scale, torch.zeros(1, device=GPU))
+                _, *again = make(into) if is_fused else (into.fill(y), *rest)
+                results.append((out.view(torch.uint8), into.amax, again))
+            (a, high, sums), (b, our_high, our_sums) = results
+            assert high is not None and our_high is not None
+            bad = int((a != b).sum())
+            same = bool(high == our_high) and all(torch.equal(p, q) for p, q in zip(sums, our_sums, strict=True))
+            text = f"{bad} of {a.numel():,} bytes differ; amax and sums {'equal' if same else 'differ'}"
+            line(f"{name} {n}x{h} {str(dtype)[13:]}", text, bad == 0 and same)
+            if dtype is E4M3:
+                elements = shape[0] * shape[1]
+                gigabytes(f"{name}, 16 bits", lambda: make(None), (read + 2) * elements)  # noqa: B023
+                gigabytes(f"{name}, fp8", lambda: make(into), (read + 1) * elements)  # noqa: B023
+
+
+def time_blocks(sizes: list[list[int]]) -> None:
+    """Time forward and backward of blocks, in bfloat16, in fp8, and in fp8 with casts apart."""
+    for n, h in sizes:
+        m = Model(num_layers=4, hidden_size=h, num_attention_heads=h // 64, hidden_dropout=0.0, attention_dropout=0.0)
+        for name in ("bf16", "fp8, casts apart", "fp8"):
+            torch.manual_seed(0)
+            with torch.device(GPU):
+                model = GPT(m, 64, 64, 1024, FusedBlock, Options(fused=True)).bfloat16().train()
+                initialise(model.named_parameters(), m, 64, 1)
+                x = torch.randn(n // 1024, 1024, h).bfloat16().requires_grad_()
+            for p in model.parameters():
+                p.sink = Total(p.shape)  # type: ignore[attr-defined]
+            where = Where(columns=torch.arange(1024, device=GPU))
+            shared, none = share(m, where, torch.zeros(n // 1024, 1024, device=GPU), torch.bfloat16, False), [None] * 9
+            if name != "bf16":
+                model_fp8.attach([model], Precision(bf16=True, fp8_format="e4m3"), GPU)
+            if name == "fp8, casts apart":
+                for block in model.h.children():
+                    del block.enter, block.transform
+
+            def run() -> None:
+                out = model.run(None, x, shared, none, list(range(4)))  # noqa: B023
+                torch.autograd.backward([y for y in out if y is not None], [x.detach()] * 2)  # noqa: B023
+
+            for _ in range(3):
+                run()
+            ms = in_graph(run)
+            line(f"block of {n}x{h}, {name}", f"{ms / 4:.3f} ms a layer, forward and backward in a CUDA graph")
+
+
+def in_graph(f: Callable[[], Any]) -> float:
+    """Return the time of a replayed call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        f()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return milliseconds(graph.replay, 10)
 
 
 def time_products(sizes: list[list[int]]) -> None:
@@ -184,20 +315,29 @@ def time_products(sizes: list[list[int]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="+", default=["32768x1024", "16384x2048"], help="tokens x hidden size")
-    tiles = ["64x128x4", "32x128x4", "64x64x4", "128x64x4", "128x128x8", "64x128x8"]
-    parser.add_argument("--tiles", nargs="+", default=tiles, help="rows x columns x warps of the cast")
+    parser.add_argument("--sizes", nargs="+", default=["32768x1024"], help="tokens x hidden size")
+    kinds = ["128x128x8x4", "128x64x4x4", "64x128x4x4", "128x128x8x4x0", "128x64x4x4x0", "256x64x8x4", "64x64x4x4"]
+    kinds += ["128x128x8x8", "256x128x8x4", "64x128x4x1"]
+    parser.add_argument("--tiles", nargs="+", default=kinds, help="rows x columns x warps x pack[x down] of Tile")
+    parts = {
+        "bytes": lambda: check_bytes(),
+        "casts": lambda: time_casts(sizes, tiles),
+        "writers": lambda: check_and_time_writers(sizes),
+        "blocks": lambda: time_blocks(sizes),
+        "products": lambda: (check_products(), time_products(sizes)),
+    }
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=parts, help="what to do")
     given = parser.parse_args()
     sizes = [list(map(int, size.split("x"))) for size in given.sizes]
-    kept = fp8_triton.ROWS, fp8_triton.COLUMNS, fp8_triton.WARPS
-    tried = [list(map(int, tile.split("x"))) for tile in given.tiles]
-    print(f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}")
-    for part in (check_bytes, check_products, lambda: time_casts(sizes, tried), lambda: time_products(sizes)):
+    tiles = [fp8_triton.Tile(*map(int, tile.split("x"))) for tile in given.tiles]
+    print(f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}, triton {triton.__version__}")
+    for name in given.parts:
+        began = time.perf_counter()
         try:
-            part()
+            parts[name]()
         except Exception:
             line("stopped", traceback.format_exc(), False)
-        fp8_triton.ROWS, fp8_triton.COLUMNS, fp8_triton.WARPS = kept
+        line(f"{name} done", f"{time.perf_counter() - began:.0f} s")
     print(f"{wrong} wrong")
 
 

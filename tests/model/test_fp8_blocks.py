@@ -96,8 +96,10 @@ def test_equals_the_separate_functions(name, with_sinks, options):
     m = dataclasses.replace(TINY, attention_dropout=0.0, **MODELS[name])
     apart, fused = (steps(m, is_fused, with_sinks, options) for is_fused in (False, True))
     assert len(apart) == len(fused)
+    # A GPU's attention adds up gradients in any order, and so may round a few to the next in fp8.
+    most = 0.0 if DEVICE.type == "cpu" else 0.02
     for i, (a, b) in enumerate(zip(apart, fused, strict=True)):
-        assert a.isfinite().all() and torch.equal(a, b), (i, (a.double() - b.double()).norm() / a.double().norm())
+        assert a.isfinite().all() and (a.double() - b.double()).norm() <= most * a.double().norm(), i
 
 
 def test_which_blocks_are_fused():

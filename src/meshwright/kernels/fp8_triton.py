@@ -27,13 +27,13 @@ class Tile(NamedTuple):
     """
 
     rows: int = 128
-    columns: int = 64
-    warps: int = 4
+    columns: int = 128
+    warps: int = 8
     pack: int = 4  # bytes of a word
     down: bool = True  # neighbouring programs take tiles one below the other, not side by side
 
 
-CAST, TURN = Tile(), Tile(128, 128, 8)
+CAST = TURN = Tile()
 APART = False  # whether `quantise` transposes in a second kernel
 
 
