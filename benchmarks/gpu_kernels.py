@@ -117,7 +117,7 @@ def norm_backward(n: int, width: int, p: float) -> Case:
     def make() -> tuple[Any, ...]:
         x = draw(n, width)
         mean, rstd = x.float().mean(1), (x.float().var(1, correction=0) + 1e-5).rsqrt()
-        rest = p, 0.0, True, True, x.dtype
+        rest = p, 0.0, True, x.dtype
         return (
             draw(n, width),
             draw(n, width),

@@ -82,3 +82,25 @@ def test_shapes(shape, dtype, form):
         total = torch.full(shape[1:], 3.0, device=form)
         columns.reduce_into([(total, True)], columns.column_sums(matrix)[None])
         torch.testing.assert_close(total.double(), matrix.double().sum(0) + 3.0, rtol=1e-6, atol=1e-5)
+
+
+def test_sums_kept_with_a_gradient(monkeypatch):
+    """The norm's backward pass has summed what the product before it needs, if unchanged."""
+    from meshwright.kernels import norm
+    from meshwright.kernels.linear import add_bias
+
+    torch.manual_seed(0)
+    weights = norm.NormWeights(torch.ones(24), torch.zeros(24), 1e-5)
+    grads, summed, real = [], [], columns.column_sums
+    monkeypatch.setattr(columns, "column_sums", lambda x: summed.append(hasattr(x, "column_sums")) or real(x))
+    for changed in (False, True):
+        x, bias, residual = (torch.randn(shape, requires_grad=True) for shape in ((2, 5, 24), (24,), (2, 5, 24)))
+        pending = add_bias(x, bias)
+        if changed:
+            pending.register_hook(lambda grad: grad.mul_(2.0))
+        joined, y = norm.add_norm(residual, pending, None, None, 0.0, weights)
+        (joined.square().sum() + (y * torch.arange(24)).sum()).backward()
+        assert summed.pop() and not summed
+        grads.append((bias.grad, x.grad.sum((0, 1))))
+    for ours, want in grads:
+        torch.testing.assert_close(ours, want)

@@ -17,8 +17,18 @@ from meshwright.kernels.twins import is_triton
 Place = tuple[Tensor, bool]  # a vector, and whether to add to it, or overwrite it
 
 
-def column_sums(matrix: Tensor) -> Tensor:
-    """Return partial sums [n, C] of the rows of a matrix [N, C]."""
+def with_sums(x: Tensor, partials: Tensor) -> Tensor:
+    """Keep partial sums [n, C] of x [..., C] with it, for the next function that needs them."""
+    x.column_sums = partials, x._version  # type: ignore[attr-defined]
+    return x
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Return partial sums [n, C] of the rows of x [..., C]; those kept with an unchanged x."""
+    kept, version = getattr(x, "column_sums", (None, 0))
+    if isinstance(kept, Tensor) and version == x._version:
+        return kept
+    matrix = x.reshape(-1, x.shape[-1])
     if is_triton(matrix):
         from meshwright.kernels.columns_triton import column_sums
 

@@ -342,7 +342,7 @@ class _Multiply(torch.autograd.Function):
         back = multiply(q.rows, weight.turned, (q.inverse, weight.inverse), grad.dtype)
         inverses = (q.inverse, here.scales.views[here.first][1])
         of_weight = give(ctx.parameter, q.turned, turned, inverses)
-        of_bias = from_rows(ctx.bias if ctx.needs_input_grad[2] else None, flat)
+        of_bias = from_rows(ctx.bias if ctx.needs_input_grad[2] else None, grad)
         return back.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
 
 

@@ -77,7 +77,7 @@ class _Front(NamedTuple):
         shape, here = (len(join.pending), pending.shape[-1]), self.product
         y, (x, *of_rows) = here.scales.write(here.first, shape, make, is_training)
         x = x.view(pending.shape) if join.adds else pending
-        ctx.rest = self.p, self.plus, residual is not None, added is not None, pending.dtype
+        ctx.rest = self.p, self.plus, residual is not None, pending.dtype
         return x, _forward(here, y, bias, weight.dtype), [x, *of_rows, join.rows, weight, y.turned]
 
     def backward(self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None) -> Grads:
@@ -89,9 +89,8 @@ class _Front(NamedTuple):
         needs = ctx.needs_input_grad[-len(ctx.tensors) :]
         vectors = [t if needs[i] else None for i, t in ((3, weight), (4, shift), (2, added))]
         kept = Saved(norm.flat(x), *saved, *ctx.rest)
-        of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, kept, vectors)
-        of_residual = None if of_residual is None else of_residual.view(x.shape)
-        return of_residual, of_pending.view(x.shape), of_added, of_weight, of_shift, of_parameter, of_bias
+        of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, kept, vectors, x.shape)
+        return of_residual, of_pending, of_added, of_weight, of_shift, of_parameter, of_bias
 
 
 def _forward(here: Product, x: Cast, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -157,7 +156,7 @@ class _NormMLP(torch.autograd.Function):
         *saved, u, turned = ctx.saved_tensors
         here, proj, flat = ctx.front.product, ctx.proj, norm.flat(grad)
         q = proj.scales.cast(proj.first + 2, flat, True, True)
-        of_bias = gradients.from_rows(ctx.tensors[8] if ctx.needs_input_grad[-1] else None, flat)
+        of_bias = gradients.from_rows(ctx.tensors[8] if ctx.needs_input_grad[-1] else None, grad)
         da, of_weight = _backward(proj, q, turned, ctx.tensors[7], grad.dtype)
         is_summed = ctx.needs_input_grad[-3]
 

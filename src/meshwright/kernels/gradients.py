@@ -50,7 +50,7 @@ def from_columns(parameter: Tensor | None, partials: Tensor) -> Tensor | None:
 
 
 def from_rows(parameter: Tensor | None, grad: Tensor) -> Tensor | None:
-    """Give a linear map's bias the gradient grad.sum(0), from that of the map's outputs [N, C]."""
+    """Give a linear map's bias the sum of the rows of its outputs' gradient [..., C]."""
     return None if parameter is None else from_columns(parameter, columns.column_sums(grad))
 
 

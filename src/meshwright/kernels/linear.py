@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
             _waiting.append((ctx.parameter, flat, rows))
         else:
             of_weight = gradients.from_product(ctx.parameter, flat, rows)
-        return of_x, of_weight, gradients.from_rows(ctx.bias, flat) if ctx.needs_input_grad[2] else None
+        return of_x, of_weight, gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
 
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -73,8 +73,7 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        rows = grad.reshape(-1, grad.shape[-1])
-        return grad, gradients.from_rows(ctx.bias, rows) if ctx.needs_input_grad[1] else None
+        return grad, gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[1] else None
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:

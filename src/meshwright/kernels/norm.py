@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels import gradients
+from meshwright.kernels import columns, gradients
 from meshwright.kernels.fp8 import Into
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved, plain_backward, plain_forward
 from meshwright.kernels.twins import is_triton
@@ -56,7 +56,7 @@ class _AddNorm(torch.autograd.Function):
         x = x.view(shape) if join.adds else pending
         ctx.save_for_backward(x, mean, rstd, join.rows, weights.weight)
         ctx.set_materialize_grads(False)
-        ctx.rest = p, weights.plus, residual is not None, bias is not None, pending.dtype
+        ctx.rest = p, weights.plus, residual is not None, pending.dtype
         ctx.parameters = weights.weight, weights.bias, bias
         return x, y.view(shape)
 
@@ -67,9 +67,8 @@ class _AddNorm(torch.autograd.Function):
         dy = torch.zeros(x.shape, dtype=saved.weight.dtype, device=x.device) if dy is None else dy
         needed = [ctx.needs_input_grad[i] for i in (5, 6, 2)]
         parameters = [t if is_needed else None for t, is_needed in zip(ctx.parameters, needed, strict=True)]
-        of_residual, of_pending, of_weight, of_shift, of_bias = differentiate(dx, dy, saved, parameters)
-        of_residual = None if of_residual is None else of_residual.view(x.shape)
-        return of_residual, of_pending.view(x.shape), of_bias, None, None, of_weight, of_shift, None, None
+        of_residual, of_pending, of_weight, of_shift, of_bias = differentiate(dx, dy, saved, parameters, x.shape)
+        return of_residual, of_pending, of_bias, None, None, of_weight, of_shift, None, None
 
 
 def flat(x: Any) -> Any:
@@ -81,12 +80,16 @@ def join_of(residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows:
 
 
 def differentiate(
-    dx: Tensor | None, dy: Tensor, saved: Saved, parameters: Sequence[Tensor | None]
+    dx: Tensor | None, dy: Tensor, saved: Saved, parameters: Sequence[Tensor | None], shape: torch.Size
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of residual, pending, and of the norm's weight, its bias, the bias."""
+    """Return the gradients of residual, pending, and of the norm's weight, its bias, the bias.
+
+    Pending's comes with its column sums, in case a product has added a bias to pending before.
+    """
     of_residual, of_pending, partials = backward(flat(dx), flat(dy), saved)
     of_weight, of_shift, of_bias = gradients.from_several(parameters, partials)
-    return of_residual, of_pending, of_weight, of_shift, of_bias
+    of_residual = None if of_residual is None else of_residual.view(shape)
+    return of_residual, columns.with_sums(of_pending.view(shape), partials[2]), of_weight, of_shift, of_bias
 
 
 def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

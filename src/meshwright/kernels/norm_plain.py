@@ -46,7 +46,6 @@ class Saved(NamedTuple):
     p: float
     plus: float
     of_residual: bool
-    of_bias: bool
     dtype: torch.dtype  # of pending
 
 

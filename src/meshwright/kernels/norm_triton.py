@@ -122,13 +122,12 @@ def _backward(  # type: ignore[no-untyped-def]
     threshold,
     scale,
     PLUS: tl.constexpr,
-    BIASED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Set of_residual, of_pending and partials [3, programs, C]: norm weight and bias, bias.
+    """Set of_residual, of_pending and partials [3, programs, C]: norm weight, bias; of_pending.
 
     dx, means (RMSNorm), rows and one of the two gradients may be None. Each program takes every
     n-th group of rows and keeps its sums in registers. Bytes moved for each element: E + 3 R, and E
@@ -169,15 +168,13 @@ def _backward(  # type: ignore[no-untyped-def]
             grad = tl.where(kept(hashes[:, None], c[None, :], threshold), grad * scale, 0.0)
         if of_pending is not None:
             tl.store(of_pending + at, grad.to(of_pending.dtype.element_ty), mask=here)
-        if BIASED:
-            of_bias += grad
+        of_bias += grad
     at = partials + program.to(tl.int64) * WIDTH + c
     part = programs.to(tl.int64) * WIDTH
     tl.store(at, tl.sum(of_weight, 0), mask=inside)
     if means is not None:
         tl.store(at + part, tl.sum(of_shift, 0), mask=inside)
-    if BIASED:
-        tl.store(at + 2 * part, tl.sum(of_bias, 0), mask=inside)
+    tl.store(at + 2 * part, tl.sum(of_bias, 0), mask=inside)
 
 
 def tile(width: int) -> tuple[int, int]:
@@ -249,7 +246,6 @@ def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None
             threshold_of(saved.p),
             1.0 / (1.0 - saved.p),
             saved.plus,
-            saved.of_bias,
             width,
             rows,
             block,
