@@ -23,9 +23,11 @@ from meshwright.errors import UserError
 from meshwright.model.attention import Where, share
 from meshwright.model.gpt import GPT, Block, Options
 from meshwright.model.layers import Embedding, Linear
+from meshwright.parallel.layout import Layout
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training import run as train
+from meshwright.training.network import Spec
 from ranks import run_programs
 
 pytestmark = pytest.mark.whole
@@ -194,6 +196,17 @@ def test_a_network_without_h_is_compiled_as_one(example, monkeypatch):
     t = dataclasses.replace(settings.training, compile="on", eval_iters=0)
     assert train.run(dataclasses.replace(settings, training=t), bigram(), None, parts(example)[2]) == 0
     assert made == ["Bigram"]
+
+
+def test_a_network_is_compiled_on_a_gpu(example):
+    """The fused kernels compute our own blocks, and are refused by name for others."""
+    settings = example.settings(None, 2)
+    for made, compiled in ((None, False), (bigram(), True)):
+        options = Spec(settings, Layout(), torch.device("cuda"), 257, 384, made).options
+        assert options.compiled == compiled and options.fused != compiled
+    settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, fused_kernels="on"))
+    with pytest.raises(UserError, match="--fused-kernels on is for the layers of our own models"):
+        train.run(settings, bigram(), None, parts(example)[2])
 
 
 def test_samples_are_sums(example):

@@ -58,7 +58,10 @@ class Spec:
     @property
     def options(self) -> Options:
         config, p = self.config, self.config.parallel
-        options = pick.options(config.training, config.model, config.precision, self.device)
+        t = config.training
+        if self.model is not None and t.fused_kernels == "auto":
+            t = replace(t, fused_kernels="off")  # they compute our own blocks only
+        options = pick.options(t, config.model, config.precision, self.device)
         # torch's own schedules keep the weights' gradients outside of any compiled graph.
         plain = self.layout.pp > 1 and p.pipeline_schedule not in OWN
         plain = plain or bool(config.precision.fp8_format)  # each product would end a graph
@@ -78,8 +81,12 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     if spec.model or spec.loss:
         refuse_to_cut(p, spec.model is not None)
     fp8.require(config.precision, device)
-    if spec.model and config.precision.fp8_format:
-        raise UserError("--fp8-format is for the layers of our own models, and this one is custom; leave it out")
+    for flag, is_given in {
+        "--fp8-format": bool(config.precision.fp8_format),
+        "--fused-kernels on": config.training.fused_kernels == "on",
+    }.items():
+        if spec.model and is_given:
+            raise UserError(f"{flag} is for the layers of our own models, and this one is custom; leave it out")
     parts, heads, name, execution = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
     if tied and parts[0].first and parts[-1].last:  # a V-shaped pipeline: both ends are on the first rank
