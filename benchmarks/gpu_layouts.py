@@ -3,6 +3,9 @@ memory, communication, losses.
 
 usage: torchrun --nproc-per-node 2|4 --max-restarts 8 benchmarks/gpu_layouts.py OUT MODEL ...
 [--steps 10 20] [--data PREFIX]
+       torchrun --nproc-per-node 2 --max-restarts 8 benchmarks/gpu_layouts.py OUT --goal
+       the cells that have a goal on two GPUs, then the same losses in every layout, with CUDA
+       graphs and without
        python benchmarks/gpu_layouts.py OUT MODEL --overhead [--data PREFIX]      one GPU: our step
        against a plain loop python benchmarks/gpu_layouts.py OUT --table
        table and pictures of what OUT holds
@@ -50,6 +53,7 @@ MODELS = {
     "345M": "--bf16 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024",
     "1.3B": "--bf16 --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024",
     "2.7B": "--bf16 --num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048",
+    "same": "--bf16 --num-layers 6 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024",
     # Every kind of layout in float32: whether they all do the same on these devices. Tries this
     # file on a CPU too.
     "tiny": "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32",
@@ -58,6 +62,10 @@ TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 SP, ZERO1, ZERO3 = "--sequence-parallel", "--use-distributed-optimizer", "--zero-stage 3"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+# The head of the 345M model computes as much as 4 layers.
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+BALANCED = f"{PP2} {VIRTUAL} 6 --pipeline-layout 7,7,7,3"
+WITHOUT = "--cuda-graphs off"
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,8 @@ class Cell:
     batch: int  # samples of a step, over all ranks
     ranks: int = 4
     steps: tuple[int, int] | None = None  # where they take longer than others'
-    extra: bool = False  # only if --cells names it
+    extra: bool = False  # only if --cells or --goal names it
+    beside: str = "one GPU"  # the cell with which its speed is compared
 
     def runs(self, world: int) -> bool:
         """On one GPU, as the measure, or on all that there are."""
@@ -85,6 +94,11 @@ CELLS = {
         Cell("DP4", "", 32, 128, extra=True),
         Cell("DP2 ZeRO-1", ZERO1, 32, 64, 2),
         Cell("DP2", "", 32, 64, 2, extra=True),
+        Cell("PP2", BALANCED, 8, 64, 2, extra=True),
+        Cell("PP2 even", f"{PP2} {VIRTUAL} 6", 8, 64, 2, extra=True),
+        Cell("TP2 SP", f"{TP2} {SP}", 32, 32, 2, extra=True),
+        Cell("one GPU, micro-batch 4", DROPOUT, 4, 4, 1, extra=True),
+        Cell("DP2, micro-batch 4", DROPOUT, 4, 8, 2, extra=True, beside="one GPU, micro-batch 4"),
     ],
     "1.3B": [
         Cell("one GPU", "", 16, 16, 1),
@@ -121,6 +135,33 @@ CELLS = {
         Cell("PP2 not interleaved", PP2, 2, 32, 2),
         Cell("TP2", f"{TP2} {SP}", 8, 32, 2),
         Cell("TP2 without SP", TP2, 8, 32, 2, extra=True),
+        Cell("one GPU, batch 8", "", 8, 8, 1, extra=True),
+        Cell("TP2 SP, batch 8", f"{TP2} {SP}", 8, 8, 2, extra=True, beside="one GPU, batch 8"),
+        Cell(
+            "TP2 SP, batch 8, no overlap",
+            f"{TP2} {SP} --tp-overlap off",
+            8,
+            8,
+            2,
+            extra=True,
+            beside="one GPU, batch 8",
+        ),
+        Cell("ZeRO-3, batch 16", ZERO3, 8, 16, 2, extra=True, beside="one GPU, batch 8"),
+    ],
+    # One batch for all, so their losses differ by rounding only. ZeRO 3 and pipelines: no graphs.
+    "same": [
+        Cell("one GPU", "", 8, 16, 1),
+        Cell("one GPU, no graphs", WITHOUT, 8, 16, 1),
+        Cell("DP2", "", 8, 16, 2),
+        Cell("DP2, no graphs", WITHOUT, 8, 16, 2),
+        Cell("DP2 ZeRO-1", f"{ZERO1} --cuda-graphs on", 8, 16, 2),
+        Cell("DP2 ZeRO-1, no graphs", f"{ZERO1} {WITHOUT}", 8, 16, 2),
+        Cell("DP2 ZeRO-3", ZERO3, 8, 16, 2),
+        Cell("TP2 SP", f"{TP2} {SP} --tp-overlap on", 8, 16, 2),
+        Cell("TP2 SP, no graphs", f"{TP2} {SP} --tp-overlap on {WITHOUT}", 8, 16, 2),
+        Cell("TP2 SP, no overlap", f"{TP2} {SP} --tp-overlap off", 8, 16, 2),
+        Cell("TP2", TP2, 8, 16, 2),
+        Cell("PP2", f"{PP2} {VIRTUAL} 1 --pipeline-layout 1,1,1,1,1,1", 2, 16, 2),
     ],
     "tiny": [
         Cell("one GPU", "", 2, 16, 1),
@@ -154,11 +195,20 @@ CELLS = {
 }
 
 
+# Model -> cells, and steps before and while their time is taken.
+GOAL = {
+    "2.7B": (("one GPU, batch 8", "TP2 SP, batch 8", "TP2 SP, batch 8, no overlap", "ZeRO-3, batch 16"), (4, 8)),
+    "345M": (("one GPU", "DP2", "PP2", "one GPU, micro-batch 4", "DP2, micro-batch 4"), (6, 14)),
+    "same": (tuple(cell.name for cell in CELLS["same"]), (3, 5)),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("models", nargs="*", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--steps", type=int, nargs=2, default=(10, 20), help="not counted, and counted (default 10 20)")
+    parser.add_argument("--goal", action="store_true", help="the cells with a goal, and the same losses")
     parser.add_argument("--cells", nargs="+", help="only these (default: all that are not extra)")
     parser.add_argument("--data", help="prefix of .bin/.idx in GPT-2's vocabulary (default: random tokens)")
     parser.add_argument("--flags", default="", help="more flags for every cell")
@@ -168,6 +218,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=12, help="of --overhead (default 12)")
     parser.add_argument("--table", action="store_true", help="only write table.md and the pictures")
     given = parser.parse_args()
+    given.models = given.models or (list(GOAL) if given.goal else [])
     given.out.mkdir(parents=True, exist_ok=True)
     if given.overhead:
         overhead(given)
@@ -180,6 +231,15 @@ def main() -> None:
             from meshwright.launch import rendezvous
 
             rendezvous.leave()
+
+
+def is_wanted(cell: Cell, model: str, world: int, given: argparse.Namespace) -> bool:
+    named = GOAL[model][0] if given.goal else given.cells
+    return cell.runs(world) and (cell.name in named if named else not cell.extra)
+
+
+def steps_of(model: str, cell: Cell, given: argparse.Namespace) -> tuple[int, int]:
+    return GOAL[model][1] if given.goal else cell.steps or tuple(given.steps)
 
 
 def line_of(model: str, cell: Cell, given: argparse.Namespace) -> str:
@@ -223,7 +283,7 @@ def measure_all(given: argparse.Namespace) -> None:
         tried = {(row["cell"], row["event"]) for row in read(path)}
         team.wait()  # before rank 0 writes more
         for cell in CELLS[model]:
-            if not cell.runs(world.size) or (cell.name not in given.cells if given.cells else cell.extra):
+            if not is_wanted(cell, model, world.size, given):
                 continue
             if (cell.name, "begin") in tried:
                 if team.is_lead and not {(cell.name, "done"), (cell.name, "failed")} & tried:
@@ -246,7 +306,7 @@ def measure_all(given: argparse.Namespace) -> None:
                 )  # then it is kept
                 layout = connect(layout_of(config, team.rank % cell.ranks))
                 if team.rank < cell.ranks:
-                    row = measure(config, layout, device, cell.steps or given.steps)
+                    row = measure(config, layout, device, steps_of(model, cell, given))
             except Exception as e:
                 error = f"{type(e).__name__}: {e}"[:2000]
                 watch.failed(error)
@@ -278,7 +338,11 @@ def measure_all(given: argparse.Namespace) -> None:
             if errors:
                 row = {"event": "failed", **about, "error": "; ".join(errors)}
             else:
-                row = {"event": "done", **about, **summary(config, cell, [r["row"] for r in rows if r["row"]], given)}
+                row = {
+                    "event": "done",
+                    **about,
+                    **summary(config, cell, [r["row"] for r in rows if r["row"]], steps_of(model, cell, given)),
+                }
             note(path, row)
             tell(in_words(row))
         forget_compiled()
@@ -351,7 +415,8 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
         "peak": peak,
         "shares": shares,
         "times": times,
-        "block": net.why,
+        "block": net.execution,
+        "graphs": net.without_graphs or ("off" if net.graphs is None or net.graphs.is_off else "on"),
         "parameters": sum(p.numel() for part in net.parts for p in part.parameters()),
     }
 
@@ -421,6 +486,7 @@ def let_go(layout: Any, device: Any) -> None:
 
     from meshwright import device as devices
 
+    gc.collect()  # CUDA graphs first, which hold NCCL's communicators
     devices.synchronize(device)
     for group in layout.groups.values():
         dist.destroy_process_group(group)
@@ -590,12 +656,12 @@ def length(spans: list[tuple[float, float]]) -> float:
 # What is told
 
 
-def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, Any]:
+def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], steps: tuple[int, int]) -> dict[str, Any]:
     """A row of all ranks' numbers."""
     from meshwright.model.counts import flops_per_token
 
     ms = [max(step) for step in zip(*(r["ms"] for r in ranks), strict=True)]
-    kept = statistics.median(ms[(cell.steps or given.steps)[0] :])
+    kept = statistics.median(ms[steps[0] :])
     seq = config.data.seq_length
     speed = cell.batch * seq / kept * 1e3
     # One formula and one padded vocabulary for all layouts: rows that a layout adds are no work.
@@ -603,8 +669,9 @@ def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], given: argpars
     peaks = [r["peak"] for r in ranks if r["peak"] is not None]
     return {
         "micro": cell.micro,
+        "beside": cell.beside,
         "batch": cell.batch,
-        "steps": list(cell.steps or given.steps),
+        "steps": list(steps),
         "ms": kept,
         "tokens_per_second": speed,
         "flops_per_token": flops,
@@ -613,6 +680,7 @@ def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], given: argpars
         "shares": ranks[0]["shares"],
         "shares_of_last": ranks[-1]["shares"],
         "block": ranks[0]["block"],
+        "graphs": ranks[0]["graphs"],
         "times": ranks[0]["times"],
         "parameters_of_ranks": [r["parameters"] for r in ranks],
         "losses": ranks[0]["losses"],
@@ -650,7 +718,8 @@ def in_words(row: dict[str, Any]) -> str:
     return (
         f"{row['model']} {row['cell']}: {row['tokens_per_second']:,.0f} tokens/s, {row['ms']:.1f} ms, "
         f"MFU {100 * row['mfu']:.1f} %, {(row['peak_bytes'] or 0) / 2**30:.1f} GiB, "
-        f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, {spent} [{row['seconds']:.1f} s: {times}{left}]"
+        f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, {spent}, "
+        f"graphs: {row['graphs']} [{row['seconds']:.1f} s: {times}{left}]"
     )
 
 
@@ -699,10 +768,10 @@ def write_table(out: Path) -> None:
             "",
         ]
         text += ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
-        one = next((r["tokens_per_second"] for r in done if r["gpus"] == 1), None)
+        speeds = {r["cell"]: r["tokens_per_second"] for r in done if r["gpus"] == 1}
         same = curves(done)
         for r in done:
-            s = r["shares"] or {}
+            s, one = r["shares"] or {}, speeds.get(r.get("beside", "one GPU"))
             away = same.get(r["batch"], {}).get(r["cell"])
             values = (
                 r["cell"],
@@ -712,7 +781,7 @@ def write_table(out: Path) -> None:
                 f"{r['tokens_per_second']:,.0f}",
                 f"{100 * r['mfu']:.1f}",
                 f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else "",
-                f"{100 * r['tokens_per_second'] / (one * r['gpus']):.1f}" if one else "",
+                f"{100 * r['tokens_per_second'] / one / r['gpus']:.1f}" if one and r["gpus"] > 1 else "",
                 f"{s['exposed']:.1f}" if s else "",
                 f"{s['idle']:.1f}" if s else "",
                 f"{r['losses'][0]:.4f}",

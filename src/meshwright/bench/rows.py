@@ -104,13 +104,17 @@ def of_layouts(gpus: int) -> list[Row]:
         row(f"345M DP{gpus} ZeRO-1", f"{a} --zero-stage 1", 32, 32 * gpus, gpus=gpus, beside="345M"),
         row("345M micro-batch 4", A, 4, steps=60),
         row(f"345M micro-batch 4 DP{gpus}", A, 4, 4 * gpus, steps=60, gpus=gpus, beside="345M micro-batch 4"),
-        row("345M PP2", f"{a} {stages} 6", 8, 64 * gpus // 2, 20, gpus=gpus, beside="345M"),
+        # The head computes as much as 4 of these layers, so the last stage has fewer.
+        row("345M PP2", f"{a} {stages} 6 --pipeline-layout 7,7,7,3", 8, 64 * gpus // 2, 20, gpus=gpus, beside="345M"),
         row("1.3B", f"{B} {DRY}", 16, steps=20),
         row(f"1.3B DP{gpus}", f"{B} {DRY}", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
         row(f"1.3B DP{gpus} ZeRO-1", f"{B} {DRY} --zero-stage 1", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
         row("2.7B", c, 8, steps=12),
         row(f"2.7B DP{gpus} ZeRO-3", f"{c} --zero-stage 3", 8, 8 * gpus, 12, gpus=gpus, beside="2.7B"),
         row("2.7B TP2 SP", f"{c} {tensor}", 8, 8 * gpus // 2, 12, gpus=gpus, beside="2.7B"),
+        row(
+            "2.7B TP2 SP, no overlap", f"{c} {tensor} --tp-overlap off", 8, 8 * gpus // 2, 12, gpus=gpus, beside="2.7B"
+        ),
         row("2.7B PP2", f"{c} {stages} 8", 4, 32 * gpus // 2, 8, gpus=gpus, beside="2.7B"),
     ]
 

@@ -10,6 +10,7 @@ only the table in shard.py knows how they are cut.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -54,6 +55,8 @@ class FullyShardedStore(Store):
                 fully_shard(block, reshard_after_forward=True, **more)
             fully_shard(last, reshard_after_forward=self.layout.pp > 1, **more)
             fully_shard(model, reshard_after_forward=self.layout.pp > 1, **more)
+            for block, following in itertools.pairwise([*blocks, last]):  # gather the next before this one runs
+                block.set_modules_to_forward_prefetch([following])
             for module in model.modules():
                 if isinstance(module, FSDPModule):  # losses are already divided by the tokens
                     module.set_gradient_divide_factor(1.0)
