@@ -1,4 +1,4 @@
-"""What the parts of norm.py pass to each other, and its plain twin."""
+"""Types that the parts of norm.py share, and its plain twin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NormWeights(NamedTuple):
 
 
 class Join(NamedTuple):
-    """What is added, [N, width] and [width]; `rows` are hashes [N], or None without dropout."""
+    """Operands of the addition, [N, width] or [width]; `rows` are dropout's hashes [N], or None."""
 
     residual: Tensor | None
     pending: Tensor
@@ -36,7 +36,7 @@ class Join(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward needs of the forward pass, and which gradients it must return."""
+    """The tensors that backward needs, and which gradients it must return."""
 
     x: Tensor
     mean: Tensor | None  # None for RMSNorm

@@ -1,4 +1,4 @@
-"""Which of a kernel's two forms computes, and in which precision its plain twin does."""
+"""Choice between a Triton kernel and its plain twin, and the precision of the twin."""
 
 from __future__ import annotations
 
