@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.kernels.fp8 import Into, arguments
 from meshwright.kernels.fp8_triton import encode, raise_amax, store
+from meshwright.kernels.grid import cdiv
 
 GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "liglu": "identity"}
 
@@ -155,7 +156,7 @@ def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     shape = (*u.shape[:-1], u.shape[-1] // 2) if gated else u.shape
     a = u.new_empty(shape) if into is None else into.out
     columns = a.shape[-1] if gated else a.numel()  # without a gate the rows do not matter
-    blocks = triton.cdiv(columns, BLOCK)
+    blocks = cdiv(columns, BLOCK)
     with torch.accelerator.device_index(u.device.index):
         _forward[(a.numel() // columns * blocks,)](
             u,
@@ -179,11 +180,11 @@ def backward(
     columns = grad.shape[-1]
     rows = grad.numel() // columns
     tile = tile or (TILE if rows >= 8192 else SMALL)
-    parts = triton.cdiv(rows, tile.rows)
+    parts = cdiv(rows, tile.rows)
     du = torch.empty_like(u) if into is None else into.out
     partials = torch.empty(parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device)
     with torch.accelerator.device_index(u.device.index):
-        _backward[(triton.cdiv(columns, tile.columns), parts)](
+        _backward[(cdiv(columns, tile.columns), parts)](
             u,
             grad,
             du if into is None else du.view(torch.uint8),

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.grid import cdiv
+
 ROWS, WARPS = 16, 8  # blocks of a program
 PROGRAMS = 2048  # of the sum of squares
 
@@ -103,7 +105,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 def squares(x: Tensor, table: Tensor, block: int) -> Tensor:
     """Return partial sums, float64 [at most PROGRAMS]."""
-    programs = max(1, min(PROGRAMS, triton.cdiv(table.shape[1], ROWS)))
+    programs = max(1, min(PROGRAMS, cdiv(table.shape[1], ROWS)))
     partials = torch.empty(programs, dtype=torch.float64, device=x.device)
     with torch.accelerator.device_index(x.device.index):
         _squares[(programs,)](x, table, partials, table.shape[1], ROWS, block, num_warps=WARPS)
@@ -122,4 +124,4 @@ def update(
 ) -> None:
     count = table.shape[1]
     with torch.accelerator.device_index(decision.device.index):
-        _update[(triton.cdiv(count, ROWS),)](*buffers, table, decision, count, *settings, ROWS, block, num_warps=WARPS)
+        _update[(cdiv(count, ROWS),)](*buffers, table, decision, count, *settings, ROWS, block, num_warps=WARPS)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright import device as devices
+from meshwright.kernels.grid import cdiv
 
 COLUMNS, ROWS, STAGES, PER_PROCESSOR = 128, 32, 3, 8  # of `_sums`: tile, loads in flight, programs a multiprocessor
 REDUCED_COLUMNS, REDUCED_ROWS = 32, 128  # the tile of `_reduce`: 128 bytes a row, few steps
@@ -41,10 +42,10 @@ def column_sums(matrix: Tensor) -> Tensor:
     """Return partial sums [n, C]; each covers a multiple of ROWS rows."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     count, width = matrix.shape
-    across = triton.cdiv(width, COLUMNS)
-    wanted = triton.cdiv(PER_PROCESSOR * devices.processors(matrix.device), across)
-    slab = triton.cdiv(triton.cdiv(count, wanted), ROWS) * ROWS
-    n = max(1, triton.cdiv(count, max(1, slab)))
+    across = cdiv(width, COLUMNS)
+    wanted = cdiv(PER_PROCESSOR * devices.processors(matrix.device), across)
+    slab = cdiv(cdiv(count, wanted), ROWS) * ROWS
+    n = max(1, cdiv(count, max(1, slab)))
     partials = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
     with torch.accelerator.device_index(matrix.device.index):
         _sums[(across, n)](matrix, partials, matrix.stride(0), count, width, slab, COLUMNS, ROWS, STAGES, num_warps=4)
@@ -100,6 +101,6 @@ def reduce_into(places: Sequence[tuple[Tensor, bool] | None], partials: Tensor) 
     vectors = [None if place is None else place[0] for place in places] + [None] * (3 - k)
     adds = [place is not None and place[1] for place in places] + [False] * (3 - k)
     with torch.accelerator.device_index(partials.device.index):
-        _reduce[(triton.cdiv(width, REDUCED_COLUMNS), k)](
+        _reduce[(cdiv(width, REDUCED_COLUMNS), k)](
             partials, *vectors, n, width, *adds, REDUCED_ROWS, REDUCED_COLUMNS, num_warps=4
         )

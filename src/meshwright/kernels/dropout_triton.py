@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.grid import cdiv, power_of_2
+
 
 @triton.jit
 def _shuffled(h):  # type: ignore[no-untyped-def]
@@ -70,7 +72,7 @@ def site_rows(start: int, count: int, samples: Tensor, columns: Tensor) -> Tenso
     n, block = len(samples), 512
     out = torch.empty(count, n, dtype=torch.int32, device=samples.device)
     with torch.accelerator.device_index(samples.device.index):
-        _site_rows[(triton.cdiv(n, block), count)](samples, columns, out, n, start, block, num_warps=4)
+        _site_rows[(cdiv(n, block), count)](samples, columns, out, n, start, block, num_warps=4)
     return out
 
 
@@ -78,7 +80,7 @@ def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     """Return x * keep / (1 - p)."""
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
-    block = triton.next_power_of_2(columns)
+    block = power_of_2(columns)
     warps = min(8, max(1, block // 256))
     with torch.accelerator.device_index(x.device.index):
         _kernel[(x.numel() // columns,)](

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.grid import cdiv
+
 ROWS, COLUMNS, WARPS = 16, 128, 4  # of a tile
 
 
@@ -42,6 +44,6 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     with torch.accelerator.device_index(total.device.index):
         sorted_ids, order = torch.sort(ids, stable=True)
         ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
-        _add_rows[(count, triton.cdiv(width, COLUMNS))](
+        _add_rows[(count, cdiv(width, COLUMNS))](
             total, rows.contiguous(), sorted_ids, order, ends, width, ROWS, COLUMNS, num_warps=WARPS
         )

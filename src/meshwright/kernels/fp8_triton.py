@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.grid import cdiv
+
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
@@ -179,5 +181,5 @@ def turn(q: Tensor, turned: Tensor) -> None:
 
 
 def _grid(tile: Tile, rows: int, columns: int) -> tuple[int, int]:
-    down, across = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
+    down, across = cdiv(rows, tile.rows), cdiv(columns, tile.columns)
     return (down, across) if tile.down else (across, down)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshwright.kernels.fp8 import Into, arguments
 from meshwright.kernels.fp8_triton import raise_amax, store
+from meshwright.kernels.grid import cdiv, power_of_2
 
 Sizes = tuple[int, int, int]  # groups, queries of each, head_dim
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, half]
@@ -313,7 +314,7 @@ def pack(
 
 def _parts(batches: int, length: int, tile: Tile) -> tuple[int, int]:
     """Return the number of programs along the positions and the samples."""
-    return triton.cdiv(length, tile.step), triton.cdiv(batches, tile.samples)
+    return cdiv(length, tile.step), cdiv(batches, tile.samples)
 
 
 def _shape(dim: int, cos: Tensor, tile: Tile) -> dict[str, Any]:
@@ -323,8 +324,8 @@ def _shape(dim: int, cos: Tensor, tile: Tile) -> dict[str, Any]:
         "DIM": dim,
         "HALF": half,
         "OWN": cos.shape[0] > 1,
-        "PAIRS": triton.next_power_of_2(max(half, 1)),
-        "REST": triton.next_power_of_2(max(dim - 2 * half, 1)),
+        "PAIRS": power_of_2(max(half, 1)),
+        "REST": power_of_2(max(dim - 2 * half, 1)),
         "STEP": tile.step,
         "SAMPLES": tile.samples,
         "STAGES": tile.stages,

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.grid import cdiv
+
 BLOCK = 4096
 WARPS = 8
 
@@ -58,7 +60,7 @@ def advance(
 ) -> tuple[Tensor, Tensor]:
     """Update the moments; return the look-ahead [n, *shape] and its norms [n]."""
     first = gradients[0]
-    n, blocks = len(gradients), triton.cdiv(first.numel(), BLOCK)
+    n, blocks = len(gradients), cdiv(first.numel(), BLOCK)
     out = torch.empty(n, *first.shape, dtype=torch.bfloat16, device=first.device)
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):
@@ -83,7 +85,7 @@ def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, sk
     size = weights[0].numel()
     assert updates.is_contiguous() and updates[0].numel() == size
     with torch.accelerator.device_index(weights[0].device.index):
-        _apply[(triton.cdiv(size, BLOCK), len(weights))](
+        _apply[(cdiv(size, BLOCK), len(weights))](
             addresses(weights), updates, kept, rate, skipped, size, alignment(*weights), BLOCK, num_warps=WARPS
         )
 

@@ -17,6 +17,7 @@ from meshwright import device as devices
 from meshwright.kernels.dropout_triton import kept, threshold_of
 from meshwright.kernels.fp8 import Into, arguments
 from meshwright.kernels.fp8_triton import encode, raise_amax
+from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved
 
 IN_FLIGHT = 96 << 10  # bytes of shared memory that rows in flight may take
@@ -179,7 +180,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 def tile(width: int) -> tuple[int, int]:
     """Return rows at a time, and columns rounded up to a power of two."""
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     return max(1, TILE // block), block
 
 
@@ -193,7 +194,7 @@ def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Te
     rows, block = tile(width)
     warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
     with torch.accelerator.device_index(pending.device.index):
-        _forward[(triton.cdiv(count, rows),)](
+        _forward[(cdiv(count, rows),)](
             join.residual,
             pending,
             join.bias,
@@ -226,7 +227,7 @@ def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None
     of_pending = None if is_one else torch.empty_like(x, dtype=saved.dtype)
     rows, block = tile(width)
     launch = BACKWARD[min(max(block, TILE), 8192)]
-    programs = min(launch.programs * devices.processors(x.device), triton.cdiv(count, launch.rows * rows))
+    programs = min(launch.programs * devices.processors(x.device), cdiv(count, launch.rows * rows))
     partials = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
     each = rows * block * sum(t.element_size() for t in (dx, dy, x) if t is not None)
     options = {} if launch.registers is None or torch.version.hip else {"maxnreg": launch.registers}

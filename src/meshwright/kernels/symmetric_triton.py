@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.grid import cdiv
+
 
 class Tiles(NamedTuple):
     """Sizes of the kernel's tiles, and how one is computed.
@@ -103,7 +105,7 @@ def product(
     assert max(k, m) * m < 2**31  # offsets within a matrix are 32-bit
     size = tiles or TILES
     out = torch.empty(n, m, m, dtype=a.dtype, device=a.device)
-    count = triton.cdiv(m, size.rows)
+    count = cdiv(m, size.rows)
     options = {} if torch.version.hip else {"maxnreg": size.registers}
     with torch.accelerator.device_index(a.device.index):
         _kernel[(count * (count + 1) // 2, n)](

@@ -678,12 +678,17 @@ class _Place:
     def __init__(self, store: ParameterStore, bucket: Bucket, name: str, uses: int) -> None:
         self.store, self.bucket, self.name, self.uses = store, bucket, name, uses
         self.span = bucket.spans[name]
+        self.view: tuple[Tensor, Tensor] | None = None  # kept gradients of the bucket, and the part of them
 
     def begin(self) -> tuple[Tensor, bool]:
         store, bucket = self.store, self.bucket
         if bucket.gradients is None:  # ZeRO 2: one micro-batch's
             bucket.gradients = torch.zeros(bucket.size, dtype=store.full, device=store.device)
-        return _view(bucket.gradients, self.span), self.name in store.added or not store.keeps_gradients
+        if not store.keeps_gradients:
+            return _view(bucket.gradients, self.span), True
+        if self.view is None or self.view[0] is not bucket.gradients:
+            self.view = bucket.gradients, _view(bucket.gradients, self.span)
+        return self.view[1], self.name in store.added
 
     def end(self, parts: int = 1) -> None:
         """Count the parts of a gradient; start the sums of buckets that have all of theirs."""
