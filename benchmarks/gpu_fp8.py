@@ -179,6 +179,33 @@ def time_casts(sizes: list[list[int]], tiles: list[fp8_triton.Tile]) -> None:
         fp8_triton.APART = False
 
 
+def time_weights(sizes: list[list[int]]) -> None:
+    """Check and time the cast of 24 layers' weights, one by one and in one launch."""
+    for _, h in sizes:
+        scales = Scales(Recipe(), GPU)
+        maps = list(scales.add(map(str, range(96))).values())
+        shapes = [(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * 24
+        for here, shape in zip(maps, shapes, strict=True):
+            here.know((torch.randn(shape, device=GPU) * 0.02).bfloat16())
+        right = [[x.clone() for x in here.cast[:2]] for here in maps if here.cast is not None]  # type: ignore[union-attr]
+        elements = sum(a * b for a, b in shapes)
+
+        def one_by_one() -> None:
+            for here in maps:  # noqa: B023
+                here.refresh()
+
+        gigabytes(f"{len(maps)} weights of {h}, one by one", one_by_one, 4 * elements)
+        for here in maps:
+            for x in here.cast[:2]:  # type: ignore[index]
+                x.view(torch.uint8).random_()  # type: ignore[union-attr]
+        gigabytes(f"{len(maps)} weights of {h}, one launch", scales.refresh, 4 * elements)
+        pairs = (
+            (a, b) for here, kept in zip(maps, right, strict=True) for a, b in zip(here.cast[:2], kept, strict=True)
+        )  # type: ignore[index]
+        bad = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)  # type: ignore[union-attr]
+        line(f"{len(maps)} weights of {h}", f"{bad} bytes differ", not bad)
+
+
 def writers(n: int, h: int) -> Iterator[tuple[str, tuple[int, int], Callable[[Any], tuple[Any, ...]], int]]:
     """Yield kernels that may write fp8: name, its shape, the kernel, bytes an element that it reads
     (and writes in 16 bits in any case).
@@ -322,6 +349,7 @@ def main() -> None:
     parts = {
         "bytes": lambda: check_bytes(),
         "casts": lambda: time_casts(sizes, tiles),
+        "weights": lambda: time_weights(sizes),
         "writers": lambda: check_and_time_writers(sizes),
         "blocks": lambda: time_blocks(sizes),
         "products": lambda: (check_products(), time_products(sizes)),

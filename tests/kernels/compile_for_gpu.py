@@ -150,6 +150,8 @@ def casts() -> None:
         fp8_triton.quantise(x, one, one, out, torch.empty_like(out), 448.0)
     fp8_triton.turn(out, torch.empty_like(out))
     fp8_triton.quantise(x, one, None, out, None, 448.0)
+    job = x, out, torch.empty_like(out), 0
+    fp8_triton.quantise_many(job, fp8_triton.prepare([job], None), one, one, 448.0)
 
 
 def casts_in_kernels() -> None:

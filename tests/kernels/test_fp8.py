@@ -247,6 +247,40 @@ def test_weights_are_cast_once_into_the_same_memory():
     assert (here.cast.rows.data_ptr(), here.cast.turned.data_ptr()) == place
 
 
+def test_casts_of_many_weights_in_one_launch(monkeypatch):
+    """After a weight has moved too."""
+    scales = Scales(PLAIN, torch.device(KERNELS))
+    maps = list(scales.add(["a", "b", "c", "unused"]).values())[:3]
+    weights = [torch.randn(r, c, device=KERNELS).to(E4M3).bfloat16() for r, c in ((32, 16), (16, 160), (144, 48))]
+    for weight in weights:
+        weight[0, 0] = 7.0  # a scale of 64
+    monkeypatch.setattr(fp8_triton, "CAST", fp8_triton.Tile(32, 64, 2))
+    for here, weight in zip(maps, weights, strict=True):
+        here.know(weight)
+    wanted = [x.clone() for here in maps for x in (here.cast.rows, here.cast.turned)]
+    amax, launched = scales.amax.clone(), []
+    assert scales.amax.count_nonzero() == 3
+    for moved in (False, True):
+        if moved:
+            maps[0].parameter = weights[0].clone()
+        for here in maps:
+            here.cast.rows.view(torch.uint8).fill_(0x55)
+            here.cast.turned.view(torch.uint8).fill_(0x55)
+        scales.amax.zero_()
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8.devices, "has_kernels", lambda device: True)
+            launch = fp8_triton.quantise_many
+            patch.setattr(fp8_triton, "quantise_many", lambda *a, launch=launch: (launched.append(a), launch(*a)))
+            scales.refresh()
+            known = scales.jobs
+            scales.refresh()
+            assert scales.jobs is known
+        got = [x for here in maps for x in (here.cast.rows, here.cast.turned)]
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, wanted, strict=True))
+        assert torch.equal(scales.amax, amax)
+    assert len(launched) == 4
+
+
 def test_state():
     recipe = Recipe(history=2)
     scales, here, weight, _, x, grad = network(recipe)

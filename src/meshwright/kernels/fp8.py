@@ -163,6 +163,7 @@ class Scales:
         self.combine: Callable[[Tensor], None] | None = None
         self.slots: dict[str, int] = {}
         self.products: list[Product] = []
+        self.jobs: Any = None  # of casts of weights
 
     def add(self, names: Iterable[str]) -> dict[str, Product]:
         """Allocate the tensors of the named linear maps, and return these."""
@@ -237,9 +238,19 @@ class Scales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the new weights, those that have been used at least once."""
+        """Cast the new weights, those that have been used at least once; on a GPU in one launch."""
+        jobs: list[tuple[Tensor, Tensor, Tensor, int]] = []
         for each in self.products:
-            each.refresh()
+            cast = each.cast
+            if cast is None or cast.turned is None or not devices.has_kernels(self.device):
+                each.refresh()
+            else:
+                jobs.append((each.matrix, cast.rows, cast.turned, 4 * (each.first + 1)))
+        if jobs:
+            from meshwright.kernels import fp8_triton
+
+            self.jobs = fp8_triton.prepare(jobs, self.jobs)
+            fp8_triton.quantise_many(jobs[0], self.jobs, self.scale, self.amax, LARGEST[E4M3])
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
@@ -307,12 +318,18 @@ class Product:
             self.parameter = parameter
             self.refresh()
 
+    @property
+    def matrix(self) -> Tensor:
+        """The weight; a stack of matrices is one."""
+        assert self.parameter is not None
+        return self.parameter.detach().flatten(0, -2)
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the weight, into the same memory each time; a stack of matrices is one."""
+        """Cast the weight, into the same memory each time."""
         if self.parameter is None:
             return
-        weight, slot = self.parameter.detach().flatten(0, -2), self.first + 1
+        weight, slot = self.matrix, self.first + 1
         if self.cast is None or self.cast.rows.shape != weight.shape:
             self.cast = self.scales.cast(slot, weight, True, True)
             return

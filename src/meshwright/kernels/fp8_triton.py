@@ -9,6 +9,8 @@ benchmarks/gpu_fp8.py compares every byte, and times the shapes of tiles.
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +97,30 @@ def _cast(  # type: ignore[no-untyped-def]
     padded] as words, whose bytes from `rows` on are 0, or None; amax [1] float32, or None. Moves
     2 + 1 + 1 bytes an element of bfloat16, without `turned` 2 + 1.
     """
-    first = tl.program_id(0 if DOWN else 1).to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
-    c = tl.program_id(1 if DOWN else 0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    i, j = tl.program_id(0 if DOWN else 1), tl.program_id(1 if DOWN else 0)
+    _cast_tile(x, out, turned, scale, amax, i, j, rows, columns, padded, LARGEST, WIDE, ROWS, COLUMNS, PACK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast_tile(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    turned,
+    scale,
+    amax,
+    i,
+    j,
+    rows,
+    columns,
+    padded,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    first = i.to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
+    c = j.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     by = tl.load(scale)
     high = tl.zeros((ROWS // PACK, COLUMNS), tl.float32)
     if turned is not None:
@@ -115,6 +139,56 @@ def _cast(  # type: ignore[no-untyped-def]
     if turned is not None:
         to = c[:, None] * (padded // PACK) + first[None, :]
         tl.store(turned + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast_many(  # type: ignore[no-untyped-def]
+    table,
+    owners,
+    x,
+    out,
+    turned,
+    scale,
+    amax,
+    LARGEST: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """Do what `_cast` does for each matrix of a table; moves the same bytes.
+
+    In: table int64 [n, 7]: where x, out and turned are, in elements from the given ones, and its
+    scale and amax; rows, columns, first program; owners int32 [programs]: each program's row. All
+    but the last two are multiples of 16, so that threads load and store 16 bytes at once.
+    """
+    program = tl.program_id(0)
+    row = table + tl.load(owners + program).to(tl.int64) * 7
+    x += tl.multiple_of(tl.load(row), 16)
+    out += tl.multiple_of(tl.load(row + 1), 16)
+    turned += tl.multiple_of(tl.load(row + 2), 16)
+    place = tl.load(row + 3)
+    rows = tl.multiple_of(tl.load(row + 4), 16)
+    columns = tl.multiple_of(tl.load(row + 5), 16)
+    tile = program - tl.load(row + 6)
+    down = (rows + ROWS - 1) // ROWS
+    _cast_tile(
+        x,
+        out,
+        turned,
+        scale + place,
+        amax + place,
+        tile % down,
+        tile // down,
+        rows,
+        columns,
+        rows,
+        LARGEST,
+        WIDE,
+        ROWS,
+        COLUMNS,
+        PACK,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -168,6 +242,56 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned:
         )
     if turned is not None and inside is None:
         turn(out, turned)
+
+
+Job = tuple[Tensor, Tensor, Tensor, int]  # x, both its layouts, and the place of its scale and amax
+
+
+class Jobs(NamedTuple):
+    """Casts whose tensors stay where they are, as the device reads them."""
+
+    key: tuple[int, ...]
+    table: Tensor
+    owners: Tensor
+
+
+def prepare(jobs: Sequence[Job], known: Jobs | None) -> Jobs:
+    """Return the jobs on their device, which are `known` if no tensor has moved."""
+    key = (*CAST, *(t.data_ptr() for job in jobs for t in job[:3]))
+    if known is not None and known.key == key:
+        return known
+    rows, owners, first = [], [], 0
+    for n, (*tensors, place) in enumerate(jobs):
+        shape = tensors[0].shape
+        away = [t.data_ptr() - base.data_ptr() for t, base in zip(tensors, jobs[0][:3], strict=True)]
+        sizes = tensors[0].element_size(), 1, CAST.pack
+        programs = math.prod(_grid(CAST, *shape))
+        rows.append([*(a // size for a, size in zip(away, sizes, strict=True)), place, *shape, first])
+        owners.append(torch.full((programs,), n, dtype=torch.int32))
+        first += programs
+    device = jobs[0][0].device
+    return Jobs(key, torch.tensor(rows, dtype=torch.int64, device=device), torch.cat(owners).to(device))
+
+
+def quantise_many(like: Job, prepared: Jobs, scale: Tensor, amax: Tensor, largest: float) -> None:
+    """Do what `quantise` does for matrices in the formats of one, with sizes in multiples of 16."""
+    x, out, turned, _ = like
+    with on(x):
+        _cast_many[(len(prepared.owners),)](
+            prepared.table,
+            prepared.owners,
+            x,
+            out.view(torch.uint8),
+            turned.view(WORDS[CAST.pack]),
+            scale,
+            amax,
+            largest,
+            out.dtype is torch.float8_e5m2,
+            CAST.rows,
+            CAST.columns,
+            CAST.pack,
+            num_warps=CAST.warps,
+        )
 
 
 def turn(q: Tensor, turned: Tensor) -> None:
