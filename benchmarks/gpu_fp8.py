@@ -343,8 +343,8 @@ def time_products(sizes: list[list[int]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=["32768x1024"], help="tokens x hidden size")
-    kinds = ["128x128x8x4", "128x64x4x4", "64x128x4x4", "128x128x8x4x0", "128x64x4x4x0", "256x64x8x4", "64x64x4x4"]
-    kinds += ["128x128x8x8", "256x128x8x4", "64x128x4x1"]
+    kinds = ["128x128x16x4", "128x128x16x4x0", "128x64x8x4", "128x64x8x4x0", "64x128x8x4", "64x64x4x4"]
+    kinds += ["128x128x8x4", "128x128x8x8", "256x64x16x4", "64x128x4x1"]
     parser.add_argument("--tiles", nargs="+", default=kinds, help="rows x columns x warps x pack[x down] of Tile")
     parts = {
         "bytes": lambda: check_bytes(),
