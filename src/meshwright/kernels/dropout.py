@@ -52,7 +52,9 @@ def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor
     from meshwright.kernels import dropout_triton
 
     samples, columns = torch.broadcast_tensors(samples, columns)  # type: ignore[no-untyped-call]
-    found = dropout_triton.site_rows(_start_number(seed), count, samples.flatten(), columns.flatten())
+    # One sample for all columns would stay a view of one element.
+    flat = samples.flatten().contiguous(), columns.flatten().contiguous()
+    found = dropout_triton.site_rows(_start_number(seed), count, *flat)
     return found.view(count, *samples.shape)
 
 
