@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 
 # A thread of the cast takes 63 registers for 32 numbers, and 124 for 64 (sm_90, Triton 3.6).
-CAST, TURN = Tile(warps=16), Tile()
+CAST, TURN = Tile(rows=64, columns=64, warps=4), Tile(rows=64, columns=128, warps=4, pack=1)
 APART = False  # whether `quantise` transposes in a second kernel
 
 
