@@ -8,7 +8,7 @@ CLONE = Path(__file__).resolve().parents[2]
 
 setup(
     name="oneflow-gpt",
-    version="0.8.0",
+    version="0.9.0",
     packages=["oneflow_gpt"],
     package_data={"oneflow_gpt": ["defaults.toml"]},
     install_requires=[f"meshwright @ {CLONE.as_uri()}"],
