@@ -68,7 +68,8 @@ def _forward(  # type: ignore[no-untyped-def]
 
     Bytes moved for each element: 2 R + 2 E; without a residual 3 E, without an x 2 E. With an
     fp8_scale y is fp8, one byte an element instead of E, of numbers rounded to the weight's format,
-    and raises the amax, if any.
+    and raises the amax, if any. With dropout and 32,768 x 1,024 bfloat16 an H200 moves 3.8 of its
+    4.8 TB/s, with rows of 2,560 3.0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
@@ -132,7 +133,8 @@ def _backward(  # type: ignore[no-untyped-def]
 
     dx, means (RMSNorm), rows and one of the two gradients may be None. Each program takes every
     n-th group of rows and keeps its sums in registers. Bytes moved for each element: E + 3 R, and E
-    for a gradient of pending that differs from the residual's; R less without dx.
+    for a gradient of pending that differs from the residual's; R less without dx. An H200 moves
+    3.9 TB/s of its 4.8 as above, with rows of 2,560 2.5.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK)

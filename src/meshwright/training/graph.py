@@ -232,9 +232,9 @@ def reason_against(c: TrainConfig, layout: Layout, device: torch.device, is_cust
     """Return why a run's steps cannot be graphs, or with "auto" should not, or None.
 
     ZeRO 1 gathers the new weights while the next forward pass has begun, but a graph ends with its
-    step. So "auto" leaves it out where the device is the slower one anyway: compiled layers take
-    the host about 2 ms each, in which an H200 multiplies 72 x tokens x hidden^2 = 10^12, and the
-    bound is 2^34 tokens x hidden^2.
+    step. So "auto" leaves it out where the device is the slower one anyway: layers of fused kernels
+    take the host about 2 ms each, in which an H200 multiplies 72 x tokens x hidden^2 = 10^12, and
+    the bound is 2^34 tokens x hidden^2.
     """
     t, m, p, o = c.training, c.model, c.parallel, c.optimizer
     sharded = p.zero > 0 and layout.group("shard") is not None
