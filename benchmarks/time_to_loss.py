@@ -38,6 +38,8 @@ FORMATS = {
     "e4m3": ["--bf16", "--fp8-format", "e4m3"],
     "hybrid": ["--bf16", "--fp8-format", "hybrid"],
     "fp32": [],
+    "compiled": ["--bf16", "--fused-kernels", "off"],
+    "plain": ["--fused-kernels", "off", "--compile", "off", "--cuda-graphs", "off"],  # float32, torch's operations
 }
 MODEL = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --hidden-dropout 0
     --attention-dropout 0 --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
