@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from helpers import TINY
 from meshwright.kernels.fp8 import Product
 from meshwright.model import fp8
-from meshwright.model.attention import Where
+from meshwright.model.attention import Shared, Where
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
@@ -122,3 +123,19 @@ def test_collectives_around_products_stay():
     assert not vars(model.h["0"]).keys() & {"enter", "transform"}
     assert vars(model.h["1"]).keys() >= {"enter", "transform"}
     assert isinstance(model.h["1"].mlp.fc.product, Product)
+
+
+def test_what_is_added_does_not_stay_in_memory():
+    model, _ = build(TINY, Options())
+    block = model.h["0"]
+    leaf = torch.randn(2, 16, TINY.hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    for join in (
+        lambda x, y: block.enter(x, y, None, Shared(Where())),
+        lambda x, y: block.transform(x, y, None),
+    ):
+        residual, pending = leaf.neg(), leaf.neg()
+        out, gone = join(residual, pending), [weakref.ref(residual), weakref.ref(pending)]
+        del residual, pending
+        assert [x() for x in gone] == [None, None]
+        sum(x.sum() for x in out).backward()
+    assert leaf.grad.isfinite().all()

@@ -67,7 +67,7 @@ class _Front(NamedTuple):
 
     def forward(self, ctx: Any, tensors: tuple[Any, ...], is_training: bool) -> tuple[Tensor, Tensor, list[Any]]:
         """Return x, the product's output [N, C], and tensors that backward needs."""
-        residual, pending, added, weight, shift, _, bias = tensors
+        residual, pending, added, weight, shift, _, bias = tensors[:7]
         join = norm.join_of(residual, pending, added, self.rows, self.p)
 
         def make(into: Into | None) -> tuple[Tensor, list[Any]]:
@@ -78,16 +78,17 @@ class _Front(NamedTuple):
         y, (x, *of_rows) = here.scales.write(here.first, shape, make, is_training)
         x = x.view(pending.shape) if join.adds else pending
         ctx.rest = self.p, self.plus, residual is not None, pending.dtype
+        ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
         return x, _forward(here, y, bias, weight.dtype), [x, *of_rows, join.rows, weight, y.turned]
 
     def backward(self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None) -> Grads:
         """Return its tensors' gradients from those of x and its output, q with partial sums."""
         x, *saved, turned = tensors
-        added, weight, shift, parameter, bias = ctx.tensors[2:7]
+        added, weight, shift, parameter, bias = ctx.parameters[:5]
         dy, of_parameter = _backward(self.product, q, turned, parameter, weight.dtype)
         of_bias = None if partials is None else gradients.from_columns(bias, partials)
-        needs = ctx.needs_input_grad[-len(ctx.tensors) :]
-        vectors = [t if needs[i] else None for i, t in ((3, weight), (4, shift), (2, added))]
+        needs = ctx.needs_input_grad[6:9]  # after four other arguments, residual and pending
+        vectors = [t if needs[i] else None for i, t in ((1, weight), (2, shift), (0, added))]
         kept = Saved(norm.flat(x), *saved, *ctx.rest)
         of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, kept, vectors, x.shape)
         return of_residual, of_pending, of_added, of_weight, of_shift, of_parameter, of_bias
@@ -119,7 +120,7 @@ class _NormHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x, qkv, saved = front.forward(ctx, tensors, is_training)
         ctx.save_for_backward(*saved)
-        ctx.front, ctx.sizes, ctx.rotation, ctx.tensors = front, sizes, rotation, tensors
+        ctx.front, ctx.sizes, ctx.rotation = front, sizes, rotation
         return x, *heads.forward(qkv.view(*x.shape[:-1], -1), sizes, rotation)
 
     @staticmethod
@@ -141,14 +142,14 @@ class _NormMLP(torch.autograd.Function):
     def forward(
         ctx: Any, front: _Front, proj: Product, kind: str, is_training: bool, *tensors: Any
     ) -> tuple[Tensor, Tensor]:
-        x, u, saved = front.forward(ctx, tensors[:7], is_training)
+        x, u, saved = front.forward(ctx, tensors, is_training)
 
         def make(into: Into | None) -> tuple[Tensor, None]:
             return activation.forward(kind, u, into), None
 
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
         ctx.save_for_backward(*saved, u, a.turned)
-        ctx.front, ctx.proj, ctx.kind, ctx.tensors = front, proj, kind, tensors
+        ctx.front, ctx.proj, ctx.kind = front, proj, kind
         return x, _forward(proj, a, tensors[8], u.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -156,8 +157,8 @@ class _NormMLP(torch.autograd.Function):
         *saved, u, turned = ctx.saved_tensors
         here, proj, flat = ctx.front.product, ctx.proj, norm.flat(grad)
         q = proj.scales.cast(proj.first + 2, flat, True, True)
-        of_bias = gradients.from_rows(ctx.tensors[8] if ctx.needs_input_grad[-1] else None, grad)
-        da, of_weight = _backward(proj, q, turned, ctx.tensors[7], grad.dtype)
+        of_bias = gradients.from_rows(ctx.parameters[6] if ctx.needs_input_grad[-1] else None, grad)
+        da, of_weight = _backward(proj, q, turned, ctx.parameters[5], grad.dtype)
         is_summed = ctx.needs_input_grad[-3]
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
