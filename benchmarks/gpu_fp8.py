@@ -174,9 +174,7 @@ def time_casts(sizes: list[list[int]], tiles: list[fp8_triton.Tile]) -> None:
             line(f"best {n}x{c}", f"{name} = {tile}, {ms:.3f} ms")
             setattr(fp8_triton, name, tile)
         gigabytes(f"cast {n}x{c}, one layout", lambda: cast(None), 3 * n * c)  # noqa: B023
-        fp8_triton.APART = True
-        gigabytes(f"cast, then transpose (APART = True) {n}x{c}", cast, 5 * n * c)
-        fp8_triton.APART = False
+        gigabytes(f"cast, then transpose {n}x{c}", lambda: (cast(None), turn()), 5 * n * c)  # noqa: B023
 
 
 def time_weights(sizes: list[list[int]]) -> None:

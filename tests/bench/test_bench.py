@@ -43,7 +43,7 @@ def test_a_row_on_several_gpus_brings_the_one_beside_it():
     [
         ("345n", "no set '345n'; did you mean 345m?"),
         ("cpu --rows nothing", "--rows 'nothing' matches none of the rows: tiny, "),
-        ("cpu --rows (", "is no regular expression"),
+        ("cpu --rows (", "is not a regular expression"),
         ("cpu --steps 2", "give 3 or more"),
     ],
 )

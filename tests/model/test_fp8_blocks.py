@@ -129,10 +129,7 @@ def test_what_is_added_does_not_stay_in_memory():
     model, _ = build(TINY, Options())
     block = model.h["0"]
     leaf = torch.randn(2, 16, TINY.hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-    for join in (
-        lambda x, y: block.enter(x, y, None, Shared(Where())),
-        lambda x, y: block.transform(x, y, None),
-    ):
+    for join in (lambda x, y: block.enter(x, y, None, Shared(Where())), lambda x, y: block.transform(x, y, None)):
         residual, pending = leaf.neg(), leaf.neg()
         out, gone = join(residual, pending), [weakref.ref(residual), weakref.ref(pending)]
         del residual, pending

@@ -36,7 +36,7 @@ def emulation():
 def test_a_cpu_has_no_fp8(run, monkeypatch):
     monkeypatch.setattr(devices, "has_fp8", lambda device: device.type != "cpu")
     result = run(*FP8)
-    assert result.status == 2 and "needs a GPU of NVIDIA with fp8" in result.err
+    assert result.status == 2 and "needs an NVIDIA GPU with fp8" in result.err
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,7 @@ def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[Row]:
     try:
         wanted = [one for one in known.values() if re.search(pattern or "", one.name, re.IGNORECASE)]
     except re.error as error:
-        raise UserError(f"--rows {pattern!r} is no regular expression: {error}; give a part of the names") from None
+        raise UserError(f"--rows {pattern!r} is not a regular expression: {error}; give a part of the names") from None
     if not wanted:
         raise UserError(f"--rows {pattern!r} matches none of the rows: {', '.join(known)}")
     needed = {one.beside for one in wanted} | {one.name for one in wanted}

@@ -14,10 +14,11 @@ so the cast reads a tensor only once. The first use of a tensor takes its own am
 (4 bits of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits, 57,344).
 
 torch._scaled_mm needs the second factor transposed. One kernel therefore writes both layouts of
-each tensor, and the transposed input, a byte a number, is all that is kept for backward. Better, if
-possible, a tensor's own kernel writes fp8, rounded to bfloat16 before, so that the bytes are those
-of a cast; another transposes them (fp8_fused.py). Weights are cast once a step, into tensors that
-stay where they are, so that a CUDA graph may read them.
+each tensor, and the transposed input, a byte a number, is all that is kept for backward. Where
+possible, the kernel that computes a tensor writes it in fp8 itself, after rounding to bfloat16, so
+that the bytes equal those of a separate cast; another kernel transposes them (fp8_fused.py).
+Weights are cast once a step, into tensors that stay where they are, so that a CUDA graph may read
+them.
 
 Hand-written because torchao casts and transposes in separate passes: at 1,024 hidden it was slower
 than bfloat16. Infinities become NaN, so that no overflow is hidden.
@@ -72,7 +73,7 @@ class Into(NamedTuple):
     amax: Tensor | None  # raised to that of y
 
     def fill(self, y: Tensor) -> Tensor:
-        """Do it with another pass over memory, as the plain twins of such kernels do."""
+        """Cast y in another pass over memory, as the plain twins of such kernels do."""
         quantise(y.reshape(self.out.shape), self.scale, self.amax, self.out, None)
         return self.out
 
@@ -181,7 +182,6 @@ class Scales:
 
     def cast(self, slot: int, x: Tensor, is_recorded: bool, is_turned: bool) -> Cast:
         """Return x [N, C] in fp8; only recorded uses have a part in later scales."""
-        x = x.contiguous()
         scale, inverse, amax = self.views[slot]
         if not self.is_set[slot]:
             self._begin(slot, x, is_recorded)
@@ -313,7 +313,7 @@ class Product:
         return _Multiply.apply(x, parameter, bias, self, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
 
     def know(self, parameter: Tensor) -> None:
-        """Have a cast of the weight."""
+        """Cast the weight, unless its cast is there."""
         if self.cast is None or self.parameter is not parameter:
             self.parameter = parameter
             self.refresh()

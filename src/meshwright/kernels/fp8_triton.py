@@ -39,7 +39,6 @@ class Tile(NamedTuple):
 
 # A thread of the cast takes 63 registers for 32 numbers, and 124 for 64 (sm_90, Triton 3.6).
 CAST, TURN = Tile(rows=64, columns=64, warps=4), Tile(rows=64, columns=128, warps=4, pack=1)
-APART = False  # whether `quantise` transposes in a second kernel
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -220,14 +219,14 @@ def on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None, largest: float) -> None:
     """Fill `out` [N, C] and `turned` [C, padded N] with x [N, C] * scale; raise any amax."""
     x = x.contiguous()
-    tile, inside = CAST, None if turned is None or APART else turned.view(WORDS[CAST.pack])
+    tile, words = CAST, None if turned is None else turned.view(WORDS[CAST.pack])
     rows, columns = x.shape
     padded = rows if turned is None else turned.shape[1]
     with on(x):
         _cast[_grid(tile, padded, columns)](
             x,
             out.view(torch.uint8),
-            inside,
+            words,
             scale,
             amax,
             rows,
@@ -241,8 +240,6 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned:
             tile.down,
             num_warps=tile.warps,
         )
-    if turned is not None and inside is None:
-        turn(out, turned)
 
 
 Job = tuple[Tensor, Tensor, Tensor, int]  # x, both its layouts, and the place of its scale and amax

@@ -279,7 +279,7 @@ def pack(
     sizes: Sizes,
     rotation: Rotation | None,
     summed: bool,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
     into: Into | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""

@@ -29,7 +29,7 @@ def require(p: Precision, device: torch.device) -> None:
     """Refuse fp8 where no matrix unit has it."""
     if p.fp8_format and not devices.has_fp8(device):
         raise UserError(
-            f"--fp8-format {p.fp8_format} needs a GPU of NVIDIA with fp8 (compute capability 8.9 or more), but this "
+            f"--fp8-format {p.fp8_format} needs an NVIDIA GPU with fp8 (compute capability 8.9 or more), but this "
             f"run is on {devices.name(device)}; leave it out"
         )
 
@@ -68,13 +68,13 @@ def fuse(block: Any) -> None:
 def enter(
     block: FusedBlock, residual: Tensor | None, pending: Tensor, rows: Tensor | None, shared: Shared
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what FusedBlock's method does."""
+    """Replace FusedBlock.enter."""
     join, qkv = Join(residual, pending, None, rows, block.p), block.attn.qkv
     return norm_heads(join, weights_of(block.ln_1), map_of(qkv), block.sizes(len(qkv.weight)), shared.rotation)
 
 
 def transform(block: FusedBlock, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Do what FusedBlock's method does."""
+    """Replace FusedBlock.transform."""
     join, mlp = Join(base, branch, block.attn.proj.bias, rows, block.p), block.mlp
     return norm_mlp(join, weights_of(block.ln_2), mlp.activation, map_of(mlp.fc), map_of(mlp.proj))
 
