@@ -27,6 +27,31 @@ def test_train_accepts_every_row(name, tmp_path):
         assert not row.beside or row.beside in [one.name for one in rows.rows_of(name, 2)]
 
 
+@pytest.mark.parametrize("name, steps", [("startup", None), ("cpu", 3), ("cpu", 5)])
+def test_train_accepts_fewer_steps_than_the_warm_up(name, steps, tmp_path):
+    for row in rows.rows_of(name, 2):
+        words = Plan(tmp_path, steps=steps).command(row)
+        words = words[words.index("train") + 1 :]
+        config = flags.parse(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        assert config.training.train_iters == (steps or row.steps)
+
+
+@pytest.mark.parametrize("taken", ["out", "out/tiny"])
+def test_a_place_that_is_taken_is_named_before_the_first_row(taken, tmp_path, capsys):
+    place = tmp_path / taken
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("")
+    assert main(["bench", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert f"{place} exists already; choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--train-iters=9", "--run_dir=x", "--data-path", "--dry-run"])
+def test_flags_that_a_bench_sets_are_refused_after_the_dashes(word, tmp_path, capsys):
+    assert main(["bench", "cpu", "--out", str(tmp_path / "out"), "--", word]) == 2
+    assert "after --: each row has its own; give --" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_random_tokens_have_the_vocabulary_of_the_preset(tmp_path):
     (row,) = rows.chosen(["llama3-8b"], None, 1)
     assert "--mock-data --vocab-size 128256" in " ".join(Plan(tmp_path).command(row))

@@ -18,8 +18,9 @@ TINY = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 12
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 4"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
 FP8 = "--fp8-format e4m3"
+WARMUP = 5  # steps
 # What all rows but those of presets share.
-RECIPE = "--lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0"
+RECIPE = f"--lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters {WARMUP} --weight-decay 0.1 --clip-grad 1.0"
 
 
 @dataclass(frozen=True)

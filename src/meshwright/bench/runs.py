@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import tokenizers
-from meshwright.bench.rows import Row
+from meshwright.bench.rows import RECIPE, WARMUP, Row
 from meshwright.launch.world import LAUNCHER_PID
 
 TRACED = 3  # steps that --profile adds to the end of a run
@@ -48,7 +48,10 @@ class Plan:
         """Return the command without the interpreter: [launch ...] train ..."""
         steps = self.steps_of(row)
         words = [*row.flags.split(), *self.data_flags(row)]
-        words += ["--train-iters", str(steps + TRACED * self.has_profile), "--eval-iters", "0", "--log-interval", "5"]
+        total = steps + TRACED * self.has_profile
+        words += ["--train-iters", str(total), "--eval-iters", "0", "--log-interval", "5"]
+        if total <= WARMUP and RECIPE in row.flags:  # the decay must be longer than the warm-up
+            words += ["--lr-decay-iters", str(WARMUP + 1)]
         if self.has_profile:
             words += [
                 "--profile",

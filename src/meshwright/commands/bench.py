@@ -15,6 +15,9 @@ from meshwright.settings.schema import flag
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
 Words = list[str]  # a field below is named list
+# Flags of train that a bench sets, and what to give in their place.
+OURS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}
+OURS |= {"--dry-run": "--list before --"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ def main(argv: Words) -> int:
     if (out / "results.json").exists():
         raise UserError(f"--out {out} holds the results of an earlier bench; choose another folder")
     plan = Plan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra))
+    for taken in (out, *(plan.folder(one) for one in chosen)):
+        if taken.exists() and not (taken == out and out.is_dir()):
+            raise UserError(f"--out {out}: {taken} exists already; choose another folder")
+    for word in extra:
+        if (name := word.partition("=")[0].replace("_", "-")) in OURS:
+            raise UserError(f"{name} after --: each row has its own; give {OURS[name]}")
     peer_seconds = c.peer_seconds if c.peers else None
     bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count(), peer_seconds)
     return UNEXPECTED if bench.run(chosen) else DONE
