@@ -54,7 +54,7 @@ ADVICE |= {errno.EDQUOT: ADVICE[errno.ENOSPC], errno.EROFS: "; choose a folder t
 ADVICE |= dict.fromkeys((errno.EACCES, errno.EPERM), "; choose another folder, or change its permissions")
 
 # The import names of the packages that every installation has.
-PACKAGES = set("torch numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib".split())
+PACKAGES = set("torch numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib jinja2".split())
 
 
 def main(argv: list[str] | None = None) -> int:

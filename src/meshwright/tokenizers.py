@@ -33,6 +33,7 @@ from meshwright.files import replacing
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE, CHAT_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face keeps a chat template
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 LONG_SPACE = 500_000  # characters
@@ -185,6 +186,14 @@ class HuggingFace(_Bytewise):
     def encode(self, text: str) -> list[int]:
         return list(self._library.encode(text, add_special_tokens=False).ids)
 
+    @functools.cached_property
+    def with_special(self) -> Any:
+        """The library's tokenizer that takes special tokens inside a text for themselves."""
+        library = type(self._library).from_str(self._library.to_str())
+        library.no_truncation()
+        library.no_padding()
+        return library
+
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         if self._bytes is not None:
             return b"".join(self._bytes[i] for i in ids)
@@ -236,6 +245,16 @@ def fastest(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
     fast = tokenizer.gigatoken() if isinstance(tokenizer, GPT2BPE) else None
     return fast or tokenizer.encode
+
+
+def encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text in which special tokens are themselves, as a chat template writes them."""
+    if isinstance(tokenizer, HuggingFace):
+        return list(tokenizer.with_special.encode(text, add_special_tokens=False).ids)
+    if not isinstance(tokenizer, GPT2BPE):
+        return tokenizer.encode(text)
+    first, *others = text.split(END_OF_TEXT)
+    return [*tokenizer.encode(first), *(i for part in others for i in (tokenizer.eod, *tokenizer.encode(part)))]
 
 
 def missing_speed(tokenizer: Tokenizer) -> str | None:
@@ -428,12 +447,15 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the tokenizer into `folder`, meta.json last, so that it never names a missing file."""
+    """Copy the tokenizer into `folder`, meta.json last, so that it never names a missing file.
+
+    A chat template beside it is copied too. It is no part of the tokenizer: anyone may change it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    sha256 = hashes(tokenizer)
-    for name, source in tokenizer.files.items():
+    beside = {source.parent / name for source in tokenizer.files.values() for name in (CHAT_TEMPLATE, CHAT_CONFIG)}
+    for name, source in {**tokenizer.files, **{path.name: path for path in beside if path.is_file()}}.items():
         target = folder / name
-        if not target.exists() or _sha256(target) != sha256[name]:
+        if not target.exists() or _sha256(target) != _sha256(source):
             with replacing(target) as file:
                 file.write(source.read_bytes())
     with replacing(folder / "meta.json") as file:

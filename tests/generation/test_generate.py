@@ -318,36 +318,6 @@ def test_interactive_on_several_ranks(generate, run, monkeypatch):
 # Characters
 
 
-class Pieces:
-    """A tokenizer of given texts; with `replaces` it decodes half a character to U+FFFD."""
-
-    def __init__(self, tokens, replaces):
-        self.tokens, self.replaces = tokens, replaces
-
-    def decode_bytes(self, ids):
-        raw = b"".join(self.tokens[i] for i in ids)
-        return raw.decode("utf-8", "replace").encode() if self.replaces else raw
-
-
-@pytest.mark.parametrize("replaces", [True, False])
-def test_no_character_is_broken(replaces):
-    """However a text is cut into tokens, the pieces join to it without half characters."""
-    text = "aé€😀 naïve 中文 👩‍👩‍👧 �?"
-    raw = text.encode()
-    random_ = random.Random(1)
-    for _ in range(60):
-        cuts = sorted({0, len(raw), *random_.choices(range(len(raw)), k=random_.randrange(40))})
-        tokens = [raw[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-        pieces = list(chat.pieces(Pieces(tokens, replaces), range(len(tokens))))
-        assert "".join(pieces) == text and sum("�" in p for p in pieces) == 1
-    broken = [b"a", "é".encode()[:1], b"b", "€".encode()[:2]]
-    assert "".join(chat.pieces(Pieces(broken, replaces), range(4))) == "a�b�"
-
-
-def test_pieces_come_as_soon_as_they_are_complete():
-    assert list(chat.pieces(tokenizers.Bytes(), "Bär".encode())) == ["B", "", "ä", "r", ""]
-
-
 def test_terminal_bytes_that_are_not_utf8(generate):
     assert chat.replace_surrogates("a\udcffb") == "a�b"
     assert generate("--prompt", "a\udcff", "--out-seq-length=1")[0] == 0

@@ -1,4 +1,4 @@
-"""Megatron-LM's server of generated text, and its client; there is none here yet."""
+"""Megatron-LM's server of generated text; there is none here yet."""
 
 import sys
 from pathlib import Path

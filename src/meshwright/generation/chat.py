@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from meshwright.errors import UserError
+from meshwright.generation.stream import pieces
 from meshwright.tokenizers import Null, Tokenizer
 
 Continue = Callable[[list[int], int], Iterator[int]]  # prompt, number of the answer -> tokens
@@ -83,24 +83,6 @@ def print_pieces(before: str, tokenizer: Tokenizer, ids: Iterable[int]) -> None:
     for text in pieces(tokenizer, ids):
         print(text, end="", flush=True)
     print()
-
-
-def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Yield text as it comes; a character of several tokens waits until it is complete.
-
-    All tokens are decoded each time: some vocabularies write the first one of a text differently.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    all_ids: list[int] = []
-    printed = 0
-    for i in ids:
-        all_ids.append(i)
-        raw = tokenizer.decode_bytes(all_ids)
-        # A library that decodes to text puts U+FFFD for an incomplete character.
-        if not raw.endswith(b"\xef\xbf\xbd"):
-            yield decoder.decode(raw[printed:])
-            printed = len(raw)
-    yield decoder.decode(tokenizer.decode_bytes(all_ids)[printed:], final=True)
 
 
 def recorded(ids: Iterable[int], into: list[int]) -> Iterator[int]:

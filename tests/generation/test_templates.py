@@ -1,0 +1,126 @@
+"""Chat templates: equal to transformers' text and tokens, where they are found, and refusals."""
+
+import json
+import shutil
+
+import pytest
+
+from meshwright import tokenizers
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.generation import templates
+
+CHATML = """{%- for m in messages %}
+    {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+    {%- else %}{{ m.content + '<|im_end|>' }}{% endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+LLAMA = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}
+{% if m['role'] == 'user' %}{% if loop.index0 % 2 %}{{ raise_exception('Roles must alternate') }}{% endif %}
+[INST] {{ m['content'] | trim | tojson }} [/INST]
+{% else %} {{ m['content'] }}{{ eos_token }}{% continue %}{% endif %}
+{% set ns.n = ns.n + 1 %}{% endfor %}"""
+TURNS = [
+    {"role": "user", "content": ' Grüße <b>& "you"\n'},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "And {{ now }}?"},
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """A folder of Hugging Face's with special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("vocabulary")
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False))
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    library.save(str(folder / "tokenizer.json"))
+    write_config(folder)
+    return folder
+
+
+def write_config(folder, **more):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>"}
+    config["eos_token"] = {"content": "<|im_end|>", "__type": "AddedToken", "special": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
+
+
+@pytest.mark.parametrize("text", [CHATML, LLAMA], ids=["chatml", "llama"])
+@pytest.mark.parametrize("begin", [True, False])
+def test_equals_transformers(vocabulary, tmp_path, text, begin):
+    import transformers
+
+    shutil.copytree(vocabulary, tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(text)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
+    mine = tokenizers.HuggingFace(tmp_path / "t")
+    template = templates.find(mine, None)
+    options = dict(tokenize=False, add_generation_prompt=begin)
+    assert template.render(TURNS, begin) == theirs.apply_chat_template(TURNS, **options)
+    ids = theirs.apply_chat_template(TURNS, **options | dict(tokenize=True, return_dict=False))
+    assert template.encode(mine, TURNS, begin) == ids and template.stop == ("<|im_end|>",)
+    assert mine.encode("<|im_end|>") != tokenizers.encode_special(mine, "<|im_end|>") == [258]
+
+
+def test_where_it_is_found(vocabulary, tmp_path):
+    """The file wins over the configuration; of several templates there, the one named default."""
+    mine = tokenizers.HuggingFace(vocabulary)
+    assert templates.find(mine, None) is None and templates.find(tokenizers.Bytes(), tmp_path) is None
+    several = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "usual"}]
+    for written, text in (("only", "only"), (several, "usual"), (several[:1], "tools")):
+        write_config(tmp_path, chat_template=written)
+        assert templates.find(mine, tmp_path).text == text
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
+    assert templates.find(tokenizers.Bytes(), tmp_path).render([]) == "file <|im_end|>"
+    assert templates.choose("plain", mine, tmp_path) is None
+    assert templates.choose(None, mine, tmp_path) == templates.choose(str(tmp_path), mine, None)
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert templates.choose(str(tmp_path / "mine.jinja"), mine, None).render([]) == "mine"
+    with pytest.raises(UserError, match="holds neither chat_template.jinja nor"):
+        templates.choose(str(vocabulary), mine, None)
+    with pytest.raises(UserError, match="none.jinja cannot be read as a chat template"):
+        templates.choose("none.jinja", mine, None)
+
+
+def test_a_run_keeps_the_template_beside_its_tokenizer(vocabulary, tmp_path):
+    shutil.copytree(vocabulary, tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text("kept")
+    mine = tokenizers.HuggingFace(tmp_path / "t")
+    tokenizers.save(mine, tmp_path / "run" / "tokenizer")
+    kept = tokenizers.build(tokenizers.TokenizerFlags(), tmp_path / "run" / "tokenizer")
+    assert templates.find(kept, None).text == "kept" and tokenizers.is_same(mine, tmp_path / "run" / "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{% if %}", "Expected an expression"),
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ cycler().next.x.y }}", "cannot write these turns"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_a_bad_template_is_refused(tmp_path, text, message):
+    """It may have been written by anyone: it reaches nothing outside of its sandbox."""
+    with pytest.raises(UserError, match=message) as caught:
+        templates.ChatTemplate(tmp_path / "x", text).render(TURNS)
+    assert caught.value.status == BAD_DATA and str(tmp_path / "x") in str(caught.value)
+
+
+def test_special_tokens_of_gpt2s_files(tmp_path):
+    tokenizers.train_bpe(["the cat"], 262, tmp_path)
+    t = tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    ids = tokenizers.encode_special(t, "a<|endoftext|><|endoftext|>b")
+    assert ids == [*t.encode("a"), t.eod, t.eod, *t.encode("b")] and t.eod not in t.encode("<|endoftext|>")
