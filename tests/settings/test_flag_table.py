@@ -276,13 +276,13 @@ TABLE = {
         "lang": "test_sentences.py::test_languages",
     },
     "evaluate": {
-        "input": "test_evaluate.py::test_figures_equal_a_plain_computation",
-        "json_keys": "test_evaluate.py::test_each_key_of_a_line_is_a_document",
+        "input": "test_score.py::test_figures_equal_a_plain_computation",
+        "json_keys": "test_score.py::test_each_key_of_a_line_is_a_document",
         "include": "test_inputs.py::test_a_folder",
         "exclude": "test_inputs.py::test_a_folder",
         "document_separator": "test_inputs.py::test_separators",
-        "overlapping_eval": "test_evaluate.py::test_overlapping_eval",
-        "json": "test_evaluate.py::test_json_and_table_show_the_same_numbers",
+        "overlapping_eval": "test_score.py::test_overlapping_eval",
+        "json": "test_score.py::test_json_and_table_show_the_same_numbers",
     },
     "verification": {
         "prefixes": "test_data_commands.py::test_whole_files_and_checksums",

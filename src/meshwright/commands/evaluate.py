@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         return DONE
     from meshwright.data.prepare.inputs import find
     from meshwright.data.prepare.text import read_texts
-    from meshwright.evaluation.score import read_token_files, score, score_ids
+    from meshwright.evaluation.score import plain_scorer, read_token_files, score, score_ids
 
     c, e = parsed.config, parsed.config.evaluate
     texts = list[str]()
@@ -114,9 +114,9 @@ def main(argv: list[str]) -> int:
         stride = min(e.overlapping_eval or max(1, m.seq_length // 2), m.seq_length)
         if c.data.data_path:
             documents = read_token_files(c.data, m.tokenizer, divided=parsed.sources["split"] != "default")
-            s = score_ids(m.model, m.tokenizer.eod, documents, m.seq_length, stride, batch)
+            s = score_ids(plain_scorer(m.model), m.tokenizer.eod, documents, m.seq_length, stride, batch)
         else:
-            s = score(m.model, m.tokenizer, texts, m.seq_length, stride, batch)
+            s = score(plain_scorer(m.model), m.tokenizer, texts, m.seq_length, stride, batch)
     print_score(s, m.step, m.seq_length, stride, e.json)
     return DONE
 

@@ -1,25 +1,147 @@
-"""Perplexity and bits per byte of a language model on documents.
+"""Scores of token windows, and the perplexity and bits per byte of documents made of them.
 
-Each document is scored alone: every token is predicted once, the first after an end of document. A
+Every measure makes `Window`s and adds up what `score_windows` returns for each: its loss, and how
+many of its labels are the likeliest token. A `Scorer` runs the model, in whatever layout that is.
+
+A document is scored alone: every token is predicted once, the first after an end of document. A
 long document is read in windows; each after the first starts `stride` tokens later and counts only
 the new ones, so that they have a context. Bits per byte compares different vocabularies.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.errors import BAD_DATA, NON_FINITE, UserError
 from meshwright.settings.data_paths import path_sets
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
     from meshwright.model.gpt import GPT
     from meshwright.settings.schema import Data
     from meshwright.tokenizers import Tokenizer
+
+AT_ONCE = 64  # full micro-batches whose windows are sorted by length and given to a scorer together
+
+
+class Window(NamedTuple):
+    """Inputs and, one place on, their labels; predictions before number `first` do not count."""
+
+    tokens: Sequence[int]
+    first: int = 0
+
+
+class Rows(NamedTuple):
+    """Windows as a micro-batch, padded on the right, where causal attention does not look."""
+
+    tokens: Tensor  # [B, T] int64
+    labels: Tensor  # [B, T] int64
+    counted: Tensor  # [B, T] bool
+
+
+# Micro-batches to [rows of all of them, 2] float64 on the host: the nats of a row's counted
+# predictions, and how many of these have the likeliest token as their label.
+Scorer = Callable[[list[Rows]], "Tensor"]
+
+
+def score_windows(
+    scorer: Scorer, windows: Iterable[Window], length: int, batch: int, fixed: bool = False
+) -> Iterator[Tensor]:
+    """Yield [n, 2], what the scorer returns for each window in order, for some windows at a time.
+
+    A micro-batch has `batch` windows of `length` predictions, or more shorter ones; windows are
+    sorted by length, because a row is padded to the longest. With `fixed` every micro-batch is
+    [batch, length], for a network that runs no other shape.
+    """
+    waiting = iter(windows)
+    while portion := list(itertools.islice(waiting, AT_ONCE * batch)):
+        order = sorted(range(len(portion)), key=lambda i: -len(portion[i].tokens))
+        batches, at = [], 0
+        while at < len(order):
+            width = length if fixed else max(1, len(portion[order[at]].tokens) - 1)
+            count = batch * length // width
+            batches.append(make_rows([portion[i] for i in order[at : at + count]], count if fixed else 0, width))
+            at += count
+        values = scorer(batches)[: len(portion)]  # after these come the rows that fill the last micro-batch
+        ordered = values.new_empty(values.shape)
+        ordered[order] = values
+        yield ordered
+
+
+def make_rows(windows: list[Window], at_least: int, width: int) -> Rows:
+    """Return a micro-batch of these windows, and of empty rows if they are fewer than asked for."""
+    import torch
+
+    tokens, labels = (torch.zeros(max(len(windows), at_least), width, dtype=torch.int64) for _ in range(2))
+    counted = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (ids, first) in enumerate(windows):
+        window, n = torch.as_tensor(ids, dtype=torch.int64), len(ids) - 1
+        tokens[row, :n], labels[row, :n], counted[row, first:n] = window[:-1], window[1:], True
+    return Rows(tokens, labels, counted)
+
+
+def plain_scorer(model: GPT) -> Scorer:
+    """Score with a whole model on one device."""
+    import torch
+
+    from meshwright.model.attention import Where
+
+    device = model.wte.weight.device
+
+    def run(batches: list[Rows]) -> Tensor:
+        model.eval()
+        with torch.inference_mode():
+            return torch.cat([count(model(b.tokens.to(device), Where()), b, model.vocab) for b in batches]).cpu()
+
+    return run
+
+
+def count(logits: Tensor, rows: Rows, vocab: int, first: int = 0, group: ProcessGroup | None = None) -> Tensor:
+    """Return [B, 2] float64: the nats of each row's counted predictions, and how many are right.
+
+    The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
+    others. `rows` may be on the host, from where the places that count are sent without a wait.
+    """
+    import torch
+
+    from meshwright.kernels.cross_entropy import cross_entropy
+    from meshwright.parallel.tensor import joining_over
+
+    flat, labels = logits.flatten(0, 1), rows.labels.flatten().to(logits.device)
+    places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
+    if 2 * len(places) < len(flat):  # else a copy would take more time and memory than what it saves
+        flat, labels = flat[places], labels[places]
+    losses = right = flat.new_zeros(len(flat))
+    if len(flat):
+        losses = cross_entropy(flat, labels, vocab, first, joining_over(group))
+        right = likeliest(flat[:, : max(vocab - first, 0)], first, group) == labels
+    both = torch.stack([losses.double(), right.double()], dim=1)
+    if len(both) != len(places):
+        both = both[places]
+    dense = both.new_zeros(rows.labels.numel(), 2).index_copy_(0, places, both)
+    return dense.view(*rows.labels.shape, 2).sum(1)
+
+
+def likeliest(logits: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
+    """Return the token with the largest logit in each row, the lowest of equal ones."""
+    from meshwright.parallel import comm
+
+    if group is None:
+        return logits.argmax(-1)
+    high, token = logits.max(-1)
+    highest = comm.all_reduce(high, group, "max")
+    # The smallest id, as a maximum: other ranks' rows have one that is larger than any.
+    return -comm.all_reduce((-token - first).where(high == highest, -(1 << 40)), group, "max")
+
+
+# Documents
 
 
 @dataclass(frozen=True)
@@ -45,10 +167,10 @@ class Score:
         return self.total_loss / math.log(2) / self.bytes
 
 
-def score(model: GPT, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int) -> Score:
+def score(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int) -> Score:
     """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
     documents = ((tokenizer.encode(text), len(text.encode())) for text in texts)
-    return score_ids(model, tokenizer.eod, documents, length, stride, batch)
+    return score_ids(scorer, tokenizer.eod, documents, length, stride, batch)
 
 
 def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[tuple[list[int], int]]:
@@ -77,54 +199,41 @@ def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[t
 
 
 def score_ids(
-    model: GPT, eod: int, documents: Iterable[tuple[Sequence[int], int]], length: int, stride: int, batch: int
+    scorer: Scorer, eod: int, documents: Iterable[tuple[Sequence[int], int]], length: int, stride: int, batch: int
 ) -> Score:
     """Score documents given as their tokens, without an end, and their number of bytes."""
-    import torch
-
-    from meshwright.model.attention import Where
-    from meshwright.model.loss import token_losses
-
-    device = model.wte.weight.device
-    model.eval()
     tokens = size = number = 0
-    total = 0.0
-    waiting: list[tuple[list[int], list[int], int]] = []
 
-    def flush() -> float:
-        longest = max(len(x) for x, _, _ in waiting)
-        x, y = (torch.zeros(len(waiting), longest, dtype=torch.int64) for _ in range(2))
-        counted = torch.zeros(len(waiting), longest, dtype=torch.float64)
-        for row, (inputs, labels, first) in enumerate(waiting):
-            x[row, : len(inputs)], y[row, : len(labels)] = torch.tensor(inputs), torch.tensor(labels)
-            counted[row, first : len(labels)] = 1
-        waiting.clear()
-        with torch.inference_mode():
-            losses = token_losses(model(x.to(device), Where()), y.to(device), model.vocab)
-        return float((losses.double().cpu() * counted).sum())
+    def read() -> Iterator[Window]:
+        nonlocal tokens, size, number
+        for own, bytes_of_text in documents:
+            ids = [eod, *own]
+            number, tokens, size = number + 1, tokens + len(ids) - 1, size + bytes_of_text
+            for begin, first, end in windows(len(ids) - 1, length, stride):
+                yield Window(ids[begin : end + 1], first - begin)
 
-    for own, bytes_of_text in documents:
-        ids = [eod, *own]
-        number, tokens, size = number + 1, tokens + len(ids) - 1, size + bytes_of_text
-        for begin, first, end in windows(len(ids) - 1, length, stride):
-            waiting.append((ids[begin:end], ids[begin + 1 : end + 1], first - begin))
-            if len(waiting) == batch:
-                total += flush()
-    if waiting:
-        total += flush()
+    total = math.fsum(float(values[:, 0].sum()) for values in score_windows(scorer, read(), length, batch))
     if not tokens:
         raise UserError("there is no text to score", BAD_DATA)
-    if not math.isfinite(total):
-        why = "the model's weights are damaged, or --fp16 overflows (try --bf16)"
-        raise UserError(f"the loss is not finite; {why}", NON_FINITE)
+    require_finite(total)
     return Score(total, tokens, size, number)
 
 
-def windows(n: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, first counted, end) over n predictions: each counted once, in <= `length`."""
+def require_finite(total: float) -> None:
+    if not math.isfinite(total):
+        why = "the model's weights are damaged, or --fp16 overflows (try --bf16)"
+        raise UserError(f"the loss is not finite; {why}", NON_FINITE)
+
+
+def windows(n: int, length: int, stride: int, at_multiples: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, first counted, end) over n predictions: each counted once, in <= `length`.
+
+    The last window begins as early as `length` allows, or, with `at_multiples` (as in Megatron's
+    and transformers' evaluations), where a full one would: at a multiple of the stride.
+    """
     end = min(n, length)
     if n:
         yield 0, 0, end
     while end < n:
         first, end = end, min(end + stride, n)
-        yield max(0, end - length), first, end
+        yield first + stride - length if at_multiples else max(0, end - length), first, end

@@ -199,11 +199,15 @@ def spread(model: GPT, layout: Layout, by_rows: Plain | None, columns: int) -> r
 
 
 def joining(layout: Layout) -> Combine | None:
+    """Return `joining_over` of the layout's tensor group."""
+    return joining_over(layout.group("tp"))
+
+
+def joining_over(group: ProcessGroup | None) -> Combine | None:
     """Return how to combine the ranks' parts of a cross entropy whose logits are cut by ids.
 
     The result is the log-sum-exp over the full vocabulary and the label's logit.
     """
-    group = layout.group("tp")
     if group is None:
         return None
 

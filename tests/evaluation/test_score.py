@@ -20,6 +20,7 @@ from meshwright.generation import engine
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model, Tokenizer
+from ranks import run_ranks
 
 TEXT = "die Katze saß auf der Matte. " * 3
 LENGTH = 16
@@ -168,9 +169,63 @@ def test_score_against_a_plain_computation():
         for length, stride in ((9, 9), (9, 4), (5, 1), (1, 1)):
             want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
             for batch in (1, 3, 50):
-                got = scoring.score(model, tokenizers.Bytes(), documents, length, stride, batch)
+                got = scoring.score(scoring.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch)
                 assert got.total_loss == pytest.approx(want, rel=1e-10)
                 assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
+
+
+def small_model():
+    torch.manual_seed(0)
+    return GPT(Model(num_layers=1, hidden_size=8, num_attention_heads=2), 31, 32, 9).double().eval()
+
+
+def test_windows_are_scored_in_any_batches():
+    """Nats and labels that are the likeliest token, in order, also where every shape is fixed."""
+    model, rng = small_model(), random.Random(0)
+    windows = [
+        scoring.Window([rng.randrange(31) for _ in range(n + 1)], rng.randrange(n + 1))
+        for n in rng.choices(range(10), k=300)
+    ]
+    want = []
+    with torch.no_grad():
+        for ids, first in windows:
+            logits = model(torch.tensor([ids[:-1] or [0]]), Where())[0, : len(ids) - 1, :31].log_softmax(-1)
+            labels = torch.tensor(ids[1:], dtype=torch.int64)
+            picked = logits.gather(1, labels[:, None])[first:].sum()
+            want.append([-picked, (logits.argmax(-1) == labels)[first:].sum()])
+    shapes = []
+
+    def scorer(batches):
+        shapes.extend(b.tokens.shape for b in batches)
+        return scoring.plain_scorer(model)(batches)
+
+    for batch, fixed in ((1, False), (4, False), (500, False), (4, True)):
+        shapes.clear()
+        got = torch.cat(list(scoring.score_windows(scorer, windows, 9, batch, fixed)))
+        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
+        assert all(b * t <= batch * 9 for b, t in shapes) and (not fixed or set(shapes) == {(4, 9)})
+    assert torch.tensor(want)[:, 1].sum() > 0
+
+
+def check_cut_logits():
+    torch.manual_seed(1)
+    logits, labels, counted = (
+        torch.randint(0, 4, (2, 5, 12)).double(),
+        torch.randint(0, 10, (2, 5)),
+        torch.rand(2, 5) < 0.5,
+    )
+    rank = torch.distributed.get_rank()
+    for some in (counted, torch.ones_like(counted), torch.zeros_like(counted)):
+        rows = scoring.Rows(labels, labels, some)
+        want = scoring.count(logits, rows, 10)
+        part = logits[..., 4 * rank : 4 * rank + 4]
+        got = scoring.count(part, rows, 10, 4 * rank, torch.distributed.group.WORLD)
+        torch.testing.assert_close(got, want)
+
+
+def test_ranks_that_hold_parts_of_the_logits():
+    """Equal logits, of which the first counts, and padded ids on the last rank."""
+    run_ranks(check_cut_logits, 3)
 
 
 @pytest.mark.parametrize(
