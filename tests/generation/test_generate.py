@@ -13,14 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers import flip_bit, train_on_texts
 from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.generation import chat, engine, sampling
-from meshwright.model.gpt import GPT, initialise
-from meshwright.settings.schema import Model, Sampling
+from meshwright.generation import chat, engine
 
 ROOT = Path(__file__).resolve().parents[2]
 CAT, DOG, BEAR = SENTENCES = ["the cat sat.", "a dog ran.", "ein Bär."]
@@ -109,6 +106,21 @@ def test_top_p(samples):
     assert set(texts(samples("--top_p", "0.1"))) == {CAT}
 
 
+def test_min_p(samples):
+    """The beginnings have about 6, 3 and 2 elevenths; the likeliest one's share is 1."""
+    assert beginnings(samples("--min_p", "0.1", n=60)) == {"t", "a", "e"}
+    assert beginnings(samples("--min-p", "0.9", n=60)) == {"t"}
+    assert set(texts(samples("--min_p", "0.9"))) == {CAT}
+
+
+def test_repetition_penalty(generate):
+    """A strong one forbids a letter that the text has; 1 changes nothing."""
+    plain = generate("--greedy", "--prompt", "the c")[1]
+    assert generate("--greedy", "--prompt", "the c", "--repetition_penalty", "1")[1] == plain
+    text = generate("--greedy", "--prompt", "the c", "--repetition-penalty", "1000", "--max-new-tokens=4")[1]
+    assert text != plain and len(set(text[:-1])) == len(text) - 1 - "the c".count("e") + 1
+
+
 def test_seed(samples):
     assert samples("--seed", "1") == samples("--seed", "1") != samples("--seed", "2")
 
@@ -148,7 +160,7 @@ def test_seq_length_may_be_filled_exactly(samples, generate, tmp_path):
 
 
 def test_end_of_document_ends_a_row(samples):
-    for row in samples():
+    for row in samples("--top_p=0.9"):  # whole characters
         assert row["finished"] and row["length"] == len(row["text"].encode()) < LENGTH
 
 
@@ -322,75 +334,6 @@ def test_terminal_bytes_that_are_not_utf8(generate):
     assert chat.replace_surrogates("a\udcffb") == "a�b"
     assert generate("--prompt", "a\udcff", "--out-seq-length=1")[0] == 0
     assert generate(typed="a\udcff\n")[0] == 0
-
-
-# The engine
-
-
-def little(seed=1, dtype=torch.float64):
-    m = Model(num_layers=2, hidden_size=16, num_attention_heads=2, init_method_std=1.0)
-    model = GPT(m, 11, 16, 20)
-    initialise(model.named_parameters(), m, 11, seed)
-    return model.to(dtype).eval()
-
-
-def chooser(settings, n, seen=None):
-    streams = [sampling.generator(3, i) for i in range(n)]
-
-    def choose(row, logits):
-        if seen is not None:
-            seen.append((row, logits.clone()))
-        return sampling.choose(logits, settings, streams[row])
-
-    return choose
-
-
-def complete(model, prompts, *how):
-    return engine.collect(engine.decode(model, prompts, *how), len(prompts), eod=10)
-
-
-PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [1] * 18, [2] * 20]
-
-
-@pytest.mark.parametrize("settings", [Sampling(greedy=True), Sampling(temperature=2.0), Sampling(top_p=0.8)])
-def test_cache_and_batch_change_nothing(settings):
-    """Tokens and logits agree with a cache, without it, and for each prompt alone."""
-    model, got, seen = little(), [], []
-    for cached in (True, False):
-        seen.append([])
-        got.append(complete(model, PROMPTS, 12, 20, 10, chooser(settings, 5, seen[-1]), cached))
-    assert got[0] == got[1] and len(seen[0]) == len(seen[1]) > 20
-    for (row, a), (other, b) in zip(*seen, strict=True):
-        assert row == other and a.shape == (11,) and torch.allclose(a, b, rtol=1e-10, atol=1e-10)
-    for i, prompt in enumerate(PROMPTS):
-        streams = [sampling.generator(3, i)]
-        alone = complete(model, [prompt], 12, 20, 10, lambda r, x, s=streams: sampling.choose(x, settings, s[r]))
-        assert alone == [got[0][i]]
-    assert len(got[0][3][0]) <= 2 and got[0][4] == ([], False)
-
-
-def test_each_row_ends_separately():
-    """A row ends at its end of document, after `max_new` tokens, or at the sequence length."""
-    script = {0: iter([4, 4, 10]), 1: iter([5] * 99), 2: iter([10])}
-    rows = complete(little(), [[1], [2] * 17, [3] * 4], 5, 20, 10, lambda row, logits: next(script[row]))
-    assert rows == [([4, 4], True), ([5] * 3, False), ([], True)]
-    most = complete(little(), [[1]], 5, 20, 10, lambda row, logits: 4)
-    assert most == [([4] * 5, False)]
-    assert complete(little(), [[1]], 999, 20, 10, lambda row, logits: 4) == [([4] * 19, False)]
-
-
-def test_each_token_comes_when_it_is_chosen():
-    """Nothing is computed ahead: the dialogue shows a token before the next one is chosen."""
-    chosen = []
-
-    def choose(row, logits):
-        chosen.append(row)
-        return 4
-
-    tokens = engine.decode(little(), [[1], [2, 2]], 3, 20, 10, choose)
-    assert next(tokens) == [4, None] and chosen == [0]
-    assert next(tokens) == [4, 4] and chosen == [0, 0, 1]
-    assert list(tokens) == [[4, 4], [None, 4]]
 
 
 # What is refused

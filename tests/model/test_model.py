@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from helpers import TINY
 from meshwright import device as devices
 from meshwright.model import attention, counts, gpt, pick
-from meshwright.model.attention import Cache, Where
+from meshwright.model.attention import Cache, Cached, Where
 from meshwright.model.gpt import GPT, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.settings import schema as config
@@ -292,10 +292,10 @@ def test_cache_equals_whole(impl):
     model.eval()
     x = tokens()
     whole = model(x, Where())
-    where = Where(caches={i: Cache(3, 16) for i in range(2)})
+    cache, slots = Cache(4, 16), torch.tensor([2, 0, 3])
     parts = []
     for a, b in ((0, 5), (5, 6), (6, 11), (11, 16)):
-        where.columns = torch.arange(a, b)
+        where = Where(cached=Cached(cache, slots, torch.full((3,), a), b if a else 0))
         parts.append(model(x[:, a:b], where))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 

@@ -247,6 +247,8 @@ TABLE = {
         "greedy": "test_generate.py::test_greedy",
         "top_k": "test_generate.py::test_top_k",
         "top_p": "test_generate.py::test_top_p",
+        "min_p": "test_generate.py::test_min_p",
+        "repetition_penalty": "test_generate.py::test_repetition_penalty",
         "out_seq_length": "test_generate.py::test_out_seq_length",
         "num_samples": "test_generate.py::test_num_samples_and_genfile",
         "genfile": "test_generate.py::test_num_samples_and_genfile",

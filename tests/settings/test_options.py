@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference_gpt
 from meshwright.kernels import dropout
 from meshwright.model import attention, counts
-from meshwright.model.attention import Cache, Where
+from meshwright.model.attention import Cache, Cached, Where
 from meshwright.model.gpt import GPT, Options
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.settings.schema import Model
@@ -263,12 +263,12 @@ def test_dropout_is_where_the_reference_has_it(words):
 def test_a_cache_changes_nothing(words, impl, chunks):
     m = dataclasses.replace(config_of(words), attention_impl=impl)
     model, tokens = build(m).eval(), torch.from_numpy(batch()[0])
-    caches = {i: Cache(B, T) for i in range(m.num_layers)}
-    parts, start = [], 0
+    cache, parts, start = Cache(B, T), [], 0
     with torch.inference_mode():
         at_once = model(tokens, Where())
         for n in chunks:
-            where = Where(columns=torch.arange(start, start + n), caches=caches)
+            cached = Cached(cache, torch.arange(B), torch.full((B,), start), start + n if start else 0)
+            where = Where(cached=cached)
             parts.append(model(tokens[:, start : start + n], where))
             start += n
         last = model(tokens, Where(), last_only=True)

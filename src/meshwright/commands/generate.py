@@ -80,9 +80,11 @@ def write(c: GenerateConfig, m: LanguageModel, lines: list[str], output: str) ->
 
 def tokens(c: GenerateConfig, m: LanguageModel, prompt: list[int], number: int) -> Iterator[int]:
     """Yield the new tokens of one prompt as they come, without the end-of-document one."""
-    s = c.sampling
-    rows = m.decode([prompt], s, c.training.seed, number)
-    return (i for (i,) in rows if i is not None and i != m.tokenizer.eod)
+    from meshwright.generation.decoder import stream
+    from meshwright.generation.requests import Request
+
+    events = stream(m, Request(prompt, c.sampling, c.training.seed, number))
+    return (event.token for event in events if event.token != m.tokenizer.eod)
 
 
 def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: str) -> None:

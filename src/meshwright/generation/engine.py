@@ -1,11 +1,11 @@
-"""A trained model from a checkpoint folder, and decoding with a key/value cache."""
+"""A trained model from a checkpoint folder, with its tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -17,13 +17,23 @@ from meshwright.checkpoint.saved_model import SavedModel, describe, open_saved
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError, not_a_run
-from meshwright.generation import sampling
-from meshwright.model.attention import Cache, Where
+from meshwright.generation import decoder
+from meshwright.generation.requests import Request
+from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
 from meshwright.settings import checks
 from meshwright.settings.schema import Model, Sampling, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
+
+
+class Filters(TypedDict, total=False):
+    """Flags of sampling that `generate` passes on."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class LanguageModel:
     tokenizer: Tokenizer
     step: int
     seq_length: int
+    kept: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
 
     @property
     def device(self) -> torch.device:
@@ -74,44 +85,42 @@ class LanguageModel:
         *,
         max_new_tokens: int = 128,
         temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 0.0,
         greedy: bool = False,
         seed: int = 1234,
+        stop: str | Sequence[str] = (),
+        **filters: Unpack[Filters],
     ) -> str:
         """Return the continuation of `prompt`, without the prompt.
 
-        It ends at an end-of-document token, after `max_new_tokens`, or at `seq_length` tokens. The
-        same seed gives the same text. `top_k` and `top_p` of 0 are off.
+        It ends before a `stop` string, at an end-of-document token, after `max_new_tokens`, or at
+        `seq_length` tokens. The same seed gives the same text. `top_k`, `top_p` and `min_p` of 0
+        are off, and `repetition_penalty` of 1.
         """
-        if not temperature >= 0:
-            raise UserError(f"temperature {temperature} must not be below 0; 0 takes the likeliest token")
-        if top_k < 0 or not 0 <= top_p <= 1:
-            raise UserError(f"top_k {top_k} must be at least 0 and top_p {top_p} from 0 to 1")
-        options = Sampling(temperature, greedy, top_k, top_p, out_seq_length=max_new_tokens)
-        ids = self.encode(prompt)
-        if len(ids) >= self.seq_length:
-            raise UserError(f"the prompt has {len(ids)} tokens; the model reads {self.seq_length}, shorten the prompt")
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens {max_new_tokens} must be above 0")
-        ((new, _),) = self.complete([ids], options, seed, 0)
-        return self.tokenizer.decode(new)
-
-    def decode(self, prompts: list[list[int]], options: Sampling, seed: int, first: int) -> Iterator[list[int | None]]:
-        """Continue prompts as `decode` does; prompt `i` is seeded by its number, `first + i`."""
-        streams = [sampling.generator(seed, first + row) for row in range(len(prompts))]
-        eod, length, use_cache = self.tokenizer.eod, options.out_seq_length, not options.recompute
-
-        def choose(row: int, logits: Tensor) -> int:
-            return sampling.choose(logits, options, streams[row])
-
-        return decode(self.model, [p or [eod] for p in prompts], length, self.seq_length, eod, choose, use_cache)
+        if unknown := filters.keys() - Filters.__annotations__.keys():
+            raise TypeError(f"generate() got unexpected arguments: {', '.join(sorted(unknown))}")
+        options = Sampling(temperature, greedy, out_seq_length=max_new_tokens, **filters)
+        ends = (stop,) if isinstance(stop, str) else tuple(stop)
+        (done,) = decoder.complete(self, [Request(self.encode(prompt), options, seed, stop=ends)], 1)
+        return done.text
 
     def complete(
         self, prompts: list[list[int]], options: Sampling, seed: int, first: int
     ) -> list[tuple[list[int], bool]]:
-        """Return what `collect` does of the new tokens of each prompt."""
-        return collect(self.decode(prompts, options, seed, first), len(prompts), self.tokenizer.eod)
+        """Return each prompt's new tokens, and whether an end-of-document token came.
+
+        Prompt `i` has the random numbers of its number, `first + i`.
+        """
+        requests = [Request(prompt, options, seed, first + i) for i, prompt in enumerate(prompts)]
+        return [(done.tokens, done.ended) for done in decoder.complete(self, requests, len(requests))]
+
+    def decoder(self, slots: int, length: int) -> decoder.Decoder:
+        """Return an idle decoder for texts of `length` tokens; the last one is kept."""
+        length = min(length, self.seq_length)
+        known = self.kept.get(slots)
+        if known is None or known.length < length or known.waiting or known.active:
+            self.kept.clear()  # frees its cache
+            known = self.kept[slots] = decoder.Decoder(self, slots, length)
+        return known
 
 
 # Loading
@@ -208,57 +217,3 @@ def load(
     fit, model = opened[-1]
     length = given.get("seq_length") or fit.saved.seq_length or fit.positions
     return LanguageModel(model, fit.tokenizer, fit.source.step, min(length, fit.positions))
-
-
-# Decoding
-
-
-def decode(
-    model: GPT,
-    prompts: list[list[int]],
-    max_new: int,
-    seq_length: int,
-    eod: int,
-    choose: Callable[[int, Tensor], int],
-    use_cache: bool = True,
-) -> Iterator[list[int | None]]:
-    """Continue a batch of prompts; yield each row's new token, or None if it has none.
-
-    All rows advance one column at a time from the end of the shortest prompt, and longer prompts
-    keep their own tokens, so that positions agree and one cache serves all. A row ends with the
-    token `eod` (which is yielded), after `max_new` tokens, or at `seq_length`.
-    """
-    assert prompts and all(0 < len(p) <= seq_length for p in prompts)
-    device = model.wte.weight.device
-    ends = [min(seq_length, len(p) + max_new) for p in prompts]
-    tokens = torch.full((len(prompts), max(ends)), eod, device=device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-    done = [end <= len(p) for p, end in zip(prompts, ends, strict=True)]
-    caches = {i: Cache(len(prompts), max(ends)) for i in range(model.layers)} if use_cache else {}
-    fed, column = 0, min(map(len, prompts))
-    while not all(done):
-        where = Where(columns=torch.arange(fed, column, device=device), caches=caches)
-        with torch.inference_mode():
-            logits = model(tokens[:, fed:column], where, last_only=True)[:, 0, : model.vocab]
-        fed = column if use_cache else 0
-        new: list[int | None] = [None] * len(prompts)
-        for row, prompt in enumerate(prompts):
-            if column < len(prompt) or done[row]:
-                continue
-            token = new[row] = choose(row, logits[row])
-            done[row] = token == eod or column + 1 == ends[row]
-        known = [p[column] if column < len(p) else t for p, t in zip(prompts, new, strict=True)]
-        tokens[:, column] = torch.tensor([eod if t is None else t for t in known])
-        column += 1
-        yield new
-
-
-def collect(rows: Iterator[list[int | None]], count: int, eod: int) -> list[tuple[list[int], bool]]:
-    """Return the tokens of each of `count` rows without a final `eod`, and whether it came."""
-    out: list[list[int]] = [[] for _ in range(count)]
-    for new in rows:
-        for row, token in zip(out, new, strict=True):
-            if token is not None:
-                row.append(token)
-    return [(row[:-1], True) if row and row[-1] == eod else (row, False) for row in out]

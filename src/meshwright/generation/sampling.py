@@ -1,61 +1,130 @@
-"""Choose the next token from logits: greedy, temperature, top-k, top-p.
+"""Choose the next token of many rows from their logits, on the device and without waiting for it.
 
-The random number of a token is drawn on the CPU, so that a seed gives equal text on every device.
+A row's random numbers are a hash of (seed, stream, position in the text, token), so that its text
+depends on no other row and on no device. The Gumbel trick turns them into a sample: the largest of
+logit - log(exponential variable) is token i with probability softmax(logits)[i]. A filter only
+removes tokens from this comparison.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from meshwright.errors import NON_FINITE, UserError
 from meshwright.settings.schema import Sampling
 
+_LOW = (1 << 64) - 1
+INF = float("inf")
 
-def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
+
+class Kind(NamedTuple):
+    """The parts of the choice that some row needs; the others cost nothing."""
+
+    penalised: bool = False
+    sampled: bool = False
+    filtered: bool = False
+
+    @staticmethod
+    def of(s: Sampling) -> Kind:
+        sampled = not is_greedy(s)
+        return Kind(s.repetition_penalty != 1, sampled, sampled and bool(s.top_k or s.top_p or s.min_p))
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(*(a or b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass
+class Controls:
+    """The sampling flags of the rows, [B] each; temperature 0 is greedy."""
+
+    temperature: Tensor  # float64, as top_p, min_p and penalty
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    top_k: Tensor  # int64
+    key: Tensor  # int64, see `key`
+
+
+def is_greedy(s: Sampling) -> bool:
+    return s.greedy or not s.temperature
+
+
+def numbers(s: Sampling) -> list[float]:
+    """Return the flags in the order of Controls."""
+    return [0.0 if s.greedy else s.temperature, s.top_p, s.min_p, s.repetition_penalty]
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide the logits [B, V] of tokens in the text by the penalty, or multiply those below 0."""
+    by = penalty[:, None].to(logits.dtype)
+    return torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits)
+
+
+def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     """Shift the maximum to 0, which keeps the probabilities, so that no temperature overflows."""
-    return (logits - logits.max()) / temperature
+    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k largest logits, and those equal to the smallest of them."""
-    if k >= logits.shape[-1]:
-        return logits
-    return logits.masked_fill(logits < logits.topk(k).values[..., -1:], float("-inf"))
+def keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Set the logits [B, V] of tokens that a row's filters remove to -inf; a filter of 0 is off.
+
+    top_k keeps the k largest logits, and those equal to the smallest of them; top_p then the
+    smallest set of likeliest tokens whose probability exceeds p, at least one, equals in the order
+    of their ids; min_p those of at least this share of the likeliest one's probability.
+    """
+    ordered, ids = logits.sort(stable=True, descending=True)
+    last = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1]) - 1
+    drop = ordered < ordered.gather(-1, last[:, None])
+    probabilities = ordered.masked_fill(drop, -INF).softmax(-1)
+    p = torch.where(top_p > 0, top_p, INF)[:, None]
+    drop |= (probabilities.cumsum(-1) - probabilities > p) | (probabilities < min_p[:, None] * probabilities[:, :1])
+    return logits.masked_fill(torch.zeros_like(drop).scatter(-1, ids, drop), -INF)
 
 
-def top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose probability exceeds p, at least one."""
-    ordered, where = logits.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    drop = probabilities.cumsum(-1) - probabilities > p  # the tokens before it already exceed p
-    return logits.masked_fill(torch.zeros_like(drop).scatter(-1, where, drop), float("-inf"))
+def key(seed: int, stream: int) -> int:
+    """Hash a stream's name to a signed 64-bit number."""
+    x = (seed * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _LOW
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _LOW
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _LOW
+    x ^= x >> 31
+    return x - (x >> 63 << 64)
 
 
-def draw(logits: Tensor, uniform: float) -> int:
-    """Return the token on whose share of [0, 1) the number falls; probability 0 has no share."""
-    passed = logits.double().softmax(-1).cumsum(-1)
-    token = (passed <= uniform * passed[-1]).sum()
-    return int(token.minimum(passed.argmax()))  # rounding may take the number to the very end
+def _signed(x: int) -> int:
+    return x - (x >> 63 << 64)
 
 
-def choose(logits: Tensor, s: Sampling, generator: torch.Generator) -> int:
-    """Return one token from a row of logits [V]; a call that samples uses the generator once."""
-    logits = logits.float()
-    if not logits.max().isfinite():  # also NaN, and -inf everywhere
-        raise UserError(
-            "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)", NON_FINITE
-        )
-    if s.greedy or not s.temperature:
-        return int(logits.argmax())
-    logits = apply_temperature(logits, s.temperature)
-    if s.top_k:
-        logits = top_k(logits, s.top_k)
-    if s.top_p:
-        logits = top_p(logits, s.top_p)
-    return draw(logits, torch.rand((), dtype=torch.float64, generator=generator).item())
+def _mix(x: Tensor) -> Tensor:
+    """Apply splitmix64's finaliser to int64 tensors, whose products wrap around."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
-def generator(seed: int, sample: int) -> torch.Generator:
-    """Return a sample's own stream of random numbers: its text does not depend on batching."""
-    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + sample * 0xBF58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF)
+def uniforms(key: Tensor, position: Tensor, count: int) -> Tensor:
+    """Return numbers [B, count] in (0, 1), float64, for the tokens that may take this position."""
+    row = _mix(key + position * _signed(0x9E3779B97F4A7C15))[:, None]
+    tokens = torch.arange(count, device=key.device) * _signed(0xD1342543DE82EF95)
+    return ((_mix(row + tokens) >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52
+
+
+def choose(logits: Tensor, kind: Kind, c: Controls, position: Tensor, seen: Tensor | None) -> Tensor:
+    """Return a token for each row of logits [B, V], float32 or 64, at `position` [B] of its text.
+
+    `seen` [B, V] marks the tokens that the text contains; it is needed if `kind.penalised`.
+    """
+    if kind.penalised:
+        assert seen is not None
+        logits = penalise(logits, seen, c.penalty)
+    best = logits.argmax(-1)
+    if not kind.sampled:
+        return best
+    scaled = apply_temperature(logits.double(), torch.where(c.temperature > 0, c.temperature, 1.0))
+    if kind.filtered:
+        scaled = keep(scaled, c.top_k, c.top_p, c.min_p)
+    # -log1p(-u) is a variable of the exponential distribution, exact where it is small.
+    drawn = (scaled - (-torch.log1p(-uniforms(c.key, position, logits.shape[-1]))).log()).argmax(-1)
+    return torch.where(c.temperature > 0, drawn, best)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 BLOCK = 128  # FlexAttention's mask block size
+ROOM = 64  # places of a cache are a multiple of this
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Where:
     stream: Stream | None = None  # if the residual stream is laid out differently from attention
     length: int | None = None  # tokens that attention sees, if `columns` are only some of them
     heads: range | None = None  # of the model's heads
-    caches: dict[int, Cache] = field(default_factory=dict)  # generation: layer -> keys and values so far
+    cached: Cached | None = None  # generation: the texts that the rows continue
 
 
 @dataclass
@@ -63,19 +64,45 @@ class Shared:
 
 
 class Cache:
-    """Keys and values of the tokens so far, in buffers [B, length, groups, head_dim]."""
+    """Keys and values of texts of up to `length` tokens, one in each slot.
 
-    def __init__(self, batch: int, length: int) -> None:
-        self.batch, self.length, self.used = batch, length, 0
-        self.k = self.v = torch.empty(0)
+    The buffers, [slots, room, groups, head_dim] per layer, are allocated when a layer first needs
+    them, and never move. A slot's last place takes what belongs to no text, such as padding.
+    """
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.used == 0:
-            self.k, self.v = (x.new_empty(self.batch, self.length, *x.shape[2:]) for x in (k, v))
-        end = self.used + k.shape[1]
-        self.k[:, self.used : end], self.v[:, self.used : end] = k, v
-        self.used = end
-        return self.k[:, :end], self.v[:, :end]
+    def __init__(self, slots: int, length: int) -> None:
+        self.slots, self.length = slots, length
+        self.room = (length // ROOM + 1) * ROOM
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's buffers, for keys [B, T, groups, head_dim] such as these."""
+        if layer not in self.layers:  # zeros, because a product with a masked NaN is NaN
+            shape = self.slots, self.room, *like.shape[2:]
+            self.layers[layer] = like.new_zeros(shape), like.new_zeros(shape)
+        return self.layers[layer]
+
+
+@dataclass
+class Cached:
+    """The texts that the rows of a forward pass continue; they may have different lengths."""
+
+    cache: Cache
+    slots: Tensor  # [B] of the rows
+    used: Tensor  # [B] tokens of each text before this pass
+    seen: int  # places of the cache that attention reads, above every row's last; 0: the texts begin here
+    ends: Tensor | None = None  # [B] place in this pass of each row's last token, which `last_only` means
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a layer's new keys and values, and return all that attention reads."""
+        keys, values = self.cache.of_layer(layer, k)
+        at = self.places(k.shape[1]).clamp(max=self.cache.room - 1)
+        keys[self.slots[:, None], at], values[self.slots[:, None], at] = k, v
+        return (keys[self.slots, : self.seen], values[self.slots, : self.seen]) if self.seen else (k, v)
+
+    def places(self, t: int) -> Tensor:
+        """Return the places [B, T] in their texts of a pass's tokens."""
+        return self.used[:, None] + torch.arange(t, device=self.used.device)
 
 
 class Attention(nn.Module):
@@ -98,8 +125,8 @@ class Attention(nn.Module):
             q, k = self.ln_q(q), self.ln_k(k)
         if shared.rotation is not None:
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
-        if shared.where.caches:
-            k, v = shared.where.caches[self.layer].append(k, v)
+        if shared.where.cached is not None:
+            k, v = shared.where.cached.append(self.layer, k, v)
         return self.proj(self.attend(q, k, v, shared).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -222,19 +249,24 @@ def share(m: Model, where: Where, tokens: Tensor, dtype: torch.dtype, flex: bool
     length = where.length or t
     if where.columns is None:
         where.columns = torch.arange(t, device=device)
-    before = next(iter(where.caches.values())).used if where.caches else 0
-    shared = Shared(where)
+    shared, cached = Shared(where), where.cached
+    if cached is not None and where.position_ids is None:  # padding behind a text has a position, too
+        where.position_ids = cached.places(t).clamp(max=cached.cache.length - 1)
     if m.position == "rope":
         ids = (where.columns if where.position_ids is None else where.position_ids).view(-1, t, 1, 1)
         shared.rotation = rotations(m, ids, torch.float64 if dtype is torch.float64 else torch.float32)
     alibi = m.position == "alibi"
     marked = alibi or where.documents is not None
     flex = flex and devices.has_kernels(device)  # it can be trained nowhere else
-    if flex and marked and not where.caches and not (m.attention_dropout and where.samples is not None):
+    if cached is not None and cached.seen:  # is_causal would align cached keys wrongly
+        distance = torch.arange(cached.seen, device=device) - cached.places(t)[..., None]
+        shared.mask = dense(m, where, distance, dtype)
+    elif flex and marked and cached is None and not (m.attention_dropout and where.samples is not None):
         shared.mask = blocks(where.documents, length, device)
         shared.slopes = slopes_of(m, where.heads, device).float() if alibi else None
-    elif marked or 1 < t < before + t:  # is_causal would align cached keys wrongly
-        shared.mask = dense(m, where, length, before, dtype, device)
+    elif marked:
+        places = torch.arange(length, device=device)
+        shared.mask = dense(m, where, (places - places[:, None])[None], dtype)
     return shared
 
 
@@ -267,18 +299,20 @@ def blocks(documents: Tensor | None, t: int, device: torch.device) -> BlockMask:
     )
 
 
-def dense(m: Model, where: Where, t: int, before: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a mask [1 or B, 1 or heads, T, S]: bool, or float to be added to the scores."""
-    places = torch.arange(before + t, device=device)
-    distance = places - places[before:, None]  # [T, S], at most 0 for keys that are seen
-    seen = (distance <= 0)[None, None]
+def dense(m: Model, where: Where, distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask [1 or B, 1 or heads, T, S]: bool, or float to be added to the scores.
+
+    `distance` [1 or B, T, S] is the key's place minus the query's, at most 0 if the key is seen.
+    """
+    distance = distance[:, None]
+    seen = distance <= 0
     if where.documents is not None:
         seen = seen & (where.documents[:, None, :, None] == where.documents[:, None, None, :])
     if m.position != "alibi":
         return seen
     exact = torch.float64 if dtype is torch.float64 else torch.float32
-    bias = slopes_of(m, where.heads, device).to(exact)[:, None, None] * distance
-    return bias[None].masked_fill(~seen, float("-inf"))
+    bias = slopes_of(m, where.heads, distance.device).to(exact)[:, None, None] * distance
+    return bias.masked_fill(~seen, float("-inf"))
 
 
 def slopes_of(m: Model, heads: range | None, device: torch.device) -> Tensor:

@@ -159,7 +159,10 @@ class GPT(nn.Module):
         if not self.last:
             return join(residual, pending, rows, p)
         y = self.end(residual, pending, rows, p, self.ln_f)
-        return self.head(y[:, -1:] if last_only else y)
+        if last_only:
+            ends = None if where.cached is None else where.cached.ends
+            y = y[:, -1:] if ends is None else y.gather(1, ends[:, None, None].expand(-1, 1, y.shape[-1]))
+        return self.head(y)
 
     def embed(self, tokens: Tensor, where: Where) -> Tensor:
         x = self.wte(tokens)

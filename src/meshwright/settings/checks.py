@@ -126,8 +126,9 @@ def reading_problems(c: Any, command: str) -> list[str]:
 
 def generation_problems(c: GenerateConfig) -> list[str]:
     s, out = c.sampling, reading_problems(c, "generate")
-    if s.top_p > 1:
-        out.append(f"--top_p {s.top_p} is above 1; give a share from 0 to 1")
+    for name in ("top_p", "min_p"):
+        if getattr(s, name) > 1:
+            out.append(f"--{name} {getattr(s, name)} is above 1; give a share from 0 to 1")
     if s.num_samples and not s.genfile:
         out.append(f"--num-samples {s.num_samples} writes to a file; name it with --genfile")
     if s.sample_output_file and not s.sample_input_file:

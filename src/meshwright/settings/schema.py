@@ -520,6 +520,15 @@ class Sampling:
     greedy: bool = flag(False, "always take the most likely token")
     top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0")
     top_p: float = flag(0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound=">=0")
+    min_p: float = flag(
+        0.0, "sample from tokens of at least this share of the likeliest one's probability", "--min_p", bound=">=0"
+    )
+    repetition_penalty: float = flag(
+        1.0,
+        "divide logits of tokens in the text by this, and multiply negative ones",
+        "--repetition_penalty",
+        bound=">0",
+    )
     out_seq_length: int = flag(1024, "maximum number of new tokens", "--max-new-tokens", bound=">0")
     num_samples: int = flag(0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0")
     genfile: str | None = flag(None, "output file of --num-samples, in JSON lines")

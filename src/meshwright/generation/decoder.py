@@ -1,0 +1,467 @@
+"""Generation for many requests at once: rows of unequal lengths advance together, token by token.
+
+Each request has a slot of one key/value cache. What a step needs of a row (its last token, length,
+sampling flags, whether it goes on) lies in tensors on the device, one element per slot, so that a
+step chooses tokens and begins the next one without the host. On an accelerator the host reads a
+step's tokens while the next step runs: a row that ends by itself is known there at once; one whose
+end only the host sees, by a stop string, computes one token more, which nobody gets.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.errors import NON_FINITE, UserError
+from meshwright.generation import sampling
+from meshwright.generation.requests import Completion, Event, Finish, Request, Top, cut
+from meshwright.generation.sampling import Controls, Kind
+from meshwright.kernels.twins import upcast
+from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model.gpt import GPT
+from meshwright.tokenizers import Tokenizer
+
+NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
+PREFILL = 16384  # most tokens of prompts in one pass, padding included; one prompt may have more
+CHUNK, ECHO_CHUNK = 2048, 512  # most tokens of a prompt in one pass; with logits of all of them
+
+
+class LanguageModel(Protocol):
+    """What a decoder needs of engine.LanguageModel."""
+
+    @property
+    def model(self) -> GPT: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def seq_length(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def decoder(self, slots: int, length: int) -> Decoder: ...
+
+
+@dataclass
+class Row:
+    """A request and what the host knows of it."""
+
+    id: int
+    request: Request
+    prompt: list[int]
+    left: int  # tokens that are still to be computed
+    count: int  # tokens that are to be reported
+    slot: int = -1
+    tokens: list[int] = field(default_factory=list)  # reported
+    is_done: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text as far as it is computed."""
+        return len(self.prompt) + self.count - self.left
+
+
+class State:
+    """A step's view of the slots, [slots + 1] each; the last one belongs to nobody, for padding."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        self.vocab, self.device = vocab, device
+        self.token, self.used, self.limit, self.top_k, self.key = torch.zeros(5, slots + 1, dtype=torch.int64).to(
+            device
+        )
+        self.numbers = torch.zeros(4, slots + 1, dtype=torch.float64, device=device)
+        self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+        self.seen: Tensor | None = None  # [slots + 1, vocab] tokens of the texts, if some penalty needs it
+
+    def admit(self, rows: list[Row]) -> None:
+        """Describe new rows, whose prompts will be read next."""
+        words = []
+        for r in rows:
+            name = sampling.key(r.request.seed, r.request.stream)
+            words.append([r.slot, len(r.prompt), len(r.prompt) + r.count, r.request.options.top_k, name])
+        slots, used, limit, top_k, key = self.send(torch.tensor(words).T.contiguous())
+        self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
+        self.numbers[:, slots] = self.send(torch.tensor([sampling.numbers(r.request.options) for r in rows]).double().T)
+        self.active[slots] = limit > used
+        if any(Kind.of(r.request.options).penalised for r in rows) and self.seen is None:
+            self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.device)
+        if self.seen is not None:
+            self.seen[slots] = False
+            for r in rows:
+                self.seen[r.slot, self.send(torch.tensor(r.prompt))] = True
+
+    def controls(self, slots: Tensor) -> Controls:
+        temperature, top_p, min_p, penalty = self.numbers[:, slots]
+        return Controls(temperature, top_p, min_p, penalty, self.top_k[slots], self.key[slots])
+
+    def send(self, x: Tensor) -> Tensor:
+        return devices.send(x, self.device)
+
+
+@dataclass
+class Outputs:
+    """The tokens that a pass has chosen, [B], and log-probabilities, [B] and [B, k], if wanted."""
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    values: Tensor | None = None
+    ids: Tensor | None = None
+
+    def of_row(self, i: int, k: int | None) -> tuple[float | None, Top]:
+        """Return row i's log-probability and its k likeliest tokens."""
+        if k is None or self.logprobs is None:
+            return None, []
+        assert self.values is not None and self.ids is not None
+        return float(self.logprobs[i]), list(zip(self.ids[i, :k].tolist(), self.values[i, :k].tolist(), strict=True))
+
+
+@dataclass
+class Pending:
+    """A pass whose results are on their way to the host."""
+
+    rows: list[Row]
+    outputs: Outputs
+    ready: Any  # an event of the device, or None
+    echoes: list[Outputs] = field(default_factory=list)  # of the only row's prompt, a chunk each
+
+
+def score(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
+    """Return the tokens' log-probabilities and the k likeliest tokens of logits [B, V]."""
+    every = upcast(logits).log_softmax(-1)
+    values, ids = every.topk(min(k, every.shape[-1]), -1)
+    return Outputs(tokens, every.gather(-1, tokens[:, None])[:, 0], values, ids)
+
+
+class Decoder:
+    """Slots for requests, one key/value cache, and the step that advances all rows by a token.
+
+    Not thread-safe: one thread drives it. `length` is the most tokens of a text, by default the
+    model's. `graphs` chooses captured steps, which need an NVIDIA GPU.
+    """
+
+    def __init__(
+        self, model: LanguageModel, slots: int, length: int | None = None, graphs: Literal["auto", "on", "off"] = "auto"
+    ) -> None:
+        if slots < 1:
+            raise UserError(f"a decoder needs slots; {slots} are given")
+        self.model, self.slots, self.eod = model, slots, model.tokenizer.eod
+        self.length = min(length or model.seq_length, model.seq_length)
+        self.device = model.device
+        self.cache = Cache(slots + 1, self.length)
+        self.state = State(slots, model.model.vocab, self.device)
+        self.is_asynchronous = devices.is_asynchronous(self.device)
+        self._queue: deque[Row] = deque()
+        self._rows: dict[int, Row] = {}  # by slot
+        self._free = list(range(slots))
+        self._pending: deque[Pending] = deque()
+        self._next = 0
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a slot."""
+        return len(self._queue)
+
+    @property
+    def active(self) -> int:
+        """The number of requests that have a slot."""
+        return len(self._rows)
+
+    def submit(self, request: Request) -> int:
+        """Add a request, which waits until a slot is free, and return its number."""
+        prompt, vocab, wanted = request.prompt or [self.eod], self.model.model.vocab, request.options.out_seq_length
+        for i in prompt:
+            if not 0 <= i < vocab:
+                raise UserError(f"token id {i} is outside of the vocabulary, 0 ... {vocab - 1}")
+        if wanted < (0 if request.echo else 1):
+            raise UserError(f"max_new_tokens {wanted} must be above 0")
+        if len(prompt) + min(wanted, 1) > self.length:
+            raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt")
+        check_options(request)
+        count = min(wanted, self.length - len(prompt))
+        self._queue.append(Row(self._next, request, prompt, count, count))
+        self._next += 1
+        return self._next - 1
+
+    def cancel(self, id: int) -> None:
+        """Drop a request; its slot is free before the next step. An unknown one is ignored."""
+        for row in [*self._queue, *self._rows.values()]:
+            if row.id == id:
+                self._finish(row)
+        self._queue = deque(row for row in self._queue if not row.is_done)
+
+    def _finish(self, row: Row) -> None:
+        row.is_done, row.left = True, 0
+        if row.slot >= 0 and self._rows.pop(row.slot, None) is not None:
+            heapq.heappush(self._free, row.slot)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Admit waiting requests, advance all rows by a token, return the tokens that are known.
+
+        These are all tokens on a CPU; on an accelerator those of the step before.
+        """
+        events: list[Event] = []
+        is_ahead = self.is_asynchronous
+        for rows in self._admit():
+            self._pending.append(self._prefill(rows))
+        if not is_ahead or self._recomputes():
+            events += self._read(0)
+        rows = [row for _, row in sorted(self._rows.items()) if row.left]
+        if rows:
+            self._pending.append(self._advance(rows))
+        return events + self._read(1 if is_ahead and rows and not self._recomputes() else 0)
+
+    def _recomputes(self) -> bool:
+        return any(row.request.options.recompute for row in self._rows.values())
+
+    # Device work
+
+    def _admit(self) -> Iterator[list[Row]]:
+        """Give waiting rows slots; yield those whose prompts are read in one pass."""
+        rows: list[Row] = []
+        size = 0
+        while self._queue and self._free:
+            size += len(self._queue[0].prompt)
+            if rows and size > PREFILL:
+                break
+            row = self._queue.popleft()
+            row.slot = heapq.heappop(self._free)
+            self._rows[row.slot] = row
+            rows.append(row)
+        if rows:
+            self.state.admit(rows)
+        together: list[Row] = []
+        for row in sorted(rows, key=lambda r: len(r.prompt)):
+            alone = row.request.echo or row.request.options.recompute
+            if together and (alone or len(row.prompt) * (len(together) + 1) > PREFILL):
+                yield together
+                together = []
+            together.append(row)
+            if alone:
+                yield together
+                together = []
+        if together:
+            yield together
+
+    def _prefill(self, rows: list[Row]) -> Pending:
+        """Read the rows' prompts into the cache, and choose their first tokens."""
+        slots = self.state.send(torch.tensor([row.slot for row in rows]))
+        echoes: list[Outputs] = []
+        if rows[0].request.options.recompute:
+            logits = self._recompute(rows, echoes)
+        else:
+            logits = self._read_prompts(rows, slots, echoes)
+        pending = self._choose(rows, slots, logits) if rows[0].left else self._collect(rows, Outputs(slots))
+        pending.echoes = echoes
+        return pending
+
+    def _read_prompts(self, rows: list[Row], slots: Tensor, echoes: list[Outputs]) -> Tensor:
+        """Return the logits [B, V] behind the prompts, which are read in chunks."""
+        longest = max(len(row.prompt) for row in rows)
+        echo = rows[0].request.echo and rows[0].request.logprobs is not None
+        chunk = ECHO_CHUNK if echo else CHUNK
+        found: list[Tensor] = []  # the rows are in the order of their lengths
+        done = 0
+        for start in range(0, longest, chunk):
+            here = [row.prompt[start : start + chunk] for row in rows[done:]]
+            width = max(map(len, here))
+            tokens = self.state.send(torch.tensor([part + [0] * (width - len(part)) for part in here]))
+            ends = self.state.send(torch.tensor([len(part) - 1 for part in here]))
+            used = torch.full_like(ends, start)
+            seen = min(self.cache.room, start + width) if start else 0
+            where = Where(cached=Cached(self.cache, slots[done:], used, seen, ends))
+            logits = self.model.model(tokens, where, last_only=not echo)[..., : self.state.vocab]
+            if echo:
+                self._echo(logits[0], rows[0], start, echoes)
+                logits = logits[:, -1:]
+            ended = sum(len(row.prompt) <= start + chunk for row in rows[done:])
+            found.append(logits[:ended, 0])
+            done += ended
+        return torch.cat(found)
+
+    def _echo(self, logits: Tensor, row: Row, start: int, echoes: list[Outputs]) -> None:
+        """Score the prompt's tokens that follow `start` by the logits [T, V] of a chunk."""
+        tokens = row.prompt[start + 1 : start + 1 + len(logits)]
+        if tokens:
+            k = row.request.logprobs or 0
+            echoes.append(score(logits[: len(tokens)], self.state.send(torch.tensor(tokens)), k))
+
+    def _recompute(self, rows: list[Row], echoes: list[Outputs] | None = None) -> Tensor:
+        """Return the logits [B, V] behind the rows' texts, without a cache."""
+        found = []
+        for row in rows:
+            echo = echoes is not None and row.request.echo and row.request.logprobs is not None
+            tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
+            logits = self.model.model(tokens, Where(), last_only=not echo)[0, :, : self.state.vocab]
+            if echo and echoes is not None:
+                self._echo(logits, row, 0, echoes)
+            found.append(logits[-1])
+        return torch.stack(found)
+
+    def _advance(self, rows: list[Row]) -> Pending:
+        """Compute the next token of each row."""
+        s = self.state
+        again = [row for row in rows if row.request.options.recompute]
+        rows = [row for row in rows if not row.request.options.recompute]
+        slots = s.send(torch.tensor([row.slot for row in rows + again]))
+        cached = slots[: len(rows)]
+        logits = []
+        if rows:
+            seen = min(self.cache.room, max(row.length for row in rows))
+            where = Where(cached=Cached(self.cache, cached, s.used[cached], seen))
+            logits.append(self.model.model(s.token[cached][:, None], where)[:, 0, : s.vocab])
+        if again:
+            logits.append(self._recompute(again))
+        s.used[slots] += s.active[slots]
+        return self._choose(rows + again, slots, torch.cat(logits))
+
+    def _choose(self, rows: list[Row], slots: Tensor, logits: Tensor) -> Pending:
+        """Choose the rows' next tokens from logits [B, V], and send them to the host."""
+        kind = Kind()
+        for row in rows:
+            kind |= Kind.of(row.request.options)
+            row.left -= 1
+        k = max([-1 if row.request.logprobs is None else row.request.logprobs for row in rows])
+        return self._collect(rows, choose(self.state, slots, logits, kind, k, self.eod))
+
+    def _collect(self, rows: list[Row], outputs: Outputs) -> Pending:
+        """Begin the copy to the host."""
+        if not self.is_asynchronous:
+            return Pending(rows, outputs, None)
+        outputs = Outputs(*(None if x is None else to_pinned(x) for x in vars(outputs).values()))  # type: ignore[arg-type]
+        ready = torch.Event(self.device)
+        ready.record()
+        return Pending(rows, outputs, ready)
+
+    # Results
+
+    def _read(self, keep: int) -> list[Event]:
+        """Return the events of all pending passes but the last `keep`."""
+        events: list[Event] = []
+        while len(self._pending) > keep:
+            pending = self._pending.popleft()
+            if pending.ready is not None:
+                pending.ready.synchronize()
+            if pending.rows[0].request.echo and not pending.rows[0].is_done and not pending.rows[0].tokens:
+                events += self._echoed(pending.rows[0], pending.echoes)
+            tokens = pending.outputs.tokens.tolist()
+            for i, row in enumerate(pending.rows):
+                if not row.is_done and tokens[i] != NONE:
+                    events.append(self._report(row, tokens[i], *pending.outputs.of_row(i, row.request.logprobs)))
+        return events
+
+    def _echoed(self, row: Row, echoes: list[Outputs]) -> list[Event]:
+        """Return the events of a prompt; they are the only ones of a request for no tokens."""
+        scores: list[tuple[float | None, Top]] = [(None, [])]
+        for part in echoes:
+            scores += [part.of_row(i, row.request.logprobs) for i in range(len(part.tokens))]
+        scores += [(None, [])] * (len(row.prompt) - len(scores))
+        last = len(row.prompt) - 1 if not row.count else None
+        if last is not None:
+            self._finish(row)
+        return [
+            Event(row.id, token, *scores[i], "length" if i == last else None, echoed=True)
+            for i, token in enumerate(row.prompt)
+        ]
+
+    def _report(self, row: Row, token: int, logprob: float | None, top: Top) -> Event:
+        if token == BAD:
+            self._finish(row)
+            raise UserError(
+                "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)",
+                NON_FINITE,
+            )
+        row.tokens.append(token)
+        finish: Finish | None = None
+        if token == self.eod or self._stops(row):
+            finish = "stop"
+        elif len(row.tokens) == row.count:
+            finish = "length"
+        if finish:
+            self._finish(row)
+        return Event(row.id, token, logprob, top, finish)
+
+    def _stops(self, row: Row) -> bool:
+        """Return whether the newest token completes a stop string; a token has a byte or more."""
+        stop = row.request.stop
+        if not stop:
+            return False
+        newest = row.tokens[-max(len(s.encode()) for s in stop) - 4 :]
+        text = self.model.tokenizer.decode_bytes(newest).decode("utf-8", "replace")
+        return any(s in text for s in stop)
+
+
+def choose(s: State, slots: Tensor, logits: Tensor, kind: Kind, k: int, eod: int) -> Outputs:
+    """Choose the next token of the slots' rows, and begin each row's next step.
+
+    With k >= 0 return log-probabilities too. Nothing here waits for the device, so that it can be
+    captured.
+    """
+    logits, active, position = upcast(logits), s.active[slots], s.used[slots]
+    new = sampling.choose(logits, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
+    is_finite = logits.amax(-1).isfinite()  # not if there is a NaN, nor if all are -inf
+    outputs = Outputs(new) if k < 0 else score(logits, new, k)
+    s.token[slots] = new
+    if s.seen is not None:
+        s.seen[slots, new] = True
+    s.active[slots] = active & is_finite & (new != eod) & (position + 1 < s.limit[slots])
+    outputs.tokens = torch.where(active, torch.where(is_finite, new, BAD), NONE)
+    return outputs
+
+
+def to_pinned(x: Tensor) -> Tensor:
+    """Begin the copy of a tensor into pinned memory of the host."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def check_options(request: Request) -> None:
+    """Refuse sampling flags that make no sense."""
+    s, k = request.options, request.logprobs
+    if not s.temperature >= 0:
+        raise UserError(f"temperature {s.temperature} must not be below 0; 0 takes the likeliest token")
+    if s.top_k < 0 or not 0 <= s.top_p <= 1 or not 0 <= s.min_p <= 1:
+        message = f"top_k {s.top_k} must be at least 0, top_p {s.top_p} and min_p {s.min_p} from 0 to 1"
+        raise UserError(message)
+    if not s.repetition_penalty > 0:
+        raise UserError(f"repetition_penalty {s.repetition_penalty} must be above 0; 1 is off")
+    if k is not None and k < 0:
+        raise UserError(f"logprobs {k} must be at least 0; leave it out for none")
+    if "" in request.stop:
+        raise UserError("a stop string is empty; leave it out")
+
+
+def complete(model: LanguageModel, requests: Iterable[Request], slots: int) -> list[Completion]:
+    """Return the completions of requests, of which at most `slots` are computed at once."""
+    requests = list(requests)
+    need = max([max(1, len(r.prompt)) + r.options.out_seq_length for r in requests], default=1)
+    decoder = model.decoder(min(slots, len(requests)) or 1, need)
+    ids: dict[int, int] = {}
+    try:
+        for n, request in enumerate(requests):
+            ids[decoder.submit(request)] = n
+        out = [Completion() for _ in requests]
+        while decoder.waiting or decoder.active:
+            for event in decoder.step():
+                out[ids[event.id]].add(event, decoder.eod)
+    finally:
+        for id in ids:
+            decoder.cancel(id)
+    for completion, request in zip(out, requests, strict=True):
+        completion.text = cut(model.tokenizer.decode(completion.tokens), request.stop)
+    return out
+
+
+def stream(model: LanguageModel, request: Request) -> Iterator[Event]:
+    """Yield a request's events as they come; closing the generator stops it."""
+    decoder = model.decoder(1, max(1, len(request.prompt)) + request.options.out_seq_length)
+    id = decoder.submit(request)
+    try:
+        while decoder.waiting or decoder.active:
+            yield from decoder.step()
+    finally:
+        decoder.cancel(id)

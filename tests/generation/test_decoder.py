@@ -1,0 +1,230 @@
+"""The decoder: a text depends on its request alone, rows end as they should, slots are reused."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from meshwright.errors import NON_FINITE, UserError
+from meshwright.generation.decoder import Decoder, complete, stream
+from meshwright.generation.engine import LanguageModel
+from meshwright.generation.requests import Completion, Request, cut
+from meshwright.model.attention import Where
+from meshwright.model.gpt import GPT, initialise
+from meshwright.settings.schema import Model, Sampling
+from meshwright.tokenizers import Null
+
+VOCAB, LENGTH, EOD = 11, 20, 10
+GREEDY = Sampling(greedy=True, out_seq_length=12)
+SHAPES = {
+    "gpt2": Model(),
+    "llama": Model(position_embedding_type="rope", num_query_groups=1, normalization="RMSNorm", swiglu=True),
+    "alibi": Model(position_embedding_type="alibi"),
+}
+
+
+def little(shape="gpt2", seed=1, dtype=torch.float64):
+    m = dataclasses.replace(SHAPES[shape], num_layers=2, hidden_size=16, num_attention_heads=2, init_method_std=1.0)
+    model = GPT(m, VOCAB, 16, LENGTH)
+    initialise(model.named_parameters(), m, VOCAB, seed)
+    model.requires_grad_(False)
+    return LanguageModel(model.to(dtype).eval(), Null(EOD), 0, LENGTH)
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [1] * 18, [2] * 19, [], [3] * 9, [4, 4]]
+
+
+def requests(settings, prompts=PROMPTS, **more):
+    return [Request(prompt, settings, 3, i, **more) for i, prompt in enumerate(prompts)]
+
+
+def scripted(monkeypatch, model, script):
+    """Let the model give each text, known by its first token, the next token of a script."""
+
+    def forward(tokens, where, last_only=False):
+        cached = where.cached
+        if cached.seen == 0:
+            forward.first.update(zip(cached.slots.tolist(), tokens[:, 0].tolist(), strict=True))
+        out = torch.zeros(len(tokens), 1, 16, dtype=torch.float64)
+        for row, slot in enumerate(cached.slots.tolist()):
+            out[row, 0, next(script[forward.first[slot]])] = 9.0
+        return out
+
+    forward.first = {}
+    monkeypatch.setattr(model.model, "forward", forward)
+
+
+SETTINGS = {
+    "greedy": GREEDY,
+    "hot": Sampling(temperature=2.0, out_seq_length=12),
+    "top-p": Sampling(top_p=0.8, out_seq_length=12),
+    "penalty": Sampling(temperature=1.5, repetition_penalty=1.5, min_p=0.01, top_k=9, out_seq_length=12),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_cache_and_batch_change_nothing(name, shape):
+    """Unequal prompts: with a cache and without, together, in turns, and each alone."""
+    model, settings = little(shape), SETTINGS[name]
+    together = complete(model, requests(settings, logprobs=3), 8)
+    again = complete(model, requests(dataclasses.replace(settings, recompute=True), logprobs=3), 8)
+    for a, b in zip(together, again, strict=True):
+        assert (a.tokens, a.finish) == (b.tokens, b.finish)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+    for slots in (1, 3):
+        assert [c.tokens for c in complete(model, requests(settings), slots)] == [c.tokens for c in together]
+    assert len(together[3].tokens) <= 2 and len(together[4].tokens) <= 1
+
+
+def test_texts_differ_by_stream_and_position():
+    model, settings = little(), Sampling(temperature=9.0, out_seq_length=9)
+    found = [c.tokens for c in complete(model, requests(settings, [[1]] * 8), 8)]
+    assert len(set(map(tuple, found))) == 8
+    assert found[3] == complete(model, [Request([1], settings, 3, 3)], 1)[0].tokens
+
+
+def test_each_row_ends_separately(monkeypatch):
+    """A row ends at its end of document, after its number of tokens, or at the sequence length."""
+    model = little()
+    script = {0: iter([4, 4, 10]), 1: iter([5] * 99), 2: iter([10]), 3: iter([6] * 99)}
+    scripted(monkeypatch, model, script)
+    prompts = [[0], [1] + [2] * 16, [2] * 4, [3]]
+    rows = complete(model, requests(Sampling(greedy=True, out_seq_length=5), prompts), 4)
+    assert [r.tokens for r in rows] == [[4, 4], [5] * 3, [], [6] * 5]
+    assert [(r.finish, r.ended) for r in rows] == [("stop", True), ("length", False), ("stop", True), ("length", False)]
+    rows = complete(model, requests(Sampling(greedy=True, out_seq_length=999), [[3]]), 4)
+    assert rows[0].tokens == [6] * 19
+
+
+def test_slots_are_reused_and_requests_cancelled():
+    """Two slots, six requests, one of which is cancelled waiting and one after its second token."""
+    model = little()
+    wanted = {i: c.tokens for i, c in enumerate(complete(model, requests(GREEDY, [[i] for i in range(6)]), 6))}
+    decoder, got = Decoder(model, 2), {i: Completion() for i in range(6)}
+    for request in requests(GREEDY, [[i] for i in range(6)]):
+        decoder.submit(request)
+    assert (decoder.waiting, decoder.active) == (6, 0)
+    decoder.cancel(3)
+    decoder.cancel(99)
+    assert decoder.waiting == 5
+    most = 0
+    while decoder.waiting or decoder.active:
+        for event in decoder.step():
+            got[event.id].add(event, EOD)
+            if event.id == 1 and len(got[1].tokens) == 2:
+                decoder.cancel(1)
+                assert decoder.active < 2
+        most = max(most, decoder.active)
+    assert most == 2 and got[3].tokens == [] and got[1].tokens == wanted[1][:2]
+    for i in (0, 2, 4, 5):
+        assert got[i].tokens == wanted[i]
+
+
+def test_a_request_may_come_while_others_run():
+    model = little()
+    decoder, got = Decoder(model, 3), [Completion(), Completion()]
+    decoder.submit(requests(GREEDY)[0])
+    for event in [*decoder.step(), *decoder.step()]:
+        got[0].add(event, EOD)
+    decoder.submit(requests(GREEDY)[1])
+    while decoder.active or decoder.waiting:
+        for event in decoder.step():
+            got[event.id].add(event, EOD)
+    assert [c.tokens for c in got] == [c.tokens for c in complete(model, requests(GREEDY)[:2], 2)]
+
+
+def test_each_token_comes_when_it_is_chosen(monkeypatch):
+    model, chosen = little(), []
+    scripted(monkeypatch, model, {1: (chosen.append(4) or 4 for _ in range(9))})
+    events = stream(model, Request([1], dataclasses.replace(GREEDY, out_seq_length=3)))
+    assert next(events).token == 4 and len(chosen) <= 2
+    events.close()
+    assert not model.decoder(1, 4).active
+
+
+@pytest.mark.parametrize("k", [0, 3, 99])
+def test_echo_scores_the_prompt_as_a_full_forward(k, monkeypatch):
+    """In one chunk and in several, with no new tokens, and at the full length."""
+    model, prompt = little(), [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
+    want = model.model(torch.tensor([prompt]), Where())[0, :, :VOCAB].log_softmax(-1)
+    monkeypatch.setattr("meshwright.generation.decoder.ECHO_CHUNK", 4 if k else 512)
+    for new in (0, 1):
+        settings = Sampling(greedy=True, out_seq_length=new)
+        (done,) = complete(model, [Request(prompt, settings, logprobs=k, echo=True)], 1)
+        assert done.prompt_tokens == prompt and done.prompt_logprobs[0] is None and done.prompt_tops[0] == []
+        exact = [float(want[i, t]) for i, t in enumerate(prompt[1:])]
+        assert done.prompt_logprobs[1:] == pytest.approx(exact, abs=1e-9)
+        for top, row in zip(done.prompt_tops[1:], want, strict=False):
+            assert [i for i, _ in top] == row.argsort(descending=True)[:k].tolist()
+            assert [x for _, x in top] == pytest.approx(row.sort(descending=True).values[:k].tolist(), abs=1e-9)
+        assert len(done.tokens) == len(done.logprobs) == new and done.finish == "length"
+        if new:
+            assert done.logprobs[0] == pytest.approx(float(want[-1].max()), abs=1e-9)
+    (full,) = complete(model, [Request([1] * LENGTH, Sampling(out_seq_length=0), logprobs=0, echo=True)], 1)
+    assert len(full.prompt_logprobs) == LENGTH and full.tokens == []
+
+
+def test_echo_beside_others():
+    """Requests with and without log-probabilities in one batch: each gets its own."""
+    model, some = little(), requests(GREEDY)
+    some[1] = dataclasses.replace(some[1], logprobs=2, echo=True)
+    some[3] = dataclasses.replace(some[3], echo=True)
+    mixed = complete(model, some, 8)
+    assert [c.tokens for c in mixed] == [c.tokens for c in complete(model, requests(GREEDY), 8)]
+    assert all(len(top) == 2 for top in mixed[1].tops) and mixed[0].logprobs == [None] * len(mixed[0].tokens)
+    assert mixed[3].prompt_tokens == PROMPTS[3] and set(mixed[3].prompt_logprobs) == {None}
+
+
+def test_stop_strings(monkeypatch):
+    """Null's text is the ids with spaces; a stop string may lie across tokens."""
+    model = little()
+    scripted(monkeypatch, model, {1: iter([4, 5, 6, 7, 8, 9]), 2: iter([5, 5, 5, 10])})
+    long = dataclasses.replace(GREEDY, out_seq_length=6)
+    one, two = complete(model, requests(long, [[1], [2]], stop=("6 7", "8")), 2)
+    assert (one.tokens, one.text, one.finish, one.ended) == ([4, 5, 6, 7], "4 5 ", "stop", False)
+    assert (two.text, two.finish, two.ended) == ("5 5 5", "stop", True)
+    assert cut("abcabc", ("ca", "b")) == "a" and cut("abc", ()) == "abc"
+
+
+def test_long_prompts_are_read_in_chunks(monkeypatch):
+    model = little("llama")
+    want = [c.tokens for c in complete(model, requests(GREEDY), 8)]
+    monkeypatch.setattr("meshwright.generation.decoder.CHUNK", 4)
+    monkeypatch.setattr("meshwright.generation.decoder.PREFILL", 20)
+    assert [c.tokens for c in complete(model, requests(GREEDY), 8)] == want
+
+
+@pytest.mark.parametrize("settings", [GREEDY, Sampling()])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(bad, settings):
+    model = little()
+    model.model.ln_f.weight.data[3] = bad
+    with pytest.raises(UserError, match="not finite") as caught:
+        complete(model, [Request([1], settings)], 1)
+    assert caught.value.status == NON_FINITE
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([11]), "token id 11 is outside of the vocabulary, 0 ... 10"),
+        (Request([1] * LENGTH), "the prompt has 20 tokens; the model reads 20"),
+        (Request([1], Sampling(out_seq_length=0)), "max_new_tokens 0 must be above 0"),
+        (Request([1], Sampling(temperature=math.nan)), "temperature nan"),
+        (Request([1], Sampling(min_p=1.5)), "min_p 1.5 from 0 to 1"),
+        (Request([1], Sampling(repetition_penalty=0.0)), "repetition_penalty 0.0 must be above 0"),
+        (Request([1], logprobs=-1), "logprobs -1"),
+        (Request([1], stop=("a", "")), "a stop string is empty"),
+    ],
+)
+def test_bad_requests_are_refused(request_, message):
+    with pytest.raises(UserError, match=message):
+        Decoder(little(), 1).submit(request_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_precisions(dtype):
+    for done in complete(little(dtype=dtype), requests(GREEDY, logprobs=1), 8):
+        assert all(x <= 0 for x in done.logprobs)
