@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "show what a checkpoint holds, and whether it is complete",
     "convert": "convert a checkpoint from or to another program's format",
     "report": "make a page with pictures of a run, or compare several",
+    "watch": "show runs in a browser while they go on",
     "bench": "measure the speed of training on this machine",
     "doctor": "check this machine: what works, and what would be faster",
     "completion": "print the completion script of bash, zsh or fish",
@@ -38,14 +39,14 @@ GROUPS = {
     "Start here": "quickstart demo",
     "Text to tokens": "train-tokenizer preprocess data",
     "Train": "presets train launch",
-    "Look": "report evaluate",
+    "Look": "watch report evaluate",
     "Use": "generate",
     "Checkpoints": "inspect convert",
     "This program": "help doctor bench completion",
 }
 # Commands and flags that only print; the result of `data verify` is its exit status too.
 READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion", "presets"}
-READ_ONLY |= {"inspect", "report", "evaluate", "data inspect", "data plan"}
+READ_ONLY |= {"inspect", "report", "watch", "evaluate", "data inspect", "data plan"}
 PRINTS = {"-h", "--help", "--help-all", "--print-config", "--dry-run"}
 
 # What to do about common errors of the system.

@@ -73,51 +73,99 @@ class History:
         return bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
 
 
-def read_history(folder: Path) -> History:
-    """Read metrics.jsonl; an attempt that starts at N undoes what earlier ones did after N.
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Text that the model wrote during training (--sample-interval)."""
 
-    So the last row of an iteration counts, and a run started anew is not mixed with the one before.
+    iteration: int
+    number: int  # of the prompt
+    prompt: str
+    text: str
+
+
+class Record:
+    """What the rows of metrics.jsonl say, taken one by one; the steps are left to the caller.
+
+    An attempt that starts at N undoes what earlier ones did after N. So the last row of an
+    iteration counts, and a run started anew is not mixed with the one before.
     """
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+        # Keyed by title, iteration, and whether it was the validation at the end of the run.
+        self.checks: dict[tuple[str, int, bool], Validation] = {}
+        self.samples: dict[tuple[int, int], Sample] = {}
+        self.scores: dict[str, dict[int, float]] = {}  # name: iteration: score
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Add a row; raise ValueError, TypeError, KeyError or OverflowError for a damaged one."""
+        event, iteration = row["event"], int(row["iteration"])
+        if event == "start":
+            self.checks = {k: v for k, v in self.checks.items() if k[1] <= iteration}
+            self.samples = {k: v for k, v in self.samples.items() if k[0] <= iteration}
+            self.scores = {n: {i: x for i, x in v.items() if i <= iteration} for n, v in self.scores.items()}
+            self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
+            row["time"] = _time(row.get("time", 0))
+        elif event == "validation":
+            loss, ppl = float(row["loss"]), float(row["ppl"])
+            v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end")))
+            self.checks[v.title, iteration, v.is_at_end] = v
+        elif event == "sample":
+            number = int(row["number"])
+            self.samples[iteration, number] = Sample(iteration, number, str(row["prompt"]), str(row["text"]))
+        elif event == "scores":
+            for name, score in row["scores"].items():
+                self.scores.setdefault(name, {})[iteration] = float(score)
+        elif event == "save" and self.attempts:
+            self.attempts[-1].seconds += _time(row["seconds"])
+        elif event == "end" and self.attempts and self.attempts[-1].number == int(row["attempt"]):
+            self.attempts[-1].end = row
+            row["time"] = _time(row.get("time", 0))
+
+    def took_steps(self, last: int, seconds: float) -> None:
+        """Count steps up to iteration `last` as the newest attempt's."""
+        if self.attempts:
+            self.attempts[-1].last = last
+            self.attempts[-1].seconds += seconds
+
+    def validations(self) -> list[Validation]:
+        return sorted(self.checks.values(), key=lambda v: (v.iteration, v.is_at_end))
+
+
+# What a row that no run writes raises when it is taken.
+DAMAGED = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
+
+
+def explain_damage(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def read_history(folder: Path) -> History:
+    """Read metrics.jsonl."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise not_a_run(folder, "metrics.jsonl")
     steps: dict[int, Step] = {}
-    # Keyed by title, iteration, and whether it was the validation at the end of the run.
-    validations: dict[tuple[str, int, bool], Validation] = {}
-    attempts: list[Attempt] = []
+    record = Record()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                event, iteration = row["event"], int(row["iteration"])
-                if event == "start":
-                    steps = {i: s for i, s in steps.items() if i <= iteration}
-                    validations = {k: v for k, v in validations.items() if k[1] <= iteration}
-                    attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
-                    row["time"] = _time(row.get("time", 0))
-                elif event == "step":
+                if row["event"] == "step":
+                    iteration = int(row["iteration"])
                     steps[iteration] = step = _step(row)
-                    if attempts:
-                        attempts[-1].last = iteration
-                        attempts[-1].seconds += step.ms / 1e3
-                elif event == "validation":
-                    loss, ppl = float(row["loss"]), float(row["ppl"])
-                    v = Validation(
-                        iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end"))
-                    )
-                    validations[v.title, iteration, v.is_at_end] = v
-                elif event == "save" and attempts:
-                    attempts[-1].seconds += _time(row["seconds"])
-                elif event == "end" and attempts and attempts[-1].number == int(row["attempt"]):
-                    attempts[-1].end = row
-                    row["time"] = _time(row.get("time", 0))
-            except (ValueError, TypeError, KeyError, OverflowError) as e:
+                    record.took_steps(iteration, step.ms / 1e3)
+                    continue
+                record.take(row)
+                if row["event"] == "start":
+                    steps = {i: s for i, s in steps.items() if i <= int(row["iteration"])}
+            except DAMAGED as e:
                 if not line.endswith(b"\n"):
                     break  # the last line, cut by a kill
-                why = f"{e} is missing" if isinstance(e, KeyError) else str(e)
+                why = explain_damage(e)
                 raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
-    in_order = sorted(validations.values(), key=lambda v: (v.iteration, v.is_at_end))
-    return History([steps[i] for i in sorted(steps)], in_order, attempts, path.stat().st_mtime)
+    updated = path.stat().st_mtime
+    return History([steps[i] for i in sorted(steps)], record.validations(), record.attempts, updated)
 
 
 def _time(value: Any) -> float:

@@ -54,13 +54,13 @@ def draw(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: bool 
     return 2 * half + 1
 
 
-def thin(x: Any, y: Any) -> tuple[Any, Any]:
-    """Keep at most POINTS points, the lowest and highest of each stretch: a spike still shows."""
+def thin(x: Any, y: Any, points: int = POINTS) -> tuple[Any, Any]:
+    """Keep at most `points` points, the lowest and highest of each stretch: a spike still shows."""
     import numpy as np
 
-    if len(x) <= POINTS:
+    if len(x) <= points:
         return x, y
-    stretches = np.array_split(np.arange(len(x)), POINTS // 2)
+    stretches = np.array_split(np.arange(len(x)), points // 2)
     keep = np.unique([i for s in stretches for i in (s[y[s].argmin()], s[y[s].argmax()])])
     return x[keep], y[keep]
 

@@ -136,6 +136,10 @@ PAGES = {
         "meshwright.commands.inspect:InspectCheckpointConfig",
         examples=("meshwright inspect run", "meshwright inspect run/iter_0001000 run/iter_0002000"),
     ),
+    "watch": Page(
+        "meshwright.commands.watch:WatchConfig",
+        examples=("meshwright watch run", "meshwright watch run another-run --port 6500", "meshwright watch runs"),
+    ),
     "report": Page(
         "meshwright.commands.report:ReportConfig",
         examples=(

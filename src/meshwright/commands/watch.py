@@ -1,0 +1,53 @@
+"""`meshwright watch DIR ...`: the page of runs that go on, live in a browser."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import DONE, UNAVAILABLE, UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import MISSING, flag
+
+PORT = 6400
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """Settings of `meshwright watch`."""
+
+    folders: list[Path] = flag(
+        MISSING,
+        "run folder: --run-dir, or --save, of the training, which may begin later; or a folder with runs below it",
+        positional=True,
+    )
+    port: int = flag(PORT, "port of the page on this machine (0: any free one)", bound=">=0")
+
+    def problems(self) -> list[str]:
+        files = [str(f) for f in self.folders if f.is_file()]
+        out = [f"{name} is a file; give the folder of a run" for name in files]
+        return out + [f"--port {self.port} must be at most 65535"] * (self.port > 65535)
+
+
+def main(argv: list[str]) -> int:
+    about = "Show runs in a browser while they go on: curves, samples and scores, several runs over each other."
+    c = flags.parse(WatchConfig, argv, "meshwright watch", about=about).config
+    try:
+        from meshwright.watch.app import serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("starlette", "uvicorn"):
+            raise
+        hint = "install it with pip install 'meshwright[serve]'"
+        raise UserError(f"watch needs {error.name}: {hint}", UNAVAILABLE) from None
+    from meshwright.watch.runs import Watcher
+
+    def show(port: int) -> None:
+        print(f"http://localhost:{port}/", flush=True)
+        print(
+            f"from another machine: ssh -L {port}:localhost:{port} HOST; Ctrl-C ends the page, not the runs", flush=True
+        )
+
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+        serve(Watcher(c.folders), c.port, show)
+    return DONE

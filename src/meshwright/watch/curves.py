@@ -1,0 +1,112 @@
+"""What the page draws of a run: curves of one range, thinned without losing their extremes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from meshwright.report import plot
+from meshwright.watch.follow import Follower, Steps
+
+Axis = Literal["step", "tokens", "time"]
+SMOOTH = ("loss", "grad_norm", "tokens_per_second", "ms")  # as on the page of `report`
+DRAWN = ("loss", "lr", "grad_norm", "tokens_per_second", "ms", "mfu", "memory")
+UNITS = {"mfu": 100.0, "memory": 2.0**-30}  # percent, GiB
+MEDIANS = 1000  # steps that stand for all those of a wide median
+
+
+@dataclass(frozen=True)
+class View:
+    """The part of the x-axis that is shown, and how."""
+
+    axis: Axis = "step"
+    begin: float = -math.inf
+    end: float = math.inf
+    points: int = 1000  # per line at most
+    smooth: float = 0.04  # width of the running median, as a share of the steps shown
+
+
+def positions(run: Follower, axis: Axis) -> Steps:
+    """Return where each step lies: iterations, tokens (or samples), or seconds spent in steps."""
+    if axis == "tokens":
+        return run.column("consumed_samples") * scale_of(run)
+    return np.cumsum(run.column("ms")) / 1e3 if axis == "time" else run.column("iteration")
+
+
+def scale_of(run: Follower) -> int:
+    """Return the tokens of a sample, or 1 if that is unknown, to count samples."""
+    length = run.setting("seq_length")
+    return length if isinstance(length, int) and length > 0 else 1
+
+
+def curves(run: Follower, view: View) -> dict[str, Any]:
+    """Return what is drawn of a run, as lists; the caller holds its lock.
+
+    Each line has the points "x", "y", and if it is smoothed their median "mx", "my", which is of
+    "width" steps. Where a number is not finite, "bad" has the place.
+    """
+    x = positions(run, view.axis)
+    where = (int(np.searchsorted(x, view.begin)), int(np.searchsorted(x, view.end, "right")))
+    half = round(view.smooth * (where[1] - where[0]) / 2)
+    lines = {}
+    for name in DRAWN:
+        y = run.column(name) * UNITS.get(name, 1.0)
+        lines[name] = line(x, y, where, half if name in SMOOTH else 0, view.points)
+        if name in UNITS:
+            lines[name]["bad"] = []  # unknown on this device
+    record, place = run.record, Places(run, x)
+    checks: dict[str, dict[int, float]] = {}
+    for v in record.validations():
+        checks.setdefault(v.title, {})[v.iteration] = v.loss
+    return {
+        "range": [float(x[0]), float(x[-1])] if len(x) else None,
+        "lines": {name: found for name, found in lines.items() if found["x"] or found["bad"]},
+        "checks": {name: place.points(values.items()) for name, values in checks.items()},
+        "scores": {name: place.points(sorted(values.items())) for name, values in record.scores.items()},
+        "resumed": [place.at(a.began) for a in record.attempts[1:] if a.began and place.knows(a.began)],
+    }
+
+
+class Places:
+    """Where iterations lie on the x-axis."""
+
+    def __init__(self, run: Follower, x: Steps) -> None:
+        self.iterations, self.x = run.column("iteration"), x
+        self.is_step = x is self.iterations or np.shares_memory(x, self.iterations)
+
+    def knows(self, iteration: int) -> bool:
+        return len(self.x) > 0 and iteration < self.iterations[-1]
+
+    def at(self, iteration: int) -> float:
+        """Return the place of the last step up to `iteration`."""
+        if self.is_step:
+            return float(iteration)
+        n = int(np.searchsorted(self.iterations, iteration, "right"))
+        return float(self.x[n - 1]) if n else 0.0
+
+    def points(self, values: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
+        known = [(i, y) for i, y in values if math.isfinite(y)]
+        return {"x": [self.at(i) for i, _ in known], "y": [y for _, y in known], "step": [i for i, _ in known]}
+
+
+def line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: int) -> dict[str, Any]:
+    """Return one line of the steps where[0] to where[1], and one point beyond on each side."""
+    begin, end = max(where[0] - 1, 0), min(where[1] + 1, len(x))
+    finite = np.isfinite(y[begin:end])
+    bad, shown = x[begin:end][~finite], (x[begin:end][finite], y[begin:end][finite])
+    out: dict[str, Any] = {"bad": bad[:: max(1, -(-len(bad) // points))].tolist()}
+    out["x"], out["y"] = (a.tolist() for a in plot.thin(*shown, points))
+    if half and len(shown[0]) > 20:
+        # The median at the borders of what is shown reads the steps beyond them.
+        first, last = max(begin - half, 0), min(end + half, len(x))
+        known = np.isfinite(y[first:last])
+        stride = max(1, 2 * half // MEDIANS)
+        wide = x[first:last][known][::stride], y[first:last][known][::stride]
+        mx, my = plot.running_median(*wide, max(1, half // stride))
+        inside = (mx >= shown[0][0]) & (mx <= shown[0][-1])
+        out |= {"mx": mx[inside].tolist(), "my": np.asarray(my)[inside].tolist(), "width": 2 * half + 1}
+    return out

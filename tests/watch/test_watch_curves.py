@@ -1,0 +1,64 @@
+"""Curves of the live page: thinned without losing extremes, on three axes, zoomed."""
+
+import json
+
+import numpy as np
+import pytest
+from pages import check_row, step_row
+
+from meshwright.watch.curves import View, curves
+from meshwright.watch.follow import Follower
+
+
+@pytest.fixture
+def run(tmp_path):
+    rows = [{"event": "start", "attempt": 1, "iteration": 0, "time": 1.7e9}]
+    losses = 2 + np.sin(np.arange(1, 5001) / 300)
+    losses[3210], losses[1234] = 50.0, -7.0
+    rows += [step_row(i, float(loss), memory=2**30) for i, loss in enumerate(losses, 1)]
+    rows[100]["loss"] = "nan"
+    rows += [check_row(1000, 3.0), check_row(5000, 2.5), {"event": "scores", "iteration": 2000, "scores": {"a": 0.5}}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.toml").write_text("[data]\nseq_length = 8\n")
+    out = Follower(tmp_path)
+    out.look(lambda: None)
+    return out
+
+
+def test_thinned_lines_keep_their_extremes(run):
+    loss = curves(run, View(points=100))["lines"]["loss"]
+    assert len(loss["x"]) <= 100 and max(loss["y"]) == 50.0 and min(loss["y"]) == -7.0
+    assert loss["x"] == sorted(loss["x"]) and loss["bad"] == [100.0]
+    assert loss["x"][loss["y"].index(50.0)] == 3211.0
+    assert 190 <= loss["width"] <= 210 and max(loss["my"]) < 3.01
+
+
+def test_axes(run):
+    step, tokens, time = (curves(run, View(axis)) for axis in ("step", "tokens", "time"))
+    assert step["range"] == [1.0, 5000.0] and tokens["range"] == [32.0, 160000.0]
+    assert time["range"] == pytest.approx([0.01, 50.0])
+    for found, x in ((step, [1000, 5000]), (tokens, [32000, 160000]), (time, [10, 50])):
+        assert found["checks"]["validation"]["x"] == pytest.approx(x)
+        assert found["checks"]["validation"]["y"] == [3.0, 2.5]
+    assert tokens["scores"] == {"a": {"x": [64000.0], "y": [0.5], "step": [2000]}}
+    assert set(step["lines"]["memory"]["y"]) == {1.0} and "mfu" not in step["lines"]
+
+
+def test_a_zoom_reads_all_steps_of_its_range(run):
+    loss = curves(run, View(begin=3200, end=3220, smooth=0))["lines"]["loss"]
+    assert loss["x"] == [float(i) for i in range(3199, 3222)] and "mx" not in loss and max(loss["y"]) == 50.0
+    by_time = curves(run, View("time", begin=32.0, end=32.2, smooth=0))["lines"]["loss"]
+    assert by_time["y"] == pytest.approx(loss["y"], abs=0.01)
+    assert curves(run, View(begin=9000))["lines"]["loss"]["x"] == [5000.0]
+
+
+def test_a_median_at_a_border_reads_beyond_it(run):
+    zoomed = curves(run, View(begin=2000, end=2400, smooth=0.25))["lines"]["loss"]
+    whole = np.asarray(run.column("loss"))
+    first = zoomed["mx"].index(2000.0)
+    assert zoomed["my"][first] == pytest.approx(np.median(whole[1949:2050]), abs=1e-9)
+
+
+def test_nothing_yet(tmp_path):
+    found = curves(Follower(tmp_path), View())
+    assert found == {"range": None, "lines": {}, "checks": {}, "scores": {}, "resumed": []}
