@@ -145,7 +145,7 @@ def evaluate(
     `texts` are the documents. Documents longer than the model's `seq_length` are read in windows
     that advance by `stride` tokens (default: half the length), each after the first with context.
     """
-    from meshwright.evaluation.score import plain_scorer, score
+    from meshwright.evaluation.score import score
 
     if isinstance(texts, str):
         raise UserError("texts is one string; give a list of documents")
@@ -156,4 +156,4 @@ def evaluate(
     advance = m.seq_length // 2 or 1 if stride is None else stride
     if not 0 < advance <= m.seq_length or batch_size < 1:
         raise UserError(f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0")
-    return score(plain_scorer(m.model), m.tokenizer, documents, m.seq_length, advance, batch_size)
+    return score(m.scorer, m.tokenizer, documents, m.seq_length, advance, batch_size)

@@ -297,15 +297,20 @@ def test_backends(backend):
     assert parse(f"--world-size 2 --distributed-backend {backend}").notices == []
 
 
-@pytest.mark.parametrize("cls", [GenerateConfig, EvaluateConfig])
-def test_reading_commands_run_on_one_device(cls):
-    name = "generate" if cls is GenerateConfig else "evaluate"
-    line = "--load x --input y" if cls is EvaluateConfig else "--load x"
-    ones = f" {TP} 1 {PP} 1 {CP} 1 {W} 1"
-    parse(line + ones, cls)
-    for flag in ones.split()[::2]:
-        reason = f"but {name} runs on one device for now, which loads a checkpoint of any layout; give 1"
-        assert refusal(f"{line} {flag} 2", cls) == f"{flag} is 2, {reason}"
+def test_generation_uses_one_copy():
+    """More ranks than one copy of the model needs have nothing to do."""
+    parse(f"--load x {TP} 2 {PP} 2 {W} 7", GenerateConfig)
+    assert "1 rank is not a multiple of" in refusal(f"--load x {TP} 2", GenerateConfig)
+    assert "which generate makes token by token; give 1" in refusal(f"--load x {CP} 2 {W} 2", GenerateConfig)
+
+
+def test_evaluation_uses_all_ranks():
+    line = "--load x --input y"
+    parse(f"{line} {TP} 2 {PP} 2 {CP} 2 {W} 8", EvaluateConfig)
+    parse(f"{line} {TP} 2 {W} 8", EvaluateConfig)
+    assert f"6 ranks are not a multiple of {TP} 2 x {PP} 2 = 4: start 8" in refusal(
+        f"{line} {TP} 2 {PP} 2 {W} 6", EvaluateConfig
+    )
 
 
 # Notices

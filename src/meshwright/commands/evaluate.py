@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright import console
-from meshwright import device as devices
+from meshwright.commands import launch
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.launch.world import is_first_process
+from meshwright.launch.world import World
 from meshwright.settings import checks, command, data_paths, flags
 from meshwright.settings.schema import (
     READING,
@@ -28,6 +28,7 @@ from meshwright.settings.texts import TextInputs
 
 if TYPE_CHECKING:
     from meshwright.evaluation.score import Score
+    from meshwright.generation.engine import LanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class EvaluateConfig:
     )
 
     def problems(self) -> list[str]:
-        out = checks.reading_problems(self, "evaluate")
+        out = checks.reading_problems(self, "evaluate", copies=True)
         others = [n for n in data_paths.given(self.data) if n != "data_path"]
         out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
         if self.data.data_path and self.evaluate.input:
@@ -75,29 +76,21 @@ ABOUT = "Score text with a model. Every token counts, a document's first one too
 
 
 def main(argv: list[str]) -> int:
-    if not is_first_process("evaluation"):
-        return DONE
-    parsed = command.settings(EvaluateConfig, argv, "evaluate", ABOUT, "load")
+    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
+
+
+def command_line(argv: list[str], words: list[str], world: World) -> int:
+    is_lead = world.rank == 0
+    parsed = command.settings(EvaluateConfig, words, "evaluate", ABOUT, "load", prints=is_lead)
     if parsed is None:
         return DONE
-    from meshwright.data.prepare.inputs import find
-    from meshwright.data.prepare.text import read_texts
-    from meshwright.evaluation.score import plain_scorer, read_token_files, score, score_ids
-
     c, e = parsed.config, parsed.config.evaluate
-    texts = list[str]()
-    if e.input:
-        found = find(e)
-        texts = list(read_texts(e, found))
-        if not any(texts):
-            reason = f" ({found.passed.line()})" if found.passed else ""
-            raise UserError(f"{', '.join(e.input)}: no text to score{reason}", BAD_DATA)
-        if found.passed:
-            console.notice(found.passed.line())
+    if not parsed.dry_run and (status := launch.relaunch(c.parallel, ["evaluate", *argv])) is not None:
+        return status
+    texts = read_input(e) if e.input and is_lead else []
 
     # torch is imported only now, so that a mistake in the flags is reported at once.
-    from meshwright.generation import engine
-    from meshwright.optim.loss_scale import dtype_of
+    from meshwright.generation import engine, ranks
 
     console.set_stream(None if e.json else "stdout")
     assert c.checkpoint.load
@@ -107,18 +100,39 @@ def main(argv: list[str]) -> int:
         what = f"{len(texts)} documents" if e.input else f"token files {c.data.data_path[0]}"
         print(f"{what}; the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
         return DONE
-    device = devices.pick(c.parallel.device)
     batch = int(c.training.micro_batch_size or 8)
+    is_divided = parsed.sources["split"] != "default"
     with command.explain_out_of_memory(f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,"):
-        m = engine.load(load, given, c.tokenizer, dtype_of(c.precision), device)
-        stride = min(e.overlapping_eval or max(1, m.seq_length // 2), m.seq_length)
-        if c.data.data_path:
-            documents = read_token_files(c.data, m.tokenizer, divided=parsed.sources["split"] != "default")
-            s = score_ids(plain_scorer(m.model), m.tokenizer.eod, documents, m.seq_length, stride, batch)
-        else:
-            s = score(plain_scorer(m.model), m.tokenizer, texts, m.seq_length, stride, batch)
+        return ranks.run(c, given, lambda m: measure(c, m, texts, is_divided), copies=True)
+
+
+def read_input(e: Evaluate) -> list[str]:
+    """Return the documents of --input."""
+    from meshwright.data.prepare.inputs import find
+    from meshwright.data.prepare.text import read_texts
+
+    found = find(e)
+    texts = list(read_texts(e, found))
+    if not any(texts):
+        reason = f" ({found.passed.line()})" if found.passed else ""
+        raise UserError(f"{', '.join(e.input)}: no text to score{reason}", BAD_DATA)
+    if found.passed:
+        console.notice(found.passed.line())
+    return texts
+
+
+def measure(c: EvaluateConfig, m: LanguageModel, texts: list[str], is_divided: bool) -> None:
+    """Score the documents and print the figures."""
+    from meshwright.evaluation.score import read_token_files, score, score_ids
+
+    e, batch = c.evaluate, int(c.training.micro_batch_size or 8)
+    stride = min(e.overlapping_eval or max(1, m.seq_length // 2), m.seq_length)
+    if c.data.data_path:
+        documents = read_token_files(c.data, m.tokenizer, divided=is_divided)
+        s = score_ids(m.scorer, m.tokenizer.eod, documents, m.seq_length, stride, batch)
+    else:
+        s = score(m.scorer, m.tokenizer, texts, m.seq_length, stride, batch)
     print_score(s, m.step, m.seq_length, stride, e.json)
-    return DONE
 
 
 def print_score(s: Score, step: int, length: int, stride: int, as_json: bool) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from meshwright import console
 from meshwright import device as devices
+from meshwright.commands import launch
 from meshwright.errors import DONE, USAGE, UserError
-from meshwright.launch.world import is_first_process
+from meshwright.launch.world import World, is_idle
 from meshwright.settings import command, flags
 from meshwright.settings.schema import GenerateConfig
 
@@ -20,18 +21,24 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    if not is_first_process("generation"):
-        return DONE
-    parsed = command.settings(GenerateConfig, argv, "generate", "Write text with a model.", "load")
+    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
+
+
+def command_line(argv: list[str], words: list[str], world: World) -> int:
+    about, prints = "Write text with a model.", world.rank == 0
+    parsed = command.settings(GenerateConfig, words, "generate", about, "load", prints)
     if parsed is None:
         return DONE
     c, s = parsed.config, parsed.config.sampling
+    if is_idle(world, c.parallel.model_ranks, "generation"):
+        return DONE
+    if not parsed.dry_run and (status := launch.relaunch(c.parallel, ["generate", *argv])) is not None:
+        return status
 
     # torch is imported only now, so that a mistake in the flags is reported at once.
-    from meshwright.generation import engine, files
-    from meshwright.optim.loss_scale import dtype_of
+    from meshwright.generation import engine, files, ranks
 
-    lines = files.read_prompts(Path(s.sample_input_file)) if s.sample_input_file else []
+    lines = files.read_prompts(Path(s.sample_input_file)) if s.sample_input_file and prints else []
     output = s.sample_output_file or f"{s.sample_input_file}.out"
     if s.sample_input_file and Path(output).resolve() == Path(s.sample_input_file).resolve():
         raise UserError(f"--sample-output-file {output} is the input file; name another file")
@@ -44,13 +51,10 @@ def main(argv: list[str]) -> int:
         return DONE
     if c.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
-    device = devices.pick(c.parallel.device)
     batch = c.training.micro_batch_size or 8
     advice = f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {s.out_seq_length}), or --bf16,"
     with command.explain_out_of_memory(advice):
-        m = engine.load(c.checkpoint.load, given, c.tokenizer, dtype_of(c.precision), device)
-        write(c, m, lines, output)
-    return DONE
+        return ranks.run(c, given, lambda m: write(c, m, lines, output))
 
 
 def write(c: GenerateConfig, m: LanguageModel, lines: list[str], output: str) -> None:

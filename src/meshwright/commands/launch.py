@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import time
+from collections.abc import Callable
 
-from meshwright.errors import UserError
+from meshwright.errors import DONE, UserError
+from meshwright.launch import rendezvous
 from meshwright.launch.launcher import TOGETHER, LaunchConfig, build_program, make_plan, wanted
+from meshwright.launch.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
 from meshwright.settings.schema import Parallel
 
@@ -31,6 +37,26 @@ def main(argv: list[str]) -> int:
     from meshwright.launch import agent  # imports torch
 
     return agent.run(plan, program)
+
+
+def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -> int:
+    """Call a command's `command_line` with the flags and the place of this rank.
+
+    Rank 0 alone prints help, settings and dry runs, and the first rank of each machine the errors
+    in the flags, which all ranks are given.
+    """
+    world = find_world(os.environ, None)
+    if world.rank and (help.asked(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)):
+        return DONE
+    try:
+        words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
+        if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
+            require_world_size(world, int(said[1]))  # before the batch size is divided by it
+        return command_line(words, world)
+    except UserError as error:
+        if world.local_rank and not error.everywhere:
+            time.sleep(rendezvous.REPORT_SECONDS)
+        raise
 
 
 def relaunch(parallel: Parallel, argv: list[str]) -> int | None:

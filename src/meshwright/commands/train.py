@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import re
-import time
-
+from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
-from meshwright.launch.world import World, find_world, require_world_size
-from meshwright.settings import flags, help
+from meshwright.launch.world import World
+from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
 
 def main(argv: list[str]) -> int:
-    world = find_world(os.environ, None)
-    try:
-        return command_line(argv, world)
-    except UserError as error:
-        if world.local_rank and not error.everywhere:  # the machine's first rank was given the same flags
-            from meshwright.training.run import REPORT_SECONDS
-
-            time.sleep(REPORT_SECONDS)
-        raise
+    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
 
 
-def command_line(argv: list[str], world: World) -> int:
+def command_line(argv: list[str], words: list[str], world: World) -> int:
     dry, prints = "--dry-run" in argv, "--print-config" in argv
-    if world.rank and (dry or prints or help.asked(argv) is not None):
-        return DONE
-    words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
-    if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
-        require_world_size(world, int(said[1]))  # before the batch size is divided by it
     try:
         about = "Pre-train a GPT. Without --save nothing is written."
         parsed = flags.parse(TrainConfig, words, "meshwright train", check=not dry, about=about)
@@ -55,7 +39,6 @@ def command_line(argv: list[str], world: World) -> int:
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
-    from meshwright.commands import launch
     from meshwright.training import preflight, run
 
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])

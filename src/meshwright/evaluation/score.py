@@ -10,6 +10,7 @@ the new ones, so that they have a context. Bits per byte compares different voca
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from meshwright.model.gpt import GPT
+    from meshwright.parallel.forward import Runner
     from meshwright.settings.schema import Data
     from meshwright.tokenizers import Tokenizer
 
@@ -101,6 +103,31 @@ def plain_scorer(model: GPT) -> Scorer:
             return torch.cat([count(model(b.tokens.to(device), Where()), b, model.vocab) for b in batches]).cpu()
 
     return run
+
+
+def score_part(runner: Runner, batches: list[Rows]) -> Tensor:
+    """Score with this rank's part of a model: the sum of all ranks' results is that of a scorer.
+
+    Copies of the model share out the micro-batches, and context ranks the columns of each.
+    """
+    import torch
+
+    from meshwright.parallel.forward import Piece
+
+    layout, vocab = runner.layout, runner.model.vocab
+    first = layout.at("tp") * (runner.padded // layout.tp)
+    mine = list(range(layout.at("replicas", "shard"), len(batches), layout.dp))
+    pieces = []
+    for i in mine:
+        rows = Rows(*(runner.columns(x) for x in batches[i]))
+        finish = functools.partial(count, rows=rows, vocab=vocab, first=first, group=layout.group("tp"))
+        pieces.append(Piece(rows.tokens.to(runner.device), runner.where(rows.tokens.shape[1]), finish))
+    found = runner.run(pieces)
+    out = [torch.zeros(len(rows.tokens), 2, dtype=torch.float64) for rows in batches]
+    if not layout.at("tp"):  # the others have the same numbers
+        for i, values in zip(mine, found, strict=False):  # none before the last stage
+            out[i] = values.cpu()
+    return torch.cat(out)
 
 
 def count(logits: Tensor, rows: Rows, vocab: int, first: int = 0, group: ProcessGroup | None = None) -> Tensor:

@@ -46,6 +46,9 @@ class LanguageModel(Protocol):
     def device(self) -> torch.device: ...
     def decoder(self, slots: int, length: int) -> Decoder: ...
 
+    def forward(self, tokens: Tensor, where: Where, last_only: bool = False) -> Tensor:
+        """Map tokens [B, T] to logits as GPT.forward does, in the model's layout."""
+
 
 @dataclass
 class Row:
@@ -275,7 +278,7 @@ class Decoder:
             used = torch.full_like(ends, start)
             seen = min(self.cache.room, start + width) if start else 0
             where = Where(cached=Cached(self.cache, slots[done:], used, seen, ends))
-            logits = self.model.model(tokens, where, last_only=not echo)[..., : self.state.vocab]
+            logits = self.model.forward(tokens, where, last_only=not echo)[..., : self.state.vocab]
             if echo:
                 self._echo(logits[0], rows[0], start, echoes)
                 logits = logits[:, -1:]
@@ -297,7 +300,7 @@ class Decoder:
         for row in rows:
             echo = echoes is not None and row.request.echo and row.request.logprobs is not None
             tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
-            logits = self.model.model(tokens, Where(), last_only=not echo)[0, :, : self.state.vocab]
+            logits = self.model.forward(tokens, Where(), last_only=not echo)[0, :, : self.state.vocab]
             if echo and echoes is not None:
                 self._echo(logits, row, 0, echoes)
             found.append(logits[-1])
@@ -314,7 +317,7 @@ class Decoder:
         if rows:
             seen = min(self.cache.room, max(row.length for row in rows))
             where = Where(cached=Cached(self.cache, cached, s.used[cached], seen))
-            logits.append(self.model.model(s.token[cached][:, None], where)[:, 0, : s.vocab])
+            logits.append(self.model.forward(s.token[cached][:, None], where)[:, 0, : s.vocab])
         if again:
             logits.append(self._recompute(again))
         s.used[slots] += s.active[slots]

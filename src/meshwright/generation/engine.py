@@ -17,14 +17,23 @@ from meshwright.checkpoint.saved_model import SavedModel, describe, open_saved
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError, not_a_run
+from meshwright.evaluation.score import Scorer, plain_scorer
 from meshwright.generation import decoder
+from meshwright.generation.crew import Crew
 from meshwright.generation.requests import Request
+from meshwright.launch.team import ALONE, Team
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.parallel import forward
+from meshwright.parallel.forward import Runner
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.parts import Parts
 from meshwright.settings import checks
-from meshwright.settings.schema import Model, Sampling, TrainConfig
+from meshwright.settings.schema import Data, Model, Parallel, Sampling, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 from meshwright.tokenizers import Tokenizer
+
+ONE_RANK = Layout()
 
 
 class Filters(TypedDict, total=False):
@@ -51,11 +60,23 @@ class LanguageModel:
     tokenizer: Tokenizer
     step: int
     seq_length: int
+    crew: Crew | None = None  # of a model that is cut over several ranks, whose `model` is one part
     kept: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
 
     @property
     def device(self) -> torch.device:
-        return self.model.wte.weight.device
+        return next(self.model.parameters()).device
+
+    def forward(self, tokens: Tensor, where: Where, last_only: bool = False) -> Tensor:
+        """Map tokens [B, T] to logits as GPT.forward does, in the model's layout."""
+        run = self.model if self.crew is None else self.crew.forward
+        logits: Tensor = run(tokens, where, last_only=last_only)
+        return logits
+
+    @property
+    def scorer(self) -> Scorer:
+        """What scores windows of text, in the model's layout."""
+        return plain_scorer(self.model) if self.crew is None else self.crew.score
 
     def encode(self, text: str | Sequence[int] | Tensor) -> list[int]:
         """Return token ids; ids are checked against the vocabulary and returned as they are."""
@@ -76,7 +97,7 @@ class LanguageModel:
         ids = self.encode(text)
         if not 0 < len(ids) <= self.seq_length:
             raise UserError(f"the text has {len(ids)} tokens; the model reads 1 to {self.seq_length}")
-        out: Tensor = self.model(torch.tensor([ids], device=self.device), Where())
+        out = self.forward(torch.tensor([ids], device=self.device), Where())
         return out[0, :, : self.model.vocab]
 
     def generate(
@@ -136,6 +157,7 @@ class Fit:
     padded: int
     positions: int
     tokenizer: Tokenizer
+    layers: list[int]  # of each pipeline stage
 
     @property
     def source(self) -> Source:
@@ -153,8 +175,10 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
     )
 
 
-def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Fit:
-    """Refuse flags or a vocabulary that contradict the checkpoint, and later versions' models."""
+def check_fit(
+    saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags, layout: Layout = ONE_RANK
+) -> Fit:
+    """Refuse later versions' models, and flags, a vocabulary or a layout that do not fit."""
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
     if later := checks.not_yet(TrainConfig(model=saved.model)):
@@ -176,8 +200,14 @@ def check_fit(saved: SavedModel, given: Mapping[str, Any], vocabulary: Tokenizer
         message = f"the vocabulary has {size}, the checkpoint {vocab}; {where} was trained with another vocabulary"
         raise UserError(message, BAD_DATA)
     saved = dataclasses.replace(saved, source=source.of_vocabulary(vocab))
-    padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, 1, model.pad_vocab_size_to)
-    return Fit(saved, model, vocab, padded, positions, tokenizer)
+    p = Parallel(layout.tp, layout.pp, layout.cp, pipeline_layout=given.get("pipeline_layout"), world_size=layout.world)
+    config = TrainConfig(
+        model=dataclasses.replace(model, attention_dropout=0.0), parallel=p, data=Data(seq_length=positions)
+    )
+    if wrong := checks.parallel_problems(config):
+        raise UserError("\n  ".join([f"{where} cannot be divided so:", *wrong]))
+    padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to)
+    return Fit(saved, model, vocab, padded, positions, tokenizer, config.stages)
 
 
 def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
@@ -191,29 +221,42 @@ def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
 
 
 def load(
-    folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags, dtype: torch.dtype, device: torch.device
+    folder: str,
+    given: Mapping[str, Any],
+    vocabulary: TokenizerFlags,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    layout: Layout = ONE_RANK,
+    team: Team = ALONE,
 ) -> LanguageModel:
-    """Build a checkpoint's model and read its weights as `dtype`; skip a damaged newest step."""
-    opened: list[tuple[Fit, GPT]] = []
+    """Build a checkpoint's model and read its weights as `dtype`; skip a damaged newest step.
+
+    All ranks of the layout call this together, and each reads its own part.
+    """
+    opened: list[tuple[Fit, Runner]] = []
 
     def accept(source: Source) -> Source:
-        fit = check_fit(describe(source, given), given, vocabulary)
-        with torch.device("meta"):
-            model = GPT(fit.model, fit.vocab, fit.padded, fit.positions)
-        opened.append((fit, model.to(dtype).to_empty(device=device).eval()))
+        fit = check_fit(describe(source, given), given, vocabulary, layout)
+        runner = forward.build(fit.model, fit.vocab, fit.padded, fit.positions, fit.layers, layout)
+        runner.allocate(dtype, device)
+        opened.append((fit, runner))
         return fit.source
 
     def want(source: Source) -> Named:
-        model, out = opened[-1][1], {}
-        for name, p in model.named_parameters():
-            p.requires_grad_(False)
-            rows = model.vocab if name in ("wte.weight", "lm_head.weight") else p.shape[0]
-            p[rows:] = 0
-            out[name] = native.full_entry(p[:rows])
+        fit, runner = opened[-1]
+        parts, out = Parts(layout, fit.vocab, False, False, ()), dict[str, Any]()
+        for name, p in runner.model.named_parameters():
+            full, place, shape = parts.saved(name, p.shape)
+            p[shape[0] :] = 0
+            box = (tuple(place), tuple(shape))
+            out[name] = native.Entry(tuple(full), [box] if shape[0] else [], p[: shape[0]])
         return out
 
-    if loading.load(folder, want, options=open_options(given), accept=accept) is None:
+    if loading.load(folder, want, options=open_options(given), accept=accept, team=team) is None:
         raise not_a_run(folder, "checkpoint")
-    fit, model = opened[-1]
+    fit, runner = opened[-1]
+    runner.open()
     length = given.get("seq_length") or fit.saved.seq_length or fit.positions
-    return LanguageModel(model, fit.tokenizer, fit.source.step, min(length, fit.positions))
+    crew = Crew(runner, team) if team.size > 1 else None
+    return LanguageModel(runner.model, fit.tokenizer, fit.source.step, min(length, fit.positions), crew)

@@ -392,6 +392,23 @@ def format_ranks(numbers: list[int]) -> str:
 
 # Losing a rank
 
+# Seconds for the reporting rank to print: a launcher stops all ranks when the first one ends.
+REPORT_SECONDS = 3.0
+
+
+def error_to_report(error: Exception, here: World) -> Exception:
+    """Return the error that this rank should print; its text is empty if another rank does."""
+    reported = (explain_lost_rank(error) if here.size > 1 else None) or error
+    if not isinstance(reported, UserError) or here.size == 1:
+        return reported
+    message = str(reported)
+    if not reported.everywhere:
+        message = f"rank {here.rank}: {message}" if here.rank else message
+    elif here.local_rank:  # the first rank of each machine prints it
+        time.sleep(REPORT_SECONDS)
+        message = ""
+    return UserError(message, reported.status, everywhere=True)
+
 
 def explain_lost_rank(error: BaseException) -> UserError | None:
     """Return the error to raise for torch's if another rank exited or did not answer, else None."""

@@ -205,6 +205,15 @@ def is_first_process(work: str) -> bool:
     return rank == "0"
 
 
+def is_idle(world: World, ranks: int, work: str) -> bool:
+    """Return whether `work` needs fewer ranks than were started, and not this one; then say so."""
+    if world.rank < ranks:
+        return False
+    where = f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0"
+    print(f"{work} runs on {where}; this rank has nothing to do", file=sys.stderr)
+    return True
+
+
 def die_with_parent() -> None:
     """End with our launcher even if it is killed; we might train on beside the next run."""
     text = os.environ.pop(LAUNCHER_PID, None)  # children of this process are not the launcher's

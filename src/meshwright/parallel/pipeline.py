@@ -12,7 +12,7 @@ computation needs (2 % of a step).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -121,8 +121,8 @@ class Pipeline:
             self._run(actions, batches, run_action)
         return losses
 
-    def evaluate(self, batches: list[Batch], forward: Forward) -> list[Tensor]:
-        """Run forward only; return the last stage's results."""
+    def evaluate(self, batches: Sequence[Any], forward: Callable[[GPT, Any, Tensor | None], Tensor]) -> list[Tensor]:
+        """Run forward only; return the last stage's results. Batches need only their `tokens`."""
         results: list[Tensor] = []
 
         def run_action(action: Action, received: Tensor | None) -> None:
@@ -138,7 +138,7 @@ class Pipeline:
         return results
 
     def _run(
-        self, actions: list[Action], batches: list[Batch], run_action: Callable[[Action, Tensor | None], None]
+        self, actions: list[Action], batches: Sequence[Any], run_action: Callable[[Action, Tensor | None], None]
     ) -> None:
         for action in actions:
             run_action(action, self._receive(action, batches[action.microbatch]))
@@ -146,7 +146,7 @@ class Pipeline:
             work.wait()
         self.sent.clear()
 
-    def _receive(self, action: Action, batch: Batch) -> Tensor | None:
+    def _receive(self, action: Action, batch: Any) -> Tensor | None:
         """Return what an action needs from another stage, if anything."""
         part, stage = self.parts[action.chunk], self.stages[action.chunk]
         if action.op == "W" or (part.first if action.op == "F" else part.last):

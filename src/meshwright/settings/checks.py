@@ -112,15 +112,21 @@ def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[str]:
     return out
 
 
-def reading_problems(c: Any, command: str) -> list[str]:
-    """Check a command that reads a trained model on one device."""
+def reading_problems(c: Any, command: str, copies: bool = False) -> list[str]:
+    """Check a command that reads a trained model.
+
+    With `copies` it uses all ranks, for several copies of the model and parts of sequences.
+    """
     p, out = c.parallel, precision_problems(c.precision)
     if c.training.micro_batch_size == "auto":
         out.append("--micro-batch-size auto is only for training; give a number")
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size")
-    reason = f"but {command} runs on one device for now, which loads a checkpoint of any layout; give 1"
     out += naming_problems(p)
-    out += [f"{spelling(n)} is {getattr(p, n)}, {reason}" for n in sizes if (getattr(p, n) or 1) > 1]
+    if not out_of_bounds(p):
+        cp, world = p.context_parallel_size, p.world_size or p.num_gpus_per_node * p.num_nodes
+        if cp > 1 and not copies:
+            out.append(f"--context-parallel-size {cp} divides sequences, which {command} makes token by token; give 1")
+        elif copies or world < p.model_ranks:
+            out += ranks_problems(p, world)
     return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
 
 
@@ -402,16 +408,9 @@ def parallel_problems(c: TrainConfig) -> list[str]:
             out.append(f"{spelling(name)} {getattr(p, name):g} is not between {least} and {most}")
     if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
         return out  # reported already
-    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     by_tp, by_cp = f"--tensor-model-parallel-size {tp}", f"--context-parallel-size {cp}"
-    if c.world % p.model_ranks:
-        sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp}
-        product = " x ".join(f"{spelling(n)} {size}" for n, size in sizes.items() if size > 1)
-        least = -(-c.world // p.model_ranks) * p.model_ranks
-        out.append(
-            f"{c.world} {'ranks are' if c.world > 1 else 'rank is'} not a multiple of {product} = {p.model_ranks}: "
-            f"start {least} (meshwright launch --nproc-per-node {least} on one machine), or change a size"
-        )
+    out += ranks_problems(p, c.world)
     heads, groups, seq = m.num_attention_heads or 0, m.groups, c.data.seq_length or 0
     by_both = f"{by_tp} x {by_cp}" if tp > 1 and cp > 1 else by_cp if cp > 1 else by_tp
     divided = [
@@ -431,6 +430,19 @@ def parallel_problems(c: TrainConfig) -> list[str]:
         advice = "give --tensor-model-parallel-size 1 and --zero-stage 0, or --optimizer adam"
         out.append(f"--optimizer muon with {other}: Muon needs whole matrices; {advice}")
     return out + pipeline_problems(c) + zero_problems(c) + fp8_problems(c)
+
+
+def ranks_problems(p: Parallel, world: int) -> list[str]:
+    """Check that the ranks hold whole copies of the model."""
+    if world % p.model_ranks == 0:
+        return []
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    product = " x ".join(f"{spelling(n)} {getattr(p, n)}" for n in names if getattr(p, n) > 1)
+    least = -(-world // p.model_ranks) * p.model_ranks
+    return [
+        f"{world} {'ranks are' if world > 1 else 'rank is'} not a multiple of {product} = {p.model_ranks}: "
+        f"start {least} (meshwright launch --nproc-per-node {least} on one machine), or change a size"
+    ]
 
 
 def fp8_problems(c: TrainConfig) -> list[str]:

@@ -16,14 +16,18 @@ C = TypeVar("C")
 
 
 def settings(
-    cls: type[C], argv: list[str], name: str, about: str, positional: str | None = None
+    cls: type[C], argv: list[str], name: str, about: str, positional: str | None = None, prints: bool = True
 ) -> flags.Parsed[C] | None:
-    """Return parsed settings after printing notices, or None after --print-config."""
+    """Return parsed settings after printing notices, or None after --print-config.
+
+    Of several ranks one `prints`.
+    """
     parsed = flags.parse(cls, argv, f"meshwright {name}", positional=positional, about=about)
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
         return None
-    flags.print_notices(parsed)
+    if prints:
+        flags.print_notices(parsed)
     return parsed
 
 

@@ -674,6 +674,9 @@ READING = {
     *ARCHITECTURE,
     *"attention_impl seq_length micro_batch_size fp16 bf16 params_dtype device local_rank load verify".split(),
     *("trust_pickle", "make_vocab_size_divisible_by"),
+    *"tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size pipeline_layout".split(),
+    *"world_size num_gpus_per_node num_nodes node_ips distributed_backend distributed_timeout_minutes".split(),
+    "start_timeout_seconds",
 }
 
 

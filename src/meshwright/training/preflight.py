@@ -22,8 +22,8 @@ from meshwright.settings import checks, flags
 from meshwright.settings.command import our_version
 from meshwright.settings.data_paths import prefixes
 from meshwright.settings.grammar import near_path
+from meshwright.settings.schema import Parallel, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
-from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.resume import check_loading, fresh_schedule, guard_existing, guard_run_folder, saved_settings
 from meshwright.training.saver import check_export
@@ -43,11 +43,11 @@ def require_files(config: TrainConfig) -> None:
             raise UserError(f"data {prefix}: missing {' and '.join(missing)}{hint}", BAD_DATA)
 
 
-def pick_backend(config: TrainConfig, device: torch.device, prints: bool = False) -> str:
+def pick_backend(p: Parallel, device: torch.device, prints: bool = False) -> str:
     """Return the backend of torch.distributed: gloo on CPUs, the device's default elsewhere."""
     import torch.distributed as dist
 
-    wanted = config.parallel.distributed_backend
+    wanted = p.distributed_backend
     if device.type == "cpu":
         if prints and wanted not in (None, "gloo"):
             print(f"note: --distributed-backend {wanted} has no effect: on a CPU the ranks use gloo", file=sys.stderr)

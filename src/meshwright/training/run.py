@@ -19,7 +19,7 @@ from meshwright.console import logged_to, remark, say, say_arguments, say_time, 
 from meshwright.errors import UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
-from meshwright.launch.world import World, find_world, require_world_size
+from meshwright.launch.world import find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.settings import argument_dump, checks, data_paths, deepspeed_json, flags
 from meshwright.settings import command as commands
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Model
     from meshwright.training.step import Loss
-
-
-# Seconds for the reporting rank to print: a launcher stops all ranks when the first one ends.
-REPORT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -95,32 +91,18 @@ def run(
     if config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
     try:
-        backend = pick_backend(config, device, here.rank == 0)
+        backend = pick_backend(p, device, here.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
             team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup)
         return run_on_rank(config, device, team, job)
     except Exception as error:
-        reported = error_to_report(error, config, here)
+        reported = rendezvous.error_to_report(out_of_memory(error, config) or error, here)
         if reported is error:
             raise
         raise reported from error
     finally:
         rendezvous.leave()
-
-
-def error_to_report(error: Exception, config: TrainConfig, here: World) -> Exception:
-    """Return the error that this rank should print; its text is empty if another rank does."""
-    reported = (rendezvous.explain_lost_rank(error) if here.size > 1 else None) or out_of_memory(error, config) or error
-    if not isinstance(reported, UserError) or here.size == 1:
-        return reported
-    message = str(reported)
-    if not reported.everywhere:
-        message = f"rank {here.rank}: {message}" if here.rank else message
-    elif here.local_rank:  # the first rank of each machine prints it
-        time.sleep(REPORT_SECONDS)
-        message = ""
-    return UserError(message, reported.status, everywhere=True)
 
 
 def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
@@ -157,7 +139,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)
     folder = Path(root) if (root := c.run_dir or c.save) else None
-    values = argument_dump.arguments(config, job.idle, pick_backend(config, device))
+    values = argument_dump.arguments(config, job.idle, pick_backend(config.parallel, device))
     with contextlib.ExitStack() as held:
         if screen is not None:
             held.callback(console.set_stream, "stdout")  # what the caller does next has no screen

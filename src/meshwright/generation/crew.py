@@ -1,0 +1,66 @@
+"""A model that is cut over several ranks, as rank 0 calls it: forward passes and scores.
+
+Every rank keeps the keys and values of its own layers and heads. Rank 0 gets the logits of the full
+vocabulary, so that tokens are chosen there by the same code as in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from meshwright.evaluation.score import Rows, score_part
+from meshwright.launch.team import Team
+from meshwright.model.attention import Cache, Cached, Where
+from meshwright.parallel.calls import Calls
+from meshwright.parallel.forward import Piece, Runner
+
+
+class Crew:
+    """The ranks of a layout. All make one; then rank 0 calls `forward` and `score`."""
+
+    def __init__(self, runner: Runner, team: Team) -> None:
+        self.runner, self.calls = runner, Calls(team)
+        self.calls.actions |= {"forward": self._forward, "score": self._score}
+        self.numbers: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()  # of the caches in use on rank 0
+        self.fresh = itertools.count()
+        self.caches: dict[int, Cache] = {}  # this rank's parts of them
+
+    def forward(self, tokens: Tensor, where: Where, last_only: bool = False) -> Tensor:
+        """Return what the whole model would for these tokens; rank 0's own cache stays empty."""
+        head, rest, cached = [int(last_only)], list[Tensor](), where.cached
+        if cached is not None:
+            if cached.cache not in self.numbers:
+                self.numbers[cached.cache] = next(self.fresh)
+            head += [self.numbers[cached.cache], cached.cache.slots, cached.cache.length, cached.seen]
+            rest = [torch.tensor(list(self.numbers.values())), cached.slots, cached.used]
+            rest += [cached.ends] if cached.ends is not None else []
+        logits: Tensor = self.calls.call("forward", torch.tensor(head), tokens.cpu(), *(x.cpu() for x in rest))
+        return logits
+
+    def _forward(self, head: Tensor, tokens: Tensor, *rest: Tensor) -> Tensor | None:
+        last_only, *of_cache = head.tolist()
+        runner, where = self.runner, Where(heads=self.runner.heads)
+        if of_cache:
+            number, slots, length, seen = of_cache
+            alive, *rows = rest
+            self.caches = {n: cache for n, cache in self.caches.items() if n in alive.tolist()}
+            cache = self.caches.setdefault(number, Cache(slots, length))
+            where_from = [x.to(runner.device) for x in rows]
+            where.cached = Cached(cache, where_from[0], where_from[1], seen, *where_from[2:])
+        found = runner.run([Piece(tokens.to(runner.device), where, runner.gather_ids)], bool(last_only))
+        shape = (len(tokens), 1 if last_only else tokens.shape[1], runner.padded)
+        return runner.send_to_lead(found[0] if found else None, shape)
+
+    def score(self, batches: list[Rows]) -> Tensor:
+        """Score micro-batches as a `Scorer` does; copies of the model share them out."""
+        values: Tensor = self.calls.call("score", *(x.long() for rows in batches for x in rows))
+        return values
+
+    def _score(self, *tensors: Tensor) -> Tensor:
+        threes = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+        batches = [Rows(tokens, labels, counted.bool()) for tokens, labels, counted in threes]
+        return self.calls.sum(score_part(self.runner, batches))

@@ -1,0 +1,101 @@
+"""Run a command that reads a trained model on one or several ranks, in the layout of its flags.
+
+Rank 0 alone reads prompts and texts, chooses tokens and prints; the others compute what it calls
+(see crew.py). So such commands are written for one process and work in every layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from meshwright import console
+from meshwright import device as devices
+from meshwright.errors import DONE
+from meshwright.generation import engine
+from meshwright.generation.engine import LanguageModel
+from meshwright.launch import rendezvous
+from meshwright.launch.team import Team
+from meshwright.launch.world import find_world
+from meshwright.optim.loss_scale import dtype_of
+from meshwright.parallel.layout import Layout, connect
+from meshwright.settings import flags
+from meshwright.settings.schema import Checkpoint, Parallel, Precision, Tokenizer
+from meshwright.training.preflight import pick_backend
+
+
+class Settings(Protocol):
+    """The flags that say which model runs, where and how."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+
+def run(c: Settings, given: Mapping[str, Any], work: Callable[[LanguageModel], object], copies: bool = False) -> int:
+    """Load the model in the layout of the flags, on all its ranks, and call `work` on rank 0.
+
+    With `copies` all ranks that were started take part, with several copies of the
+    model if they are more than one needs. Otherwise the ranks after the first copy end.
+    """
+    p = c.parallel
+    here = find_world(os.environ, p.local_rank)
+    size = here.size if copies else min(here.size, p.model_ranks)
+    here = dataclasses.replace(here, size=size, local_size=min(here.local_size, size))
+    device = devices.pick(p.device, here.local_rank)
+    if here.size > 1 and threading.current_thread() is threading.main_thread():
+        # Ctrl-C ends every rank at once; Python's handler would wait for a collective to return.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        backend = pick_backend(p, device, here.rank == 0)
+        team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        if not team.is_lead:
+            console.set_stream(None)
+        lead(c, given, work, device, team)
+    except Exception as error:
+        reported = rendezvous.error_to_report(error, here)
+        if reported is error:
+            raise
+        raise reported from error
+    finally:
+        rendezvous.leave()
+    return DONE
+
+
+def lead(
+    c: Settings, given: Mapping[str, Any], work: Callable[[LanguageModel], object], device: torch.device, team: Team
+) -> None:
+    """Load this rank's part and call `work` on rank 0, or follow it."""
+    p, load = c.parallel, c.checkpoint.load
+    assert load
+    settings = flags.to_dict(c)
+    rendezvous.require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
+    layout = connect(layout_of(p, team), rendezvous.timeout())
+    m = engine.load(load, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
+    calls = m.crew.calls if m.crew is not None else None
+    if calls is not None and not team.is_lead:
+        calls.follow()
+        return
+    try:
+        work(m)
+    finally:
+        with contextlib.suppress(RuntimeError):  # if another rank is gone, that is reported
+            if calls is not None:
+                calls.end()
+
+
+def layout_of(p: Parallel, team: Team) -> Layout:
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    return Layout(pp, 1, team.size // (tp * pp * cp), cp, tp, team.rank)

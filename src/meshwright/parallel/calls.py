@@ -1,0 +1,72 @@
+"""Calls of rank 0 that every rank carries out: rank 0 reads and prints, all ranks compute.
+
+A call is the name of an action, which every rank has registered, with small tensors of the host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.launch.team import Team
+from meshwright.parallel import gloo
+
+END = ""  # the action after which the others leave
+FOREVER = timedelta(days=365)  # a person may think about the next prompt
+
+
+class Calls:
+    """The actions of all ranks of a team, which rank 0 calls and the others follow."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.actions: dict[str, Callable[..., Any]] = {}
+        self.group: dist.ProcessGroup | None = None
+        if team.size > 1:
+            self.group = dist.new_group(timeout=FOREVER, backend=gloo.register())
+
+    def call(self, name: str, *tensors: Tensor) -> Any:
+        """Run an action on every rank with rank 0's tensors of int64; return rank 0's result."""
+        if self.group is not None:
+            self._send(name, tensors)
+        return self.actions[name](*tensors)
+
+    def follow(self) -> None:
+        """Carry out what rank 0 calls, until it ends."""
+        while (received := self._receive())[0] != END:
+            self.actions[received[0]](*received[1])
+
+    def end(self) -> None:
+        """Let the other ranks leave."""
+        if self.group is not None:
+            self._send(END, ())
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up the ranks' tensors of the host."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def _send(self, name: str, tensors: tuple[Tensor, ...]) -> None:
+        head = json.dumps([name, *(list(x.shape) for x in tensors)]).encode()
+        head += b" " * (-len(head) % 8)
+        body = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.int64), *(x.flatten() for x in tensors)])
+        dist.broadcast(torch.tensor([len(head) // 8, len(body)]), 0, group=self.group)
+        dist.broadcast(body, 0, group=self.group)
+
+    def _receive(self) -> tuple[str, list[Tensor]]:
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.broadcast(sizes, 0, group=self.group)
+        head, length = sizes.tolist()
+        body = torch.empty(length, dtype=torch.int64)
+        dist.broadcast(body, 0, group=self.group)
+        name, *shapes = json.loads(body[:head].numpy().tobytes())
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        parts = torch.split(body[head:], counts) if counts else ()
+        return name, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,111 @@
+"""Evaluation and generation on several ranks: the numbers and the text of one process."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers import train_on_texts
+from meshwright.__main__ import main
+from meshwright.commands.evaluate import EvaluateConfig
+from meshwright.errors import UserError
+from meshwright.evaluation.score import score
+from meshwright.generation import engine, ranks
+from meshwright.launch.team import Team
+from meshwright.parallel.layout import Layout
+from meshwright.settings import flags
+from meshwright.settings.schema import Tokenizer
+from ranks import run_ranks
+
+LENGTH = 32
+TEXTS = ["the cat sat on the mat. ", "a dog ran. " * 9, "ein Bär.", "x"]
+SHAPES = {
+    "gpt2": "",
+    "gqa": "--num-query-groups=2 --position-embedding-type=rope --swiglu --untie-embeddings-and-output-weights",
+    "alibi": "--position-embedding-type=alibi --normalization=RMSNorm",
+}
+LAYOUTS = {
+    2: ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "", "--context-parallel-size=2"],
+    4: [
+        "--tensor-model-parallel-size=2 --pipeline-model-parallel-size=2",
+        "--tensor-model-parallel-size=2",
+        "--pipeline-model-parallel-size=2 --context-parallel-size=2",
+        "--pipeline-model-parallel-size=4",
+        "--pipeline-model-parallel-size=2 --pipeline-layout=1,3",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A function that returns a small trained model of bytes, by the name of its shape."""
+    made = {}
+
+    def make(shape):
+        if shape not in made:
+            sizes = f"--seq-length={LENGTH} --max-position-embeddings={LENGTH} --num-layers=4 --hidden-size=32"
+            line = f"{sizes} --num-attention-heads=4 --micro-batch-size=8 --lr=1e-2 --train-iters=20 {SHAPES[shape]}"
+            folder, vocabulary = tmp_path_factory.mktemp(shape), ["--tokenizer-type=ByteTokenizer"]
+            made[shape] = train_on_texts(folder, TEXTS * 20, vocabulary, line.split())
+        return made[shape]
+
+    return make
+
+
+def on_ranks(load, lines, out, cls, work):
+    """Load the model in each of these layouts and let rank 0 write what `work` returns."""
+    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    results = []
+    for line in lines:
+        words = ["--load", str(load), "--device=cpu", f"--world-size={team.size}", *line.split()]
+        parsed = flags.parse(cls, words, "test", check=False)
+        given = flags.given(parsed)
+        ranks.lead(parsed.config, given, lambda m: results.append(work(m)), torch.device("cpu"), team)
+    if team.is_lead:
+        Path(out).write_text(json.dumps(results))
+
+
+def run_layouts(load, world, lines, tmp_path, cls, work):
+    out = tmp_path / "results"
+    run_ranks(on_ranks, world, load, lines, out, cls, work)
+    return json.loads(out.read_text())
+
+
+# Evaluation
+
+
+def figures(m):
+    s = score(m.scorer, m.tokenizer, TEXTS, m.seq_length, LENGTH // 2, 2)
+    return dataclasses.asdict(s)
+
+
+def alone(load, dtype=torch.float64):
+    return engine.load(str(load), {}, Tokenizer(), dtype, torch.device("cpu"))
+
+
+CASES = [(shape, world) for shape in SHAPES for world in LAYOUTS]
+CASES = [pytest.param(*case, marks=[pytest.mark.long] * (case != ("gpt2", 2))) for case in CASES]
+
+
+@pytest.mark.parametrize(("shape", "world"), CASES)
+def test_evaluation_in_any_layout(runs, shape, world, tmp_path):
+    """All layouts give the loss of one process, in either precision."""
+    load, lines = runs(shape), LAYOUTS[world]
+    wanted = {dtype: figures(alone(load, dtype)) for dtype in (torch.float64, torch.float32)}
+    lines = [f"{line} --params-dtype=float64" for line in lines] + lines[:1]
+    for line, got in zip(lines, run_layouts(load, world, lines, tmp_path, EvaluateConfig, figures), strict=True):
+        want, near = (wanted[torch.float64], 1e-9) if "float64" in line else (wanted[torch.float32], 1e-5)
+        assert got == want | {"total_loss": pytest.approx(want["total_loss"], rel=near)}, line
+
+
+def test_the_model_must_fit_the_layout(runs, capsys):
+    """More ranks than started, and heads that cannot be shared out, are refused with numbers."""
+    text = ["--input", str(Path(__file__))]
+    assert main(["evaluate", str(runs("gpt2")), "--tensor-model-parallel-size=2", *text]) == 2
+    assert "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2" in capsys.readouterr().err
+    layout, cpu = Layout(tp=3), torch.device("cpu")
+    with pytest.raises(UserError, match="--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3"):
+        engine.load(str(runs("gpt2")), {}, Tokenizer(), torch.float32, cpu, layout=layout)
