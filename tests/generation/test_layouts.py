@@ -13,19 +13,21 @@ from meshwright.__main__ import main
 from meshwright.commands.evaluate import EvaluateConfig
 from meshwright.errors import UserError
 from meshwright.evaluation.score import score
-from meshwright.generation import engine, ranks
+from meshwright.generation import decoder, engine, ranks
+from meshwright.generation.requests import Request
 from meshwright.launch.team import Team
 from meshwright.parallel.layout import Layout
 from meshwright.settings import flags
-from meshwright.settings.schema import Tokenizer
+from meshwright.settings.schema import GenerateConfig, Sampling, Tokenizer
 from ranks import run_ranks
 
 LENGTH = 32
 TEXTS = ["the cat sat on the mat. ", "a dog ran. " * 9, "ein Bär.", "x"]
 SHAPES = {
     "gpt2": "",
-    "gqa": "--num-query-groups=2 --position-embedding-type=rope --swiglu --untie-embeddings-and-output-weights",
-    "alibi": "--position-embedding-type=alibi --normalization=RMSNorm",
+    "llama": "--num-query-groups=2 --position-embedding-type=rope --swiglu --untie-embeddings-and-output-weights "
+    "--normalization=RMSNorm --disable-bias-linear",
+    "alibi": "--position-embedding-type=alibi",
 }
 LAYOUTS = {
     2: ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "", "--context-parallel-size=2"],
@@ -47,7 +49,8 @@ def runs(tmp_path_factory):
     def make(shape):
         if shape not in made:
             sizes = f"--seq-length={LENGTH} --max-position-embeddings={LENGTH} --num-layers=4 --hidden-size=32"
-            line = f"{sizes} --num-attention-heads=4 --micro-batch-size=8 --lr=1e-2 --train-iters=20 {SHAPES[shape]}"
+            line = f"{sizes} --num-attention-heads=4 --micro-batch-size=16 --train-iters=40 {SHAPES[shape]}"
+            line += " --lr=1e-2 --lr-warmup-iters=5 --hidden-dropout=0 --attention-dropout=0"
             folder, vocabulary = tmp_path_factory.mktemp(shape), ["--tokenizer-type=ByteTokenizer"]
             made[shape] = train_on_texts(folder, TEXTS * 20, vocabulary, line.split())
         return made[shape]
@@ -99,6 +102,63 @@ def test_evaluation_in_any_layout(runs, shape, world, tmp_path):
     for line, got in zip(lines, run_layouts(load, world, lines, tmp_path, EvaluateConfig, figures), strict=True):
         want, near = (wanted[torch.float64], 1e-9) if "float64" in line else (wanted[torch.float32], 1e-5)
         assert got == want | {"total_loss": pytest.approx(want["total_loss"], rel=near)}, line
+
+
+# Generation
+
+GREEDY, SAMPLED = Sampling(greedy=True, out_seq_length=12), Sampling(top_p=0.95, out_seq_length=12)
+PROMPTS = [[*b"the c"], [*b"a"], [*b"ein B"], [*b"dog ran. a dog ran"]]
+
+
+def completions(m):
+    """Complete more requests than there are slots, in every way to read a prompt and to choose."""
+    requests = [Request(p, s, 7, i, logprobs=1) for s in (GREEDY, SAMPLED) for i, p in enumerate(PROMPTS)]
+    requests += [Request(PROMPTS[0], GREEDY, echo=True, logprobs=2), Request(PROMPTS[3], GREEDY, stop=("the",))]
+    requests += [Request(PROMPTS[0], dataclasses.replace(GREEDY, recompute=True))]
+    requests += [Request(PROMPTS[1], dataclasses.replace(SAMPLED, repetition_penalty=1.5))]
+    return [dataclasses.asdict(done) for done in decoder.complete(m, requests, 3)]
+
+
+def assert_equal_texts(got, want):
+    assert [one["tokens"] for one in got] == [one["tokens"] for one in want]
+    for a, b in zip(got, want, strict=True):
+        assert (a["finish"], a["text"], a["prompt_tokens"]) == (b["finish"], b["text"], b["prompt_tokens"])
+        for name in ("logprobs", "prompt_logprobs"):
+            for x, y in zip(a[name], b[name], strict=True):
+                assert x is y is None or x == pytest.approx(y, abs=1e-4)
+
+
+@pytest.mark.parametrize(("shape", "world"), CASES)
+def test_generation_in_any_layout(runs, shape, world, tmp_path):
+    """All layouts write the texts of one process, in float32."""
+    load = runs(shape)
+    lines = [line for line in LAYOUTS[world] if "context" not in line and line and (world == 2 or "pipeline" in line)]
+    want = completions(alone(load, torch.float32))
+    assert len({tuple(one["tokens"]) for one in want}) > 4
+    for got in run_layouts(load, world, lines, tmp_path, GenerateConfig, completions):
+        assert_equal_texts(got, want)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
+def test_equals_transformers(runs, shape, tmp_path):
+    """Greedy text is that of transformers' `generate` on the exported folder."""
+    transformers = pytest.importorskip("transformers")
+    folder, load = tmp_path / "exported", runs(shape)
+    assert main(["convert", str(load), str(folder), "--to", "huggingface"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    want = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        how = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": 256}
+        out = theirs.generate(ids, do_sample=False, max_new_tokens=12, **how)[0, len(prompt) :].tolist()
+        want.append(out[: out.index(256)] if 256 in out else out)
+    assert greedy(alone(load, torch.float32)) == want
+    lines = ["--tensor-model-parallel-size=2 --tokenizer-type=ByteTokenizer"]  # the folder names none
+    assert run_layouts(folder, 2, lines, tmp_path, GenerateConfig, greedy) == [want]
+
+
+def greedy(m):
+    return [done.tokens for done in decoder.complete(m, [Request(p, GREEDY) for p in PROMPTS], 4)]
 
 
 def test_the_model_must_fit_the_layout(runs, capsys):
