@@ -173,6 +173,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "several pieces on a pipeline rank": lambda c: c.chunks > 1,
     "--deepspeed_config": lambda c: c.parallel.deepspeed_config,
     "--profile": lambda c: c.logging.profile,
+    "--sample-interval": lambda c: c.logging.sample_interval,
 }
 
 

@@ -47,6 +47,7 @@ ROPE, WSD = "--position-embedding-type rope", "--lr-decay-style WSD"
 FP8, ENDS = "--fp8-format", "--first-last-layers-bf16"
 FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ranks"
 SEQUENCE = "--sequence-parallel"
+SAMPLES = "--sample-interval"
 
 
 def is_flat(config: Any) -> bool:
@@ -504,6 +505,12 @@ class Logging:
     wandb_project: str | None = flag(None, "Weights & Biases project to log to")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name (none: the name of the run's folder)")
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files (none: wandb/ in the run's folder)")
+    sample_interval: int | None = flag(None, "steps between samples of text from the model (none: no such)", bound=">0")
+    sample_prompts: list[str] = flag([], "beginnings of these samples (none: one from nothing)", needs=SAMPLES)
+    sample_length: int = flag(64, "most new tokens of such a sample", bound=">0", needs=SAMPLES)
+    sample_temperature: float = flag(
+        0.8, "temperature of these samples (0: always the likeliest token)", bound=">=0", needs=SAMPLES
+    )
     profile: bool = flag(False, "trace steps --profile-step-start to --profile-step-end with torch's profiler")
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")

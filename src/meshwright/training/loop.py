@@ -40,6 +40,7 @@ from meshwright.training.lines import FORMS, MEGATRON, Check
 from meshwright.training.metrics import Attempt, Metrics, Timers
 from meshwright.training.profile import profiler
 from meshwright.training.resume import Progress, State
+from meshwright.training.samples import Samples
 from meshwright.training.screen import Beginning, LineScreen
 from meshwright.training.sizes import describe_long_step, parameters_of_ranks
 from meshwright.training.step import StepSettings, Update, evaluate, train_step
@@ -75,6 +76,7 @@ class Trainer:
         self.waited = 0.0  # seconds for the last batch
         self.may_have_to_stop = True  # whether any rank may have a reason to
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last step
+        self.samples: Samples | None = None  # of --sample-interval
 
     @property
     def progress(self) -> Progress:
@@ -118,6 +120,8 @@ class Trainer:
         self.data = data = self.team.run_lead_first(self.open_files) if datasets is None else datasets
         self.team.run_on_all(lambda: check_datasets(self.config, data, datasets is not None, at))
         self.state.set_epochs(list_epochs(data.get("train")))
+        if self.config.logging.sample_interval:
+            self.samples = Samples(self.config, self.net, self.vocab, tokenizer)
 
     def open_files(self) -> Datasets:
         """Open the data sets that the flags name.
@@ -407,6 +411,9 @@ class Trainer:
             is_best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)
             if is_best:
                 p.best_iteration, p.best_loss = p.iteration, loss
+        if self.samples is not None and p.iteration % (self.config.logging.sample_interval or 1) == 0:
+            self.write_log()
+            self.samples.write(p.iteration, self.metrics)
         if saves or (c.save and is_best and c.keep_best):
             self.save()
         self.last += time.perf_counter() - pause

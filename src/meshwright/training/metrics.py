@@ -223,6 +223,12 @@ class Metrics:
         self.row("validation", check.iteration, **row, **end)
         self._track(validation_tags(self.g, row), check.iteration, consumed)
 
+    def sample(self, iteration: int, number: int, prompt: str, text: str) -> None:
+        """Record text that the model wrote."""
+        self.row("sample", iteration, number=number, prompt=prompt, text=text)
+        for tracker in self.trackers:
+            tracker.text(f"sample {number}", prompt + text, iteration)
+
     def print_gpus(self) -> None:
         """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
         if self.gpus_are_hidden or find_world(os.environ, self.config.parallel.local_rank).local_rank:

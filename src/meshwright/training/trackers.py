@@ -28,8 +28,8 @@ class Tracker:
         if values:
             self._try("scalars", values, iteration, samples)
 
-    def text(self, name: str, text: str) -> None:
-        self._try("text", name, text)
+    def text(self, name: str, text: str, iteration: int | None = None) -> None:
+        self._try("text", name, text, iteration)
 
     def close(self) -> None:
         self._try("close")
@@ -91,8 +91,8 @@ class TensorBoard:
             self.over_iterations.add_scalar(tag, value, iteration)
             self.over_samples.add_scalar(f"{tag} vs samples", value, samples)
 
-    def text(self, name: str, text: str) -> None:
-        self.over_iterations.add_text(name, text, self.first)
+    def text(self, name: str, text: str, iteration: int | None) -> None:
+        self.over_iterations.add_text(name, text, self.first if iteration is None else iteration)
 
     def close(self) -> None:
         self.over_iterations.close()
@@ -129,7 +129,7 @@ class Wandb:
     def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self.run.log({**values, "samples": samples}, step=iteration)
 
-    def text(self, name: str, text: str) -> None:
+    def text(self, name: str, text: str, iteration: int | None) -> None:
         self.run.summary[name] = text
 
     def close(self) -> None:

@@ -1,0 +1,84 @@
+"""Samples of --sample-interval: the texts of `generate`, in every layout, and no other losses."""
+
+import meshwright
+from helpers import read_rows
+from layouts import FLAGS, run_all
+from meshwright.errors import USAGE
+from meshwright.settings import flags
+from meshwright.settings.schema import Sampling, TrainConfig
+from meshwright.training.samples import Samples
+
+BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
+
+
+def samples(run):
+    return [(row["iteration"], row["number"], row["prompt"], row["text"]) for row in read_rows(run.folder, "sample")]
+
+
+def test_flags(run, tmp_path):
+    """The texts are those that `generate` writes from the step's checkpoint with the same seed."""
+    prompts = ["--sample-prompts", "a b", "c", "--sample-length=9"]
+    saved = run(*BYTES, *prompts, "--hidden-dropout=0.1", f"--save={tmp_path}/saved")
+    assert saved.status == 0, saved.err
+    found = samples(saved)
+    assert [row[:3] for row in found] == [(i, n, p) for i in (2, 4, 6) for n, p in ((0, "a b"), (1, "c"))]
+    plain = run(*BYTES[:2], "--hidden-dropout=0.1")
+    assert [x.hex() for x in plain.losses] == [x.hex() for x in saved.losses]
+    assert plain.column("loss", "validation") == saved.column("loss", "validation")
+    assert " > sample at iteration 6: a b|" in saved.out and not samples(plain)
+    model = meshwright.load(f"{tmp_path}/saved")
+    options = Sampling(temperature=0.8, out_seq_length=9)
+    new = model.complete([model.encode("a b"), model.encode("c")], options, 1234, 0)
+    assert [model.tokenizer.decode(ids) for ids, _ in new] == [text for i, *_, text in found if i == 6]
+    likeliest = run(*BYTES, "--sample-prompts=a b", "--sample-temperature=0", "--hidden-dropout=0.1")
+    ((ids, _),) = model.complete([model.encode("a b")], Sampling(greedy=True, out_seq_length=64), 0, 0)
+    assert samples(likeliest)[-1][3] == model.tokenizer.decode(ids) and len(ids) == 13  # up to the sequence length
+
+
+def test_refused_and_noted(run):
+    without = run("--sample-interval=2")
+    assert without.status == USAGE and "--sample-interval writes text, for which the run needs a tok" in without.err
+    long = run(*BYTES, "--sample-prompts", "sixteen letters!")
+    assert long.status == USAGE and "'sixteen letters!' has 16 tokens; the model reads 16, shorten it" in long.err
+    nothing = run(*BYTES, "--sample-length=1")
+    assert [prompt for _, _, prompt, _ in samples(nothing)] == [""] * 3
+    idle = run("--sample-prompts=a", "--train-iters=1")
+    assert "--sample-prompts has no effect without --sample-interval" in idle.err + idle.out
+
+
+class Numbers:
+    """A tokenizer of ids."""
+
+    eod = 36
+
+    def encode(self, text):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+PROMPTS = ["1 2 3", "11", "4 5 6 7 8 9 10", "3"]
+
+
+def texts_of(trainer):
+    return Samples(trainer.config, trainer.net, trainer.vocab, Numbers()).generate()
+
+
+LAYOUTS = [
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--pipeline-model-parallel-size 2 --micro-batch-size 2",
+    "--context-parallel-size 2",
+    "--zero-stage 3 --micro-batch-size 2",
+]
+
+
+def test_layouts():
+    def config(line, world):
+        more = f"{line} --world-size {world} --sample-interval 1 --sample-length 7 --sample-prompts".split()
+        return flags.parse(TrainConfig, [*FLAGS.split(), *more, *PROMPTS], "meshwright test").config
+
+    (plain,) = run_all({"": config("--micro-batch-size 4", 1)}, 1, 1, read=texts_of)[""]
+    assert all(text for text in plain) and len(set(map(str, plain))) == len(PROMPTS)
+    for line, ranks in run_all({line: config(line, 2) for line in LAYOUTS}, 2, 1, read=texts_of).items():
+        assert ranks == [plain] * 2, line
