@@ -36,6 +36,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.gradients import from_rows, sink_of
+from meshwright.kernels.twins import is_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -104,7 +105,7 @@ def plain_turn(q: Tensor, turned: Tensor) -> None:
 def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None) -> None:
     """Cast x [N, C] * scale to the format of `out`; raise the amax, if any, to that of x."""
     largest = LARGEST[out.dtype]
-    if not devices.has_kernels(x.device):
+    if not is_triton(x):
         plain(x, scale, amax, out, turned, largest)
         return
     from meshwright.kernels import fp8_triton
@@ -114,7 +115,7 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned:
 
 def turn(q: Tensor, turned: Tensor) -> None:
     """Transpose q [N, C] into `turned` [C, padded N]."""
-    if not devices.has_kernels(q.device):
+    if not is_triton(q):
         plain_turn(q, turned)
         return
     from meshwright.kernels import fp8_triton
@@ -242,7 +243,7 @@ class Scales:
         jobs: list[tuple[Tensor, Tensor, Tensor, int]] = []
         for each in self.products:
             cast = each.cast
-            if cast is None or cast.turned is None or not devices.has_kernels(self.device):
+            if cast is None or cast.turned is None or not is_triton(self.scale):
                 each.refresh()
             else:
                 jobs.append((each.matrix, cast.rows, cast.turned, 4 * (each.first + 1)))

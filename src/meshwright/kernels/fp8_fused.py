@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.kernels import activation, gradients, heads, norm
 from meshwright.kernels.fp8 import Cast, Into, Product, give, multiply
-from meshwright.kernels.heads import Rotation, Sizes
+from meshwright.kernels.heads_plain import Rotation, Sizes
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved
 
 Grads = tuple[Tensor | None, ...]
