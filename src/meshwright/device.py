@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +209,25 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor from the host to the device, without waiting for it."""
     pinned = is_accelerator(device)
     return (x.pin_memory() if pinned else x).to(device, non_blocking=pinned)
+
+
+def start_read(x: torch.Tensor) -> Callable[[], list[float]]:
+    """Begin to copy a tensor of numbers to the host; return how to wait for them."""
+    import torch
+
+    if not is_accelerator(x.device):
+        numbers = x.tolist()
+        return lambda: numbers
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event = _module(x.device).Event()
+    event.record()
+
+    def wait() -> list[float]:
+        event.synchronize()
+        return host.tolist()
+
+    return wait
 
 
 def new_stream(device: torch.device) -> Any:
