@@ -679,7 +679,7 @@ def test_the_log_of_a_device_that_computes_by_itself(run, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_is_not_finite_when_the_next_has_begun(run, monkeypatch, tmp_path, ahead):
-    """The counters and the error are those of the bad step; what was submitted after it is forgotten."""
+    """The counters and the error are those of the bad step; later submissions are forgotten."""
     real, taken = loop.train_step, []
 
     def third_is_bad(*a):
