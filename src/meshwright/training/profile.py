@@ -99,7 +99,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), MEMORY_BOUND)
 
 
-def union(spans: list[Span]) -> list[Span]:
+def union(spans: Iterable[Span]) -> list[Span]:
     """Return the spans in order, those that touch as one."""
     out = list[Span]()
     for a, b in sorted(spans):
