@@ -37,6 +37,12 @@ def naming_file(path: str | Path) -> Iterator[None]:
         raise
 
 
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all bytes; a nearly full disk may take only a part at once."""
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
 @contextmanager
 def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.

@@ -65,7 +65,7 @@ def main(argv: Words) -> int:
     chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
     if c.gpus and (most := max(one.gpus for one in chosen)) != c.gpus:
         raise UserError(
-            f"--gpus {c.gpus}: these rows run on up to {most}; it is for rows of the set layouts, from 2 on"
+            f"--gpus {c.gpus}: the largest of these rows uses {most}; the flag is for the set layouts, from 2 on"
         )
     if c.list:
         print("\n".join(f"{one.name:<31} {one.steps:>3} steps  {one.flags}" for one in chosen))
