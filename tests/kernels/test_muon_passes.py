@@ -13,6 +13,12 @@ muon_triton = pytest.importorskip("meshwright.kernels.muon_triton", reason="Trit
 CASES = [((4, 8), 0), ((64, 65), 4), ((64, 65), 1), ((3, 5), 0)]
 
 
+@pytest.fixture(autouse=True)
+def on_the_gpu_if_there_is_one():
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 def number(x):
     return torch.tensor(float(x))
 

@@ -10,6 +10,12 @@ by_triton = kernel.product
 TILES = kernel.Tiles(16, 16, 4, 2)  # the interpreter is slow
 
 
+@pytest.fixture(autouse=True)
+def on_the_gpu_if_there_is_one():
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 def by_twin(a, b, c, scale, keep, diagonal, tiles=None):
     return symmetric.plain(a, b, c, scale, keep, diagonal)
 
