@@ -84,6 +84,18 @@ def shapes(*there: tuple[int, int]) -> Iterable[tuple[int, int]]:
 NORM_SHAPES = [(32768, 1024), (1024, 1024), (16384, 2048), (16384, 2560)]
 
 
+def vary(constants: dict[Any, Any], names: Sequence[Any], tried: Iterable[Sequence[Any]]) -> Iterator[str]:
+    """Give constants other values, and yield a label of each set of values; then restore them."""
+    known = [constants[name] for name in names]
+    try:
+        for values in tried:
+            constants.update(zip(names, values, strict=True))
+            labels = (f"{x}" if isinstance(x, tuple) else f"{n} {x}" for n, x in zip(names, values, strict=True))
+            yield ", ".join(dict.fromkeys(labels))
+    finally:
+        constants.update(zip(names, known, strict=True))
+
+
 def norm_cases() -> Iterator[Case]:
     """LayerNorm in bf16, with residual and bias, without and with dropout."""
     for n, width in shapes(*NORM_SHAPES):
@@ -136,12 +148,7 @@ def norm_backward(n: int, width: int, p: float) -> Case:
         tried += [doubled_warps._replace(programs=n) for n in (1, 2, 4)]
         tried += [known._replace(stages=1), known._replace(stages=2), known._replace(registers=None)]
         tried += [known._replace(rows=2), known._replace(rows=8)]
-        try:
-            for launch in tried:
-                norm_triton.BACKWARD[block] = launch
-                yield str(launch).removeprefix("Launch")
-        finally:
-            norm_triton.BACKWARD[block] = known
+        return vary(norm_triton.BACKWARD, [block], ([launch] for launch in tried))
 
     return Case(
         f"norm backward, dropout {p}",
@@ -212,27 +219,16 @@ def activation_pair(kind: str, n: int, width: int) -> Iterator[Case]:
 
 
 def activation_blocks() -> Iterator[str]:
-    known = activation_triton.BLOCK, activation_triton.WARPS
-    try:
-        for block, warps in ((1024, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8)):
-            activation_triton.BLOCK, activation_triton.WARPS = block, warps
-            yield f"block {block}, {warps} warps"
-    finally:
-        activation_triton.BLOCK, activation_triton.WARPS = known
+    tried = (1024, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8)
+    return vary(vars(activation_triton), ["BLOCK", "WARPS"], tried)
 
 
 def activation_tiles() -> Iterator[str]:
     """Vary both tiles at once: the number of rows chooses between them."""
-    known = activation_triton.TILE, activation_triton.SMALL
-    tile = known[0]
+    tile = activation_triton.TILE
     tried = [tile._replace(stages=n) for n in (1, 3, 4)] + [tile._replace(rows=n) for n in (32, 64, 256)]
     tried += [tile._replace(step=n) for n in (8, 32)] + [tile._replace(columns=256, step=n, warps=8) for n in (8, 16)]
-    try:
-        for other in tried:
-            activation_triton.TILE = activation_triton.SMALL = other
-            yield str(other)
-    finally:
-        activation_triton.TILE, activation_triton.SMALL = known
+    return vary(vars(activation_triton), ["TILE", "SMALL"], ([other, other] for other in tried))
 
 
 def heads_cases() -> Iterator[Case]:
@@ -281,7 +277,7 @@ def heads_backward(b: int, t: int, sizes: heads.Sizes, rotated: bool) -> Case:
         heads_shape(b, t, sizes),
         make,
         lambda grads, rotation: heads_triton.pack(grads, sizes, rotation, True),
-        lambda grads, rotation: heads.backward(*doubled(grads), sizes, rotation, True),
+        lambda grads, rotation: heads.backward(doubled(grads), sizes, rotation, True),
         b * t * groups * (per_group + 2) * dim * 2 * 2,
         compared=lambda out: (out[0], out[1].sum(0)),  # type: ignore[union-attr]
         variants=heads_tiles,
@@ -292,11 +288,7 @@ def heads_tiles() -> Iterator[str]:
     known = heads_triton.TILE
     tried = [known._replace(stages=n) for n in (1, 3, 4)] + [known._replace(samples=n) for n in (1, 4, 32)]
     tried += [known._replace(step=n, warps=w) for n, w in ((16, 2), (16, 4), (32, 2), (64, 4), (64, 8))]
-    try:
-        for heads_triton.TILE in tried:
-            yield str(heads_triton.TILE)
-    finally:
-        heads_triton.TILE = known
+    return vary(vars(heads_triton), ["TILE"], ([tile] for tile in tried))
 
 
 def symmetric_cases() -> Iterator[Case]:
@@ -323,14 +315,9 @@ def symmetric_case(kind: str, shape: tuple[int, int, int], by_cublas: bool) -> C
         return [scale * a.double() @ a.double().mT + rest]
 
     def variants() -> Iterator[str]:
-        known = symmetric_triton.TILES
-        try:
-            tried = [(128, 64, 8, 2, 128), (128, 64, 8, 4, 255), (128, 64, 4, 3, 255), (128, 32, 8, 5, 128)]
-            for tiles in (*tried, (128, 128, 8, 2, 255), (64, 64, 4, 4, 128), (64, 128, 4, 3, 128)):
-                symmetric_triton.TILES = symmetric_triton.Tiles(*tiles)
-                yield str(tiles)
-        finally:
-            symmetric_triton.TILES = known
+        tried = [(128, 64, 8, 2, 128), (128, 64, 8, 4, 255), (128, 64, 4, 3, 255), (128, 32, 8, 5, 128)]
+        tried += [(128, 128, 8, 2, 255), (64, 64, 4, 4, 128), (64, 128, 4, 3, 128)]
+        return vary(vars(symmetric_triton), ["TILES"], ([symmetric_triton.Tiles(*tiles)] for tiles in tried))
 
     product = symmetric.plain if by_cublas else symmetric_triton.product
     return Case(
@@ -398,13 +385,8 @@ def norm_of_gradients(size: int) -> Case:
         return [sum(part.double().square().sum() for part in x.split(1 << 26))]
 
     def variants() -> Iterator[str]:
-        known = adamw_triton.PROGRAMS, adamw_triton.ROWS
-        try:
-            for programs, rows in ((1056, 16), (4096, 16), (8192, 16), (2048, 8), (2048, 32)):
-                adamw_triton.PROGRAMS, adamw_triton.ROWS = programs, rows
-                yield f"{programs} programs, {rows} rows"
-        finally:
-            adamw_triton.PROGRAMS, adamw_triton.ROWS = known
+        tried = (1056, 16), (4096, 16), (8192, 16), (2048, 8), (2048, 32)
+        return vary(vars(adamw_triton), ["PROGRAMS", "ROWS"], tried)
 
     run = adamw_triton.squares
     return Case(
@@ -440,13 +422,7 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
         return [m, v, p, None if w is None else p.to(w.dtype).double()]
 
     def variants() -> Iterator[str]:
-        known = adamw_triton.ROWS, adamw_triton.WARPS
-        try:
-            for rows, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (32, 8)):
-                adamw_triton.ROWS, adamw_triton.WARPS = rows, warps
-                yield f"{rows} rows, {warps} warps"
-        finally:
-            adamw_triton.ROWS, adamw_triton.WARPS = known
+        return vary(vars(adamw_triton), ["ROWS", "WARPS"], ((4, 4), (8, 4), (8, 8), (16, 4), (32, 8)))
 
     return Case(
         f"adamw: update{', weights in bf16' if low else ''}",

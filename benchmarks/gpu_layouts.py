@@ -619,9 +619,12 @@ class traced:  # noqa: N801
 
 
 def shares(events: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Of the time from the first kernel to the end of the last: in % compute; a NCCL kernel and no
-    other; nothing.
+    """Return percentages of the time from the first kernel to the end of the last.
+
+    "exposed" is a NCCL kernel and no other; with "compute" and "idle" it makes up the whole.
     """
+    from meshwright.training.profile import length, union
+
     kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events if e.get("cat") == "kernel"]
     if not kernels:
         return None
@@ -638,22 +641,7 @@ def shares(events: list[dict[str, Any]]) -> dict[str, float] | None:
     }
 
 
-def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of intervals, those that they cover together, apart from one another and in order."""
-    out: list[tuple[float, float]] = []
-    for a, b in sorted(spans):
-        if out and a <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], b))
-        else:
-            out.append((a, b))
-    return out
-
-
-def length(spans: list[tuple[float, float]]) -> float:
-    return sum(b - a for a, b in spans)
-
-
-# What is told
+# Output
 
 
 def summary(config: Any, cell: Cell, ranks: list[dict[str, Any]], steps: tuple[int, int]) -> dict[str, Any]:

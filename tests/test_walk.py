@@ -27,7 +27,7 @@ MODEL = ("model/", "kernels/")
 LOOKED_UP = ("parallel/layout", "device", "settings/")
 ASIDE = {
     *("Trainer.is_done", "Trainer.reason_to_stop", "Trainer.skip_iterations", "Trainer.validate_and_save"),
-    *("Trainer.step_settings", "Trainer.record", "Trainer.write_log", "Trainer.batches", "Timers.time"),
+    *("Trainer.step_settings", "Trainer.count", "Trainer.record", "Trainer.batches", "Timers.time"),
     "profiler.<locals>.before_step",
 }
 

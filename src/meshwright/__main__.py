@@ -46,7 +46,7 @@ GROUPS = {
 }
 # Commands and flags that only print; the result of `data verify` is its exit status too.
 READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion", "presets"}
-READ_ONLY |= {"inspect", "report", "watch", "evaluate", "data inspect", "data plan"}
+READ_ONLY |= {"inspect", "report", "watch", "evaluate", "bench", "data inspect", "data plan"}
 PRINTS = {"-h", "--help", "--help-all", "--print-config", "--dry-run"}
 
 # What to do about common errors of the system.

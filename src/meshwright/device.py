@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
 
 NVIDIA = "cuda"
+_mapped = 0  # bytes, see `count_mapped`
 # A command that shows the devices of the driver, and the variable that may hide them from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
 SMI_SECONDS = 20  # until nvidia-smi must have answered; a hung driver never lets it
@@ -211,9 +212,41 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (x.pin_memory() if pinned else x).to(device, non_blocking=pinned)
 
 
+def start_read(x: torch.Tensor) -> Callable[[], list[float]]:
+    """Begin to copy a tensor of numbers to the host; return how to wait for them."""
+    import torch
+
+    if not is_accelerator(x.device):
+        numbers = x.tolist()
+        return lambda: numbers
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event = _module(x.device).Event()
+    event.record()
+
+    def wait() -> list[float]:
+        event.synchronize()
+        return host.tolist()
+
+    return wait
+
+
 def new_stream(device: torch.device) -> Any:
     """Return a stream of its own for the work of `on_stream`."""
     return _module(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream to which this thread submits work.
+
+    It is of the kind of `new_stream`: torch's general kind does not wait for this kind's events.
+    """
+    return _module(device).current_stream(device)
+
+
+def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Submit work to this stream, in no order to other work."""
+    return _module(stream.device).stream(stream)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -222,11 +255,10 @@ def on_stream(stream: Any) -> Iterator[None]:
     if stream is None:
         yield
         return
-    module = _module(stream.device)
-    before = module.current_stream(stream.device)
+    before = current_stream(stream.device)
     stream.wait_stream(before)
     try:
-        with module.stream(stream):
+        with use_stream(stream):
             yield
     finally:
         before.wait_stream(stream)
@@ -391,7 +423,13 @@ def container_memory() -> tuple[int | None, int]:
 def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes that tensors held at once, or None on a CPU, which does not count."""
     stats = getattr(_module(device), "memory_stats_as_nested_dict", None)  # ten times as fast as max_memory_allocated()
-    return int(stats(device)["allocated_bytes"]["all"]["peak"]) if stats is not None else None
+    return int(stats(device)["allocated_bytes"]["all"]["peak"]) + _mapped if stats is not None else None
+
+
+def count_mapped(size: int) -> None:
+    """Count bytes that other ranks map, which torch does not allocate as other tensors."""
+    global _mapped
+    _mapped += size
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, locks, folders that can be written to, and checksums.
+"""Files that appear complete or not at all, locks, folders to write to, templates, and checksums.
 
 The locks are by hand (fcntl.flock), because the filelock package leaves its lock files in the
 users' data folders.
@@ -11,12 +11,14 @@ import fcntl
 import filecmp
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +35,12 @@ def naming_file(path: str | Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all bytes; a nearly full disk may take only a part at once."""
+    while len(data):
+        data = data[os.write(fd, data) :]
 
 
 @contextmanager
@@ -117,6 +125,12 @@ def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
     if free < needed:
         shortage = f"{folder} has {free:,} bytes free, but {needed:,} are needed"
         raise UserError(f"{shortage}; free space, or choose another {flag}", IO)
+
+
+def fill(template: str, **values: object) -> str:
+    """Return a file of this package with its names of the form @NAME@ replaced by values."""
+    text = resources.files("meshwright").joinpath(template).read_text(encoding="utf-8")
+    return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), text)
 
 
 def checksums(file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]) -> tuple[str, str]:

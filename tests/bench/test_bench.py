@@ -1,6 +1,8 @@
 """Rows, figures and files of `meshwright bench`, with real runs and with made-up logs."""
 
+import io
 import json
+import os
 import sys
 
 import pytest
@@ -45,11 +47,50 @@ def test_a_place_that_is_taken_is_named_before_the_first_row(taken, tmp_path, ca
     assert f"{place} exists already; choose another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["--train-iters=9", "--run_dir=x", "--data-path", "--dry-run"])
+@pytest.mark.parametrize("word", ["--train-iters=9", "--run_dir=x", "--data-path", "--dry-run", "--print-config"])
 def test_flags_that_a_bench_sets_are_refused_after_the_dashes(word, tmp_path, capsys):
     assert main(["bench", "cpu", "--out", str(tmp_path / "out"), "--", word]) == 2
     assert "after --: each row has its own; give --" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_help_after_the_dashes_is_that_of_train(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "cpu", "--", "--help"])
+    assert ended.value.code == 0 and "meshwright train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        ("", []),
+        ("--peers", [*peers.PACKAGES]),
+        ("--peer-names megatron-core transformers", ["megatron-core", "transformers"]),
+    ],
+)
+def test_other_programs_are_chosen_by_name(words, names, monkeypatch, tmp_path):
+    found = []
+    monkeypatch.setattr(bench.Bench, "run", lambda self, rows: found.extend(self.plan.peers))
+    assert main(["bench", "cpu", "--out", str(tmp_path / "out"), *words.split()]) == 0 and found == names
+
+
+def test_a_closed_pipe_ends_a_bench_quietly(tmp_path, monkeypatch, capsys):
+    """The reader takes two lines; the files have the row that it did not wait for."""
+    lines = []
+
+    class Head(io.StringIO):
+        def write(self, text):
+            lines.append(text)
+            if len(lines) > 4:
+                raise BrokenPipeError
+
+    monkeypatch.setattr(os, "dup2", lambda *files: None)
+    monkeypatch.setattr(sys, "stdout", Head())
+    monkeypatch.setattr(bench, "measure", lambda row, plan, say: {"name": row.name, "failed": "no", "startup": {}})
+    argv = ["bench", "cpu", "--rows", "Llama", "--out", str(tmp_path / "out")]
+    assert main(argv) == 0 and not capsys.readouterr().err
+    (row,) = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    assert row["name"] == "tiny Llama" and "FAILED: no" in (tmp_path / "out/table.txt").read_text()
 
 
 def test_random_tokens_have_the_vocabulary_of_the_preset(tmp_path):
@@ -70,6 +111,12 @@ def test_a_row_on_several_gpus_brings_the_one_beside_it():
         ("cpu --rows nothing", "--rows 'nothing' matches none of the rows: tiny, "),
         ("cpu --rows (", "is not a regular expression"),
         ("cpu --steps 2", "give 3 or more"),
+        ("345m --gpus 2", "--gpus 2: the largest of these rows uses 1; the flag is for the set layouts"),
+        ("layouts --gpus 1", "--gpus 1: the largest of these rows uses 2"),
+        ("cpu --peer-seconds 5", "--peer-seconds has no effect without --peers"),
+        ("cpu --peer-names megatron", "--peer-names: 'megatron' is none of transformers, transformers-compiled, "),
+        ("cpu -- --clip-gradd 2", "after --: unknown flag --clip-gradd; did you mean --clip-grad?"),
+        ("cpu -- --seed x", "after --: --seed: 'x' is not a whole number"),
     ],
 )
 def test_errors(words, error, capsys):
@@ -143,7 +190,7 @@ def test_more_gpus_than_there_are(tmp_path):
 
 def test_a_missing_peer_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(peers.PACKAGES, "megatron-core", ("no_such.core", "no_such"))
-    found = peers.run_peer("megatron-core", ROW, Plan(tmp_path), 1)
+    found = peers.run_peer("megatron-core", ROW, Plan(tmp_path))
     assert found["failed"] == "not measured: pip install no_such-core no_such"
 
 
@@ -158,10 +205,24 @@ def test_peers_beside_a_row(tmp_path, monkeypatch):
     popen = peers.subprocess.Popen
     monkeypatch.setattr(peers.subprocess, "Popen", lambda words, **k: popen([sys.executable, script, words[-1]], **k))
     (tmp_path / "tiny").mkdir()
-    row = Row("tiny", "--device cpu", peers=(2, 4))
-    (found,) = peers.compare_with_peers(row, Plan(tmp_path), {"tokens_per_second": 60.0}, 30, lambda text: None)
+    row, plan = Row("tiny", "--device cpu", peers=(2, 4)), Plan(tmp_path, peers=tuple(peers.PACKAGES), peer_seconds=30)
+    (found,) = peers.compare_with_peers(row, plan, {"tokens_per_second": 60.0}, lambda text: None)
     assert found["ratio"] == 1.5 and found["tried"] == {2: 10.0, 4: 40.0}
-    assert table.describe_peer(found) == "1.50 x transformers 1 (40 tokens/s, micro-batch 4)"
+    assert table.describe_peer(found) == "1.50 x transformers 1 (40 tokens/s, micro-batch 4; 2: 10)"
+    found["tried"][8] = 0
+    assert table.describe_peer(found).endswith("micro-batch 4; 2: 10; 8: too large)")
+
+
+def test_the_fastest_program_is_first_and_failed_ones_are_last(tmp_path, monkeypatch):
+    speeds = {"transformers": 10.0, "transformers-compiled": None, "megatron-core": 20.0}
+
+    def run_peer(name, row, plan):
+        return {"name": name, "failed": None, "tokens_per_second": speeds[name]} if speeds[name] else {"failed": "no"}
+
+    monkeypatch.setattr(peers, "run_peer", run_peer)
+    plan = Plan(tmp_path, peers=tuple(speeds))
+    found = peers.compare_with_peers(Row("tiny", ""), plan, {"tokens_per_second": 60.0}, lambda text: None)
+    assert [one.get("ratio") for one in found] == [3.0, 6.0, None]
 
 
 @pytest.mark.parametrize("words", ["", "--position-embedding-type rope --normalization RMSNorm --swiglu"])

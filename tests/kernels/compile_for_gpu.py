@@ -115,7 +115,7 @@ def activations() -> None:
 def splits() -> None:
     angles = tuple(torch.zeros(1, 8, 1, 32) for _ in range(2))
     for rotation in (None, angles):
-        backward(*heads.split_heads(take(2, 8, 1536), 4, 4, 64, rotation, take(1536)))
+        backward(*heads.split_heads(take(2, 8, 1536), heads.Sizes(4, 4, 64), rotation, take(1536)))
 
 
 def muons() -> None:

@@ -6,26 +6,13 @@ import pytest
 import torch
 
 from meshwright.kernels import columns, gradients
-
-
-class Total:
-    """A sink as the parameter store's: a float32 total, poisoned if it is to be overwritten."""
-
-    def __init__(self, shape, adds, device):
-        self.total = torch.full(shape, 3.0 if adds else float("nan"), device=device)
-        self.adds, self.ended = adds, 0
-
-    def begin(self):
-        return self.total, self.adds
-
-    def end(self):
-        self.ended += 1
+from sinks import Total
 
 
 def parameter(shape, adds, device):
     made = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=device))
     if adds is not None:
-        made.sink = Total(shape, adds, device)
+        made.sink = Total(made, adds)
     return made
 
 

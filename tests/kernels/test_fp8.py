@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright import device as devices
 from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Recipe, Scales
+from sinks import Total
 
 fp8_triton = pytest.importorskip("meshwright.kernels.fp8_triton", reason="Triton is not installed")
 
@@ -130,25 +132,11 @@ def test_products(hybrid, biased):
     assert 0.01 < error < (0.08 if hybrid else 0.05)
 
 
-class Total:
-    """A sink."""
-
-    def __init__(self, shape):
-        self.total, self.adds, self.ended = torch.full(shape, torch.nan), False, 0
-
-    def begin(self):
-        adds, self.adds = self.adds, True
-        return self.total, adds
-
-    def end(self):
-        self.ended += 1
-
-
 def test_weight_gradients_go_into_the_total():
     _, here, weight, _, x, grad = network()
     here(x, weight).backward(grad)
     wanted, weight.grad = weight.grad.float(), None
-    weight.sink = Total(weight.shape)
+    weight.sink = Total(weight)
     for n in (1, 2):
         here(x, weight).backward(grad)
         assert weight.grad is None and weight.sink.ended == n
@@ -266,7 +254,7 @@ def test_casts_of_many_weights_in_one_launch(monkeypatch):
             here.cast.turned.view(torch.uint8).fill_(0x55)
         scales.amax.zero_()
         with monkeypatch.context() as patch:
-            patch.setattr(fp8.devices, "has_kernels", lambda device: True)
+            patch.setattr(devices, "has_kernels", lambda device: True)
             launch = fp8_triton.quantise_many
             patch.setattr(fp8_triton, "quantise_many", lambda *a, launch=launch: (launched.append(a), launch(*a)))
             scales.refresh()

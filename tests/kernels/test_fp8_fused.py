@@ -55,7 +55,8 @@ def same(make, shape, dtype, amax):
             got, *again = make(into)
             assert got.data_ptr() == out.data_ptr()
             for a, b in zip(rest, again, strict=True):
-                assert torch.equal(a, b)
+                # a GPU adds columns up in tiles of another shape
+                torch.testing.assert_close(a, b, rtol=0, atol=0 if DEVICE == "cpu" else 1e-5 * float(a.abs().max()))
         else:
             into.fill(y)
         results.append((out.view(torch.uint8), torch.zeros(1) if high is None else high))

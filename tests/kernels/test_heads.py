@@ -5,11 +5,13 @@ The Triton kernels run on a GPU if there is one, else in Triton's interpreter.
 
 import pytest
 import torch
-from test_activation import DEVICE, ERROR, Total, distance, nan_in_new_memory  # noqa: F401
+from test_activation import DEVICE, ERROR, distance, nan_in_new_memory  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.kernels import heads
-from meshwright.kernels.heads import rotate, split, split_heads
+from meshwright.kernels.heads import split_heads
+from meshwright.kernels.heads_plain import Sizes, rotate, split
+from sinks import Total
 
 # groups, queries per group, head_dim, rotated dimensions
 SHAPES = {
@@ -48,7 +50,7 @@ def wanted(shape, qkv, rotation, grads):
 
 
 def run(shape, qkv, rotation, bias):
-    return split_heads(qkv, *SHAPES[shape][:3], rotation, bias)
+    return split_heads(qkv, Sizes(*SHAPES[shape][:3]), rotation, bias)
 
 
 @pytest.fixture(params=["plain", "triton"])
@@ -109,7 +111,7 @@ def test_the_bias_has_a_sink(adds, with_kernels):
     bias.sink = Total(bias, adds)
     torch.autograd.backward(run("grouped-rope", qkv, rotation, bias), grads)
     assert bias.grad is None and bias.sink.ended == 1
-    assert distance(bias.sink.total - int(adds), wanted("grouped-rope", qkv, rotation, grads)[1].sum((0, 1))) < 1e-5
+    assert distance(bias.sink.total - 3 * adds, wanted("grouped-rope", qkv, rotation, grads)[1].sum((0, 1))) < 1e-5
 
 
 @pytest.mark.parametrize("shape", ["gpt", "grouped-rope"])
@@ -132,7 +134,7 @@ def test_every_tile_gives_the_same_sums(monkeypatch):
 
     qkv, _, rotation, grads = case("rope", torch.float32, (3, 5))
     want = wanted("rope", qkv, rotation, grads)[1]
-    sizes = heads.Sizes(*SHAPES["rope"][:3])
+    sizes = Sizes(*SHAPES["rope"][:3])
     for tile in (heads_triton.TILE, heads_triton.Tile(4, 2), heads_triton.Tile(8, 1, 3, 2)):
         grad, partials = heads_triton.pack(grads, sizes, rotation, True, tile)
         assert partials.shape == (-(-5 // tile.step) * -(-3 // tile.samples), qkv.shape[-1])

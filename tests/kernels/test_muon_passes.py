@@ -13,6 +13,12 @@ muon_triton = pytest.importorskip("meshwright.kernels.muon_triton", reason="Trit
 CASES = [((4, 8), 0), ((64, 65), 4), ((64, 65), 1), ((3, 5), 0)]
 
 
+@pytest.fixture(autouse=True)
+def on_the_gpu_if_there_is_one():
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 def number(x):
     return torch.tensor(float(x))
 
@@ -70,3 +76,11 @@ def test_a_table_of_addresses_is_made_once():
     a, b = matrices((4, 8)), matrices((4, 8))
     assert muon_triton.addresses(a) is muon_triton.addresses(list(a)) is not muon_triton.addresses(b)
     assert muon_triton.addresses(a).tolist() == [x.data_ptr() for x in a]
+
+
+def test_a_table_that_a_graph_reads_is_never_dropped():
+    a, others = matrices((4, 8)), torch.empty(1001)
+    table = muon_triton.addresses(a)
+    for x in others.split(1):
+        muon_triton.addresses([x])
+    assert muon_triton.addresses(a) is table

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_columns import Total
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.kernels import columns, dropout
 from meshwright.kernels import norm as module
-from meshwright.kernels.norm import NormWeights, add_norm, norm
+from meshwright.kernels.norm import NormWeights, add_norm
 from meshwright.model.gpt import join
 from meshwright.model.layers import Norm
 from meshwright.settings.schema import Model
+from sinks import Total
 
 KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs them
 UNIT = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -188,7 +188,7 @@ def test_gradients_go_into_the_totals(triton):
     case = make("middle", torch.float32, device=KERNELS)
     wanted, t = case.wanted(), case.leaves()
     for name in ("bias", "shift", "weight"):
-        t[name].sink = Total(t[name].shape, name == "bias", KERNELS)
+        t[name].sink = Total(t[name], name == "bias")
     t["weight"].requires_grad_(False)
     torch.autograd.backward(case.run(t), list(case.grads))
     assert t["bias"].grad is t["shift"].grad is t["weight"].grad is None
@@ -200,7 +200,7 @@ def test_gradients_go_into_the_totals(triton):
 def test_norm_alone():
     case = make("nothing to add", torch.float32)
     t = case.leaves()
-    y = norm(t["pending"], NormWeights(t["weight"], t["shift"], case.eps))
+    _, y = add_norm(None, t["pending"], None, None, 0.0, NormWeights(t["weight"], t["shift"], case.eps))
     assert torch.equal(y, case.ours()["y"])
 
 

@@ -10,6 +10,12 @@ by_triton = kernel.product
 TILES = kernel.Tiles(16, 16, 4, 2)  # the interpreter is slow
 
 
+@pytest.fixture(autouse=True)
+def on_the_gpu_if_there_is_one():
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 def by_twin(a, b, c, scale, keep, diagonal, tiles=None):
     return symmetric.plain(a, b, c, scale, keep, diagonal)
 
@@ -59,6 +65,6 @@ def test_every_tile_is_computed_once():
 
 
 def test_small_and_plain_matrices_use_the_twin():
-    assert not symmetric.is_triton(torch.empty(1, 1024, 8, dtype=torch.float16))  # on a CPU
+    assert not symmetric.is_halved(torch.empty(1, 1024, 8, dtype=torch.float16))  # on a CPU
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(symmetric.product(x, x, scale=2.0), 2 * x @ x.mT)

@@ -16,6 +16,7 @@ from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.settings.schema import Precision
+from sinks import Total
 
 pytestmark = pytest.mark.whole
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,20 +28,6 @@ MODELS = {
     "half-rotated": {**LLAMA, "rotary_percent": 0.5, "add_qkv_bias": True, "hidden_dropout": 0.0},
 }
 HYBRID = Precision(bf16=True, fp8_format="hybrid")
-
-
-class Total:
-    """A sink."""
-
-    def __init__(self, shape):
-        self.total, self.adds, self.ended = torch.full(shape, torch.nan, device=DEVICE), False, 0
-
-    def begin(self):
-        adds, self.adds = self.adds, True
-        return self.total, adds
-
-    def end(self):
-        self.ended += 1
 
 
 def build(m, options, p=HYBRID, block=FusedBlock):
@@ -63,7 +50,7 @@ def steps(m, is_fused, with_sinks, options):
             del block.enter, block.transform
     if with_sinks:
         for x in model.parameters():
-            x.sink = Total(x.shape)
+            x.sink = Total(x)
     random = torch.Generator().manual_seed(4)
     out = []
     for i in range(6):

@@ -185,6 +185,7 @@ TABLE = {
             LAYOUTS,
         ),
         "tp_overlap": "test_overlap.py::test_choice",
+        "data_parallel_sums": "test_mapped.py::test_choice",
         "deepspeed": "test_parallel_config.py::test_notices",
         "deepspeed_config": "test_deepspeed_config.py::test_taken",
         "partition_activations": "test_parallel_config.py::test_notices",

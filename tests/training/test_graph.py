@@ -13,7 +13,7 @@ from meshwright.model.loss import token_losses
 from meshwright.parallel.layout import Layout
 from meshwright.settings.flags import parse
 from meshwright.settings.schema import TrainConfig
-from meshwright.training import graph, network
+from meshwright.training import graph, network, step
 from meshwright.training.step import Network, StepSettings, train_step
 from stores import CPU, VOCAB, is_equal, make, snapshot
 
@@ -285,3 +285,21 @@ def test_resume_in_the_middle_on_a_gpu(tmp_path):
     first = on_gpu(tmp_path / "first", *flags, "--exit-interval", 9, "--save", tmp_path / "c")
     second = on_gpu(tmp_path / "second", *flags, "--load", tmp_path / "c")
     assert first + second == whole
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(500)
+def test_a_failed_capture_on_a_gpu(tmp_path, monkeypatch, capsys):
+    """The steps run as usual, dropout included."""
+    flags = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 1]
+    plain = on_gpu(tmp_path / "off", *flags, "--cuda-graphs", "off")
+    real = step.micro_step
+
+    def waiting(*a):
+        real(*a)
+        torch.cuda.synchronize()
+
+    monkeypatch.setattr(step, "micro_step", waiting)
+    assert on_gpu(tmp_path / "on", *flags, "--cuda-graphs", "on") == plain
+    assert "CUDA graphs: off, because the capture failed" in capsys.readouterr().out

@@ -74,8 +74,8 @@ def _train(folder: Path, point: str | None, control: str | None) -> None:
 
         publish = ParameterStore.publish_weights
 
-        def forget_moments(self: ParameterStore) -> None:
-            publish(self)
+        def forget_moments(self: ParameterStore, *more: object) -> None:
+            publish(self, *more)
             if not getattr(self, "cleared", False):
                 self.cleared = True  # type: ignore[attr-defined]
                 for piece in self.pieces:

@@ -675,3 +675,36 @@ def test_the_log_of_a_device_that_computes_by_itself(run, monkeypatch, tmp_path)
     monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
     assert record("b") == at_once
     assert [event for event, *_ in at_once[0]].count("step") == 6 and written.count(False) == 6
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_not_finite_when_the_next_has_begun(run, monkeypatch, tmp_path, ahead):
+    """The counters and the error are those of the bad step; later submissions are forgotten."""
+    real, taken = loop.train_step, []
+
+    def third_is_bad(*a):
+        update = real(*a)
+        taken.append(1)
+        return update * float("nan") if len(taken) == 3 else update
+
+    monkeypatch.setattr(loop, "train_step", third_is_bad)
+    monkeypatch.setattr(device, "is_asynchronous", lambda d: ahead)
+    got = run("--save", tmp_path / "save", "--save-interval", 2, "--train-iters", 6, "--eval-interval", 9)
+    assert got.status == 70 and len(taken) == 3 + ahead and steps_in(tmp_path / "save") == [2]
+    assert got.column("iteration") == [1, 2, 3] and got.column("iteration", "end") == [3]
+    assert "iteration 3 (samples up to 12): the loss is nan" in got.err
+
+
+def test_a_data_error_after_a_submitted_step_logs_the_step(run, monkeypatch):
+    real, batches = loop.Trainer.next_batch, []
+
+    def third_fails(trainer):
+        batches.append(1)
+        if len(batches) == 3:
+            raise OSError("the disk is gone")
+        return real(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "next_batch", third_fails)
+    monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
+    got = run()
+    assert got.status and got.column("iteration") == [1, 2] and "the disk is gone" in got.err

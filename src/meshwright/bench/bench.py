@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Bench:
     """Runs rows and keeps table.txt, results.json and bench.png up to date after each."""
 
-    def __init__(self, plan: Plan, command: str, gpus: int, peer_seconds: float | None = None) -> None:
-        self.plan, self.gpus, self.peer_seconds = plan, gpus, peer_seconds
+    def __init__(self, plan: Plan, command: str, gpus: int) -> None:
+        self.plan, self.gpus = plan, gpus
         self.results: list[dict[str, Any]] = []
         self.lines: list[str] = []
         found = devices.accelerators()
@@ -54,11 +54,9 @@ class Bench:
         self.show(table.head())
         for number, row in enumerate(rows, 1):
             self.add(self.measure(row, f"{number} of {len(rows)}: {row.name}"))
-        for line in table.startup_lines(self.results):
-            self.show(line)
+        self.show(*table.startup_lines(self.results))
         failed = sum(bool(r["failed"]) for r in self.results)
         self.show(f"\n{len(rows)} rows, {failed} failed, in {duration(time.perf_counter() - began)}")
-        self.write()
         title = f"{about['device']}, meshwright {about['version']}, torch {about['torch']}"
         table.draw(self.results, title, self.plan.out / "bench.png")
         print(f"tables, logs and picture: {self.plan.out}")
@@ -70,26 +68,27 @@ class Bench:
             return {"name": row.name, "gpus": row.gpus, "beside": row.beside, "failed": need, "startup": {}}
         with step_bar(title, self.plan.steps_of(row)) as bar:
             result = measure(row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None)
-            if self.peer_seconds and row.peers and not result["failed"]:
+            if self.plan.peers and row.peers and not result["failed"]:
                 from meshwright.bench.peers import compare_with_peers
 
                 def say(text: str) -> None:
                     if bar:
                         bar[0].update(bar[1], description=f"{title}: {text}")
 
-                result["peers"] = compare_with_peers(row, self.plan, result, self.peer_seconds, say)
+                result["peers"] = compare_with_peers(row, self.plan, result, say)
         return result
 
     def add(self, result: dict[str, Any]) -> None:
         table.compare(result, self.results)
         self.results.append(result)
-        for line in table.lines_of(result):
-            self.show(line)
-        self.write()
+        self.show(*table.lines_of(result))
 
-    def show(self, line: str) -> None:
-        print(line, flush=True)
-        self.lines.append(line)
+    def show(self, *lines: str) -> None:
+        """Write the files, then print: the reader of our output may be gone."""
+        self.lines += lines
+        self.write()
+        for line in lines:
+            print(line, flush=True)
 
     def write(self) -> None:
         (self.plan.out / "table.txt").write_text("".join(f"{line}\n" for line in self.lines))

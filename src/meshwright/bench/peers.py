@@ -19,33 +19,31 @@ from meshwright.launch.world import LAUNCHER_PID
 # The packages that each program needs, by the names of their modules.
 PACKAGES = {
     "transformers": ("transformers",),
-    "transformers compiled": ("transformers",),
+    "transformers-compiled": ("transformers",),
     "megatron-core": ("megatron.core", "einops"),
 }
 STEPS = 20  # of the fastest micro-batch
 
 
-def compare_with_peers(
-    row: Row, plan: Plan, ours: dict[str, Any], seconds: float, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Return the figures of each program, with the ratio of our speed to its."""
+def compare_with_peers(row: Row, plan: Plan, ours: dict[str, Any], say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the figures of each program, with the ratio of our speed to its, the fastest first."""
     out = []
-    for name in PACKAGES:
+    for name in plan.peers:
         if name != "transformers" and "--device cpu" in row.flags:  # compiling takes minutes; megatron-core needs CUDA
             continue
         say(name)
-        peer = run_peer(name, row, plan, seconds)
+        peer = run_peer(name, row, plan)
         if not peer["failed"]:
             peer["ratio"] = ours["tokens_per_second"] / peer["tokens_per_second"]
         out.append(peer)
-    return out
+    return sorted(out, key=lambda peer: -peer.get("tokens_per_second", 0))
 
 
-def run_peer(name: str, row: Row, plan: Plan, seconds: float) -> dict[str, Any]:
+def run_peer(name: str, row: Row, plan: Plan) -> dict[str, Any]:
     if missing := [package for package in PACKAGES[name] if not is_installed(package)]:
         names = " ".join(package.replace(".", "-") for package in missing)
         return {"name": name, "failed": f"not measured: pip install {names}"}
-    folder = plan.folder(row) / name.replace(" ", "-")
+    folder = plan.folder(row) / name
     folder.mkdir(parents=True)
     found, console = folder / "found.jsonl", folder / "console.txt"
     steps = min(plan.steps_of(row), STEPS)
@@ -56,13 +54,13 @@ def run_peer(name: str, row: Row, plan: Plan, seconds: float) -> dict[str, Any]:
         environment = os.environ | {LAUNCHER_PID: str(os.getpid())}
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
-            run.wait(seconds)
+            run.wait(plan.peer_seconds)
         except subprocess.TimeoutExpired:
             pass
         finally:
             run.kill()
             run.wait()
-    return read_result(name, found, console, seconds)
+    return read_result(name, found, console, plan.peer_seconds)
 
 
 def read_result(name: str, found: Path, console: Path, seconds: float) -> dict[str, Any]:

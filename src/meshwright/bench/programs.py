@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from meshwright import device as devices
 from meshwright.errors import UserError
@@ -209,7 +208,7 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> Step:
     if (m.position, m.normalization, m.activation) != ("learned", "LayerNorm", "gelu-tanh") or not m.add_bias_linear:
         raise UserError("megatron-core is compared on GPT-2's network only")
     is_cpu = device.type == "cpu"
-    store = HashStore()  # of this process alone
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of this process alone
     torch.distributed.init_process_group("gloo" if is_cpu else "nccl", store=store, rank=0, world_size=1)
     core.parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
     if not is_cpu:
@@ -270,7 +269,7 @@ def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: fl
 
 PROGRAMS: dict[str, tuple[Callable[[TrainConfig, int, torch.device], Step], str]] = {
     "transformers": (transformers, "transformers"),
-    "transformers compiled": (transformers_compiled, "transformers"),
+    "transformers-compiled": (transformers_compiled, "transformers"),
     "megatron-core": (megatron, "megatron-core"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.settings.grammar import did_you_mean
@@ -19,6 +20,8 @@ LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disab
 DRY = "--hidden-dropout 0 --attention-dropout 0"
 FP8 = "--fp8-format e4m3"
 WARMUP = 5  # steps
+# Other programs; each is a function in programs.py.
+Peer = Literal["transformers", "transformers-compiled", "megatron-core"]
 # What all rows but those of presets share.
 RECIPE = f"--lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters {WARMUP} --weight-decay 0.1 --clip-grad 1.0"
 

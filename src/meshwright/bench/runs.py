@@ -37,6 +37,8 @@ class Plan:
     seconds: float = 300  # the most for a row
     has_profile: bool = False
     extra: tuple[str, ...] = ()  # flags of train
+    peers: tuple[str, ...] = ()  # other programs that train the rows' models too
+    peer_seconds: float = 180  # the most for one of them and a row
 
     def folder(self, row: Row) -> Path:
         return self.out / re.sub(r"[^\w.-]+", "-", row.name)

@@ -45,6 +45,8 @@ def describe_peer(peer: Result) -> str:
     if peer["failed"]:
         return f"{peer['name']}: {peer['failed']}"
     at = f"{peer['tokens_per_second']:,.0f} tokens/s, micro-batch {peer['micro']}"
+    others = sorted(((speed, n) for n, speed in peer["tried"].items() if n != peer["micro"]), reverse=True)
+    at += "".join(f"; {n}: {format(speed, ',.0f') if speed else 'too large'}" for speed, n in others)
     return f"{peer['ratio']:.2f} x {peer['name']} {peer['version']} ({at})"
 
 

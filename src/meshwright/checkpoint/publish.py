@@ -198,11 +198,6 @@ def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
     return sha256(parts)
 
 
-def write_all(fd: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(fd, data) :]
-
-
 def write_durably(path: Path, data: bytes, point: str = "") -> None:
     with naming_file(path), open(path, "wb") as file:
         file.write(data)

@@ -6,18 +6,21 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from meshwright import device as devices
 from meshwright.bench import rows
+from meshwright.bench.rows import Peer
 from meshwright.errors import DONE, UNEXPECTED, UserError
 from meshwright.settings import flags
-from meshwright.settings.schema import flag
+from meshwright.settings.schema import TrainConfig, flag
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
 Words = list[str]  # a field below is named list
+Peers = list[Peer]
 # Flags of train that a bench sets, and what to give in their place.
 OURS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}
-OURS |= {"--dry-run": "--list before --"}
+OURS |= dict.fromkeys(("--dry-run", "--print-config"), "--list before --")
 
 
 @dataclass(frozen=True)
@@ -32,26 +35,38 @@ class BenchConfig:
     steps: int | None = flag(None, "steps of each row (none: the row's own number)", bound=">0")
     seconds: float = flag(300, "most seconds for a row; then it is stopped, and the steps so far count", bound=">0")
     peers: bool = flag(False, "run the same models by transformers and megatron-core too, where they are installed")
-    peer_seconds: float = flag(180, "most seconds for each other program and model", bound=">0", needs="--peers")
+    peer_names: Peers = flag([], f"as --peers, but only these: {' '.join(get_args(Peer))}")
+    peer_seconds: float = flag(180, "most seconds for each other program and model", bound=">0")
     profile: bool = flag(False, "trace three more steps of each row, and show where their time goes")
     gpus: int | None = flag(None, "GPUs of the rows on several (none: all of this machine, at least 2)", bound=">0")
 
     def problems(self) -> Words:
         if self.steps is not None and self.steps < 3:
             return [f"--steps {self.steps}: the first third is warm-up; give 3 or more"]
+        if self.peer_seconds != type(self).peer_seconds and not self.programs:
+            return ["--peer-seconds has no effect without --peers"]
         return []
+
+    @property
+    def programs(self) -> Words:
+        return [*self.peer_names] or ([*get_args(Peer)] if self.peers else [])
 
 
 def main(argv: Words) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     words, extra = argv[:at], argv[at + 1 :]
     c = flags.parse(BenchConfig, words, "meshwright bench", about=ABOUT).config
+    check_flags_of_train(extra)
     if c.list and not c.sets:
         print("\n".join(f"{name:<10} {about}" for name, about in rows.ABOUT.items()))
         print(f"\nand each preset: {' '.join(rows.presets())}")
         return DONE
     gpus = c.gpus or devices.count()
     chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
+    if c.gpus and (most := max(one.gpus for one in chosen)) != c.gpus:
+        raise UserError(
+            f"--gpus {c.gpus}: the largest of these rows uses {most}; the flag is for the set layouts, from 2 on"
+        )
     if c.list:
         print("\n".join(f"{one.name:<31} {one.steps:>3} steps  {one.flags}" for one in chosen))
         return DONE
@@ -62,13 +77,20 @@ def main(argv: Words) -> int:
     out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     if (out / "results.json").exists():
         raise UserError(f"--out {out} holds the results of an earlier bench; choose another folder")
-    plan = Plan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra))
+    plan = Plan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds)
     for taken in (out, *(plan.folder(one) for one in chosen)):
         if taken.exists() and not (taken == out and out.is_dir()):
             raise UserError(f"--out {out}: {taken} exists already; choose another folder")
+    bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count())
+    return UNEXPECTED if bench.run(chosen) else DONE
+
+
+def check_flags_of_train(extra: Words) -> None:
+    """Refuse what no row can run with; --help prints that of train and ends."""
     for word in extra:
         if (name := word.partition("=")[0].replace("_", "-")) in OURS:
             raise UserError(f"{name} after --: each row has its own; give {OURS[name]}")
-    peer_seconds = c.peer_seconds if c.peers else None
-    bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count(), peer_seconds)
-    return UNEXPECTED if bench.run(chosen) else DONE
+    try:
+        flags.parse(TrainConfig, extra, "meshwright train", check=False)
+    except UserError as error:
+        raise UserError(f"after --: {error}", error.status) from None

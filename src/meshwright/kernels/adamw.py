@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.kernels.twins import is_triton
 
 BLOCK = 128
@@ -85,7 +84,7 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     rate, the weight decay and the loss scale, which the gradients still hold. `step` is Adam's t,
     float32 [].
     """
-    if devices.has_kernels(step.device):
+    if is_triton(step):
         from meshwright.kernels import adamw_triton
 
         return adamw_triton.decide(constants, numbers, step)

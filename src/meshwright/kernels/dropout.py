@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.kernels.twins import is_triton
 
 _LOW = 0xFFFFFFFF
@@ -47,7 +46,7 @@ def rows(seed: int, *coordinates: Tensor) -> Tensor:
 
 def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
     """Return `at_sites(rows(seed, samples, columns), count)`."""
-    if not devices.has_kernels(samples.device):
+    if not is_triton(samples):
         return at_sites(rows(seed, samples, columns), count)
     from meshwright.kernels import dropout_triton
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.gradients import from_rows, sink_of
+from meshwright.kernels.twins import is_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -104,7 +105,7 @@ def plain_turn(q: Tensor, turned: Tensor) -> None:
 def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None) -> None:
     """Cast x [N, C] * scale to the format of `out`; raise the amax, if any, to that of x."""
     largest = LARGEST[out.dtype]
-    if not devices.has_kernels(x.device):
+    if not is_triton(x):
         plain(x, scale, amax, out, turned, largest)
         return
     from meshwright.kernels import fp8_triton
@@ -114,7 +115,7 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned:
 
 def turn(q: Tensor, turned: Tensor) -> None:
     """Transpose q [N, C] into `turned` [C, padded N]."""
-    if not devices.has_kernels(q.device):
+    if not is_triton(q):
         plain_turn(q, turned)
         return
     from meshwright.kernels import fp8_triton
@@ -210,7 +211,12 @@ class Scales:
         return self.recipe.format(ROLES[slot % 3])
 
     def _begin(self, slot: int, x: Tensor, is_recorded: bool) -> None:
-        """Take a first scale from x; a validation before the first step does so each time."""
+        """Take a first scale from x; a validation before the first step does so each time.
+
+        `combine` waits for the other processes. None waits for ever, as those with the same layers
+        run the same passes, and autograd goes back through a network in one order. A custom loss
+        must not leave out the network in the first micro-batch of some of them only.
+        """
         amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
         if is_recorded and self.combine is not None:
             self.combine(amax)
@@ -242,7 +248,7 @@ class Scales:
         jobs: list[tuple[Tensor, Tensor, Tensor, int]] = []
         for each in self.products:
             cast = each.cast
-            if cast is None or cast.turned is None or not devices.has_kernels(self.device):
+            if cast is None or cast.turned is None or not is_triton(self.scale):
                 each.refresh()
             else:
                 jobs.append((each.matrix, cast.rows, cast.turned, 4 * (each.first + 1)))
@@ -336,6 +342,22 @@ class Product:
         scale, _, amax = self.scales.views[slot]
         quantise(weight, scale, amax, self.cast.rows, self.cast.turned)
 
+    def multiply(self, x: Cast, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the product [N, out] of x [N, in], plus bias."""
+        assert self.cast is not None
+        flat = None if bias is None else bias.flatten()
+        return multiply(x.rows, self.cast.rows, (x.inverse, self.cast.inverse), dtype, flat)
+
+    def differentiate(
+        self, grad: Cast, turned: Tensor, parameter: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the input, kept `turned`, and of the weight."""
+        weight = self.cast
+        assert weight is not None and weight.turned is not None and grad.turned is not None
+        back = multiply(grad.rows, weight.turned, (grad.inverse, weight.inverse), dtype)
+        inverses = grad.inverse, self.scales.views[self.first][1]
+        return back, give(parameter, grad.turned, turned, inverses)
+
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
@@ -343,22 +365,17 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, here: Product, is_training: bool
     ) -> Tensor:
         q = here.scales.cast(here.first, x.reshape(-1, x.shape[-1]), is_training, is_training)
-        weight = here.cast
-        assert weight is not None
         if is_training:
             ctx.save_for_backward(q.turned)
         ctx.here, ctx.parameter, ctx.bias = here, parameter, bias
-        y = multiply(q.rows, weight.rows, (q.inverse, weight.inverse), x.dtype, bias)
-        return y.view(*x.shape[:-1], -1)
+        return here.multiply(q, bias, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         (turned,) = ctx.saved_tensors
-        here, weight, flat = ctx.here, ctx.here.cast, grad.reshape(-1, grad.shape[-1])
-        q = here.scales.cast(here.first + 2, flat, True, True)
-        back = multiply(q.rows, weight.turned, (q.inverse, weight.inverse), grad.dtype)
-        inverses = (q.inverse, here.scales.views[here.first][1])
-        of_weight = give(ctx.parameter, q.turned, turned, inverses)
+        here = ctx.here
+        q = here.scales.cast(here.first + 2, grad.reshape(-1, grad.shape[-1]), True, True)
+        back, of_weight = here.differentiate(q, turned, ctx.parameter, grad.dtype)
         of_bias = from_rows(ctx.bias if ctx.needs_input_grad[2] else None, grad)
         return back.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
 

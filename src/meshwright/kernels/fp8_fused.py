@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import activation, gradients, heads, norm
-from meshwright.kernels.fp8 import Cast, Into, Product, give, multiply
-from meshwright.kernels.heads import Rotation, Sizes
+from meshwright.kernels.fp8 import Cast, Into, Product
+from meshwright.kernels.heads_plain import Rotation, Sizes
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved
 
 Grads = tuple[Tensor | None, ...]
@@ -79,38 +79,19 @@ class _Front(NamedTuple):
         x = x.view(pending.shape) if join.adds else pending
         ctx.rest = self.p, self.plus, residual is not None, pending.dtype
         ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
-        return x, _forward(here, y, bias, weight.dtype), [x, *of_rows, join.rows, weight, y.turned]
+        return x, here.multiply(y, bias, weight.dtype), [x, *of_rows, join.rows, weight, y.turned]
 
     def backward(self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None) -> Grads:
         """Return its tensors' gradients from those of x and its output, q with partial sums."""
         x, *saved, turned = tensors
         added, weight, shift, parameter, bias = ctx.parameters[:5]
-        dy, of_parameter = _backward(self.product, q, turned, parameter, weight.dtype)
+        dy, of_parameter = self.product.differentiate(q, turned, parameter, weight.dtype)
         of_bias = None if partials is None else gradients.from_columns(bias, partials)
         needs = ctx.needs_input_grad[6:9]  # after four other arguments, residual and pending
         vectors = [t if needs[i] else None for i, t in ((1, weight), (2, shift), (0, added))]
         kept = Saved(norm.flat(x), *saved, *ctx.rest)
         of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, kept, vectors, x.shape)
         return of_residual, of_pending, of_added, of_weight, of_shift, of_parameter, of_bias
-
-
-def _forward(here: Product, x: Cast, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    weight = here.cast
-    assert weight is not None
-    flat = None if bias is None else bias.flatten()
-    return multiply(x.rows, weight.rows, (x.inverse, weight.inverse), dtype, flat)
-
-
-def _backward(
-    here: Product, q: Cast, turned: Tensor, parameter: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a product's input and weight; `turned` is the input, q the output's
-    gradient.
-    """
-    weight = here.cast
-    assert weight is not None and weight.turned is not None and q.turned is not None
-    back = multiply(q.rows, weight.turned, (q.inverse, weight.inverse), dtype)
-    return back, give(parameter, q.turned, turned, (q.inverse, here.scales.views[here.first][1]))
 
 
 class _NormHeads(torch.autograd.Function):
@@ -150,7 +131,7 @@ class _NormMLP(torch.autograd.Function):
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
         ctx.save_for_backward(*saved, u, a.turned)
         ctx.front, ctx.proj, ctx.kind = front, proj, kind
-        return x, _forward(proj, a, tensors[8], u.dtype).view(*x.shape[:-1], -1)
+        return x, proj.multiply(a, tensors[8], u.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, grad: Tensor) -> Grads:
@@ -158,7 +139,7 @@ class _NormMLP(torch.autograd.Function):
         here, proj, flat = ctx.front.product, ctx.proj, norm.flat(grad)
         q = proj.scales.cast(proj.first + 2, flat, True, True)
         of_bias = gradients.from_rows(ctx.parameters[6] if ctx.needs_input_grad[-1] else None, grad)
-        da, of_weight = _backward(proj, q, turned, ctx.parameters[5], grad.dtype)
+        da, of_weight = proj.differentiate(q, turned, ctx.parameters[5], grad.dtype)
         is_summed = ctx.needs_input_grad[-3]
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:

@@ -8,10 +8,9 @@ benchmarks/gpu_fp8.py compares every byte, and times the shapes of tiles.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -211,18 +210,13 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(turned + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
 
 
-def on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which kernels are launched on x."""
-    return contextlib.nullcontext() if x.device.type == "cpu" else torch.accelerator.device_index(x.device.index)
-
-
 def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None, largest: float) -> None:
     """Fill `out` [N, C] and `turned` [C, padded N] with x [N, C] * scale; raise any amax."""
     x = x.contiguous()
     tile, words = CAST, None if turned is None else turned.view(WORDS[CAST.pack])
     rows, columns = x.shape
     padded = rows if turned is None else turned.shape[1]
-    with on(x):
+    with torch.accelerator.device_index(x.device.index):
         _cast[_grid(tile, padded, columns)](
             x,
             out.view(torch.uint8),
@@ -274,7 +268,7 @@ def prepare(jobs: Sequence[Job], known: Jobs | None) -> Jobs:
 def quantise_many(like: Job, prepared: Jobs, scale: Tensor, amax: Tensor, largest: float) -> None:
     """Do what `quantise` does for matrices in the formats of one, with sizes in multiples of 16."""
     x, out, turned, _ = like
-    with on(x):
+    with torch.accelerator.device_index(x.device.index):
         _cast_many[(len(prepared.owners),)](
             prepared.table,
             prepared.owners,
@@ -296,7 +290,7 @@ def turn(q: Tensor, turned: Tensor) -> None:
     """Fill `turned` [C, padded N] with q [N, C]."""
     (rows, columns), padded, tile = q.shape, turned.shape[1], TURN
     words = turned.view(WORDS[tile.pack])
-    with on(q):
+    with torch.accelerator.device_index(q.device.index):
         _turn[_grid(tile, padded, columns)](
             q.view(torch.uint8), words, rows, columns, padded, *tile[:2], tile.pack, tile.down, num_warps=tile.warps
         )

@@ -9,33 +9,19 @@ sums the columns. As in activation.py, the product adds the bias, detached.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels import gradients
 from meshwright.kernels.fp8 import Into
-from meshwright.kernels.twins import is_triton, upcast
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 2]
-
-
-class Sizes(NamedTuple):
-    """Sizes of the columns [groups, per_group queries then key then value, head_dim]."""
-
-    groups: int
-    per_group: int
-    head_dim: int
+from meshwright.kernels.heads_plain import Rotation, Sizes, plain_backward, rotate, split
+from meshwright.kernels.twins import is_triton
 
 
 def split_heads(
-    qkv: Tensor,
-    groups: int,
-    per_group: int,
-    head_dim: int,
-    rotation: Rotation | None = None,
-    bias: Tensor | None = None,
+    qkv: Tensor, sizes: Sizes, rotation: Rotation | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split [B, T, columns] into q [B, T, heads, head_dim], k and v [B, T, groups, head_dim].
 
@@ -43,7 +29,6 @@ def split_heads(
     returned may be a view of qkv.
     """
     cos, sin = rotation if rotation is not None else (None, None)
-    sizes = Sizes(groups, per_group, head_dim)
     return _Split.apply(qkv, bias, cos, sin, sizes)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -84,31 +69,9 @@ def backward(
     grads: Sequence[Tensor], sizes: Sizes, rotation: Rotation | None, summed: bool, into: Into | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
-    dq, dk, dv = grads
-    if is_triton(dq):
+    if is_triton(grads[0]):
         from meshwright.kernels import heads_triton
 
-        return heads_triton.pack((dq, dk, dv), sizes, rotation, summed, into=into)
-    exact = [upcast(x) for x in (dq, dk, dv)]
-    if rotation is not None:
-        back = rotation[0], -rotation[1]
-        exact[:2] = rotate(exact[0], back), rotate(exact[1], back)
-    parts = exact[0].reshape(*dk.shape[:3], sizes.per_group, -1), exact[1].unsqueeze(3), exact[2].unsqueeze(3)
-    grad = torch.cat(parts, dim=3).flatten(2)
-    partials = grad.sum((0, 1))[None] if summed else None
-    return grad.to(dq.dtype) if into is None else into.fill(grad.to(dq.dtype)), partials
-
-
-def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split columns [group, its queries then k then v, head_dim]; q is a copy if it must be."""
-    b, t, _ = qkv.shape
-    q, k, v = torch.split(qkv.view(b, t, -1, per_group + 2, head_dim), [per_group, 1, 1], dim=3)
-    return q.reshape(b, t, -1, head_dim), k.reshape(b, t, -1, head_dim), v.reshape(b, t, -1, head_dim)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + rotating / 2) of each head, as in Megatron and Llama."""
-    cos, sin = rotation
-    half = cos.shape[-1]
-    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
+        return heads_triton.pack(grads, sizes, rotation, summed, into=into)
+    grad, partials = plain_backward(grads, sizes, rotation, summed)
+    return grad if into is None else into.fill(grad), partials

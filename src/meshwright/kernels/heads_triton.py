@@ -8,6 +8,7 @@ on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,7 @@ from torch import Tensor
 from meshwright.kernels.fp8 import Into, arguments
 from meshwright.kernels.fp8_triton import raise_amax, store
 from meshwright.kernels.grid import cdiv, power_of_2
-
-Sizes = tuple[int, int, int]  # groups, queries of each, head_dim
-Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, half]
+from meshwright.kernels.heads_plain import Rotation, Sizes
 
 
 class Tile(NamedTuple):
@@ -275,7 +274,7 @@ def rotate(qkv: Tensor, sizes: Sizes, rotation: Rotation, tile: Tile | None = No
 
 
 def pack(
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: Sequence[Tensor],
     sizes: Sizes,
     rotation: Rotation | None,
     summed: bool,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.kernels.twins import is_triton
 
 
 def advance(
@@ -36,10 +36,6 @@ def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, sk
         muon_triton.apply(weights, updates, kept, rate, skipped)
     else:
         plain_apply(weights, updates, kept, rate, skipped)
-
-
-def is_triton(x: Tensor) -> bool:
-    return devices.has_kernels(x.device) and x.dtype is torch.float32
 
 
 def plain_advance(

@@ -11,6 +11,8 @@ _apply     in: weight, update (bfloat16 or float16); out: weight
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -90,21 +92,19 @@ def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, sk
         )
 
 
-_tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-
-
 def addresses(tensors: list[Tensor]) -> Tensor:
-    """Return a table of addresses [n] on the device, which is kept: a CUDA graph cannot copy it.
-
-    A parameter store never moves its buffers, so a run makes each table once.
-    """
+    """Return a table of the addresses [n] on the device."""
     assert all(x.is_contiguous() and x.dtype is torch.float32 for x in tensors)
-    key = tensors[0].device, tuple(x.data_ptr() for x in tensors)
-    if key not in _tables:
-        if len(_tables) >= 1000:  # of stores that are gone
-            _tables.clear()
-        _tables[key] = torch.tensor(key[1], dtype=torch.int64).to(key[0])
-    return _tables[key]
+    return _table(tensors[0].device, tuple(x.data_ptr() for x in tensors))
+
+
+@functools.cache
+def _table(device: torch.device, addresses: tuple[int, ...]) -> Tensor:
+    """Copy a table to the device once and for all: CUDA graphs read it, and cannot make it.
+
+    A parameter store never moves its buffers, so a run has a few tables of 8 bytes a matrix.
+    """
+    return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
 def alignment(*tensors: Tensor) -> int:

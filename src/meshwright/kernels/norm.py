@@ -21,8 +21,6 @@ from meshwright.kernels.fp8 import Into
 from meshwright.kernels.norm_plain import Join, NormWeights, Saved, plain_backward, plain_forward
 from meshwright.kernels.twins import is_triton
 
-__all__ = ["NormWeights", "add_norm", "norm"]
-
 
 def add_norm(
     residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows: Tensor | None, p: float, norm: NormWeights
@@ -32,11 +30,6 @@ def add_norm(
     `rows` [*pending.shape[:-1]] are the hashes of dropout.py; None is no dropout.
     """
     return _AddNorm.apply(residual, pending, bias, rows if p else None, p, *norm)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def norm(x: Tensor, weights: NormWeights) -> Tensor:
-    """Return the norm of x, in the weight's format."""
-    return add_norm(None, x, None, None, 0.0, weights)[1]
 
 
 class _AddNorm(torch.autograd.Function):

@@ -19,14 +19,15 @@ def product(
     a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0, keep: float = 0.0, diagonal: float = 0.0
 ) -> Tensor:
     """Return scale a b^T + keep c + diagonal I, for a, b [n, m, k] whose product is symmetric."""
-    if is_triton(a):
+    if is_halved(a):
         from meshwright.kernels.symmetric_triton import product
 
         return product(a, b, c, scale, keep, diagonal)
     return plain(a, b, c, scale, keep, diagonal)
 
 
-def is_triton(a: Tensor) -> bool:
+def is_halved(a: Tensor) -> bool:
+    """Return whether the Triton kernel runs."""
     return devices.has_kernels(a.device) and a.dtype is torch.float16 and a.shape[1] >= SMALLEST
 
 

@@ -17,7 +17,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import yaml
 
 from meshwright.device import NVIDIA
 from meshwright.errors import BAD_DATA, DONE, IO, LOCKED, NON_FINITE, USAGE, UserError
-from meshwright.files import replacing
+from meshwright.files import fill, replacing
 from meshwright.launch.launcher import PORT, LaunchConfig, build_program
 from meshwright.settings import checks, flags
 from meshwright.settings.command import PROJECT, our_version
@@ -209,14 +208,9 @@ def by_lines(words: list[str]) -> list[list[str]]:
     return lines
 
 
-def fill(template: str, **values: object) -> str:
-    text = resources.files("meshwright.launch").joinpath("templates", template).read_text(encoding="utf-8")
-    return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), text)
-
-
 def slurm(job: Job) -> str:
     return fill(
-        "slurm.sh",
+        "launch/templates/slurm.sh",
         ORIGIN=job.origin,
         NAME=job.name,
         NODES=job.nodes,
@@ -235,7 +229,7 @@ def slurm(job: Job) -> str:
 
 def ray(job: Job) -> str:
     return fill(
-        "ray.py.txt",
+        "launch/templates/ray.py.txt",
         ORIGIN=job.origin,
         FILE=job.file,
         NODES=job.nodes,
@@ -263,7 +257,7 @@ def docker(job: Job) -> str:
     lines = [", ".join(map(json.dumps, line)) for line in by_lines(command)]
     quoted = {name: re.sub(r'(["\\$])', r"\\\1", value) for name, value in job.environment.items()}
     return fill(
-        "Dockerfile",
+        "launch/templates/Dockerfile",
         ORIGIN=job.origin,
         VERSION=our_version(),
         FILE=job.file,

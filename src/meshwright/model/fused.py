@@ -12,8 +12,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright.kernels.activation import activate
-from meshwright.kernels.heads import Sizes, split_heads
-from meshwright.kernels.norm import NormWeights, add_norm
+from meshwright.kernels.heads import split_heads
+from meshwright.kernels.heads_plain import Sizes
+from meshwright.kernels.norm import add_norm
+from meshwright.kernels.norm_plain import NormWeights
 from meshwright.model.attention import Shared
 from meshwright.model.gpt import Block
 from meshwright.model.layers import Norm
@@ -39,7 +41,7 @@ class FusedBlock(Block):
         x, y = add_norm(residual, pending, None, rows, self.p, weights_of(self.ln_1))
         attn = self.attn
         qkv = multiply(attn.qkv, y)
-        q, k, v = split_heads(qkv, *self.sizes(qkv.shape[-1]), shared.rotation, attn.qkv.bias)
+        q, k, v = split_heads(qkv, self.sizes(qkv.shape[-1]), shared.rotation, attn.qkv.bias)
         return y.to(x.dtype) if self.post_norm else x, q, k, v
 
     def transform(self, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:

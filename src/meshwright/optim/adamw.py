@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright import device as devices
 from meshwright.kernels import adamw
 from meshwright.optim.rules import Numbers, Verdict
 from meshwright.settings.schema import Optimizer
@@ -40,7 +41,7 @@ class FlatAdamW:
     def judge(self, squares: Tensor, loss: Tensor, numbers: Numbers) -> Verdict:
         """Compute the clip factor and whether the step is applied, which counts it."""
         if not isinstance(numbers.lr, Tensor):
-            values = torch.tensor(numbers, dtype=torch.float64).to(self.step.device, non_blocking=True)
+            values = devices.send(torch.tensor(numbers, dtype=torch.float64), self.step.device)
             numbers = Numbers(*values.unbind())
         decision = adamw.decide(self.constants, (squares, loss, *numbers), self.step)  # type: ignore[arg-type]
         is_finite = decision[adamw.FINITE] > 0

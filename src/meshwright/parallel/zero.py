@@ -12,8 +12,8 @@ pass is fastest, simplest to shard and simplest to save as one long vector:
     state      [n / r]  the rule's state: exp_avg and exp_avg_sq, or a momentum
 
 The vector consists of buckets: one per layer and one per part outside the layers. A bucket's sum
-over the data-parallel ranks starts as soon as the last micro-batch has filled it, while the
-backward pass continues:
+over the data-parallel ranks, by collectives or by copy engines (mapped.py), starts as soon as the
+last micro-batch has filled it, while the backward pass continues:
 
     ZeRO 0   all-reduce the bucket; every rank updates everything
     ZeRO 1   reduce-scatter it; each rank updates its 1/r of the bucket, and the new weights are
@@ -46,6 +46,7 @@ from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.mapped import Mapping
 from meshwright.parallel.parts import Parts
 from meshwright.settings.schema import Optimizer
 
@@ -114,6 +115,7 @@ class StoreSpec:
     zero: int = 0  # ZeRO stage
     sequence_parallel: bool = False
     tied: bool = False  # the first and last pipeline stages share the token table
+    mapping: Mapping | None = None  # for sums by copy engines
 
 
 class Store(Parts):
@@ -338,7 +340,7 @@ class ParameterStore(Store):
         self.shapes = {}
         self._lay_out(models)
         self.order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.partial)  # in which sums start
-        self._allocate()
+        self._allocate(spec.mapping)
         for part in models:
             self._take_over(part)
         self._make_pieces()
@@ -366,13 +368,19 @@ class ParameterStore(Store):
             begin += bucket.size
         self.size = begin
 
-    def _allocate(self) -> None:
+    def _allocate(self, mapping: Mapping | None) -> None:
         def zeros(size: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
 
         part = self.size // self.parts
-        self.weights = zeros(self.size, self.dtype, self.device)
-        self.gradients = zeros(self.size if self.keeps_gradients else 0, self.full, self.device)
+        self.mapped = mapping.zeros(self.size, self.full) if mapping else None  # gradients
+        self.mapped_weights = mapping.zeros(self.size, self.dtype) if mapping and self.is_sharded else None
+        if self.mapped:
+            self.mapped.reserve(max(bucket.size for bucket in self.buckets.values()))
+            self.gradients = self.mapped.mine
+        else:
+            self.gradients = zeros(self.size if self.keeps_gradients else 0, self.full, self.device)
+        self.weights = self.mapped_weights.mine if self.mapped_weights else zeros(self.size, self.dtype, self.device)
         self.share = zeros(part, self.full, self.device) if self.is_sharded else self.gradients
         is_separate = self.dtype is not self.full or self.offload or self.is_sharded
         self.master = zeros(part, self.full, self.home) if is_separate else self.weights
@@ -493,7 +501,10 @@ class ParameterStore(Store):
         # Buckets outside the layers come first: all are waited for before the first layer.
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
             full, mine = self.weights[bucket.begin : bucket.begin + bucket.size], self._own_weights(bucket)
-            work = comm.gather_into(full, mine, group=self.layout.group("shard"), async_op=True)
+            if self.mapped_weights:
+                work = self.mapped_weights.gather(bucket.begin, bucket.size)
+            else:
+                work = comm.gather_into(full, mine, group=self.layout.group("shard"), async_op=True)
             bucket.gathering = work, mine
 
     def _cast_weights(self) -> None:
@@ -578,6 +589,8 @@ class ParameterStore(Store):
             comm.total(full, group("tp"))
         if self.is_sharded:
             bucket.sums.append(self._scatter(bucket, full))
+        elif self.mapped:
+            bucket.sums.append(PendingSum(self.mapped.total(bucket.begin, bucket.size), full))
         elif group("gradients") is not None:
             work = dist.all_reduce(full, group=group("gradients"), async_op=True)
             bucket.sums.append(PendingSum(work, full))
@@ -586,6 +599,8 @@ class ParameterStore(Store):
         """Start to sum a bucket into the ranks' shares; ZeRO 2 frees it when that has ended."""
         _, begin = self.part_offsets(bucket)
         part = self.share[begin : begin + bucket.size // self.parts]
+        if self.mapped:
+            return PendingSum(self.mapped.scatter(bucket.begin, bucket.size, part), full)
         if not self.keeps_gradients:  # the share holds other micro-batches' sums
             part, bucket.gradients = torch.empty_like(part), None
             self.pending.append(bucket)

@@ -1,4 +1,4 @@
-"""Completion scripts for bash, zsh and fish, made from the settings.
+"""Completion scripts for bash, zsh and fish: templates/ filled with the names of the settings.
 
 A script holds all names itself, so that no key press starts Python.
 """
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.files import fill
 from meshwright.settings.help import Command, Entry, entries
 from meshwright.settings.pages import PAGES, TOGETHER
 from meshwright.settings.presets import PRESETS
@@ -58,76 +59,8 @@ def words_of_commands() -> list[Words]:
 
 def script(shell: str) -> str:
     if shell == "fish":
-        return _filled(FISH, {"HOW": _how("fish"), "LINES": "\n".join(_fish_lines())})
+        return _filled("fish", LINES="\n".join(_fish_lines()))
     return _bash() if shell == "bash" else _zsh()
-
-
-def _how(shell: str) -> str:
-    return next(text for text in PAGES["completion"].examples if f"completion {shell}" in text)
-
-
-# bash
-
-BASH = r"""# Completion of meshwright for bash:  @HOW@
-_meshwright() {
-    local cur=${COMP_WORDS[COMP_CWORD]} command=${COMP_WORDS[1]} first=2 i word
-    local flag= gap=0 flags= bare= kind= many= IFS=$' \t\n'
-    if [[ $COMP_CWORD -eq 1 ]]; then
-        COMPREPLY=($(compgen -W "@COMMANDS@ --help --version" -- "$cur"))
-        return
-    fi
-    case $command in
-        help | data)
-            if [[ $COMP_CWORD -eq 2 ]]; then
-                local known="@COMMANDS@"
-                [[ $command == data ]] && known="@VERBS@"
-                COMPREPLY=($(compgen -W "$known" -- "$cur"))
-                return
-            fi
-            [[ $command == data ]] && command="data ${COMP_WORDS[2]}" || command=${COMP_WORDS[2]}
-            first=3
-            ;;
-        launch)
-            for ((i = 2; i < COMP_CWORD; i++)); do
-                case ${COMP_WORDS[i]} in @TOGETHER@) command=${COMP_WORDS[i]} first=$((i + 1)) ;; esac
-            done
-            ;;
-    esac
-    [[ $cur == "=" ]] && cur=
-    for ((i = first; i < COMP_CWORD; i++)); do # the nearest flag before the cursor; bash splits --flag=value
-        word=${COMP_WORDS[i]}
-        case $word in
-            =) ;;
-            --*) flag=$word gap=0 ;;
-            *) gap=$((gap + 1)) ;;
-        esac
-    done
-    case $command in
-@CASES@
-    esac
-    [[ " $many " == *" $flag "* ]] && gap=0
-    [[ -n $kind && $gap -eq 0 && $cur != --* ]] || kind=
-    if [[ -z $kind && ( $cur == -* || -z $bare ) ]]; then
-        COMPREPLY=($(compgen -W "$flags --help --help-all" -- "$cur"))
-        return
-    fi
-    case ${kind:-$bare} in
-        any) ;;
-        dirs | files | prefixes)
-            IFS=$'\n'
-            compopt -o filenames 2>/dev/null
-            if [[ ${kind:-$bare} == dirs ]]; then
-                COMPREPLY=($(compgen -d -- "$cur"))
-            elif [[ ${kind:-$bare} == files ]]; then
-                COMPREPLY=($(compgen -f -- "$cur"))
-            else # of token files only the common beginning
-                COMPREPLY=($(compgen -f -- "$cur" | sed -e 's/\.bin$//' -e 's/\.idx$//' | sort -u))
-            fi
-            ;;
-        *) COMPREPLY=($(compgen -W "${kind:-$bare}" -- "$cur")) ;;
-    esac
-}
-complete -F _meshwright meshwright"""
 
 
 def _bash() -> str:
@@ -147,48 +80,13 @@ def _bash() -> str:
             "            esac",
             "            ;;",
         ]
-    values = {"HOW": _how("bash"), "COMMANDS": " ".join(commands()), "VERBS": " ".join(verbs())}
-    values |= {"TOGETHER": " | ".join(TOGETHER), "CASES": "\n".join(cases)}
-    return _filled(BASH, values)
+    names = {"COMMANDS": " ".join(commands()), "VERBS": " ".join(verbs()), "TOGETHER": " | ".join(TOGETHER)}
+    return _filled("bash", CASES="\n".join(cases), **names)
 
 
-def _filled(template: str, values: dict[str, str]) -> str:
-    return re.sub("@([A-Z]+)@", lambda m: values[m[1]], template)
-
-
-# zsh
-
-ZSH = r"""#compdef meshwright
-# Completion of meshwright for zsh:  @HOW@
-_meshwright() {
-    local -a commands verbs
-    commands=(@COMMANDS@)
-    verbs=(@VERBS@)
-    if ((CURRENT == 2)); then
-        _describe command commands
-        return
-    fi
-    local command=$words[2]
-    if [[ $command == (data|help) ]]; then
-        if ((CURRENT == 3)); then
-            [[ $command == data ]] && _describe verb verbs || _describe command commands
-            return
-        fi
-        [[ $command == data ]] && command="data $words[3]" || command=$words[3]
-        shift words
-        ((CURRENT--))
-    fi
-    shift words
-    ((CURRENT--))
-    case $command in
-@CASES@
-    esac
-}
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
-    _meshwright "$@"
-else
-    compdef _meshwright meshwright
-fi"""
+def _filled(shell: str, **values: str) -> str:
+    how = next(text for text in PAGES["completion"].examples if f"completion {shell}" in text)
+    return fill(f"settings/templates/completion.{shell}", HOW=how, **values).rstrip("\n")
 
 
 def _zsh() -> str:
@@ -205,7 +103,7 @@ def _zsh() -> str:
         cases.append("            ;;")
     listed = {"COMMANDS": commands(), "VERBS": verbs()}
     values = {key: " ".join(_quoted(f"{n}:{text}") for n, text in names.items()) for key, names in listed.items()}
-    return _filled(ZSH, values | {"CASES": "\n".join(cases), "HOW": _how("zsh")})
+    return _filled("zsh", CASES="\n".join(cases), **values)
 
 
 def _escaped(text: str) -> str:
@@ -214,22 +112,6 @@ def _escaped(text: str) -> str:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
-
-
-# fish
-
-FISH = r"""# Completion of meshwright for fish:  @HOW@
-function __meshwright_is
-    set -l words (commandline -opc)
-    test "$words[2]" = help; and set -e words[2]
-    test "$words[2]" = "$argv[1]"; or return 1
-    test (count $argv) -lt 2; or test "$words[3]" = "$argv[2]"
-end
-function __meshwright_words
-    test (count (commandline -opc)) -eq $argv[1]
-end
-complete -c meshwright -f
-@LINES@"""
 
 
 def _fish_lines() -> Iterator[str]:

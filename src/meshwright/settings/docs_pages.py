@@ -13,7 +13,7 @@ PAGES = {
     "docs/parallelism.md": """recompute_granularity compile optimizer tensor_model_parallel_size
         pipeline_model_parallel_size context_parallel_size
         num_layers_per_virtual_pipeline_stage pipeline_layout pipeline_schedule
-        sequence_parallel tp_overlap use_distributed_optimizer zero_stage
+        sequence_parallel tp_overlap data_parallel_sums use_distributed_optimizer zero_stage
         num_distributed_optimizer_instances cpu_optimizer world_size""",
     "docs/memory.md": """attention_impl micro_batch_size recompute_granularity recompute_method recompute_num_layers
         recompute_activations checkpoint_in_cpu fused_kernels compile cuda_graphs optimizer cpu_optimizer

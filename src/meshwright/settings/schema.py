@@ -389,6 +389,11 @@ class Parallel:
     tp_overlap: Literal["auto", "on", "off"] = flag(
         "auto", "copy rows between tensor ranks during products; auto: where GPUs map memory", needs=SEQUENCE
     )
+    data_parallel_sums: Literal["auto", "copies", "collectives"] = flag(
+        "auto",
+        "add gradients by copies of mapped memory or by collectives; auto: copies where GPUs map memory",
+        needs=DATA_PARALLEL,
+    )
     use_distributed_optimizer: bool = flag(False, "Megatron's name of --zero-stage 1", needs=DATA_PARALLEL)
     zero_stage: int = flag(
         0, "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights", needs=DATA_PARALLEL

@@ -115,6 +115,9 @@ class CudaGraphs:
             with contextlib.suppress(RuntimeError, AttributeError):  # torch has left the pool open
                 torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
                 torch._C._cuda_releasePool(self.device.index, self.pool)
+            with contextlib.suppress(RuntimeError, AttributeError):  # and the generator recording
+                generator = torch.cuda.default_generators[self.device.index]
+                generator.graphsafe_set_state(generator.clone_state())
             raise
 
     def discard(self) -> None:

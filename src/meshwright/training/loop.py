@@ -1,6 +1,8 @@
 """The training loop of one rank: `Trainer.train` is the loop, `Trainer.step` one global batch.
 
-A step takes the loader's next batch (data/loader.py) to train_step (step.py), then `record`.
+A step takes the loader's next batch (data/loader.py) to train_step (step.py), then `settle`. On an
+accelerator the next step is submitted before the numbers of the last one are read, so that the
+device need not wait for the host; see `Trainer.runs_ahead`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 import torch
@@ -49,6 +53,20 @@ from meshwright.training.stop import StopConditions
 ALL_DONE = "all iterations done"
 
 
+@dataclass(frozen=True)
+class Submitted:
+    """A step that the device may still be computing."""
+
+    iteration: int
+    consumed: int  # samples, with this step's
+    scheduled: int  # samples of the learning rate's schedule, without this step's
+    size: int  # samples
+    settings: StepSettings
+    data_ms: float  # the wait for its batch
+    extras: tuple[str, ...]  # names of the numbers after the update's own
+    numbers: Callable[[], list[float]]  # waits for the device
+
+
 class Trainer:
     """The parts of a run on one rank: network, data, log and checkpoints."""
 
@@ -73,10 +91,15 @@ class Trainer:
         self.has_loaded = False
         self.train_batches: Generator[list[Batch], None, None] | None = None
         self.last = time.perf_counter()  # the end of the last step
-        self.waited = 0.0  # seconds for the last batch
         self.may_have_to_stop = True  # whether any rank may have a reason to
-        self.unwritten: Callable[[], None] | None = None  # writes the log of the last step
         self.samples: Samples | None = None  # of --sample-interval
+        self.submitted: Submitted | None = None  # the last step, if it is not settled
+        self.unwritten: Callable[[], None] | None = None  # writes the log of the last step that is
+        # A step's learning rate and loss scale must not depend on whether the one before was
+        # applied, so one that is not applied must end the run. Timers wait for each step anyway.
+        c = self.config
+        is_sure = not c.precision.fp16 and allowed_in_a_row(c.training.on_nonfinite) == 0
+        self.runs_ahead = devices.is_asynchronous(self.device) and is_sure and c.logging.timing_log_level == "0"
 
     @property
     def progress(self) -> Progress:
@@ -198,7 +221,7 @@ class Trainer:
             gc.freeze()  # the collector need not look again at what was built so far
             held.callback(gc.unfreeze)
             held.callback(self.close_batches)
-            held.callback(self.write_log)
+            held.push(self.finish_at_end)
             held.callback(self.timers.startup.end_wait)
             self.timers.startup.wait("taking the first step, for which kernels are loaded or compiled")
             self.last = time.perf_counter()
@@ -207,7 +230,7 @@ class Trainer:
                     return reason
                 if self.skip_iterations():
                     continue
-                profile(self.state.progress.iteration + 1)
+                profile(self.progress.iteration + 1, self.finish)
                 self.step(stop)
                 self.validate_and_save(stop)
         say_time("after training is done")
@@ -228,15 +251,27 @@ class Trainer:
             self.save()
 
     def step(self, stop: StopConditions) -> None:
-        """Update the weights with the next global batch and record the result."""
+        """Update the weights with the next global batch."""
         begun = time.perf_counter()
         with self.timers.time("batch-generator", 2):
             micro_batches = self.next_batch()
-        self.waited = time.perf_counter() - begun
+        waited = time.perf_counter() - begun
         settings = self.step_settings(stop)
         update = train_step(self.net, micro_batches, settings, self.timers.time)
-        self.write_log()  # of the step before, while the device computes this one
-        self.record(settings, update)
+        self.record(self.count(settings, update, waited))
+
+    def record(self, submitted: Submitted) -> None:
+        """Record this step, or the one before while the device computes this one."""
+        if self.runs_ahead:
+            before, self.submitted = self.submitted, submitted
+            if before is not None:
+                self.settle(before)
+                self.write_log()
+        else:
+            self.write_log()  # of the step before, while the device computes this one
+            self.settle(submitted)
+            if not devices.is_asynchronous(self.device):
+                self.write_log()
 
     def next_batch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch."""
@@ -252,17 +287,29 @@ class Trainer:
         lr, weight_decay = state.schedule.lr(samples), state.schedule.wd(samples)
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 
-    def record(self, settings: StepSettings, update: Update) -> None:
-        """Move the counters and the loss scale on by one step, which is then to be logged."""
-        p, c, scaler = self.progress, self.config, self.state.scaler
-        extras = {}
-        if c.logging.log_num_zeros_in_grad:
+    def count(self, settings: StepSettings, update: Update, waited: float) -> Submitted:
+        """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
+        p, extras = self.progress, {}
+        if self.config.logging.log_num_zeros_in_grad:
             extras["num_zeros"] = self.net.store.zeros()
-        if c.logging.log_params_norm:
+        if self.config.logging.log_params_norm:
             extras["params_norm"] = self.net.store.norm()
         numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())]) if extras else update
-        loss, norm, wanting_stop, *values = numbers.tolist()  # the step's one wait for the device
-        shown = dict(zip(extras, values, strict=True))
+        size, scheduled = self.config.batch(p.consumed_train_samples), p.schedule_samples
+        p.iteration += 1
+        p.consumed_train_samples += size
+        p.schedule_samples += size
+        done, read = (p.iteration, p.consumed_train_samples), devices.start_read(numbers)
+        return Submitted(*done, scheduled, size, settings, 1e3 * waited, tuple(extras), read)
+
+    def settle(self, step: Submitted) -> None:
+        """Wait for a step's numbers, after which its log is to be written.
+
+        Correct the counters and the loss scale if the step was not applied.
+        """
+        p, c, scaler, settings = self.progress, self.config, self.state.scaler, step.settings
+        loss, norm, wanting_stop, *values = step.numbers()
+        shown = dict(zip(step.extras, values, strict=True))
         if self.state.schedule.wd_style != "constant":
             shown["weight_decay"] = settings.weight_decay
         self.may_have_to_stop = self.team.size == 1 or wanting_stop > 0
@@ -271,24 +318,34 @@ class Trainer:
         overflow = skipped and math.isfinite(loss) and c.precision.fp16
         scaler.update(skipped)
         harmless = overflow and scaler.may_overflow(settings.scale)
-        size = c.batch(p.consumed_train_samples)
-        p.iteration += 1
-        p.consumed_train_samples += size
-        p.schedule_samples += 0 if skipped else size
+        scheduled = step.scheduled + (0 if skipped else step.size)
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
-        row = {"batch": size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
-        row |= {"skipped": skipped, "data_ms": round(1e3 * self.waited, 3), **shown}
-        now, next_lr = time.perf_counter(), self.state.schedule.lr(p.schedule_samples)
-        done = p.iteration, p.consumed_train_samples, now - self.last
+        row = {"batch": step.size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
+        row |= {"skipped": skipped, "data_ms": round(step.data_ms, 3), **shown}
+        now, next_lr = time.perf_counter(), self.state.schedule.lr(scheduled)
+        done = step.iteration, step.consumed, now - self.last
         self.unwritten = functools.partial(self.metrics.step, *done, next_lr, row)
-        if not devices.is_asynchronous(self.device):
-            self.write_log()
         self.last = now
+        if skipped:  # whatever was submitted since then does not count
+            p.iteration, p.consumed_train_samples, p.schedule_samples = step.iteration, step.consumed, scheduled
         if p.nonfinite_in_a_row > (allowed_in_a_row(c.training.on_nonfinite) or 0):
+            self.submitted = None
             raise UserError(self.describe_non_finite(loss, norm, settings.scale), NON_FINITE, everywhere=True)
 
+    def finish(self) -> None:
+        """Wait for the step that was submitted last, and log it."""
+        step, self.submitted = self.submitted, None
+        if step is not None:
+            self.settle(step)
+        self.write_log()
+
+    def finish_at_end(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        """Call `finish` as the loop ends; an error that ended it counts more than any in here."""
+        with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
+            self.finish()
+
     def write_log(self) -> None:
-        """Log the last step, unless that is done."""
+        """Log the last step that was settled, unless that is done."""
         write, self.unwritten = self.unwritten, None
         if write is not None:
             write()
@@ -358,7 +415,7 @@ class Trainer:
         p = self.progress
         for first, last in skipped(self.config.data.skip_train_iteration_range):
             if first <= p.iteration + 1 <= last:
-                self.write_log()
+                self.finish()
                 self.close_batches()
                 begin = p.consumed_train_samples
                 while p.iteration < last and not self.is_done:
@@ -379,7 +436,7 @@ class Trainer:
         if not reason and every and iteration % every == 0 and iteration != (self.state.loaded or 0):
             reason = f"--exit-interval {every}"
         if reason:
-            self.write_log()
+            self.finish()
         if reason and not stop.signal:
             say(f"exiting program at iteration {iteration}: {reason}")
         return reason
@@ -400,20 +457,23 @@ class Trainer:
 
     def validate_and_save(self, stop: StopConditions) -> None:
         """Do what follows some steps, and counts in no step's time: print GPUs, validate, save."""
-        t, c, p, pause = self.config.training, self.config.checkpoint, self.progress, time.perf_counter()
+        t, c, g, p = self.config.training, self.config.checkpoint, self.config.logging, self.progress
         is_best, saves = False, bool(c.save and c.save_interval and p.iteration % c.save_interval == 0)
-        if saves or p.iteration % t.eval_interval == 0 or p.iteration in self.config.logging.nvidia_smi_at:
-            self.write_log()
-        if p.iteration in self.config.logging.nvidia_smi_at:
+        validates, prints = p.iteration % t.eval_interval == 0, p.iteration in g.nvidia_smi_at
+        samples = self.samples if p.iteration % (g.sample_interval or 1) == 0 else None
+        if not (saves or validates or prints or samples):
+            return
+        self.finish()
+        pause = time.perf_counter()
+        if prints:
             self.metrics.print_gpus()
-        if p.iteration % t.eval_interval == 0:
+        if validates:
             loss = self.validate("valid", f"iteration {p.iteration}", -1, stop)
             is_best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)
             if is_best:
                 p.best_iteration, p.best_loss = p.iteration, loss
-        if self.samples is not None and p.iteration % (self.config.logging.sample_interval or 1) == 0:
-            self.write_log()
-            self.samples.write(p.iteration, self.metrics)
+        if samples:
+            samples.write(p.iteration, self.metrics)
         if saves or (c.save and is_best and c.keep_best):
             self.save()
         self.last += time.perf_counter() - pause

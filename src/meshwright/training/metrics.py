@@ -19,7 +19,7 @@ import torch
 from meshwright import device as devices
 from meshwright.console import remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
-from meshwright.files import naming_file
+from meshwright.files import naming_file, write_all
 from meshwright.launch.team import Team
 from meshwright.launch.world import find_world
 from meshwright.progress import new_bar
@@ -105,10 +105,8 @@ class Metrics:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = json.dumps({"event": event, "attempt": self.attempt_number, "iteration": iteration, **plain})
-        data = line.encode() + b"\n"
         with naming_file(self.path):
-            while data:  # a nearly full disk may write only a part
-                data = data[os.write(self.file, data) :]
+            write_all(self.file, line.encode() + b"\n")
 
     def sync(self) -> None:
         """Flush to disk, so that after a power cut no checkpoint has more steps than the log."""

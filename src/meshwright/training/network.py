@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
-from meshwright.parallel import comm, overlap
+from meshwright.parallel import comm, mapped, overlap
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, require_tried, stages
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
@@ -98,7 +98,8 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
         layers = "the matrices of layers named h.*, but this model has none"
         raise UserError(f"--optimizer muon updates {layers}; choose another --optimizer")
     dtype = dtype_of(config.precision)
-    store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied)
+    mapping = sums_by_copies(config, layout, device)
+    store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied, mapping)
     is_sharded = p.zero == 3 and layout.group("shard") is not None
     without = graph.reason_against(config, layout, device, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)
@@ -166,6 +167,21 @@ def products_by_rows(spec: Spec) -> overlap.Plain:
         remark(f" > tensor parallelism: products overlap the copies of rows ({size / 2**20:.0f} MiB are mapped)")
     elif devices.is_accelerator(spec.device):
         remark(f" > tensor parallelism: collectives before and after products, because {reason}")
+    return chosen
+
+
+def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) -> mapped.Mapping | None:
+    """Choose how data-parallel ranks add up gradients, and log it."""
+    wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero
+    if zero > 1 and layout.group("shard") is not None:
+        if wanted == "copies":
+            raise UserError(f"--data-parallel-sums copies is for ZeRO 0 and 1, not {zero}; leave it out")
+        return None
+    chosen, reason = mapped.choose(wanted, layout.group("shard" if zero else "gradients"), device)
+    if chosen is not None:
+        remark(" > data parallelism: copy engines fetch gradients from the other ranks' memory")
+    elif reason and devices.is_accelerator(device):
+        remark(f" > data parallelism: collectives, because {reason}")
     return chosen
 
 

@@ -99,7 +99,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), MEMORY_BOUND)
 
 
-def union(spans: list[Span]) -> list[Span]:
+def union(spans: Iterable[Span]) -> list[Span]:
     """Return the spans in order, those that touch as one."""
     out = list[Span]()
     for a, b in sorted(spans):
@@ -139,8 +139,10 @@ def shorten(name: str) -> str:
 
 
 @contextlib.contextmanager
-def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with each step's number before the step.
+def profiler(
+    g: Logging, folder: Path | None, device: torch.device
+) -> Iterator[Callable[[int, Callable[[], None]], None]]:
+    """Yield a function to call before each step with its number and a way to finish the one before.
 
     From --profile-step-start to --profile-step-end torch's profiler runs; then it writes a trace
     and a summary, and prints the summary and a table of the longest operations.
@@ -164,10 +166,12 @@ def profiler(g: Logging, folder: Path | None, device: torch.device) -> Iterator[
 
     with contextlib.ExitStack() as running:
 
-        def before_step(iteration: int) -> None:
+        def before_step(iteration: int, finish: Callable[[], None]) -> None:
             if g.profile and iteration == g.profile_step_start:
+                finish()
                 running.enter_context(traced())
             elif iteration == g.profile_step_end:
+                finish()
                 running.close()
             begun[0] = iteration
 

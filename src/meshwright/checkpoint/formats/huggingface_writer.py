@@ -22,11 +22,11 @@ from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.formats.huggingface import LLAMA_NORMS
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
-from meshwright.checkpoint.publish import sync_folder, write_all, write_durably
+from meshwright.checkpoint.publish import sync_folder, write_durably
 from meshwright.checkpoint.saved_model import SavedModel
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
-from meshwright.files import naming_file
+from meshwright.files import naming_file, write_all
 from meshwright.settings.schema import Model
 from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
 

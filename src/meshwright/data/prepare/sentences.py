@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from typing import Any
 
 from meshwright.errors import UNAVAILABLE, USAGE, UserError
 from meshwright.settings.grammar import did_you_mean
@@ -35,88 +37,6 @@ _ITEM = re.compile(r"\W*(?:\d{1,3}|[ivxlc]+|[IVXLC]+|[a-zA-Z])")  # the number o
 _ROMAN = re.compile(r"[IVXLC]+")
 
 
-@dataclass(frozen=True)
-class Language:
-    """Abbreviations in lower case without their last stop, and words that begin sentences."""
-
-    never: str = ""  # a sentence never ends behind them
-    numbers: str = ""  # it does unless a number follows
-    sometimes: str = ""  # it does if a starter follows; so do initials and U.S.
-    starters: str = ""
-    ordinals: bool = False  # a stop makes an ordinal: 3. Oktober
-
-
-_CHINESE = Language(never="mr mrs ms dr prof st vs", numbers="no fig vol p pp", sometimes="inc ltd co corp jr sr etc")
-LANGUAGES = {
-    "english": Language(
-        never="mr mrs ms messrs mme mlle dr drs prof rev fr hon st ste gen col maj capt cpt lt sgt cpl pvt adm cmdr gov"
-        " sen rep pres supt insp ft mt vs viz cf e.g i.e ca approx resp",
-        numbers="no nos fig figs vol vols p pp par ch chap art arts sec sect eq eqs ex ver op bk pt tab app cl",
-        sometimes="etc al inc ltd co corp bros jr sr esq ph.d m.d b.a m.a a.m p.m a.d b.c u.s u.k u.n dept univ assn"
-        " ave blvd rd sq jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat sun"
-        " ed eds trans est ext tel min max misc lat long abbr orig incl ibid oz lb lbs",
-        starters="the a an he she it they we you i this that these those there his her its their our my your in on at"
-        " by for from with without after before when while if as but and or so yet however although though since then"
-        " now here what who whom why how where which no not nor to is was are were do did some many most all both each"
-        " one let thus hence another during under over",
-    ),
-    "german": Language(
-        never="hr fr frl dr prof st ca bzw vgl sog inkl exkl evtl ggf bspw geb gest d.h z.b u.a i.d.r o.ä z.t u.u zzt"
-        " hl ing dipl phil med jun sen bes insb max min",
-        numbers="nr abb tab s bd abs art kap jg aufl anm ziff",
-        sometimes="usw etc u.s.w u.v.m u.a.m str co jh jhd mio mrd jan feb apr aug sept okt nov dez v.chr n.chr chr",
-        starters="der die das ein eine er sie es wir ihr ich du in im am an auf bei mit nach vor von zu aus für durch"
-        " und aber oder denn doch wenn als da dann so auch nur noch dies diese dieser dieses hier dort wie was wer wo",
-        ordinals=True,
-    ),
-    "french": Language(
-        never="m mm mme mmes mlle mlles dr pr me mgr st ste cf p.ex c.-à-d env av boul gén col cap lt",
-        numbers="no n p pp vol fig chap art t al",
-        sometimes="etc cie ltd janv févr avr juil sept oct nov déc apr j.-c",
-        starters="le la les l un une des il elle ils elles on nous vous je tu ce cet cette ces en dans à au aux par"
-        " pour sur avec sans mais et ou donc or si quand lorsque puis ainsi alors",
-    ),
-    "spanish": Language(
-        never="sr sra sras sres srta d dña dr dra prof profa st sto sta p.ej ej gral cap lic ing ud uds vd vds av avda",
-        numbers="no núm n pág págs p pp vol fig cap art",
-        sometimes="etc cía ltda s.a ee.uu aprox a.c d.c",
-        starters="el la los las un una él ella ellos ellas yo tú nosotros en con sin por para de a al del y pero o si"
-        " cuando como este esta esto ese esa eso no se su sus así entonces",
-    ),
-    "italian": Language(
-        never="sig sigg sigra dott dr prof avv ing arch on mons s st cfr es gen col cap",
-        numbers="n nn p pp pag pagg vol fig cap art",
-        sometimes="ecc etc s.p.a s.r.l ca a.c d.c",
-        starters="il lo la i gli le un uno una egli ella esso essi noi voi io tu in con per da di a al nel e ma o se"
-        " quando come questo questa quello quella non si così allora",
-    ),
-    "portuguese": Language(
-        never="sr sra srs sras dr dra prof profa eng d dom st sto sta ex av gal cel cap exmo",
-        numbers="no n núm pág págs p pp vol fig cap art",
-        sometimes="etc cia ltda s.a aprox a.c d.c",
-        starters="o a os as um uma ele ela eles elas eu tu nós em no na com sem por para de do da e mas ou se quando"
-        " como este esta isto esse essa isso não seu sua assim então",
-    ),
-    "dutch": Language(
-        never="dhr mevr mw mr dr drs prof ir ing st ca bijv bv vgl d.w.z t.o.v m.b.t o.a i.p.v z.g zgn",
-        numbers="nr nrs blz p pp fig vol art hfst",
-        sometimes="enz etc e.d jan feb mrt apr aug sept okt nov dec v.chr n.chr",
-        starters="de het een hij zij ze wij we ik je jij u in op aan bij met na voor van uit door en maar of want als"
-        " toen dan dit dat deze die hier daar er wat wie hoe",
-    ),
-    "russian": Language(
-        never="г гр т.е т.к им акад проф доц ул пр пл д см ср напр св",
-        numbers="рис табл стр с гл ст п т",
-        sometimes="т.д т.п др гг в вв руб коп тыс млн млрд н.э до н.э",
-        starters="он она оно они мы вы я ты это этот эта эти тот та те в на с у к по за из о от до при для и а но или"
-        " если когда как что где там тут так не",
-    ),
-    "chinese": _CHINESE,
-    "japanese": _CHINESE,
-    "korean": _CHINESE,
-}
-
-
 @functools.cache
 def build(splitter: str, language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
     """Return a function that splits a text into sentences, by "rules" or "punkt".
@@ -125,13 +45,14 @@ def build(splitter: str, language: str, keep_newlines: bool) -> Callable[[str], 
     """
     if splitter == "punkt":
         return _build_punkt(language, keep_newlines)
-    if language not in LANGUAGES:
+    known = tomllib.loads(resources.files(__package__).joinpath("sentences.toml").read_text(encoding="utf-8"))
+    if language not in known:
         raise UserError(
-            f"--lang {language}: there are rules for {', '.join(LANGUAGES)}{did_you_mean(language, LANGUAGES)}; "
+            f"--lang {language}: there are rules for {', '.join(known)}{did_you_mean(language, known)}; "
             "--sentence-splitter punkt knows other languages",
             USAGE,
         )
-    rules = Rules(LANGUAGES[language])
+    rules = Rules(known[language])
 
     def split(text: str) -> list[str]:
         begin, out = 0, []
@@ -147,10 +68,13 @@ def build(splitter: str, language: str, keep_newlines: bool) -> Callable[[str], 
 class Rules:
     """Where sentences end in a language."""
 
-    def __init__(self, language: Language) -> None:
-        self.never, self.numbers = frozenset(language.never.split()), frozenset(language.numbers.split())
-        self.sometimes, self.starters = frozenset(language.sometimes.split()), frozenset(language.starters.split())
-        self.ordinals = language.ordinals
+    def __init__(self, language: Mapping[str, Any]) -> None:
+        """`language` is a table of sentences.toml."""
+        kinds = ("never", "numbers", "sometimes", "starters")
+        self.never, self.numbers, self.sometimes, self.starters = (
+            frozenset(language.get(kind, "").split()) for kind in kinds
+        )
+        self.ordinals = language.get("ordinals", False)
 
     def ends(self, text: str) -> Iterator[int]:
         """Yield where each sentence but the last ends, behind the white space that follows it."""

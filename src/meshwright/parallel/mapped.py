@@ -1,0 +1,169 @@
+"""Sums of gradients and gathers of weights by copy engines, for ranks of one machine.
+
+NCCL's kernels take multiprocessors from the backward pass that runs beside them, and a product
+whose blocks fill the GPU waits for the last of them. Here the ranks map each other's flat buffers
+(torch's symmetric memory), and copy engines fetch the values over NVLink. Of r ranks, each adds up
+one part of a bucket:
+
+    barrier: all buckets are full | fetch the others' values of my part, and add them |
+    barrier: all parts are added  | fetch the others' parts
+
+A barrier is one small kernel. All of this is submitted to a stream of its own; only the addition,
+which touches 3 / r of the bucket's bytes, needs multiprocessors. A buffer may be overwritten after
+the sum of the norm over all ranks, which follows when a rank has fetched all that it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.errors import UserError
+from meshwright.parallel.overlap import agree, failure, is_spread
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TRIAL = 1 << 22  # elements, whose copy takes so long that a missing wait shows
+
+
+class Arrival:
+    """The end of work on another stream, in the form of torch's works."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self.event, self.device = event, device
+
+    def wait(self) -> None:
+        """Let all later work of this stream wait for it."""
+        devices.current_stream(self.device).wait_event(self.event)
+
+
+class Mapped:
+    """A flat buffer of this rank, `mine`, and those of all ranks of the group, by rank."""
+
+    def __init__(self, buffers: list[Tensor], rank: int, barrier: Callable[[], None], stream: Any) -> None:
+        self.all, self.mine, self.rank, self.barrier, self.stream = buffers, buffers[rank], rank, barrier, stream
+        self.device = self.mine.device
+        self.fetched = self.mine.new_empty(0)
+
+    def reserve(self, size: int) -> None:
+        """Allocate what sums of at most this size fetch, which must not move later."""
+        self.fetched = self.mine.new_empty(-(-size // len(self.all)))
+
+    def part(self, begin: int, size: int, rank: int) -> slice:
+        """Return the part of a range that a rank adds up."""
+        count = len(self.all)
+        return slice(begin + size * rank // count, begin + size * (rank + 1) // count)
+
+    def total(self, begin: int, size: int) -> Arrival:
+        """Start to sum a range over the ranks, in place."""
+        with self.submitting():
+            own = self.part(begin, size, self.rank)
+            self.add(own, self.mine[own])
+            self.fetch(begin, size)
+        return self.arrival()
+
+    def scatter(self, begin: int, size: int, out: Tensor) -> Arrival:
+        """Start to sum this rank's part of a range into `out`."""
+        with self.submitting():
+            self.add(self.part(begin, size, self.rank), out)
+        return self.arrival()
+
+    def gather(self, begin: int, size: int) -> Arrival:
+        """Start to fetch the others' parts of a range."""
+        with self.submitting():
+            self.fetch(begin, size)
+        return self.arrival()
+
+    def add(self, own: slice, out: Tensor) -> None:
+        self.barrier()
+        total = self.mine[own]
+        fetched = self.fetched[: len(total)]
+        for k in range(1, len(self.all)):  # another rank first, so that no rank is asked by all at once
+            fetched.copy_(self.all[(self.rank + k) % len(self.all)][own], non_blocking=True)
+            total = torch.add(total, fetched, out=out)
+
+    def fetch(self, begin: int, size: int) -> None:
+        self.barrier()
+        for k in range(1, len(self.all)):
+            rank = (self.rank + k) % len(self.all)
+            part = self.part(begin, size, rank)
+            self.mine[part].copy_(self.all[rank][part], non_blocking=True)
+
+    def submitting(self) -> Any:
+        """Submit to the stream of copies, after all earlier work of the current stream."""
+        self.stream.wait_stream(devices.current_stream(self.device))
+        return devices.use_stream(self.stream)
+
+    def arrival(self) -> Arrival:
+        return Arrival(self.stream.record_event(), self.device)
+
+
+class Mapping:
+    """Makes the mapped buffers of one group of ranks."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):  # newer torch needs no call
+            symmetric.enable_symm_mem_for_group(group.group_name)
+        self.group, self.stream, self.symmetric = group, devices.new_stream(device), symmetric
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Mapped:
+        mine: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
+        devices.count_mapped(mine.nbytes)
+        handle: Any = self.symmetric.rendezvous(mine, self.group.group_name)
+        rank, ranks = dist.get_rank(self.group), range(dist.get_world_size(self.group))
+        buffers = [mine if r == rank else handle.get_buffer(r, (size,), dtype) for r in ranks]
+        barrier = functools.partial(handle.barrier, channel=0)
+        barrier()  # no rank may read what another has yet to clear
+        return Mapped(buffers, rank, barrier, self.stream)
+
+
+def choose(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[Mapping | None, str]:
+    """Return a way to map memory of a group's ranks, or None and the reason.
+
+    Every rank of the group must call this; all get the same answer.
+    """
+    if group is None:
+        return None, ""
+    reason = "of --data-parallel-sums collectives" if wanted == "collectives" else ""
+    if not reason and device.type != devices.NVIDIA:
+        reason = "the device is not an NVIDIA GPU"
+    if not reason and is_spread(group, device):
+        reason = "data-parallel ranks are on several machines"
+    mapping = None
+    if not reason:
+        try:
+            mapping = Mapping(group, device)
+            trial = mapping.zeros(TRIAL, torch.float32)
+        except Exception as error:  # no peer access, no rights for it, another version of torch
+            reason = failure(error)
+        reason = agree(reason, group, device)
+    if not reason:  # all ranks have mapped the memory, so none is left waiting at a barrier
+        try:
+            reason = "" if is_right(trial, group) else "its sums differ from the collectives'"
+        except Exception as error:
+            reason = failure(error)
+        reason = agree(reason, group, device)
+    if reason and wanted == "copies":
+        raise UserError(f"--data-parallel-sums copies: {reason}; give --data-parallel-sums auto")
+    return (None if reason else mapping), reason
+
+
+def is_right(trial: Mapped, group: ProcessGroup) -> bool:
+    """Return whether a sum of integers, which no order of addition changes, is the collective's."""
+    places = torch.arange(TRIAL, device=trial.device, dtype=torch.float32)
+    expected = trial.mine.copy_(places * (dist.get_rank(group) + 1)).clone()
+    dist.all_reduce(expected, group=group)
+    trial.reserve(TRIAL)
+    trial.total(0, TRIAL).wait()
+    return torch.equal(trial.mine, expected)

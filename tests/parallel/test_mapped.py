@@ -1,0 +1,126 @@
+"""Sums of mapped memory, with threads as ranks and memory of the host; how they are chosen."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from meshwright import device as devices
+from meshwright.errors import UserError
+from meshwright.parallel import mapped
+from meshwright.parallel.mapped import Mapped
+
+SIZE = 1000
+
+
+class Stream:
+    """The part of a stream that is used: on a CPU, all work is done when it is submitted."""
+
+    def wait_stream(self, other):
+        pass
+
+    def wait_event(self, event):
+        event.waited = True
+
+    def record_event(self):
+        return type("Event", (), {"waited": False})()
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """run(ranks, work) calls work(rank, Mapped) in a thread for each rank; return all buffers."""
+    monkeypatch.setattr(devices, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(devices, "use_stream", lambda stream: contextlib.nullcontext())
+
+    def run_all(ranks, work):
+        torch.manual_seed(ranks)
+        buffers = [torch.randint(-99, 99, (SIZE,)).float() for _ in range(ranks)]
+        before, barrier, failures = [x.clone() for x in buffers], threading.Barrier(ranks, timeout=20), []
+
+        def one(rank):
+            try:
+                work(rank, Mapped(buffers, rank, barrier.wait, Stream()))
+            except BaseException as error:
+                failures.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        return before, buffers
+
+    return run_all
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("span", [(0, SIZE), (100, 480), (7, 11), (999, 1)])
+def test_total(run, ranks, span):
+    begin, size = span
+
+    def work(rank, flat):
+        flat.reserve(size)
+        done = flat.total(begin, size)
+        done.wait()
+        assert done.event.waited
+
+    before, after = run(ranks, work)
+    inside = slice(begin, begin + size)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[inside], sum(x[inside] for x in before))
+        assert torch.equal(new[:begin], old[:begin]) and torch.equal(new[begin + size :], old[begin + size :])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_scatter_then_gather(run, ranks):
+    """ZeRO 1: each rank's part of the sum, here doubled, comes back to all."""
+    begin, size = 200, 640
+
+    def work(rank, flat):
+        flat.reserve(size)
+        out = torch.full((size // ranks,), float("nan"))
+        flat.scatter(begin, size, out).wait()
+        flat.barrier()  # the norm's sum over all ranks
+        flat.mine[flat.part(begin, size, rank)] = 2 * out
+        flat.gather(begin, size).wait()
+
+    before, after = run(ranks, work)
+    expected = 2 * sum(x[begin : begin + size] for x in before)
+    assert all(torch.equal(x[begin : begin + size], expected) for x in after)
+
+
+def test_choice(monkeypatch):
+    cpu = torch.device("cpu")
+    assert mapped.choose("auto", None, cpu) == (None, "")
+    for wanted, reason in (
+        ("collectives", "of --data-parallel-sums collectives"),
+        ("auto", "the device is not an NVIDIA GPU"),
+    ):
+        assert mapped.choose(wanted, object(), cpu) == (None, reason)
+    with pytest.raises(UserError, match="--data-parallel-sums copies: the device is not .*; give .* auto"):
+        mapped.choose("copies", object(), cpu)
+
+
+def test_a_wrong_sum_is_refused(monkeypatch):
+    """Every start adds numbers up in both ways."""
+
+    class Wrong:
+        device, mine = torch.device("cpu"), torch.zeros(mapped.TRIAL)
+
+        def reserve(self, size):
+            pass
+
+        def total(self, begin, size):
+            self.mine[-1] += 1
+            return type("Done", (), {"wait": lambda self: None})()
+
+    class Right(Wrong):
+        def total(self, begin, size):
+            return type("Done", (), {"wait": lambda self: None})()
+
+    monkeypatch.setattr(mapped.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(mapped.dist, "all_reduce", lambda x, group: None)
+    assert mapped.is_right(Right(), None) and not mapped.is_right(Wrong(), None)
