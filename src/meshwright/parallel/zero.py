@@ -589,11 +589,14 @@ class ParameterStore(Store):
             comm.total(full, group("tp"))
         if self.is_sharded:
             bucket.sums.append(self._scatter(bucket, full))
-        elif self.mapped:
-            bucket.sums.append(PendingSum(self.mapped.total(bucket.begin, bucket.size), full))
         elif group("gradients") is not None:
-            work = dist.all_reduce(full, group=group("gradients"), async_op=True)
-            bucket.sums.append(PendingSum(work, full))
+            bucket.sums.append(self._total(bucket, full))
+
+    def _total(self, bucket: Bucket, full: Tensor) -> PendingSum:
+        """Start to sum a bucket on every rank."""
+        if self.mapped:
+            return PendingSum(self.mapped.total(bucket.begin, bucket.size), full)
+        return PendingSum(dist.all_reduce(full, group=self.layout.group("gradients"), async_op=True), full)
 
     def _scatter(self, bucket: Bucket, full: Tensor) -> PendingSum:
         """Start to sum a bucket into the ranks' shares; ZeRO 2 frees it when that has ended."""
