@@ -228,3 +228,73 @@ def test_bad_requests_are_refused(request_, message):
 def test_precisions(dtype):
     for done in complete(little(dtype=dtype), requests(GREEDY, logprobs=1), 8):
         assert all(x <= 0 for x in done.logprobs)
+
+
+class Recorded:
+    """A capture for CPUs: it runs the function again, into the same tensors."""
+
+    made = 0
+
+    def __init__(self, function, pool):
+        Recorded.made += 1
+        self.function = function
+
+    def __call__(self):
+        return self.function()
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Run the fused step's plain twins on a CPU, with captures that run the function again."""
+    monkeypatch.setattr("meshwright.generation.decoder.reason_against", lambda model: None)
+    monkeypatch.setattr("meshwright.generation.steps.Graph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Recorded, "made", 0)
+
+
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_the_fused_step_changes_nothing(shape, few, fused, monkeypatch):
+    """Captured, for few rows and for many, with all kinds of choices in one batch."""
+    monkeypatch.setattr("meshwright.kernels.decode.FEW", few)
+    model = little(shape)
+    some = [dataclasses.replace(r, options=s) for r, s in zip(requests(GREEDY), [*SETTINGS.values()] * 2, strict=True)]
+    some[2] = dataclasses.replace(some[2], logprobs=3)
+    again = [dataclasses.replace(r, options=dataclasses.replace(r.options, recompute=True)) for r in some]
+    want, decoder = complete(model, again, 8), Decoder(model, 3)
+    assert decoder.steps is not None
+    got = [Completion() for _ in some]
+    for request in some:
+        decoder.submit(request)
+    decoder.steps.captures = True
+    while decoder.waiting or decoder.active:
+        for event in decoder.step():
+            got[event.id].add(event, EOD)
+    assert Recorded.made > 0 and [c.tokens for c in got] == [c.tokens for c in want]
+    assert got[2].logprobs == pytest.approx(want[2].logprobs, abs=1e-9)
+
+
+def test_what_the_host_reads_one_step_later(monkeypatch):
+    """Run ahead as on a GPU: the same events, and a row's superfluous token is dropped."""
+    model = little()
+    want = complete(model, requests(GREEDY, stop=("7",)), 3)
+    monkeypatch.setattr("meshwright.generation.decoder.to_pinned", lambda x: x.clone())
+    decoder, got = Decoder(model, 3), [Completion() for _ in PROMPTS]
+    decoder.is_asynchronous = True
+    monkeypatch.setattr(torch, "Event", lambda device: Recorded(lambda: None, None))
+    monkeypatch.setattr(Recorded, "record", lambda self: None, raising=False)
+    monkeypatch.setattr(Recorded, "synchronize", lambda self: None, raising=False)
+    for request in requests(GREEDY, stop=("7",)):
+        decoder.submit(request)
+    while decoder.waiting or decoder.active:
+        for event in decoder.step():
+            got[event.id].add(event, EOD)
+    assert [(c.tokens, c.finish) for c in got] == [(c.tokens, c.finish) for c in want]
+
+
+def test_why_a_network_has_no_fused_step():
+    from meshwright.model.decode import reason_against
+
+    assert "no Triton kernels" in reason_against(little().model)
+    with pytest.raises(UserError, match="cannot be captured in CUDA graphs: the device has no Triton kernels"):
+        Decoder(little(), 1, graphs="on")

@@ -27,6 +27,8 @@ from meshwright import device
 from meshwright.kernels import (
     activation,
     adamw,
+    decode,
+    decode_triton,
     dropout,
     embedding,
     fp8,
@@ -172,9 +174,42 @@ def casts_in_kernels() -> None:
         heads.backward([take(2, 8, 16, 64).detach() for _ in range(3)], heads.Sizes(16, 1, 64), rotation, True, into)
 
 
+def decoding() -> None:
+    """Compile a step's kernels, also to start before their predecessors have ended."""
+    norms = [norm.NormWeights(take(1024), take(1024), 1e-5), norm.NormWeights(take(1024), None, 1e-5), None]
+    angles = tuple(torch.zeros(256, 32) for _ in range(2))
+    for decode_triton.PDL in (False, True):
+        for rows in (1, 8):
+            x = take(rows, 1024)
+            for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
+                residual = None if kind else x
+                decode.linear(x, decode.Layer(take(4096, 1024), take(4096), weights, kind), residual)
+            decode.linear(x, decode.Layer(take(50304, 1024), None, norms[0]))
+            decode.linear(x, decode.Layer(take(1024, 1024), None), x)
+            for sizes in ((16, 1, 64), (4, 4, 128), (2, 1, 96)):
+                groups, per_group, head = sizes
+                caches = [torch.zeros(9, 320, groups, head, dtype=torch.bfloat16) for _ in range(2)]
+                texts = decode.Texts(*caches, torch.arange(rows), torch.arange(rows), 256)
+                qkv = take(rows, groups * (per_group + 2) * head)
+                decode.attend(qkv, texts, heads.Sizes(*sizes), angles if groups == 4 else None)
+
+
 CALLS = {
     f.__name__: f
-    for f in (norms, sums, losses, dropouts, activations, splits, muons, updates, tables, casts, casts_in_kernels)
+    for f in (
+        norms,
+        sums,
+        losses,
+        dropouts,
+        activations,
+        splits,
+        muons,
+        updates,
+        tables,
+        casts,
+        casts_in_kernels,
+        decoding,
+    )
 }
 MORE = {f.__name__: f for f in (norms_of_all_widths,)}
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import NON_FINITE, UserError
-from meshwright.generation import sampling
 from meshwright.generation.requests import Completion, Event, Finish, Request, Top, cut
-from meshwright.generation.sampling import Controls, Kind
-from meshwright.kernels.twins import upcast
+from meshwright.generation.sampling import Kind
+from meshwright.generation.state import BAD, NONE, Outputs, Row, State, choose, score
+from meshwright.generation.steps import Steps
 from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model.decode import reason_against
 from meshwright.model.gpt import GPT
 from meshwright.tokenizers import Tokenizer
 
-NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
 PREFILL = 16384  # most tokens of prompts in one pass, padding included; one prompt may have more
 CHUNK, ECHO_CHUNK = 2048, 512  # most tokens of a prompt in one pass; with logits of all of them
 
@@ -51,79 +51,6 @@ class LanguageModel(Protocol):
 
 
 @dataclass
-class Row:
-    """A request and what the host knows of it."""
-
-    id: int
-    request: Request
-    prompt: list[int]
-    left: int  # tokens that are still to be computed
-    count: int  # tokens that are to be reported
-    slot: int = -1
-    tokens: list[int] = field(default_factory=list)  # reported
-    is_done: bool = False
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text as far as it is computed."""
-        return len(self.prompt) + self.count - self.left
-
-
-class State:
-    """A step's view of the slots, [slots + 1] each; the last one belongs to nobody, for padding."""
-
-    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
-        self.vocab, self.device = vocab, device
-        self.token, self.used, self.limit, self.top_k, self.key = torch.zeros(5, slots + 1, dtype=torch.int64).to(
-            device
-        )
-        self.numbers = torch.zeros(4, slots + 1, dtype=torch.float64, device=device)
-        self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        self.seen: Tensor | None = None  # [slots + 1, vocab] tokens of the texts, if some penalty needs it
-
-    def admit(self, rows: list[Row]) -> None:
-        """Describe new rows, whose prompts will be read next."""
-        words = []
-        for r in rows:
-            name = sampling.key(r.request.seed, r.request.stream)
-            words.append([r.slot, len(r.prompt), len(r.prompt) + r.count, r.request.options.top_k, name])
-        slots, used, limit, top_k, key = self.send(torch.tensor(words).T.contiguous())
-        self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
-        self.numbers[:, slots] = self.send(torch.tensor([sampling.numbers(r.request.options) for r in rows]).double().T)
-        self.active[slots] = limit > used
-        if any(Kind.of(r.request.options).penalised for r in rows) and self.seen is None:
-            self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.device)
-        if self.seen is not None:
-            self.seen[slots] = False
-            for r in rows:
-                self.seen[r.slot, self.send(torch.tensor(r.prompt))] = True
-
-    def controls(self, slots: Tensor) -> Controls:
-        temperature, top_p, min_p, penalty = self.numbers[:, slots]
-        return Controls(temperature, top_p, min_p, penalty, self.top_k[slots], self.key[slots])
-
-    def send(self, x: Tensor) -> Tensor:
-        return devices.send(x, self.device)
-
-
-@dataclass
-class Outputs:
-    """The tokens that a pass has chosen, [B], and log-probabilities, [B] and [B, k], if wanted."""
-
-    tokens: Tensor
-    logprobs: Tensor | None = None
-    values: Tensor | None = None
-    ids: Tensor | None = None
-
-    def of_row(self, i: int, k: int | None) -> tuple[float | None, Top]:
-        """Return row i's log-probability and its k likeliest tokens."""
-        if k is None or self.logprobs is None:
-            return None, []
-        assert self.values is not None and self.ids is not None
-        return float(self.logprobs[i]), list(zip(self.ids[i, :k].tolist(), self.values[i, :k].tolist(), strict=True))
-
-
-@dataclass
 class Pending:
     """A pass whose results are on their way to the host."""
 
@@ -131,13 +58,6 @@ class Pending:
     outputs: Outputs
     ready: Any  # an event of the device, or None
     echoes: list[Outputs] = field(default_factory=list)  # of the only row's prompt, a chunk each
-
-
-def score(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
-    """Return the tokens' log-probabilities and the k likeliest tokens of logits [B, V]."""
-    every = upcast(logits).log_softmax(-1)
-    values, ids = every.topk(min(k, every.shape[-1]), -1)
-    return Outputs(tokens, every.gather(-1, tokens[:, None])[:, 0], values, ids)
 
 
 class Decoder:
@@ -157,6 +77,7 @@ class Decoder:
         self.device = model.device
         self.cache = Cache(slots + 1, self.length)
         self.state = State(slots, model.model.vocab, self.device)
+        self.steps = steps_of(model.model, self.cache, self.state, self.eod, graphs)
         self.is_asynchronous = devices.is_asynchronous(self.device)
         self._queue: deque[Row] = deque()
         self._rows: dict[int, Row] = {}  # by slot
@@ -311,6 +232,9 @@ class Decoder:
         s = self.state
         again = [row for row in rows if row.request.options.recompute]
         rows = [row for row in rows if not row.request.options.recompute]
+        if self.steps is not None and not again:
+            longest = max(row.length for row in rows)
+            return self._collect(rows, self.steps.run([row.slot for row in rows], longest, *self._wanted(rows)))
         slots = s.send(torch.tensor([row.slot for row in rows + again]))
         cached = slots[: len(rows)]
         logits = []
@@ -325,12 +249,17 @@ class Decoder:
 
     def _choose(self, rows: list[Row], slots: Tensor, logits: Tensor) -> Pending:
         """Choose the rows' next tokens from logits [B, V], and send them to the host."""
-        kind = Kind()
+        kind, k = self._wanted(rows)
+        return self._collect(rows, choose(self.state, slots, logits, kind, k, self.eod))
+
+    def _wanted(self, rows: list[Row]) -> tuple[Kind, int]:
+        """Count a token for each row; return what its choice needs, and -1 or `score`'s k."""
+        kind, k = Kind(), -1
         for row in rows:
             kind |= Kind.of(row.request.options)
+            k = k if row.request.logprobs is None else max(k, row.request.logprobs)
             row.left -= 1
-        k = max([-1 if row.request.logprobs is None else row.request.logprobs for row in rows])
-        return self._collect(rows, choose(self.state, slots, logits, kind, k, self.eod))
+        return kind, k
 
     def _collect(self, rows: list[Row], outputs: Outputs) -> Pending:
         """Begin the copy to the host."""
@@ -399,22 +328,12 @@ class Decoder:
         return any(s in text for s in stop)
 
 
-def choose(s: State, slots: Tensor, logits: Tensor, kind: Kind, k: int, eod: int) -> Outputs:
-    """Choose the next token of the slots' rows, and begin each row's next step.
-
-    With k >= 0 return log-probabilities too. Nothing here waits for the device, so that it can be
-    captured.
-    """
-    logits, active, position = upcast(logits), s.active[slots], s.used[slots]
-    new = sampling.choose(logits, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
-    is_finite = logits.amax(-1).isfinite()  # not if there is a NaN, nor if all are -inf
-    outputs = Outputs(new) if k < 0 else score(logits, new, k)
-    s.token[slots] = new
-    if s.seen is not None:
-        s.seen[slots, new] = True
-    s.active[slots] = active & is_finite & (new != eod) & (position + 1 < s.limit[slots])
-    outputs.tokens = torch.where(active, torch.where(is_finite, new, BAD), NONE)
-    return outputs
+def steps_of(model: GPT, cache: Cache, state: State, eod: int, graphs: str) -> Steps | None:
+    """Return the captured steps, unless this network or device has none."""
+    reason = reason_against(model)
+    if graphs == "on" and reason:
+        raise UserError(f"decoding cannot be captured in CUDA graphs: {reason}; leave graphs at auto")
+    return None if reason or graphs == "off" else Steps(model, cache, state, eod)
 
 
 def to_pinned(x: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""Rows of a decoder: what the host knows of them, and what their next step needs on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.generation import sampling
+from meshwright.generation.requests import Request, Top
+from meshwright.generation.sampling import Controls, Kind
+from meshwright.kernels.twins import upcast
+
+NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
+
+
+@dataclass
+class Row:
+    """A request and what the host knows of it."""
+
+    id: int
+    request: Request
+    prompt: list[int]
+    left: int  # tokens that are still to be computed
+    count: int  # tokens that are to be reported
+    slot: int = -1
+    tokens: list[int] = field(default_factory=list)  # reported
+    is_done: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text as far as it is computed."""
+        return len(self.prompt) + self.count - self.left
+
+
+class State:
+    """A step's view of the slots, [slots + 1] each; the last one belongs to nobody, for padding."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        self.vocab, self.device = vocab, device
+        self.token, self.used, self.limit, self.top_k, self.key = torch.zeros(5, slots + 1, dtype=torch.int64).to(
+            device
+        )
+        self.numbers = torch.zeros(4, slots + 1, dtype=torch.float64, device=device)
+        self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+        self.seen: Tensor | None = None  # [slots + 1, vocab] tokens of the texts, if some penalty needs it
+
+    def admit(self, rows: list[Row]) -> None:
+        """Describe new rows, whose prompts will be read next."""
+        words = []
+        for r in rows:
+            name = sampling.key(r.request.seed, r.request.stream)
+            words.append([r.slot, len(r.prompt), len(r.prompt) + r.count, r.request.options.top_k, name])
+        slots, used, limit, top_k, key = self.send(torch.tensor(words).T.contiguous())
+        self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
+        self.numbers[:, slots] = self.send(torch.tensor([sampling.numbers(r.request.options) for r in rows]).double().T)
+        self.active[slots] = limit > used
+        if any(Kind.of(r.request.options).penalised for r in rows) and self.seen is None:
+            self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.device)
+        if self.seen is not None:
+            self.seen[slots] = False
+            for r in rows:
+                self.seen[r.slot, self.send(torch.tensor(r.prompt))] = True
+
+    def controls(self, slots: Tensor) -> Controls:
+        temperature, top_p, min_p, penalty = self.numbers[:, slots]
+        return Controls(temperature, top_p, min_p, penalty, self.top_k[slots], self.key[slots])
+
+    def send(self, x: Tensor) -> Tensor:
+        return devices.send(x, self.device)
+
+
+@dataclass
+class Outputs:
+    """The tokens that a pass has chosen, [B], and log-probabilities, [B] and [B, k], if wanted."""
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    values: Tensor | None = None
+    ids: Tensor | None = None
+
+    def of_row(self, i: int, k: int | None) -> tuple[float | None, Top]:
+        """Return row i's log-probability and its k likeliest tokens."""
+        if k is None or self.logprobs is None:
+            return None, []
+        assert self.values is not None and self.ids is not None
+        return float(self.logprobs[i]), list(zip(self.ids[i, :k].tolist(), self.values[i, :k].tolist(), strict=True))
+
+
+def score(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
+    """Return the tokens' log-probabilities and the k likeliest tokens of logits [B, V]."""
+    every = upcast(logits).log_softmax(-1)
+    values, ids = every.topk(min(k, every.shape[-1]), -1)
+    return Outputs(tokens, every.gather(-1, tokens[:, None])[:, 0], values, ids)
+
+
+def choose(s: State, slots: Tensor, logits: Tensor, kind: Kind, k: int, eod: int) -> Outputs:
+    """Choose the next token of the slots' rows, and begin each row's next step.
+
+    With k >= 0 return log-probabilities too. Nothing here waits for the device, so that it can be
+    captured.
+    """
+    logits, active, position = upcast(logits), s.active[slots], s.used[slots]
+    new = sampling.choose(logits, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
+    is_finite = logits.amax(-1).isfinite()  # not if there is a NaN, nor if all are -inf
+    outputs = Outputs(new) if k < 0 else score(logits, new, k)
+    s.token[slots] = new
+    if s.seen is not None:
+        s.seen[slots, new] = True
+    s.active[slots] = active & is_finite & (new != eod) & (position + 1 < s.limit[slots])
+    outputs.tokens = torch.where(active, torch.where(is_finite, new, BAD), NONE)
+    return outputs

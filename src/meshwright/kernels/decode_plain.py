@@ -1,0 +1,56 @@
+"""Types that the parts of decode.py share, and its plain twin."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels import activation
+from meshwright.kernels.heads_plain import Sizes, rotate, split
+from meshwright.kernels.norm_plain import Join, NormWeights, plain_forward
+from meshwright.kernels.twins import upcast
+
+
+class Layer(NamedTuple):
+    """A linear map [N, K] and what surrounds it."""
+
+    weight: Tensor  # of a gated kind [2 N, K]: the gate, then what it gates
+    bias: Tensor | None = None
+    norm: NormWeights | None = None
+    kind: str = ""  # of activation.py
+
+
+class Texts(NamedTuple):
+    """The rows' places in the cache of a layer."""
+
+    keys: Tensor  # [slots, room, groups, head_dim]
+    values: Tensor
+    slots: Tensor  # [B]
+    used: Tensor  # [B] tokens in the cache, the place of the new one
+    longest: int  # above every row's `used`; decides how the work is split
+
+
+def plain_linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:
+    if layer.norm is not None:
+        x = plain_forward(Join(None, x, None, None, 0.0), layer.norm)[1]
+    y = F.linear(x, layer.weight, layer.bias)
+    if layer.kind:
+        y = activation.plain(layer.kind, activation.halves(layer.kind, upcast(y))).to(y.dtype)
+    return y if residual is None else residual + y
+
+
+def plain_attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    q, k, v = split(qkv[:, None], sizes.per_group, sizes.head_dim)
+    if rotation is not None:
+        here = rotation[0][texts.used][:, None, None], rotation[1][texts.used][:, None, None]
+        q, k = rotate(q, here), rotate(k, here)
+    texts.keys[texts.slots, texts.used], texts.values[texts.slots, texts.used] = k[:, 0], v[:, 0]
+    end = min(texts.longest + 1, texts.keys.shape[1])
+    k, v = texts.keys[texts.slots, :end], texts.values[texts.slots, :end]
+    seen = torch.arange(end, device=qkv.device) <= texts.used[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=sizes.per_group > 1)
+    return o.transpose(1, 2).flatten(1)

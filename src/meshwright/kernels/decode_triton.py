@@ -1,0 +1,365 @@
+"""The kernels of decode.py in Triton.
+
+Tests compare them with the plain twin in Triton's interpreter, and on a GPU. With PDL (programmatic
+dependent launch) a kernel's programs are started while the kernel before it still runs, and wait
+for its end before they read what it has written.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from meshwright import device as devices
+from meshwright.kernels.activation_triton import GATES, _value_and_slope
+from meshwright.kernels.decode_plain import Layer, Texts
+from meshwright.kernels.grid import cdiv, power_of_2
+from meshwright.kernels.heads_plain import Sizes
+
+PDL = False  # overlap the start of each kernel with the end of the one before
+
+
+class Tile(NamedTuple):
+    """Shape of a program's work in `linear`: `columns` outputs, `step` inputs at a time."""
+
+    columns: int
+    step: int
+    stages: int = 3
+    warps: int = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _statistics(  # type: ignore[no-untyped-def]
+    of_row, is_row, inner, eps, CENTRED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
+):
+    """Return the rows' means, 0 unless CENTRED, and the reciprocals of their deviations."""
+    k = tl.arange(0, STEP)
+    mean = tl.zeros((ROWS,), tl.float32)
+    if CENTRED:
+        total = tl.zeros((ROWS, STEP), tl.float32)
+        for start in range(0, inner, STEP):
+            at = (start + k)[None, :]
+            total += tl.load(of_row + at, mask=is_row & (at < inner), other=0.0).to(tl.float32)
+        mean = tl.sum(total, 1) / inner
+    total = tl.zeros((ROWS, STEP), tl.float32)
+    for start in range(0, inner, STEP):
+        at = (start + k)[None, :]
+        apart = tl.load(of_row + at, mask=is_row & (at < inner), other=0.0).to(tl.float32) - mean[:, None]
+        total += tl.where(at < inner, apart * apart, 0.0)
+    return mean, 1.0 / tl.sqrt(tl.sum(total, 1) / inner + eps)
+
+
+@triton.jit
+def _normalise(y, at, inside, mean, rstd, weight, bias, plus):  # type: ignore[no-untyped-def]
+    y = (y.to(tl.float32) - mean[:, None]) * rstd[:, None]
+    y *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + plus
+    if bias is not None:
+        y += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _linear(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    norm_weight,
+    norm_bias,
+    residual,
+    out,
+    rows,
+    columns,
+    inner,
+    eps,
+    plus,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute out [rows, columns] = f(norm(x) W^T + bias) + residual.
+
+    A program computes COLUMNS of all rows, and the rows' norms for itself. One row is multiplied by
+    the ordinary units, several by the matrix units. Bytes moved: W once, x and the norm's weights
+    once per program, which come from the L2 cache.
+    """
+    n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    b = tl.arange(0, ROWS)
+    k = tl.arange(0, STEP)
+    of_row = x + b[:, None] * inner
+    is_row = (b < rows)[:, None]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    mean = tl.zeros((ROWS,), tl.float32)
+    rstd = tl.zeros((ROWS,), tl.float32)
+    if norm_weight is not None:
+        mean, rstd = _statistics(of_row, is_row, inner, eps, norm_bias is not None, ROWS, STEP)
+    ONE: tl.constexpr = ROWS == 1
+    acc = tl.zeros((COLUMNS, STEP if ONE else ROWS), tl.float32)
+    acc_up = tl.zeros((COLUMNS, STEP if ONE else ROWS), tl.float32)
+    of_column = weight + n[:, None] * inner
+    of_up = of_column + tl.cast(columns, tl.int64) * inner
+    for start in tl.range(0, inner, STEP, num_stages=STAGES):
+        at = (start + k)[None, :]
+        inside = (n < columns)[:, None] & (at < inner)
+        w = tl.load(of_column + at, mask=inside, other=0.0)
+        y = tl.load(of_row + at, mask=is_row & (at < inner), other=0.0)
+        if norm_weight is not None:
+            y = _normalise(y, at, at < inner, mean, rstd, norm_weight, norm_bias, plus)
+        y = y.to(w.dtype)
+        if ONE:
+            acc += w.to(tl.float32) * y.to(tl.float32)
+        else:
+            acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
+        if GATED:
+            up = tl.load(of_up + at, mask=inside, other=0.0)
+            if ONE:
+                acc_up += up.to(tl.float32) * y.to(tl.float32)
+            else:
+                acc_up = tl.dot(up, tl.trans(y), acc_up, input_precision="ieee")
+    if ONE:
+        acc = tl.sum(acc, 1)[:, None]
+        acc_up = tl.sum(acc_up, 1)[:, None]
+    of_n = n[:, None]
+    if bias is not None:
+        acc += tl.load(bias + of_n, mask=of_n < columns, other=0.0).to(tl.float32)
+        if GATED:
+            acc_up += tl.load(bias + columns + of_n, mask=of_n < columns, other=0.0).to(tl.float32)
+    form: tl.constexpr = weight.dtype.element_ty
+    if KIND != "":
+        value, _ = _value_and_slope(acc.to(form).to(tl.float32), KIND)
+        acc = value * acc_up.to(form).to(tl.float32) if GATED else value
+    target = b[None, :] * columns + of_n
+    inside = (b < rows)[None, :] & (of_n < columns)
+    if residual is not None:
+        acc = acc.to(form).to(tl.float32) + tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the elements d of heads, and rotate the pairs (i, i + HALF)."""
+    x = tl.load(head + d, mask=inside, other=0.0)
+    if HALF > 0:
+        turns = d < 2 * HALF
+        pair = tl.where(d < HALF, d, d - HALF)
+        other = tl.load(head + tl.where(d < HALF, d + HALF, d - HALF), mask=inside & turns, other=0.0)
+        s = tl.load(sin + pair, mask=turns, other=0.0)
+        y = x.to(tl.float32) * tl.load(cos + pair, mask=turns, other=1.0)
+        x = (y + other.to(tl.float32) * tl.where(d < HALF, -s, s)).to(x.dtype)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(base, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the attention [HEADS, WIDTH] of parts that each have a maximum and sums."""
+    h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    high = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    acc = tl.zeros((HEADS, WIDTH), tl.float32)
+    for i in range(0, parts):
+        theirs = base + i * (HEADS * (WIDTH + 2))
+        peak = tl.load(theirs + h, cache_modifier=".cg")
+        higher = tl.maximum(high, peak)
+        fade, share = tl.exp(high - higher), tl.exp(peak - higher)
+        total = total * fade + tl.load(theirs + HEADS + h, cache_modifier=".cg") * share
+        more = tl.load(theirs + 2 * HEADS + h[:, None] * WIDTH + d[None, :], cache_modifier=".cg")
+        acc = acc * fade[:, None] + more * share[:, None]
+        high = higher
+    return acc / total[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    qkv,
+    keys,
+    values,
+    slots,
+    used,
+    cos,
+    sin,
+    out,
+    partials,
+    counters,
+    scale,
+    room,
+    chunk,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attend with the queries of one row and group to `chunk` places of its text.
+
+    The first part adds the new key and value to the cache, and begins its sums with them. With
+    SPLIT each part writes its sums to `partials`, and the last one to end adds them up, in their
+    order; it sets the counter back to 0. Bytes moved: the row's keys and values once.
+    """
+    row, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    length = tl.load(used + row).to(tl.int32)
+    first = tl.load(slots + row).to(tl.int64) * room * (GROUPS * DIM) + group * DIM
+    head = qkv + (row.to(tl.int64) * GROUPS + group) * ((PER_GROUP + 2) * DIM)
+    cos += length * HALF
+    sin += length * HALF
+    inside = (h < PER_GROUP)[:, None] & (d < DIM)[None, :]
+    q = _rotated(head + h[:, None] * DIM, d[None, :], inside, cos, sin, HALF)
+    k_new = _rotated(head + PER_GROUP * DIM, d[None, :], (d < DIM)[None, :], cos, sin, HALF)
+    v_new = tl.load(head + (PER_GROUP + 1) * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+    is_first = part == 0
+    at = first + tl.cast(length, tl.int64) * (GROUPS * DIM) + d[None, :]
+    if is_first:
+        tl.store(keys + at, k_new, mask=(d < DIM)[None, :])
+        tl.store(values + at, v_new, mask=(d < DIM)[None, :])
+    high = tl.where(is_first, tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, float("-inf"))
+    total = tl.where(is_first, 1.0, 0.0) + tl.zeros((HEADS,), tl.float32)
+    acc = tl.where(is_first, v_new.to(tl.float32), 0.0) + tl.zeros((HEADS, WIDTH), tl.float32)
+    end = tl.minimum((part + 1) * chunk, length)
+    for start in tl.range(part * chunk, end, BLOCK, num_stages=STAGES):
+        s = start + tl.arange(0, BLOCK)
+        of_place = first + s.to(tl.int64)[:, None] * (GROUPS * DIM) + d[None, :]
+        known = (s < end)[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + of_place, mask=known, other=0.0)
+        v = tl.load(values + of_place, mask=known, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((s < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(high, tl.max(scores, 1))
+        p = tl.exp(scores - higher[:, None])
+        fade = tl.exp(high - higher)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        high = higher
+    if SPLIT:
+        parts = tl.num_programs(2)
+        unit = row * GROUPS + group
+        base = partials + (unit * parts).to(tl.int64) * (HEADS * (WIDTH + 2))
+        mine = base + part * (HEADS * (WIDTH + 2))
+        tl.store(mine + h, high)
+        tl.store(mine + HEADS + h, total)
+        tl.store(mine + 2 * HEADS + h[:, None] * WIDTH + d[None, :], acc)
+        tl.debug_barrier()  # all stores of this program come before its count
+        done = tl.atomic_add(counters + unit, 1, sem="acq_rel", scope="gpu")
+        if done == parts - 1:
+            o = out + (unit * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d[None, :]
+            tl.store(o, _add_up(base, parts, HEADS, WIDTH).to(out.dtype.element_ty), mask=inside)
+            tl.store(counters + unit, 0)
+    else:
+        o = out + ((row * GROUPS + group) * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d[None, :]
+        tl.store(o, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+    """Return f(norm(x) W^T + bias) + residual."""
+    (b, k), gated, norm = x.shape, layer.kind in GATES, layer.norm
+    n = layer.weight.shape[0] // (1 + gated)
+    tile = tile or tile_of(b, n, k, x.element_size(), devices.processors(x.device))
+    out = x.new_empty(b, n) if residual is None else torch.empty_like(residual)
+    with torch.accelerator.device_index(x.device.index):
+        _linear[(cdiv(n, tile.columns),)](
+            x,
+            layer.weight,
+            layer.bias,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            residual,
+            out,
+            b,
+            n,
+            k,
+            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.plus,
+            GATES.get(layer.kind, layer.kind),
+            gated,
+            1 if b == 1 else max(16, power_of_2(b)),
+            tile.columns,
+            tile.step,
+            tile.stages,
+            PDL,
+            num_warps=tile.warps,
+            **options(),
+        )
+    return out
+
+
+def options() -> dict[str, Any]:
+    return {"launch_pdl": True} if PDL else {}
+
+
+@lru_cache
+def tile_of(rows: int, columns: int, inner: int, size: int, processors: int) -> Tile:
+    """Return a tile that leaves two programs or more for each multiprocessor, if it can be."""
+    width = next((c for c in (16, 8) if columns // c >= 2 * processors), 4) if rows == 1 else 16
+    if rows > 1 and columns // 32 >= 2 * processors:
+        width = 32
+    step = (8192 if rows == 1 else 4096) * 2 // (width * size)
+    return Tile(width, min(step, 1024 if rows == 1 else 512 // size, max(16, power_of_2(inner))))
+
+
+def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return the attention of new tokens, and add their keys and values to the cache."""
+    b, (groups, per_group, dim) = len(qkv), sizes
+    block, heads, width = 64, max(16, power_of_2(per_group)), max(16, power_of_2(dim))
+    parts = min(cdiv(texts.longest, block), max(1, 2 * devices.processors(qkv.device) // (b * groups)))
+    chunk = cdiv(cdiv(texts.longest, parts), block) * block
+    parts = cdiv(texts.longest, chunk)
+    out = qkv.new_empty(b, groups * per_group * dim)
+    partials = out.new_empty(b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32)
+    cos, sin = rotation if rotation is not None else (partials, partials)
+    with torch.accelerator.device_index(qkv.device.index):
+        _attend[b, groups, parts](
+            qkv,
+            texts.keys,
+            texts.values,
+            texts.slots,
+            texts.used,
+            cos,
+            sin,
+            out,
+            partials,
+            counters(qkv.device),
+            dim**-0.5,
+            texts.keys.shape[1],
+            chunk,
+            groups,
+            per_group,
+            dim,
+            0 if rotation is None else cos.shape[-1],
+            heads,
+            width,
+            block,
+            parts > 1,
+            2,
+            PDL,
+            num_warps=4,
+            **options(),
+        )
+    return out
+
+
+@lru_cache
+def counters(device: torch.device) -> Tensor:
+    """Return counters that are 0 before and after each kernel, and never move.
+
+    Work is divided only if rows x groups are fewer than the multiprocessors.
+    """
+    with torch.inference_mode(False):
+        return torch.zeros(4096, dtype=torch.int32, device=device)

@@ -1,0 +1,114 @@
+"""The network for one new token of each row, by the few kernels of kernels/decode.py.
+
+A layer is five kernels for few rows: the first product with the norm before it and its bias; the
+rotation, the cache and attention; the output product, added to the residual stream; the MLP's first
+product with norm and activation; its second product, added. For more rows a library multiplies
+faster, and the norms, with the additions before them, and the activation are kernels of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.kernels import activation, decode, norm
+from meshwright.kernels.decode import Layer, Texts
+from meshwright.kernels.heads_plain import Sizes
+from meshwright.kernels.linear import linear
+from meshwright.model.attention import Cache, Where, rotations
+from meshwright.model.fused import FusedBlock, weights_of
+from meshwright.model.gpt import GPT, Block
+
+DIMS = (64, 96, 128)  # of a head
+
+
+class Step:
+    """One token of each row, by fused kernels; the model's parameters must stay where they are."""
+
+    def __init__(self, model: GPT, cache: Cache) -> None:
+        self.model, self.cache, self.few = model, cache, decode.FEW
+        weight = model.wte.weight
+        self.rotation: tuple[Tensor, Tensor] | None = None
+        if model.m.position == "rope":
+            ids = torch.arange(cache.room, device=weight.device)[:, None]
+            cos, sin = rotations(model.m, ids, torch.float64 if weight.dtype is torch.float64 else torch.float32)
+            self.rotation = cos.contiguous(), sin.contiguous()
+        blocks = [(int(i), block) for i, block in model.h.items()]
+        self.layers = [(i, *layers_of(block), sizes_of(block)) for i, block in blocks]  # type: ignore[arg-type]
+        head = model.wte.weight if model.lm_head is None else model.lm_head.weight
+        self.head = Layer(head, None, weights_of(model.ln_f))
+
+    def __call__(self, tokens: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
+        """Return the logits [B, padded] of tokens [B], each at place `used` of its slot's text.
+
+        No text has `longest` tokens or more before them.
+        """
+        x = self.model.embed(tokens[:, None], Where(position_ids=used[:, None]))[:, 0]
+        return (self.run if len(tokens) <= self.few else self.run_many)(x, slots, used, longest)
+
+    def texts(self, layer: int, x: Tensor, sizes: Sizes, slots: Tensor, used: Tensor, longest: int) -> Texts:
+        like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
+        return Texts(*self.cache.of_layer(layer, like), slots, used, longest)
+
+    def run(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
+        for i, qkv, proj, fc, out, sizes in self.layers:
+            texts = self.texts(i, x, sizes, slots, used, longest)
+            o = decode.attend(decode.linear(x, qkv), texts, sizes, self.rotation)
+            x = decode.linear(o, proj, x)
+            x = decode.linear(decode.linear(x, fc), out, x)
+        return decode.linear(x, self.head)
+
+    def run_many(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
+        residual: Tensor | None = None
+        pending, bias = x, None
+        for i, qkv, proj, fc, out, sizes in self.layers:
+            texts = self.texts(i, x, sizes, slots, used, longest)
+            residual, y = add_norm(residual, pending, bias, qkv)
+            o = decode.attend(linear(y, qkv.weight, qkv.bias), texts, sizes, self.rotation)
+            residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
+            a = activation.forward(fc.kind, linear(y, fc.weight, fc.bias))
+            pending, bias = linear(a, out.weight), out.bias
+        return linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight)
+
+
+def add_norm(residual: Tensor | None, pending: Tensor, bias: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Return the residual stream, and its norm, a layer's input."""
+    assert layer.norm is not None
+    x, y, _, _ = norm.forward(norm.join_of(residual, pending, bias, None, 0.0), layer.norm)
+    return x, y
+
+
+def layers_of(block: Block) -> tuple[Layer, Layer, Layer, Layer]:
+    """Return a block's four products."""
+    attn, mlp = block.attn, block.mlp
+    fc_bias = None if mlp.fc.bias is None else mlp.fc.bias.flatten()
+    return (
+        Layer(attn.qkv.weight, attn.qkv.bias, weights_of(block.ln_1)),
+        Layer(attn.proj.weight, attn.proj.bias),
+        Layer(mlp.fc.weight.flatten(0, -2), fc_bias, weights_of(block.ln_2), mlp.activation),
+        Layer(mlp.proj.weight, mlp.proj.bias),
+    )
+
+
+def sizes_of(block: Block) -> Sizes:
+    return FusedBlock.sizes(block, len(block.attn.qkv.weight))  # type: ignore[arg-type]
+
+
+def reason_against(model: GPT) -> str | None:
+    """Return why `Step` cannot run this network, or None."""
+    m, weight = model.m, next(model.parameters())
+    blocks = list(model.h.children())
+    products = {model.product, *(block.attn.qkv.product for block in blocks if isinstance(block, Block))}
+    reasons = {
+        "the device has no Triton kernels": not devices.has_kernels(weight.device),
+        "weights are float64": weight.dtype is torch.float64,
+        "blocks or network are custom ones": type(model) is not GPT or {*map(type, blocks)} - {Block, FusedBlock},
+        "the network is divided": products != {linear} or not (model.first and model.last),
+        "queries and keys are normalised": m.qk_layernorm,
+        f"positions are of the kind {m.position}": m.position not in ("learned", "rope", "none"),
+        "the residual stream is the norm's output": m.apply_residual_connection_post_layernorm,
+        "the residual stream is float32": model.options.fp32_residual,
+        f"heads have {m.head_dim} numbers; kernels are for {DIMS}": m.head_dim not in DIMS,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -1,0 +1,122 @@
+"""A step's kernels against the plain twin and float64: every norm, activation, width and length.
+
+The Triton kernels run on a GPU if there is one, else in Triton's interpreter.
+"""
+
+import pytest
+import torch
+from test_activation import DEVICE, distance, nan_in_new_memory  # noqa: F401
+
+from meshwright.kernels import decode
+from meshwright.kernels.decode import Layer, Texts
+from meshwright.kernels.heads_plain import Sizes
+from meshwright.kernels.norm_plain import NormWeights
+
+ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}  # the interpreter cuts bfloat16 off
+# It has no products of bfloat16 either.
+MULTIPLIED = ERROR if DEVICE == "cuda" else list(ERROR)[:2]
+
+
+def draw(*shape, dtype=torch.float32, mean=0.0):
+    return (torch.randn(shape) + mean).to(DEVICE, dtype)
+
+
+def doubled(x):
+    if isinstance(x, torch.Tensor):
+        return x.double() if x.is_floating_point() else x
+    return type(x)(*map(doubled, x)) if isinstance(x, tuple) and hasattr(x, "_fields") else x
+
+
+LAYERS = {  # norm, bias, kind, residual
+    "qkv": ("layer", True, "", False),
+    "llama-qkv": ("rms", False, "", False),
+    "proj": (None, True, "", True),
+    "llama-proj": (None, False, "", True),
+    "gelu": ("layer", True, "gelu-tanh", False),
+    "swiglu": ("rms", False, "swiglu", False),
+    "biased-geglu": ("layer", True, "geglu", False),
+    "head": ("layer", False, "", False),
+}
+
+
+def layer_of(name, n, k, dtype):
+    norm, has_bias, kind, has_residual = LAYERS[name]
+    width = n * (1 + kind.endswith("glu"))
+    shift = draw(k, dtype=dtype) if norm == "layer" else None
+    weights = None if norm is None else NormWeights(draw(k, dtype=dtype), shift, 1e-5, float(norm == "rms"))
+    bias = draw(width, dtype=dtype) if has_bias else None
+    return Layer(draw(width, k, dtype=dtype) * k**-0.5, bias, weights, kind), has_residual
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, dtype) for dtype in ERROR] + [(r, d) for r in (3, 16) for d in MULTIPLIED]
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_linear(name, rows, dtype, monkeypatch):
+    """Sizes that fill no tile; x has a mean, which the norm removes."""
+    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    layer, has_residual = layer_of(name, 37, 200, dtype)
+    x = draw(rows, 200, dtype=dtype, mean=1.0)
+    residual = draw(rows, 37, dtype=dtype) if has_residual else None
+    got = decode.linear(x, layer, residual)
+    want = decode.plain_linear(doubled(x), doubled(layer), doubled(residual))
+    assert got.dtype is dtype and got.shape == (rows, 37) and distance(got, want) < ERROR[dtype]
+    assert distance(decode.plain_linear(x, layer, residual), want) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_tile_gives_the_same(rows):
+    from meshwright.kernels import decode_triton
+
+    layer, _ = layer_of("swiglu", 40, 130, torch.float32)
+    x = draw(rows, 130)
+    want = decode.plain_linear(doubled(x), doubled(layer))
+    for tile in (decode_triton.Tile(16, 32), decode_triton.Tile(32, 64, 1, 2), decode_triton.Tile(16, 256)):
+        assert distance(decode_triton.linear(x, layer, None, tile), want) < 2e-6
+
+
+def test_tiles_cover_all_sizes():
+    from meshwright.kernels.decode_triton import tile_of
+
+    for rows in (1, 2, 16):
+        for columns in (64, 1024, 4096, 50304):
+            for size in (2, 4):
+                tile = tile_of(rows, columns, 4096, size, 132)
+                assert tile.columns * tile.step * size * tile.stages <= 100_000 and tile.step >= 16
+
+
+SHAPES = {  # groups, queries of each, head_dim, rotated pairs
+    "gpt2": (3, 1, 64, 0),
+    "llama": (2, 4, 64, 32),
+    "96": (1, 2, 96, 0),
+    "neox": (2, 1, 128, 16),
+}
+LENGTHS = [0, 5, 63, 64, 200]
+
+
+def case(shape, dtype, room=256):
+    groups, per_group, dim, half = SHAPES[shape]
+    sizes, slots = Sizes(groups, per_group, dim), torch.tensor([4, 0, 5, 2, 1], device=DEVICE)
+    keys, values = (draw(6, room, groups, dim, dtype=dtype) for _ in range(2))
+    texts = Texts(keys, values, slots, torch.tensor(LENGTHS, device=DEVICE), 256)
+    angles = torch.randn(room, half, device=DEVICE)
+    rotation = (angles.cos(), angles.sin()) if half else None
+    return draw(5, groups * (per_group + 2) * dim, dtype=dtype), texts, sizes, rotation
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+@pytest.mark.parametrize("processors", [2, 132])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attend(shape, processors, dtype, monkeypatch):
+    """In one part and in several, some of them empty: values, and what is added to the cache."""
+    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    monkeypatch.setattr("meshwright.device.processors", lambda device: processors)
+    qkv, texts, sizes, rotation = case(shape, dtype)
+    exact, again = doubled(texts), Texts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts))
+    want = decode.plain_attend(qkv.double(), exact, sizes, rotation)
+    for _ in range(2):  # the counters are 0 again
+        got = decode.attend(qkv, texts, sizes, rotation)
+        assert got.dtype is dtype and distance(got, want) < ERROR[dtype]
+    assert distance(decode.plain_attend(qkv, again, sizes, rotation), want) < ERROR[dtype]
+    assert torch.equal(texts.values, again.values)
+    assert distance(texts.keys, exact.keys) < ERROR[dtype] / 10
