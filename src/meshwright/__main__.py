@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "start a command as several ranks, on one machine or many",
     "evaluate": "measure a model's perplexity and bits per byte on text",
     "generate": "write samples, continue prompts, or hold a dialogue",
+    "serve": "answer requests for text, OpenAI's way, and show a page",
     "inspect": "show what a checkpoint holds, and whether it is complete",
     "convert": "convert a checkpoint from or to another program's format",
     "report": "make a page with pictures of a run, or compare several",
@@ -40,7 +41,7 @@ GROUPS = {
     "Text to tokens": "train-tokenizer preprocess data",
     "Train": "presets train launch",
     "Look": "watch report evaluate",
-    "Use": "generate",
+    "Use": "generate serve",
     "Checkpoints": "inspect convert",
     "This program": "help doctor bench completion",
 }

@@ -296,8 +296,7 @@ def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             "tasks/main.py",
             "--task WIKITEXT103 --valid-data wiki.test --load run --num-layers 24",
             "meshwright evaluate run --input wiki.test",
-        ),
-        ("tools/run_text_generation_server.py", "--load run --port 5000", "meshwright generate --interactive"),
+        )
     ],
 )
 def test_what_is_not_there_yet(name: str, argv: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:

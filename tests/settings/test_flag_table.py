@@ -304,6 +304,11 @@ TABLE = {
         "picture": "test_data_commands.py::test_picture",
         "json": "test_data_commands.py::test_counts_lengths_and_frequent_tokens",
     },
+    "serve": dict.fromkeys(
+        """host port api_key api_key_file allowed_hosts served_model_name chat_template slots queue max_body_size
+        read_timeout request_timeout""".split(),
+        "test_serve.py::test_every_flag_of_the_server_arrives",
+    ),
     "planning": {"json": "test_data_commands.py::test_plan_counts_what_the_training_reads"},
     "merging": {
         "datasets": "test_data_commands.py::test_merged_files_are_megatrons",

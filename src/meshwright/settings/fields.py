@@ -16,6 +16,7 @@ from meshwright.settings.schema import is_flat, spelling
 CONFIGS = (
     *("meshwright.settings.schema:TrainConfig", "meshwright.settings.schema:GenerateConfig"),
     *("meshwright.settings.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
+    "meshwright.commands.serve:ServeConfig",
     *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
 )
 

@@ -70,6 +70,16 @@ PAGES = {
         },
         ('meshwright generate run --prompt "Once upon a time" --top_k 40', "meshwright generate run   # a dialogue"),
     ),
+    "serve": Page(
+        "meshwright.commands.serve:ServeConfig",
+        "load",
+        {
+            "Server": "host port api_key_file allowed_hosts served_model_name chat_template",
+            "Limits": "slots queue max_body_size read_timeout request_timeout",
+            "Model": "load tokenizer device bf16 seq_length verify",
+        },
+        ("meshwright serve run", "meshwright serve run --bf16 --slots 64 --port 8001"),
+    ),
     "evaluate": Page(
         "meshwright.commands.evaluate:EvaluateConfig",
         "load",

@@ -1,0 +1,158 @@
+"""`meshwright serve DIR`: answer OpenAI's and Megatron's requests for text, and show a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from meshwright import device as devices
+from meshwright.errors import DONE, UNAVAILABLE, UserError
+from meshwright.launch.world import is_first_process
+from meshwright.settings import checks, command, flags
+from meshwright.settings.schema import (
+    READING,
+    Checkpoint,
+    Data,
+    Logging,
+    Model,
+    Parallel,
+    Precision,
+    Tokenizer,
+    Training,
+    flag,
+)
+
+SHORTEST_KEY = 8
+
+
+@dataclass(frozen=True)
+class Serve:
+    """The server and its limits."""
+
+    host: str = flag("127.0.0.1", "address to listen on; others than this machine's own need --api-key-file")
+    port: int = flag(8000, "port to listen on (0: any free one)", bound=">=0")
+    api_key: str | None = flag(None, "key that requests must send; --api-key-file keeps it out of the process list")
+    api_key_file: str | None = flag(None, "file with the key that requests must send")
+    allowed_hosts: list[str] = flag([], "names by which browsers may reach the server, beside localhost")
+    served_model_name: str | None = flag(None, "name of the model in requests (none: that of its folder)")
+    chat_template: str | None = flag(None, "Jinja file, or folder of a tokenizer, for dialogues; or plain")
+    slots: int = flag(16, "texts that are generated at once", "--max-num-seqs", bound=">0")
+    queue: int = flag(64, "requests that may wait; more are answered with status 429", bound=">=0")
+    max_body_size: int = flag(8 << 20, "largest body of a request, in bytes", bound=">0")
+    read_timeout: float = flag(10.0, "seconds until a request must have arrived", bound=">0")
+    request_timeout: float = flag(600.0, "seconds until an answer must be complete", bound=">0")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs on this machine can connect."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def key(self) -> str | None:
+        """Return the key, which may be in a file."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            return Path(self.api_key_file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--api-key-file {self.api_key_file} cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Settings of `meshwright serve`."""
+
+    serve: Serve = Serve()
+    model: Model = Model()
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data = Data()
+    training: Training = Training()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+
+    USES: ClassVar[frozenset[str]] = frozenset(
+        {f.name for group in (Serve, Tokenizer) for f in dataclasses.fields(group)} | (READING - {"micro_batch_size"})
+    )
+
+    def problems(self) -> list[str]:
+        s, out = self.serve, checks.reading_problems(self, "serve")
+        p = self.parallel
+        if (ranks := p.world_size or p.num_gpus_per_node * p.num_nodes) > 1 or p.model_ranks > 1:
+            out.append(
+                f"serve runs on one device, which loads a checkpoint of any layout, but {max(ranks, p.model_ranks)} "
+                "ranks are asked for; leave the flags of the layout out"
+            )
+        if s.api_key is not None and s.api_key_file is not None:
+            out.append("--api-key and --api-key-file exclude each other; give one")
+        if s.api_key is not None and not is_key(s.api_key):
+            out.append(f"--api-key must have at least {SHORTEST_KEY} letters and digits, no spaces")
+        if not s.is_local and s.api_key is None and s.api_key_file is None:
+            out.append(f"--host {s.host} lets other machines in; set --api-key-file, or listen on 127.0.0.1")
+        if s.port > 65535:
+            out.append(f"--port {s.port} is above 65535")
+        return out
+
+
+def is_key(key: str) -> bool:
+    return len(key) >= SHORTEST_KEY and key.isascii() and key.isprintable() and " " not in key
+
+
+ABOUT = "Answer requests for text: OpenAI's and Megatron's, and a page to try the model on."
+
+
+def main(argv: list[str]) -> int:
+    if not is_first_process("serving"):
+        return DONE
+    parsed = command.settings(ServeConfig, argv, "serve", ABOUT, "load")
+    if parsed is None:
+        return DONE
+    c, s = parsed.config, parsed.config.serve
+    key = s.key()
+    if key is not None and not is_key(key):
+        raise UserError(
+            f"--api-key-file {s.api_key_file} must hold a key of at least {SHORTEST_KEY} letters and digits"
+        )
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"there is no package {error.name}; pip install 'meshwright[serve]'", UNAVAILABLE) from None
+
+    # torch is imported only now, so that a mistake in the flags is reported at once.
+    from meshwright.generation import engine, templates
+    from meshwright.optim.loss_scale import dtype_of
+    from meshwright.serving import start
+    from meshwright.serving.guard import Limits
+    from meshwright.serving.served import Served
+
+    assert c.checkpoint.load
+    load, given = c.checkpoint.load, flags.given(parsed)
+    if parsed.dry_run:
+        fit = engine.open_fit(load, given, c.tokenizer)
+        print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
+        return DONE
+    advice = f"a smaller --slots (now {s.slots}) or --seq-length, or --bf16,"
+    with listen(s.host, s.port) as listening, command.explain_out_of_memory(advice):
+        m = engine.load(load, given, c.tokenizer, dtype_of(c.precision), devices.pick(c.parallel.device))
+        template = templates.choose(s.chat_template, m.tokenizer, None)
+        name = s.served_model_name or Path(load).resolve().name
+        limits = Limits(key, (s.host, *s.allowed_hosts), s.max_body_size, s.read_timeout, s.request_timeout)
+        return start.run(Served(m, name, template), limits, s.slots, s.queue, listening)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket, before minutes go into loading a model."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        message = f"--host {host} --port {port} cannot be listened on: {error.strerror}; give others"
+        raise UserError(message, UNAVAILABLE) from None

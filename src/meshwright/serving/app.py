@@ -1,0 +1,195 @@
+"""The server's paths: OpenAI's, Megatron's, the page, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.resources
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from meshwright.serving import megatron, openai
+from meshwright.serving.fields import Fields, Refused, parse
+from meshwright.serving.guard import App, Guard, Limits, Receive, Scope, Send, as_refused, error_of, too_large
+from meshwright.serving.metrics import Metrics
+from meshwright.serving.scheduler import Job, Scheduler
+from meshwright.serving.served import Served
+
+PAGE = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css")}
+PAGE |= {"/page.js": ("page.js", "text/javascript")}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Server:
+    """The ASGI application, and what its paths share."""
+
+    def __init__(self, served: Served, scheduler: Scheduler, limits: Limits) -> None:
+        self.served, self.scheduler, self.limits, self.metrics = served, scheduler, limits, Metrics()
+        routes = [
+            Route("/v1/completions", Endpoint(self, self.complete), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self, self.chat), methods=["POST"]),
+            Route("/api", Endpoint(self, self.megatron), methods=["PUT"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+            *(Route(path, self.page) for path in PAGE),
+        ]
+        inner = Starlette(routes=routes, exception_handlers={HTTPException: refuse_path, Exception: raise_again})
+        paths = {route.path for route in routes}
+        self.app: App = Guard(inner, limits, self.metrics, paths)
+
+    # Text
+
+    async def complete(self, f: Fields, send: Send) -> None:
+        await self._generate(await asyncio.to_thread(openai.read_completion, f, self.served), send)
+
+    async def chat(self, f: Fields, send: Send) -> None:
+        await self._generate(await asyncio.to_thread(openai.read_chat, f, self.served), send)
+
+    async def _generate(self, call: openai.Call, send: Send) -> None:
+        job = Job(call.requests, self.limits.answer_seconds)
+        self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens
+        began = time.monotonic()
+        job.on_first = lambda: self.metrics.observe("first_token_seconds", time.monotonic() - began)
+        try:
+            with self.scheduler.generating(job):
+                if call.stream:
+                    await self._stream(call, job, send)
+                else:
+                    await send_json(send, await openai.answer(call, self.served, job))
+        finally:
+            self.metrics.tokens["generated_tokens_total"] += job.generated
+
+    async def _stream(self, call: openai.Call, job: Job, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        try:
+            async with contextlib.aclosing(openai.stream(call, self.served, job)) as parts:
+                async for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Exception as error:  # the status has been sent: the error is the last event
+            part = openai.sse(error_of(as_refused(error)))
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def megatron(self, f: Fields, send: Send) -> None:
+        call = await asyncio.to_thread(megatron.read, f, self.served)
+        await send_json(send, await megatron.answer(call, self.served, self.scheduler, self.limits.answer_seconds))
+
+    # Facts
+
+    def model_object(self) -> dict[str, Any]:
+        facts = {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "meshwright"}
+        return facts | {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self.model_object()]})
+
+    async def one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.served.name:
+            raise Refused(f"this server has {self.served.name!r} only", "model", "model_not_found", 404)
+        return json_response(self.model_object())
+
+    async def health(self, request: Request) -> Response:
+        broken = self.scheduler.broken is not None
+        return json_response({"status": "failed" if broken else "ok"}, 503 if broken else 200)
+
+    async def show_metrics(self, request: Request) -> Response:
+        text = self.metrics.text(self.scheduler.active, self.scheduler.waiting)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        name, kind = PAGE[request.url.path]
+        text = importlib.resources.files(__package__).joinpath(name).read_bytes()
+        return Response(text, 200, {"content-security-policy": POLICY, "cache-control": "no-cache"}, kind)
+
+
+class Endpoint:
+    """A path that answers a JSON body as long as its client is there and time is left."""
+
+    def __init__(self, server: Server, answer: Callable[[Fields, Send], Awaitable[None]]) -> None:
+        self.server, self.answer = server, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits = self.server.limits
+        request = Request(scope)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            message = f"the Content-Type is {kind[:50]!r}; send a body of application/json"
+            raise Refused(message, status=415)
+        fields = Fields(parse(await read_body(receive, limits)))
+        with self.server.scheduler.seat():
+            work = asyncio.ensure_future(self.answer(fields, send))
+            gone = asyncio.ensure_future(until_gone(receive))
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    work.result()
+            finally:
+                await cancel(work, gone)
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(receive: Receive, limits: Limits) -> bytes:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.read_seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused("the client left", status=408)
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limits.body:
+                    raise too_large(limits.body)
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError:
+        message_ = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
+        raise Refused(message_, status=408) from None
+
+
+async def send_json(send: Send, value: Any) -> None:
+    body = orjson.dumps(value)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def refuse_path(request: Request, error: Exception) -> Response:
+    """Raise what the guard writes in JSON; starlette would answer in plain text."""
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is no path {request.url.path[:100]}", 405: f"{request.method[:20]} is not for this path"}
+    refused = Refused(what.get(error.status_code, error.detail), status=error.status_code)
+    refused.headers = {k.lower(): v for k, v in (error.headers or {}).items()}
+    raise refused
+
+
+async def raise_again(request: Request, error: Exception) -> Response:
+    raise error

@@ -1,0 +1,122 @@
+"""Megatron-LM's `PUT /api`: its arguments, and its answer.
+
+Where Megatron passes over an unknown argument it is refused here. The texts end before the end of
+document, which Megatron spells out.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.generation.requests import Event, Request
+from meshwright.serving import openai
+from meshwright.serving.fields import Fields, Refused
+from meshwright.serving.scheduler import Job, Scheduler
+from meshwright.serving.served import Served
+from meshwright.settings.schema import Sampling
+from meshwright.tokenizers import Tokenizer
+
+OLD = {"max_len": "tokens_to_generate", "sentences": "prompts"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked request."""
+
+    requests: list[Request]
+    logprobs: bool
+
+
+def read(f: Fields, served: Served) -> Call:
+    for old, new in OLD.items():
+        if f.take(old) is not None:
+            raise Refused(f"{old} is no longer used; give {new}", old)
+    logprobs = f.flag("logprobs")
+    prompts = read_prompts(f, served)
+    length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
+    assert length is not None
+    if not length and not logprobs:
+        raise Refused("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
+    options = read_options(f, length)
+    ends = read_ends(f)
+    seed = f.integer("random_seed", -1, -1, 2**63 - 1)
+    f.flag("no_log")  # no text is ever logged
+    f.finish()
+    for prompt in prompts:
+        if len(prompt) + length > served.model.seq_length:
+            both = f"{len(prompt)} tokens and tokens_to_generate {length}"
+            raise Refused(f"this model reads {served.model.seq_length} tokens, but a prompt has {both}", "prompts")
+    seed = secrets.randbits(31) if seed is None or seed < 0 else seed
+    wanted = 0 if logprobs else None
+    rows = [Request(p, options, seed, n, ends, wanted, logprobs) for n, p in enumerate(prompts)]
+    return Call(rows, logprobs)
+
+
+def read_prompts(f: Fields, served: Served) -> list[list[int]]:
+    given, bos = f.take("prompts"), f.flag("add_BOS")
+    if not isinstance(given, list) or not given or not all(isinstance(p, str) for p in given):
+        raise Refused(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
+    if len(given) > openai.MOST_TEXTS:
+        raise Refused(f"there are {len(given)} prompts; give at most {openai.MOST_TEXTS}", "prompts")
+    if not bos and "" in given:
+        raise Refused("empty prompts need add_BOS true", "prompts")
+    tokenizer = served.model.tokenizer
+    return [[tokenizer.eod] * bos + openai.encode(tokenizer, p) for p in given]
+
+
+def read_options(f: Fields, length: int) -> Sampling:
+    temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000) or 0
+    if not temperature:
+        raise Refused("temperature must be above 0; top_k 1 takes the likeliest token", "temperature")
+    top_p, decay, bound = (f.number(name, 0.0, 0, 1) for name in ("top_p", "top_p_decay", "top_p_bound"))
+    if top_k and top_p:
+        raise Refused("top_k and top_p exclude each other; give one", "top_p")
+    if decay or bound:
+        raise Refused("top_p_decay and top_p_bound are not supported; leave them out", "top_p_decay")
+    return Sampling(temperature, top_k=top_k, top_p=top_p, out_seq_length=length)
+
+
+def read_ends(f: Fields) -> tuple[str, ...]:
+    """Return what ends a text: an empty line, or the end of a line."""
+    double, single = f.flag("stop_on_double_eol"), f.flag("stop_on_eol")
+    return ("\n\n",) if double else ("\n",) if single else ()
+
+
+async def answer(call: Call, served: Served, scheduler: Scheduler, seconds: float) -> dict[str, Any]:
+    tokenizer = served.model.tokenizer
+    job = Job(call.requests, seconds)
+    events: list[list[Event]] = [[] for _ in call.requests]
+    with scheduler.generating(job):
+        async for row, event in job.events():
+            events[row].append(event)
+    texts = [finish(request, tokenizer, found) for request, found in zip(call.requests, events, strict=True)]
+    # The first token of a text follows nothing.
+    logprobs = [[e.logprob for e in text if e.logprob is not None] for text in texts] if call.logprobs else None
+    rows = [[*([] if r.echo else r.prompt), *(e.token for e in t)] for r, t in zip(call.requests, texts, strict=True)]
+    return {
+        "text": [tokenizer.decode(ids) for ids in rows],
+        "segments": segments(tokenizer, rows),
+        "logprobs": logprobs,
+    }
+
+
+def finish(request: Request, tokenizer: Tokenizer, events: list[Event]) -> list[Event]:
+    """Return a text's tokens without the end of document; its line may have ended earlier.
+
+    The decoder ends a text at an empty line inside the continuation; the first of its two ends of
+    line may be the prompt's.
+    """
+    if events and events[-1].finish == "stop" and events[-1].token == tokenizer.eod:
+        events = events[:-1]
+    starts = [n for n, e in enumerate(events) if not e.echoed][:1]
+    is_open = request.stop == ("\n\n",) and tokenizer.decode(request.prompt[-1:]).endswith("\n")
+    if starts and is_open and tokenizer.decode([events[starts[0]].token]).startswith("\n"):
+        return events[: starts[0] + 1]
+    return events
+
+
+def segments(tokenizer: Tokenizer, rows: Sequence[list[int]]) -> list[list[str]]:
+    return [[tokenizer.decode([i]) for i in ids] for ids in rows]

@@ -1,0 +1,421 @@
+"""OpenAI's completions and chat: what a request asks for, and the JSON of the answer.
+
+Texts may also be asked for with vLLM's `top_k`, `min_p` and `repetition_penalty`. A field that
+would change the text and is not known here is refused by name, never passed over.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from meshwright.errors import UserError
+from meshwright.generation.requests import Event, Request, Top
+from meshwright.generation.stream import TextStream
+from meshwright.generation.templates import ChatTemplate
+from meshwright.serving.fields import Fields, Refused
+from meshwright.serving.scheduler import Job
+from meshwright.serving.served import Served
+from meshwright.settings.schema import Sampling
+from meshwright.tokenizers import Tokenizer
+
+MOST_TEXTS = 128  # of one request
+MOST_STOPS, MOST_LOGPROBS = 16, 20
+# Identifiers for OpenAI's own records; they never change an answer.
+IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
+# Fields that would change the text, the values that ask for nothing, and why others are refused.
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "presence_penalty": ((0, 0.0), "use repetition_penalty"),
+    "frequency_penalty": ((0, 0.0), "use repetition_penalty"),
+    "logit_bias": (({},), "logits cannot be shifted"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "store": ((False,), "nothing is stored"),
+}
+NO_SUFFIX = "the model continues a text and cannot fill in before a suffix"
+NO_TOOLS = "a pre-trained model calls no tools"
+CHAT_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), NO_TOOLS),
+    "tool_choice": (("none", "auto"), NO_TOOLS),
+    "parallel_tool_calls": ((True, False), NO_TOOLS),
+    "functions": (([],), NO_TOOLS),
+    "function_call": (("none", "auto"), NO_TOOLS),
+    "response_format": (({"type": "text"},), "answers are plain text"),
+    "modalities": ((["text"],), "answers are plain text"),
+    "audio": ((), "answers are plain text"),
+    "prediction": ((), "tokens are generated one by one"),
+    "reasoning_effort": (("none",), "the model does not think before it answers"),
+    "verbosity": (("medium",), "the length is that of the model's own text; use max_tokens"),
+    "web_search_options": ((), "the model cannot search"),
+}
+ROLES = ("system", "developer", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request for texts, checked."""
+
+    kind: Literal["text_completion", "chat.completion"]
+    requests: list[Request]  # for each prompt `best_of` texts
+    n: int
+    best_of: int
+    logprobs: int | None
+    stream: bool = False
+    usage: bool = False  # in a stream: as its last part
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(r.prompt) for r in self.requests[:: self.best_of])
+
+
+# Reading
+
+
+def read_completion(f: Fields, served: Served) -> Call:
+    prompts = read_prompts(f.take("prompt"), served)
+    echo, length = f.flag("echo"), f.integer("max_tokens", 16, 0, 2**31 - 1)
+    assert length is not None
+    if not length and not echo:
+        raise Refused("max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens")
+    logprobs = f.integer("logprobs", None, 0, MOST_LOGPROBS)
+    n = f.integer("n", 1, 1, MOST_TEXTS) or 1
+    best_of = f.integer("best_of", n, 1, MOST_TEXTS) or n
+    f.only("suffix", ("",), NO_SUFFIX)
+    stream, usage = read_stream(f)
+    if best_of < n or (best_of > n and stream):
+        raise Refused(f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of")
+    requests = read_texts(f, served, prompts, best_of, length, ())
+    # The best are those whose tokens are likeliest.
+    wanted = 0 if logprobs is None and best_of > n else logprobs
+    requests = [Request(r.prompt, r.options, r.seed, r.stream, r.stop, wanted, echo) for r in requests]
+    return Call("text_completion", requests, n, best_of, logprobs, stream, usage)
+
+
+def read_chat(f: Fields, served: Served) -> Call:
+    prompt = render(read_messages(f.take("messages")), served.template, served.model.tokenizer)
+    lengths = [f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+    room = max(1, served.model.seq_length - len(prompt))
+    length = next((n for n in lengths if n is not None), room)
+    wants, top = f.flag("logprobs"), f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
+    if top is not None and not wants:
+        raise Refused("top_logprobs needs logprobs; set it to true", "top_logprobs")
+    n = f.integer("n", 1, 1, MOST_TEXTS) or 1
+    for name, (neutral, why) in CHAT_FIXED.items():
+        f.only(name, neutral, why)
+    stream, usage = read_stream(f)
+    logprobs = (top or 0) if wants else None
+    requests = read_texts(f, served, [prompt], n, length, served.stop)
+    requests = [Request(r.prompt, r.options, r.seed, r.stream, r.stop, logprobs) for r in requests]
+    return Call("chat.completion", requests, n, n, logprobs, stream, usage)
+
+
+def read_texts(
+    f: Fields, served: Served, prompts: Sequence[list[int]], copies: int, length: int, stop: tuple[str, ...]
+) -> list[Request]:
+    """Return the requests of `copies` texts after each prompt; finish reading the fields."""
+    if (name := f.text("model")) not in (None, served.name):
+        message = f"there is no model {str(name)[:100]!r} here; this server has {served.name!r}"
+        raise Refused(message, "model", "model_not_found", 404)
+    options = read_options(f, length)
+    seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1) or 0
+    stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS), *stop)))
+    for name, (neutral, why) in FIXED.items():
+        f.only(name, neutral, why)
+    for name in IDENTIFIERS:
+        f.take(name)
+    f.finish()
+    if len(prompts) * copies > MOST_TEXTS:
+        raise Refused(
+            f"n {copies} texts after {len(prompts)} prompts are too many; a request has at most {MOST_TEXTS}", "n"
+        )
+    most = served.model.seq_length
+    for prompt in prompts:
+        if len(prompt) + length > most:
+            both = f"{len(prompt)} in the prompt and {length} in the completion"
+            message = f"this model reads {most} tokens, but there are {both}; shorten one of them"
+            raise Refused(message, "prompt", "context_length_exceeded")
+    rows = [prompt for prompt in prompts for _ in range(copies)]
+    return [Request(prompt, options, seed % 2**63, number, stop) for number, prompt in enumerate(rows)]
+
+
+def read_options(f: Fields, length: int) -> Sampling:
+    """Return the flags of sampling; OpenAI's `top_p` of 1 is all tokens, and 0 the likeliest."""
+    temperature, top_p = f.number("temperature", 1.0, 0, 100), f.number("top_p", 1.0, 0, 1)
+    return Sampling(
+        temperature,
+        top_k=max(0, f.integer("top_k", 0, -1, 2**31 - 1) or 0),  # -1: all, as in vLLM
+        top_p=0.0 if top_p == 1 else top_p or 1e-12,
+        min_p=f.number("min_p", 0.0, 0, 1),
+        repetition_penalty=f.number("repetition_penalty", 1.0, 0.01, 100),
+        out_seq_length=length,
+    )
+
+
+def read_stream(f: Fields) -> tuple[bool, bool]:
+    stream, options = f.flag("stream"), f.take("stream_options")
+    if options is None:
+        return stream, False
+    if not isinstance(options, dict):
+        raise Refused("stream_options must be an object", "stream_options")
+    if not stream:
+        raise Refused("stream_options needs stream; set it to true", "stream_options")
+    inner = Fields(options)
+    usage = inner.flag("include_usage")
+    inner.only("include_obfuscation", (False,), "answers are not padded")
+    inner.finish()
+    return stream, usage
+
+
+def read_prompts(given: Any, served: Served) -> list[list[int]]:
+    """Return the tokens of each prompt: of text, of a list of texts, or ids in one or two lists."""
+    if given is None:
+        given = ""
+    prompts = given if isinstance(given, list) and not _is_ids(given) else [given]
+    if not 0 < len(prompts) <= MOST_TEXTS:
+        raise Refused(f"prompt has {len(prompts)} prompts; give 1 to {MOST_TEXTS}", "prompt")
+    tokenizer, vocab = served.model.tokenizer, served.model.model.vocab
+    out = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = encode(tokenizer, prompt)
+        elif isinstance(prompt, list) and _is_ids(prompt):
+            ids = prompt
+            if wrong := [i for i in ids if not 0 <= i < vocab]:
+                raise Refused(
+                    f"prompt has token id {wrong[0]}, which is outside of the vocabulary, 0 to {vocab - 1}", "prompt"
+                )
+        else:
+            raise Refused("prompt must be a string, a list of strings, or token ids in one or two lists", "prompt")
+        out.append(ids or [tokenizer.eod])
+    return out
+
+
+def _is_ids(value: Sequence[Any]) -> bool:
+    return bool(value) and all(type(i) is int for i in value)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        return list(tokenizer.encode(text))
+    except UserError as error:  # a vocabulary of bare ids reads numbers only
+        raise Refused(str(error), "prompt") from None
+
+
+def read_messages(given: Any) -> list[dict[str, str]]:
+    """Return the turns of a dialogue; a list of text parts is joined."""
+    if not isinstance(given, list) or not given:
+        raise Refused("messages must be a list of at least one message", "messages")
+    out = []
+    for number, message in enumerate(given):
+        place = f"messages[{number}]"
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise Refused(f"{place} must have a role: {', '.join(ROLES)}", "messages")
+        if more := message.keys() - {"role", "content", "name", "refusal"}:
+            raise Refused(f"{place} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out", place)
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [p["text"] for p in content if isinstance(p, dict) and isinstance(p.get("text"), str)]
+            content = "".join(parts) if len(parts) == len(content) else None
+        if not isinstance(content, str):
+            raise Refused(f"{place} must have text as content", "messages")
+        role = "system" if message["role"] == "developer" else message["role"]
+        out.append({"role": role, "content": content})
+    return out
+
+
+def render(messages: list[dict[str, str]], template: ChatTemplate | None, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a dialogue up to the answer; without a template, its plain text."""
+    if template is None:
+        return encode(tokenizer, "".join(m["content"] for m in messages)) or [tokenizer.eod]
+    try:
+        return template.encode(tokenizer, messages)
+    except UserError as error:
+        raise Refused(str(error), "messages") from None
+
+
+# Texts
+
+
+@dataclass
+class Token:
+    id: int
+    logprob: float | None
+    top: Top
+    offset: int  # characters before it
+
+
+@dataclass
+class Piece:
+    """What a token adds to a text."""
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)  # only with log-probabilities
+    finish: str | None = None
+
+
+class Text:
+    """A text while it comes, cut before a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self.tokenizer, self.request = tokenizer, request
+        before = () if request.echo else request.prompt
+        self._echoed = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer, request.stop, request.prompt)
+        self._plain = TextStream(tokenizer, (), before)  # without stop strings: where tokens begin
+        self._length = self._at = self._count = 0
+        self._waiting: list[Token] = []
+        self.finish: str | None = None
+        self.generated = 0
+        self.sum = 0.0  # of log-probabilities
+
+    def push(self, event: Event) -> Piece:
+        """Return what is certain of the text now; nothing after its end."""
+        if self.finish:
+            return Piece()
+        self.generated += not event.echoed
+        self._count += 1
+        is_end = event.finish == "stop" and event.token == self.tokenizer.eod
+        text = ""
+        if not is_end:
+            self._note(event)
+            text = (self._echoed if event.echoed else self._stream).push(event.token)
+        if event.echoed and self._count == len(self.request.prompt):
+            text += self._echoed.finish()
+        if event.finish or self._stream.stopped:
+            self.finish = "stop" if self._stream.stopped else event.finish
+            text += self._stream.finish()
+        self._length += len(text)
+        keep_all = self.finish and not self._stream.stopped
+        certain = [t for t in self._waiting if keep_all or t.offset < self._length]
+        self._waiting = self._waiting[len(certain) :]
+        return Piece(text, certain, self.finish)
+
+    def _note(self, event: Event) -> None:
+        if self.request.logprobs is None:
+            return
+        self.sum += 0.0 if event.echoed else event.logprob or 0.0
+        self._waiting.append(Token(event.token, event.logprob, event.top, self._at))
+        self._at += len(self._plain.push(event.token))
+
+    @property
+    def mean(self) -> float:
+        return self.sum / max(1, self.generated)
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    tokens = [t for p in pieces for t in p.tokens]
+    return Piece("".join(p.text for p in pieces), tokens, pieces[-1].finish if pieces else None)
+
+
+def spell(tokenizer: Tokenizer, id: int) -> str:
+    """Return a token as OpenAI writes it: text, or bytes where these are no whole characters."""
+    raw = tokenizer.decode_bytes([id])
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
+    tops: list[dict[str, float] | None] = []
+    for t in tokens:
+        top: dict[str, float] = {}
+        for id, logprob in [*t.top, (t.id, t.logprob)] if t.logprob is not None else []:
+            top.setdefault(spell(tokenizer, id), logprob)
+        tops.append(top if t.logprob is not None else None)
+    return {
+        "tokens": [spell(tokenizer, t.id) for t in tokens],
+        "token_logprobs": [t.logprob for t in tokens],
+        "top_logprobs": tops,
+        "text_offset": [t.offset for t in tokens],
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
+    def entry(id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": spell(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([id]))}
+
+    content = [{**entry(t.id, t.logprob), "top_logprobs": [entry(*pair) for pair in t.top]} for t in tokens]
+    return {"content": content, "refusal": None}
+
+
+# Answers
+
+
+def envelope(call: Call, served: Served, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    is_chat = call.kind == "chat.completion"
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{call.id}",
+        "object": f"{call.kind}.chunk" if is_chat and call.stream else call.kind,
+        "created": call.created,
+        "model": served.name,
+        "system_fingerprint": f"step-{served.model.step}",
+        "choices": choices,
+    }
+
+
+def choice(call: Call, served: Served, index: int, piece: Piece, is_first: bool = False) -> dict[str, Any]:
+    """Return a text, or in a stream a part of it, as an element of `choices`."""
+    out: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": piece.finish}
+    tokenizer = served.model.tokenizer
+    if call.kind == "text_completion":
+        out["text"] = piece.text
+        if call.logprobs is not None:
+            out["logprobs"] = completion_logprobs(tokenizer, piece.tokens)
+        return out
+    if call.logprobs is not None:
+        out["logprobs"] = chat_logprobs(tokenizer, piece.tokens)
+    if call.stream:
+        delta = {"content": piece.text} if piece.text or is_first else {}
+        out["delta"] = {"role": "assistant"} | delta if is_first else delta
+    else:
+        out["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+    return out
+
+
+def usage(call: Call, generated: int) -> dict[str, int]:
+    total = call.prompt_tokens + generated
+    return {"prompt_tokens": call.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
+
+
+async def answer(call: Call, served: Served, job: Job) -> dict[str, Any]:
+    """Return the whole answer; of `best_of` texts those with the likeliest tokens."""
+    texts = [Text(served.model.tokenizer, r) for r in call.requests]
+    pieces: list[list[Piece]] = [[] for _ in texts]
+    async for row, event in job.events():
+        pieces[row].append(texts[row].push(event))
+    choices: list[dict[str, Any]] = []
+    for first in range(0, len(texts), call.best_of):
+        rows: list[int] = list(range(first, first + call.best_of))
+        if call.best_of > call.n:
+            rows.sort(key=lambda row: -texts[row].mean)
+        for row in rows[: call.n]:
+            choices.append(choice(call, served, len(choices), join(pieces[row])))
+    return {**envelope(call, served, choices), "usage": usage(call, sum(t.generated for t in texts))}
+
+
+async def stream(call: Call, served: Served, job: Job) -> AsyncGenerator[bytes, None]:
+    """Yield the answer as server-sent events, each token's text as soon as it is certain."""
+    texts = [Text(served.model.tokenizer, r) for r in call.requests]
+    begun = set[int]()
+    extra = {"usage": None} if call.usage else {}
+    async for row, event in job.events():
+        piece = texts[row].push(event)
+        if not (piece.text or piece.tokens or piece.finish):
+            continue
+        part = choice(call, served, row, piece, row not in begun)
+        begun.add(row)
+        yield sse({**envelope(call, served, [part]), **extra})
+    if call.usage:
+        yield sse({**envelope(call, served, []), "usage": usage(call, sum(t.generated for t in texts))})
+    yield b"data: [DONE]\n\n"
+
+
+def sse(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -1,0 +1,41 @@
+"""Run the server until a signal, or until its decoder fails."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from meshwright import console
+from meshwright.errors import DONE
+from meshwright.generation.decoder import Decoder
+from meshwright.serving.app import Server
+from meshwright.serving.guard import Limits
+from meshwright.serving.protocol import server
+from meshwright.serving.scheduler import Scheduler
+from meshwright.serving.served import Served
+
+
+def run(served: Served, limits: Limits, slots: int, queue: int, listening: socket.socket) -> int:
+    """Serve on a listening socket; return the exit status."""
+    scheduler = Scheduler(Decoder(served.model, slots), slots, queue)
+    http = server(Server(served, scheduler, limits).app, limits.read_seconds)
+
+    def stop() -> None:
+        http.should_exit = True
+
+    async def serve() -> None:
+        scheduler.on_break = stop
+        scheduler.start()
+        try:
+            await http.serve([listening])
+        finally:
+            await asyncio.to_thread(scheduler.close)
+
+    host, port = listening.getsockname()[:2]
+    where = f"[{host}]" if ":" in host else host
+    console.say(f"serving {served.name}, step {served.model.step}, on http://{where}:{port} (Ctrl-C stops)")
+    asyncio.run(serve())
+    if scheduler.broken is not None:
+        raise scheduler.broken
+    console.say("stopped")
+    return DONE

@@ -1,0 +1,244 @@
+"""OpenAI's completions and chat: every field, streams, log-probabilities, refusals by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from sites import LENGTH, LOGPROB, TOP, Site, site
+
+from meshwright.generation.requests import Event, Request
+from meshwright.serving import openai
+from meshwright.tokenizers import Bytes
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    assert [c["index"] for c in answer["choices"]] == list(range(len(answer["choices"])))
+    return [c["text"] for c in answer["choices"]]
+
+
+def test_prompts_in_all_forms(fake: Site) -> None:
+    assert texts(fake.complete(prompt="abc", max_tokens=5)) == ["abcab"]
+    assert texts(fake.complete(prompt=["abc", "xy"], max_tokens=3)) == ["abc", "xyx"]
+    assert texts(fake.complete(prompt=[97, 98], max_tokens=3)) == ["aba"]
+    assert texts(fake.complete(prompt=[[97], [98]], max_tokens=2)) == ["aa", "bb"]
+    assert fake.complete(max_tokens=2)["usage"]["prompt_tokens"] == 1  # the beginning of a document
+    answer = fake.complete(prompt="ab", model="fake", user="me")
+    assert texts(answer) == ["ab" * 8] and answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 16, "total_tokens": 18}
+    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-") and answer["model"] == "fake"
+
+
+def test_several_texts_and_their_random_numbers(fake: Site) -> None:
+    del fake.decoder.submitted[:]
+    answer = fake.complete(prompt=["ab", "cd"], n=2, seed=-5, max_tokens=2)
+    assert texts(answer) == ["ab", "ab", "cd", "cd"] and answer["usage"]["prompt_tokens"] == 4
+    assert [(r.seed, r.stream) for r in fake.decoder.submitted] == [(2**63 - 5, n) for n in range(4)]
+    fake.complete(prompt="a")
+    fake.complete(prompt="a")
+    assert fake.decoder.submitted[-1].seed != fake.decoder.submitted[-2].seed
+    assert texts(fake.complete(prompt=["ab"], n=1, best_of=3, max_tokens=2)) == ["ab"]
+    assert fake.decoder.submitted[-1].logprobs == 0
+
+
+def test_sampling_flags_arrive(fake: Site) -> None:
+    body = dict(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, max_tokens=3, stop=["x", "y"])
+    fake.complete(prompt="a", **body)
+    request = fake.decoder.submitted[-1]
+    s = request.options
+    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty) == (0.5, 0.9, 7, 0.1, 1.2)
+    assert s.out_seq_length == 3 and request.stop == ("x", "y")
+    fake.complete(prompt="a", top_p=1, top_k=-1, temperature=0)
+    assert (s := fake.decoder.submitted[-1].options).top_p == 0 and s.top_k == 0 and s.temperature == 0
+    fake.complete(prompt="a", top_p=0)
+    assert 0 < fake.decoder.submitted[-1].options.top_p < 1e-9  # the likeliest token alone
+
+
+def test_stop_strings(fake: Site) -> None:
+    answer = fake.complete(prompt="abcdef", stop="de", max_tokens=20, logprobs=0)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"] and answer["usage"]["completion_tokens"] == 5
+    assert "".join(p["choices"][0]["text"] for p in fake.stream(prompt="abcdef", stop=["de"], max_tokens=20)) == "abc"
+
+
+def test_an_end_of_document_is_no_text(fake: Site) -> None:
+    choice = fake.complete(prompt=[97, 98, 256], max_tokens=9, logprobs=1)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop") and len(choice["logprobs"]["tokens"]) == 2
+
+
+def test_echo_and_logprobs(fake: Site) -> None:
+    answer = fake.complete(prompt="aé", echo=True, logprobs=2, max_tokens=2)
+    choice = answer["choices"][0]
+    assert choice["text"] == "aéa\ufffd"  # cut inside a character
+    found = choice["logprobs"]
+    assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "a", "bytes:\\xc3"]
+    assert found["token_logprobs"] == [None] + [LOGPROB] * 4 and found["text_offset"] == [0, 1, 1, 2, 3]
+    assert found["top_logprobs"][0] is None
+    assert found["top_logprobs"][3] == {"b": TOP[0], "a": LOGPROB}
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_what_the_evaluation_harness_reads(fake: Site, length: int) -> None:
+    """lm-evaluation-harness sums [context:-1] of the answer, and compares with the likeliest."""
+    ids = [[97, 98, 99, 100], [97, 98]]
+    answer = fake.complete(prompt=ids, echo=True, logprobs=1, max_tokens=length, temperature=0, seed=1234)
+    for choice, prompt in zip(answer["choices"], ids, strict=True):
+        found = choice["logprobs"]
+        assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(prompt) + length
+        assert found["token_logprobs"][0] is None
+        assert [max(t.values()) for t in found["top_logprobs"][1:]] == [TOP[0]] * (len(prompt) + length - 1)
+        assert choice["text"] == bytes(prompt + prompt[:length]).decode()
+    assert answer["usage"]["completion_tokens"] == 2 * length
+
+
+def test_a_stream(fake: Site) -> None:
+    parts = fake.stream(
+        prompt=["aé", "xy"], max_tokens=6, logprobs=1, echo=True, stream_options={"include_usage": True}
+    )
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"]["completion_tokens"] == 12
+    assert all(p["usage"] is None for p in parts[:-1])
+    whole = fake.complete(prompt=["aé", "xy"], max_tokens=6, logprobs=1, echo=True)["choices"]
+    for index in (0, 1):
+        mine = [p["choices"][0] for p in parts[:-1] if p["choices"][0]["index"] == index]
+        assert "".join(c["text"] for c in mine) == whole[index]["text"]
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+        for name, values in whole[index]["logprobs"].items():
+            assert [v for c in mine for v in c["logprobs"][name]] == values
+    assert len({p["id"] for p in parts}) == 1
+
+
+def test_chat(fake: Site) -> None:
+    turns = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    status, answer, _ = fake.ask("POST", "/v1/chat/completions", {"messages": turns, "max_completion_tokens": 3})
+    assert status == 200 and answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "aba", "refusal": None}
+    body = {"messages": turns, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    found = fake.ask("POST", "/v1/chat/completions", body)[1]["choices"][0]["logprobs"]["content"]
+    assert found[0]["token"] == "a" and found[0]["bytes"] == [97] and len(found[0]["top_logprobs"]) == 2
+    parts = fake.stream("/v1/chat/completions", messages=turns, max_tokens=3)
+    deltas = [p["choices"][0]["delta"] for p in parts]
+    assert deltas[0] == {"role": "assistant", "content": "a"} and "role" not in deltas[1]
+    assert "".join(d.get("content", "") for d in deltas) == "aba"
+    assert parts[0]["object"] == "chat.completion.chunk" and parts[-1]["choices"][0]["finish_reason"] == "length"
+    # Without a length, the answer may fill the model's.
+    assert fake.ask("POST", "/v1/chat/completions", {"messages": turns})[1]["usage"]["total_tokens"] == LENGTH
+
+
+class Template:
+    """A template that marks turns, whose answers end at `|`."""
+
+    stop = ("|",)
+
+    def encode(self, tokenizer: Bytes, messages: list[dict[str, str]]) -> list[int]:
+        return tokenizer.encode("".join(f"{m['role'][0]}:{m['content']}|" for m in messages))
+
+
+def test_chat_with_a_template() -> None:
+    with site(template=Template()) as running:
+        turns = [{"role": "developer", "content": "be"}, {"role": "user", "content": "so"}]
+        answer = running.ask("POST", "/v1/chat/completions", {"messages": turns})[1]
+        assert bytes(running.decoder.submitted[0].prompt) == b"s:be|u:so|"
+        assert answer["choices"][0]["message"]["content"] == "s:be" and answer["choices"][0]["finish_reason"] == "stop"
+
+
+REFUSED = [
+    ({"suffix": "end"}, "suffix"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "9"}, "max_tokens"),
+    ({"max_tokens": LENGTH}, "prompt"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 10**400}, None),
+    ({"top_p": 2}, "top_p"),
+    ({"logprobs": 99}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": 3}, "stop"),
+    ({"presence_penalty": 1}, "presence_penalty"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logit_bias": {"50": -100}}, "logit_bias"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"bogus": True}}, "bogus"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [257]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a", "b"], "n": 100}, "n"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"bogus": 1}, "bogus"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda v: json.dumps(v)[:40])
+def test_refusals_name_the_field(fake: Site, body: dict[str, Any], param: str | None) -> None:
+    status, error = fake.error(**{"prompt": "ab", **body})
+    assert status == 400 and error["type"] == "invalid_request_error" and error["param"] == param
+    assert param is None or param in error["message"] or "tokens" in error["message"]
+
+
+def test_neutral_values_are_accepted(fake: Site) -> None:
+    fixed = {name: neutral[0] for name, (neutral, _) in openai.FIXED.items()}
+    fake.complete(prompt="a", suffix=None, best_of=None, stream_options=None, metadata={}, **fixed)
+    chat = {name: neutral[0] for name, (neutral, _) in openai.CHAT_FIXED.items() if neutral}
+    turns = [{"role": "user", "content": "a"}]
+    assert fake.ask("POST", "/v1/chat/completions", {"messages": turns, "max_tokens": 2, **fixed, **chat})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": []},
+        {"messages": ["a"]},
+        {"messages": [{"role": "tool", "content": "a"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": []}]},
+        {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "a"}], "echo": True},
+        {"messages": [{"role": "user", "content": "a" * LENGTH}]},
+    ],
+    ids=lambda v: json.dumps(v)[:60],
+)
+def test_chat_refusals(fake: Site, body: dict[str, Any]) -> None:
+    status, error = fake.error("/v1/chat/completions", **body)
+    assert status == 400 and error["message"]
+
+
+def test_models(fake: Site) -> None:
+    listed = fake.ask("GET", "/v1/models")[1]["data"]
+    assert listed == [fake.ask("GET", "/v1/models/fake")[1]] and listed[0]["max_model_len"] == LENGTH
+    assert fake.ask("GET", "/v1/models/other/one")[0] == 404
+    status, error = fake.error(prompt="a", model="gpt-4")
+    assert status == 404 and error["code"] == "model_not_found" and "'fake'" in error["message"]
+
+
+def test_what_the_decoder_refuses(fake: Site) -> None:
+    status, error = fake.error(prompt=[0, 1])
+    assert status == 400 and error["message"] == "no text begins with 0"
+    _, data, _ = fake.ask("POST", "/v1/completions", {"prompt": [0, 1], "stream": True})
+    assert "no text begins with 0" in data.decode()
+
+
+def test_the_best_of_several() -> None:
+    texts = [openai.Text(Bytes(), Request([97], logprobs=0)) for _ in range(2)]
+    for text, logprobs in zip(texts, ([-1.0, -3.0], [-1.5]), strict=True):
+        for logprob in logprobs:
+            text.push(Event(0, 98, logprob))
+    assert [t.mean for t in texts] == [-2.0, -1.5]

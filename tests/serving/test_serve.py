@@ -1,0 +1,204 @@
+"""`meshwright serve` with a real model: its texts, its flags, its clients, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sites import Site, wait_until
+
+from helpers import free_port, train_on_texts
+from meshwright import load
+from meshwright.__main__ import main
+from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE
+from meshwright.serving import start
+
+SHAPE = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=48 --max-position-embeddings=48 "
+SHAPE += "--micro-batch-size=8 --lr=1e-2 --hidden-dropout=0 --attention-dropout=0 --train-iters=8"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    texts = ["the cat sat.", "a dog ran."] * 300
+    return Path(train_on_texts(folder, texts, ["--tokenizer-type=ByteTokenizer"], SHAPE.split()))
+
+
+def visit(run: Path, client: Callable[[Site], None], *argv: str, end: int = signal.SIGTERM) -> int:
+    """Serve in this thread while a client is at work in another, until a signal."""
+    port, failures = free_port(), list[BaseException]()
+
+    def work() -> None:
+        site = Site(port, None, None, None)  # type: ignore[arg-type]
+        try:
+            wait_until(lambda: _answers(site), 30)
+            client(site)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            os.kill(os.getpid(), end)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        status = main(["serve", str(run), "--device=cpu", f"--port={port}", *argv])
+    finally:
+        thread.join(30)
+    if failures:
+        raise failures[0]
+    return status
+
+
+def _answers(site: Site) -> bool:
+    try:
+        return site.ask("GET", "/health")[0] == 200
+    except OSError:
+        return False
+
+
+def test_texts_are_the_models(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load(run, device="cpu")
+    prompts = ["the c", "a", "d"]
+    greedy = [model.generate(p, greedy=True, max_new_tokens=9) for p in prompts]
+    sampled = model.generate("the", seed=5, max_new_tokens=20)
+    logits = model.logits("the c").log_softmax(-1)
+    ids = model.encode("the c")
+    wanted = [float(logits[at, ids[at + 1]]) for at in range(4)]
+
+    def client(site: Site) -> None:
+        answer = site.complete(prompt=prompts, max_tokens=9, temperature=0)
+        assert [c["text"] for c in answer["choices"]] == greedy
+        assert site.complete(prompt="the", max_tokens=20, seed=5)["choices"][0]["text"] == sampled
+        scored = site.complete(prompt=[ids], max_tokens=0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+        assert scored["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-5)
+        for found, top in zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True):
+            assert max(top.values()) >= found
+        status, answer, _ = site.ask("PUT", "/api", {"prompts": ["a"], "tokens_to_generate": 9, "top_k": 1})
+        assert status == 200 and answer["text"] == ["a" + greedy[1]]
+
+    assert visit(run, client) == 0
+    assert "serving run, step 8, on http://127.0.0.1:" in capsys.readouterr().out
+
+
+def test_the_openai_client(run: Path) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+
+    def client(site: Site) -> None:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{site.port}/v1", api_key="letters-and-digits") as c:
+            assert c.models.list().data[0].id == "run"
+            whole = c.completions.create(model="run", prompt="the", max_tokens=8, temperature=0, logprobs=1)
+            parts = c.completions.create(model="run", prompt="the", max_tokens=8, temperature=0, stream=True)
+            assert "".join(p.choices[0].text for p in parts) == whole.choices[0].text
+            turns = [{"role": "user", "content": "the"}]
+            talk = c.chat.completions.create(model="run", messages=turns, max_tokens=8, temperature=0, logprobs=True)
+            said = c.chat.completions.create(model="run", messages=turns, max_tokens=8, temperature=0, stream=True)
+            assert "".join(p.choices[0].delta.content or "" for p in said) == talk.choices[0].message.content
+            with pytest.raises(openai.NotFoundError):
+                c.completions.create(model="other", prompt="a")
+            with pytest.raises(openai.BadRequestError, match="suffix"):
+                c.completions.create(model="run", prompt="a", suffix="b")
+
+    assert visit(run, client, "--api-key=letters-and-digits") == 0
+
+
+def test_sigterm_lets_answers_finish(run: Path) -> None:
+    """A stream that is at work ends with [DONE]; new connections are refused."""
+    found: dict[str, Any] = {}
+
+    def client(site: Site) -> None:
+        s = site.connect()
+        body = json.dumps({"prompt": "a", "max_tokens": 40, "stream": True, "n": 8, "logprobs": 5}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        s.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        s.recv(1)
+
+        def read() -> None:
+            out = b""
+            while part := s.recv(1 << 16):
+                out += part
+            s.close()
+            found["text"], found["end"] = out, time.monotonic()
+
+        found["reader"] = threading.Thread(target=read)
+        found["reader"].start()
+
+    began = time.monotonic()
+    assert visit(run, client) == 0
+    found["reader"].join(5)
+    assert b"data: [DONE]" in found["text"] and time.monotonic() - began < 10
+
+
+def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace()
+
+    def note(served: Any, limits: Any, slots: int, queue: int, listening: socket.socket) -> int:
+        vars(seen).update(served=served, limits=limits, slots=slots, queue=queue, at=listening.getsockname())
+        listening.close()
+        return 0
+
+    monkeypatch.setattr(start, "run", note)
+    (tmp_path / "key").write_text("a-long-secret\n")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    port = free_port()
+    argv = f"--host 127.0.0.2 --port {port} --api-key-file {tmp_path}/key --allowed-hosts box.lan --slots 3 --queue 5 "
+    argv += f"--served-model-name small --chat-template {tmp_path}/chat.jinja --max-body-size 999 --read-timeout 2.5 "
+    argv += "--request-timeout 7 --device cpu"
+    assert main(["serve", str(run), *argv.split()]) == 0
+    assert (seen.slots, seen.queue, seen.at) == (3, 5, ("127.0.0.2", port))
+    limits = seen.limits
+    assert (limits.api_key, limits.body, limits.read_seconds, limits.answer_seconds) == ("a-long-secret", 999, 2.5, 7)
+    assert limits.knows("box.lan") and not limits.knows("other.lan")
+    assert seen.served.name == "small" and seen.served.template.path == tmp_path / "chat.jinja"
+    assert main(["serve", str(run), f"--port={port}", "--device=cpu", "--api-key=another-one"]) == 0
+    assert seen.limits.api_key == "another-one" and seen.served.name == "run" and seen.served.template is None
+
+
+def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(start, "run", lambda *given: seen.append(given[-1].getsockname()) or 0)
+    path = Path(__file__).parents[2] / "compat/megatron-lm/tools/run_text_generation_server.py"
+    argv = f"--load {run} --port {free_port()} --device cpu --micro-batch-size 1 --top_p 0.9 --log-interval 1"
+    monkeypatch.setattr("sys.argv", [str(path), *argv.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 0 and seen[0][0] == "127.0.0.1"
+    assert "--top-p have no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        ("--host 0.0.0.0", "--api-key-file"),
+        ("--host example.lan", "--api-key-file"),
+        ("--api-key short", "8 letters"),
+        ("--api-key long-enough --api-key-file x", "exclude"),
+        ("--port 70000", "65535"),
+        ("--queue -1", "--queue"),
+        ("--slots 0", "--slots"),
+    ],
+)
+def test_flags_that_make_no_sense(argv: str, word: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(run), *argv.split()]) == USAGE
+    assert word in capsys.readouterr().err
+
+
+def test_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text("short")
+    assert main(["serve", str(run), "--api-key-file", f"{tmp_path}/key"]) == USAGE
+    assert main(["serve", str(run), "--api-key-file", f"{tmp_path}/none"]) == USAGE
+    assert main(["serve", str(tmp_path), "--device=cpu", "--port=0"]) == BAD_DATA
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", str(run), f"--port={taken.getsockname()[1]}"]) == UNAVAILABLE
+    assert "cannot be listened on" in capsys.readouterr().err
+    assert main(["serve", str(run), "--dry-run"]) == 0
+    assert "the flags fit step 8" in capsys.readouterr().out
