@@ -6,7 +6,7 @@ const LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 24;
 export class Chart {
   // `key` names the quantity; `hooks` has zoom(begin, end), cursor(x, chart) and changed().
   constructor(key, hooks, wide = false) {
-    Object.assign(this, { key, hooks, lines: [], axis: "step", range: null, at: null, drag: null, log: false, logX: false });
+    Object.assign(this, { key, hooks, lines: [], axis: "step", range: null, at: null, isHere: false, drag: null, log: false, logX: false });
     this.choseLog = false;
     this.element = document.createElement("figure");
     this.element.className = wide ? "wide" : "";
@@ -39,7 +39,7 @@ export class Chart {
   show(lines, { axis, range, logX, resumed }) {
     Object.assign(this, { lines, axis, range, logX, resumed });
     if (this.key === "grad_norm" && !this.choseLog) this.log = isSpiky(lines);
-    this.draw();
+    this.point(this.at, this.isHere);
   }
 
   listen() {
@@ -256,6 +256,7 @@ export class Chart {
 
   // Moves the cursor; the picture that the user looks at shows the numbers too.
   point(x, isHere) {
+    this.isHere = isHere;
     this.at = x === null || !this.range || x < this.range[0] || x > this.range[1] ? null : x;
     const found = this.at === null || !isHere ? [] : this.values();
     this.readout.hidden = !found.length;

@@ -66,7 +66,7 @@ def curves(run: Follower, view: View) -> dict[str, Any]:
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
         "lines": {name: found for name, found in lines.items() if found["x"] or found["bad"]},
         "checks": {name: place.points(values.items()) for name, values in checks.items()},
-        "scores": {name: place.points(sorted(values.items())) for name, values in record.scores.items()},
+        "scores": {name: place.points(sorted(v.items())) for name, v in record.scores.items() if v},
         "resumed": [place.at(a.began) for a in record.attempts[1:] if a.began and place.knows(a.began)],
     }
 
@@ -98,8 +98,8 @@ def line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: int) -> 
     begin, end = max(where[0] - 1, 0), min(where[1] + 1, len(x))
     finite = np.isfinite(y[begin:end])
     bad, shown = x[begin:end][~finite], (x[begin:end][finite], y[begin:end][finite])
-    out: dict[str, Any] = {"bad": bad[:: max(1, -(-len(bad) // points))].tolist()}
-    out["x"], out["y"] = (a.tolist() for a in plot.thin(*shown, points))
+    out: dict[str, Any] = {"bad": short(bad[:: max(1, -(-len(bad) // points))])}
+    out["x"], out["y"] = map(short, plot.thin(*shown, points))
     if half and len(shown[0]) > 20:
         # The median at the borders of what is shown reads the steps beyond them.
         first, last = max(begin - half, 0), min(end + half, len(x))
@@ -108,5 +108,13 @@ def line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: int) -> 
         wide = x[first:last][known][::stride], y[first:last][known][::stride]
         mx, my = plot.running_median(*wide, max(1, half // stride))
         inside = (mx >= shown[0][0]) & (mx <= shown[0][-1])
-        out |= {"mx": mx[inside].tolist(), "my": np.asarray(my)[inside].tolist(), "width": 2 * half + 1}
+        out |= {"mx": short(mx[inside]), "my": short(np.asarray(my)[inside]), "width": 2 * half + 1}
     return out
+
+
+def short(values: Steps) -> list[Any]:
+    """Return numbers with up to eight digits, which halve the size of an answer."""
+    if len(values) and (values == np.rint(values)).all() and np.abs(values).max() < 2**53:
+        whole: list[Any] = values.astype(np.int64).tolist()
+        return whole
+    return [float(f"{v:.8g}") for v in values]
