@@ -23,8 +23,13 @@ from meshwright.serving.metrics import Metrics
 from meshwright.serving.scheduler import Job, Scheduler
 from meshwright.serving.served import Served
 
-PAGE = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css")}
-PAGE |= {"/page.js": ("page.js", "text/javascript")}
+# Address: package, file and type. The colours and the form are those of the page of `report`.
+PAGE = {
+    "/": ("meshwright.serving", "page.html", "text/html"),
+    "/base.css": ("meshwright.report", "page.css", "text/css"),
+    "/page.css": ("meshwright.serving", "page.css", "text/css"),
+    "/page.js": ("meshwright.serving", "page.js", "text/javascript"),
+}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -111,8 +116,8 @@ class Server:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def page(self, request: Request) -> Response:
-        name, kind = PAGE[request.url.path]
-        text = importlib.resources.files(__package__).joinpath(name).read_bytes()
+        package, name, kind = PAGE[request.url.path]
+        text = importlib.resources.files(package).joinpath(name).read_bytes()
         return Response(text, 200, {"content-security-policy": POLICY, "cache-control": "no-cache"}, kind)
 
 

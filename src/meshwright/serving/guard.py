@@ -34,7 +34,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = ("/", "/page.css", "/page.js", "/health")  # without a key
+OPEN = ("/", "/base.css", "/page.css", "/page.js", "/health")  # without a key
 LEFTOVER = 1 << 20, 0.5  # bytes and seconds of a refused body that are read, so that the answer arrives
 HEADERS = [
     (b"x-content-type-options", b"nosniff"),
