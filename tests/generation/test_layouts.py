@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +54,7 @@ def runs(tmp_path_factory):
     def make(shape):
         if shape not in made:
             sizes = f"--seq-length={LENGTH} --max-position-embeddings={LENGTH} --num-layers=4 --hidden-size=32"
-            line = f"{sizes} --num-attention-heads=4 --micro-batch-size=16 --train-iters=40 {SHAPES[shape]}"
+            line = f"{sizes} --num-attention-heads=4 --micro-batch-size=16 --train-iters=60 {SHAPES[shape]}"
             line += " --lr=1e-2 --lr-warmup-iters=5 --hidden-dropout=0 --attention-dropout=0"
             folder, vocabulary = tmp_path_factory.mktemp(shape), ["--tokenizer-type=ByteTokenizer"]
             made[shape] = train_on_texts(folder, TEXTS * 20, vocabulary, line.split())
@@ -159,6 +164,67 @@ def test_equals_transformers(runs, shape, tmp_path):
 
 def greedy(m):
     return [done.tokens for done in decoder.complete(m, [Request(p, GREEDY) for p in PROMPTS], 4)]
+
+
+# Processes
+
+TP2, PP2 = LAYOUTS[2][:2]
+LAUNCH = [sys.executable, "-m", "meshwright", "launch", "--nproc-per-node=2", "--"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "meshwright"]
+
+
+def begin(*words):
+    """Start a command with pipes, in a session of its own so that a signal reaches it alone."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(words, **pipes, text=True, start_new_session=True, env=kept | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("start", "layout"),
+    [(LAUNCH, TP2), (TORCHRUN, PP2), ([sys.executable, "-m", "meshwright"], f"{TP2} --num-gpus-per-node=2")],
+)
+def test_a_dialogue_on_several_ranks(runs, start, layout):
+    """Rank 0 reads and answers, started by either launcher or by OneFlow's flag."""
+    load = runs("gpt2")
+    answers = greedy(alone(load, torch.float32))
+    first, _, third, _ = (bytes([*prompt, *new[:9]]).decode() for prompt, new in zip(PROMPTS, answers, strict=True))
+    words = ["generate", str(load), "--device=cpu", "--greedy", "--max-new-tokens=9", *layout.split()]
+    out, err = begin(*start, *words).communicate("the c\nein B\nstop\n", timeout=100)
+    assert out.endswith(f"> {first}\n> {third}\n> "), err
+    assert out.count("successfully loaded") == 1
+
+
+@pytest.mark.long
+def test_an_error_ends_all_ranks(runs):
+    """Rank 0's error is printed once, and is the status of the launch."""
+    words = ["generate", str(runs("gpt2")), "--device=cpu", "--prompt", "x" * LENGTH, PP2]
+    process = begin(*LAUNCH, *words)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 2 and err.count(f"--prompt has {LENGTH} tokens") == 1 and "Traceback" not in err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["idle", "busy", "rank"])
+def test_an_interrupt_ends_all_ranks_at_once(runs, way):
+    """Ctrl-C ends a dialogue that waits, and one that writes; so does the end of another rank."""
+    process = begin(*LAUNCH, "generate", str(runs("gpt2")), "--device=cpu", TP2)
+    seen = ""
+    while "> " not in seen:
+        seen += os.read(process.stdout.fileno(), 4096).decode()
+    if way == "busy":
+        process.stdin.write("the c\n" * 10_000)
+        process.stdin.flush()
+        time.sleep(0.5)
+    if way == "rank":
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == (137 if way == "rank" else 130) and time.monotonic() - began < 20
 
 
 def test_the_model_must_fit_the_layout(runs, capsys):

@@ -72,6 +72,7 @@ class Runner:
             hidden = self.model.m.hidden_size or 0
             self.pipeline = Pipeline(self.layout, "1f1b", [self.model], hidden, False, self.dtype)
             self.pipeline.open(self.device)
+            self.send_to_lead(torch.zeros(1, dtype=self.dtype, device=self.device), (1,))
 
     def columns(self, x: Tensor) -> Tensor:
         """Return this context rank's columns of [B, T], padded so that all have as many."""
