@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def main(argv: list[str]) -> int:
     try:
         from meshwright.watch.app import serve
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("starlette", "uvicorn"):
+        if error.name is None or error.name.split(".")[0] not in ("starlette", "uvicorn", "h11"):
             raise
         hint = "install it with pip install 'meshwright[serve]'"
         raise UserError(f"watch needs {error.name}: {hint}", UNAVAILABLE) from None
@@ -48,6 +47,5 @@ def main(argv: list[str]) -> int:
             f"from another machine: ssh -L {port}:localhost:{port} HOST; Ctrl-C ends the page, not the runs", flush=True
         )
 
-    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
-        serve(Watcher(c.folders), c.port, show)
+    serve(Watcher(c.folders), c.port, show)
     return DONE

@@ -1,17 +1,10 @@
-"""What every request passes first: where it comes from, its key, its size; and how errors look.
-
-A page of another site can send requests to this machine from a reader's browser. Three checks keep
-it out: the Host header must name this server or be a bare address (a name that its owner points at
-127.0.0.1 later is refused), an Origin must be this server's own, and what a browser marks as
-cross-site may only open a page.
-"""
+"""What every request passes first: where it comes from, its key, its size; and how errors look."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import socket
 import sys
 import time
@@ -19,11 +12,11 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 
 from meshwright.errors import UserError
+from meshwright.serving.callers import check_caller, is_known
 from meshwright.serving.fields import Refused
 from meshwright.serving.metrics import Metrics
 from meshwright.serving.protocol import LARGEST_HEADER, error_object
@@ -57,16 +50,8 @@ class Limits:
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise Refused for a request that does not come from where it should."""
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not self.knows(host):
-            message = f"the Host header is {host[:100]!r}, which is not this server; name it with --allowed-hosts"
-            raise Refused(message, code="host_not_allowed", status=403)
-        origin = headers.get(b"origin")
-        if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
-            raise Refused("requests from pages of other origins are refused", code="origin_not_allowed", status=403)
-        opens = headers.get(b"sec-fetch-mode") == b"navigate" and scope["method"] == "GET"
-        if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site") and not opens:
-            raise Refused("requests from pages of other sites are refused", code="origin_not_allowed", status=403)
+        names = self.own_hosts | {host.lower() for host in self.hosts}
+        check_caller(scope["method"], headers, names, "name it with --allowed-hosts")
         if self.api_key is not None and scope["path"] not in OPEN:
             given = headers.get(b"authorization", b"").strip()
             if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
@@ -76,23 +61,7 @@ class Limits:
 
     def knows(self, host: str) -> bool:
         """Return whether a Host header names this server, by an address or one of its names."""
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").lower()
-            urlsplit(f"//{host}").port  # noqa: B018 - raises if it is no number
-        except ValueError:
-            return False
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(name)
-            return True
-        return name in self.own_hosts or name in {h.lower() for h in self.hosts}
-
-
-def _netloc(origin: str) -> str | None:
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return None
-    return parts.netloc.lower() if parts.scheme in ("http", "https") else None
+        return is_known(host, self.own_hosts | {known.lower() for known in self.hosts})
 
 
 class Guard:

@@ -10,9 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any, get_args
-from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -20,6 +18,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import UNAVAILABLE, UserError
+from meshwright.serving.callers import check_caller
+from meshwright.serving.fields import Refused
+from meshwright.serving.protocol import server
 from meshwright.watch.curves import Axis, View, curves
 from meshwright.watch.runs import Watcher, describe_samples, nulls
 
@@ -32,8 +33,8 @@ FILES = {
 }
 EVERY, SILENCE = 0.5, 15.0  # seconds between events, and after which nothing new is sent again
 RUNS, POINTS = 64, 4000  # most of one request
-CONNECTIONS = 100
-LOCAL = {"localhost", "127.0.0.1", "::1"}
+READ_SECONDS = 10.0  # for a request's header
+LOCAL = {"localhost"}  # addresses are known anyway
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -46,49 +47,24 @@ HEADERS = {
 
 
 class Guard:
-    """Refuse requests that do not come from our own page or from a program on this machine.
-
-    A foreign page may send requests to this address, and with a name that it has pointed here (DNS
-    rebinding) even read the answers. So the host must be a name of this machine, and a request that
-    a browser sends for another page is refused.
-    """
+    """Refuse what other sites' pages send, as serving.callers explains; add headers to answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
                 message["headers"] = [*message["headers"], *own]
             await send(message)
 
-        reason = refusal({k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]})
-        app = PlainTextResponse(reason + "\n", 403) if reason else self.app
+        app = self.app
+        try:
+            check_caller(scope["method"], dict(scope["headers"]), LOCAL, "open the address that was printed")
+        except Refused as refused:
+            app = PlainTextResponse(f"{refused}\n", refused.status)
         await app(scope, receive, send_with_headers)
-
-
-def refusal(headers: dict[str, str]) -> str:
-    """Return why a request is refused; empty if it is not."""
-    host, origin = headers.get("host", ""), headers.get("origin")
-    if host_name(host) not in LOCAL:
-        return f"the host {host!r} is no name of this machine; open http://localhost with the port that was printed"
-    if origin is not None and origin != f"http://{host}":
-        return f"the origin {origin!r} is another page"
-    is_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
-        return "this request was sent by another page"
-    return ""
-
-
-def host_name(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
 
 
 def make_app(watcher: Watcher) -> Starlette:
@@ -159,28 +135,18 @@ async def stream(watcher: Watcher) -> AsyncIterator[str]:
 
 
 def serve(watcher: Watcher, port: int, opened: Callable[[int], None]) -> None:
-    """Serve the page on this machine's own address until the process is interrupted."""
+    """Serve the page on this machine's own address until a signal."""
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         hint = "choose another --port, or 0 for any free one"
         raise UserError(f"--port {port}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE) from None
-    config = uvicorn.Config(
-        Guard(make_app(watcher)),
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=CONNECTIONS,
-        timeout_graceful_shutdown=1,
-        ws="none",
-    )
+    http = server(Guard(make_app(watcher)), READ_SECONDS)
+    watcher.is_over = lambda: http.should_exit
     watcher.start()
     try:
         opened(listening.getsockname()[1])
-        server = uvicorn.Server(config)
-        watcher.is_over = lambda: server.should_exit
-        server.run(sockets=[listening])
+        asyncio.run(http.serve([listening]))
     finally:
         watcher.stopping.set()
         listening.close()
