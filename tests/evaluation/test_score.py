@@ -264,7 +264,15 @@ def test_bad_input_is_refused(score, tmp_path, name, content, message):
             65,
             ["--num-layers 5, the checkpoint has 2", "h 99, the checkp"],
         ),
-        ("--input=FILE --load=/nowhere", 2, ["/nowhere", "two folders"]),
+        ("--input=FILE --load=/nowhere", 65, ["/nowhere"]),
+        ("--input=FILE --task=LAMBADA", 2, ["--input and --task exclude each other", "--valid-data has 0"]),
+        (
+            "--input=FILE --strict-lambada --limit=3 --steps=two",
+            2,
+            ["belongs to --task LAMBADA", "to --harness", "two"],
+        ),
+        ("--input=FILE --steps=7", 65, ["--steps 7", "has no step 7; its steps: 30"]),
+        ("--input=FILE --picture=a.gif", 2, ["--picture a.gif: the name must end with .svg, .png or .pdf"]),
     ],
 )
 def test_bad_flags_are_refused(score, tmp_path, flags, status, messages):

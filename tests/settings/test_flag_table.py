@@ -246,6 +246,9 @@ TABLE = {
             "sample_interval sample_prompts sample_length sample_temperature".split(),
             "test_written_samples.py::test_flags",
         ),
+        "eval_tasks": "test_scores.py::test_scores_are_those_of_the_saved_weights",
+        "eval_tasks_interval": "test_scores.py::test_scores_are_those_of_the_saved_weights",
+        "eval_tasks_device": "test_scores.py::test_scores_beside_the_run",
     },
     "sampling": {
         "temperature": "test_generate.py::test_temperature",
@@ -290,6 +293,11 @@ TABLE = {
         "document_separator": "test_inputs.py::test_separators",
         "overlapping_eval": "test_score.py::test_overlapping_eval",
         "json": "test_score.py::test_json_and_table_show_the_same_numbers",
+        **dict.fromkeys(
+            "folders steps results_path picture".split(), "test_tasks.py::test_several_checkpoints_in_one_call"
+        ),
+        **dict.fromkeys("task valid_data strict_lambada".split(), "test_tasks.py::test_lambada_equals_transformers"),
+        **dict.fromkeys("harness harness_path num_fewshot limit".split(), "test_harness.py::test_the_command"),
     },
     "verification": {
         "prefixes": "test_data_commands.py::test_whole_files_and_checksums",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.tokenizers import Tokenizer
 
 AT_ONCE = 64  # full micro-batches whose windows are sorted by length and given to a scorer together
+WIDTH = 16  # few widths are few variants of a kernel
 
 
 class Window(NamedTuple):
@@ -59,15 +60,16 @@ def score_windows(
     """Yield [n, 2], what the scorer returns for each window in order, for some windows at a time.
 
     A micro-batch has `batch` windows of `length` predictions, or more shorter ones; windows are
-    sorted by length, because a row is padded to the longest. With `fixed` every micro-batch is
-    [batch, length], for a network that runs no other shape.
+    sorted by length, because a row is padded to the longest, in steps of WIDTH. With `fixed` every
+    micro-batch is [batch, length], for a network that runs no other shape.
     """
     waiting = iter(windows)
     while portion := list(itertools.islice(waiting, AT_ONCE * batch)):
         order = sorted(range(len(portion)), key=lambda i: -len(portion[i].tokens))
         batches, at = [], 0
         while at < len(order):
-            width = length if fixed else max(1, len(portion[order[at]].tokens) - 1)
+            longest = max(1, len(portion[order[at]].tokens) - 1)
+            width = length if fixed else min(length, -(-longest // WIDTH) * WIDTH)
             count = batch * length // width
             batches.append(make_rows([portion[i] for i in order[at : at + count]], count if fixed else 0, width))
             at += count
@@ -236,14 +238,18 @@ def score_ids(
         for own, bytes_of_text in documents:
             ids = [eod, *own]
             number, tokens, size = number + 1, tokens + len(ids) - 1, size + bytes_of_text
-            for begin, first, end in windows(len(ids) - 1, length, stride):
-                yield Window(ids[begin : end + 1], first - begin)
+            yield from document_windows(ids, length, stride)
 
     total = math.fsum(float(values[:, 0].sum()) for values in score_windows(scorer, read(), length, batch))
     if not tokens:
         raise UserError("there is no text to score", BAD_DATA)
     require_finite(total)
     return Score(total, tokens, size, number)
+
+
+def document_windows(ids: Sequence[int], length: int, stride: int) -> Iterator[Window]:
+    for begin, first, end in windows(len(ids) - 1, length, stride):
+        yield Window(ids[begin : end + 1], first - begin)
 
 
 def require_finite(total: float) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,11 +44,18 @@ class Settings(Protocol):
     def checkpoint(self) -> Checkpoint: ...
 
 
-def run(c: Settings, given: Mapping[str, Any], work: Callable[[LanguageModel], object], copies: bool = False) -> int:
+def run(
+    c: Settings,
+    given: Mapping[str, Any],
+    work: Callable[[LanguageModel], object],
+    copies: bool = False,
+    folders: Sequence[str] = (),
+) -> int:
     """Load the model in the layout of the flags, on all its ranks, and call `work` on rank 0.
 
     With `copies` all ranks that were started take part, with several copies of the
-    model if they are more than one needs. Otherwise the ranks after the first copy end.
+    model if they are more than one needs. Otherwise the ranks after the first copy end. `folders`
+    are loaded one after the other, in the place of --load.
     """
     p = c.parallel
     here = find_world(os.environ, p.local_rank)
@@ -63,7 +70,7 @@ def run(c: Settings, given: Mapping[str, Any], work: Callable[[LanguageModel], o
         team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         if not team.is_lead:
             console.set_stream(None)
-        lead(c, given, work, device, team)
+        lead(c, given, work, device, team, folders)
     except Exception as error:
         reported = rendezvous.error_to_report(error, here)
         if reported is error:
@@ -75,17 +82,26 @@ def run(c: Settings, given: Mapping[str, Any], work: Callable[[LanguageModel], o
 
 
 def lead(
-    c: Settings, given: Mapping[str, Any], work: Callable[[LanguageModel], object], device: torch.device, team: Team
+    c: Settings,
+    given: Mapping[str, Any],
+    work: Callable[[LanguageModel], object],
+    device: torch.device,
+    team: Team,
+    folders: Sequence[str] = (),
 ) -> None:
-    """Load this rank's part and call `work` on rank 0, or follow it."""
-    p, load = c.parallel, c.checkpoint.load
-    assert load
-    settings = flags.to_dict(c)
+    """Load this rank's part of each folder's model and call `work` on rank 0, or follow it."""
+    p, settings = c.parallel, flags.to_dict(c)
     rendezvous.require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
     layout = connect(layout_of(p, team), rendezvous.timeout())
-    m = engine.load(load, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
+    for folder in folders or [c.checkpoint.load or ""]:
+        with_model(
+            engine.load(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team), work
+        )
+
+
+def with_model(m: LanguageModel, work: Callable[[LanguageModel], object]) -> None:
     calls = m.crew.calls if m.crew is not None else None
-    if calls is not None and not team.is_lead:
+    if calls is not None and calls.team.rank:
         calls.follow()
         return
     try:

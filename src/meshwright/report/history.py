@@ -7,7 +7,7 @@ import json
 import math
 import tomllib
 from collections.abc import Reversible, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class History:
     validations: list[Validation]
     attempts: list[Attempt]
     updated: float = 0.0  # seconds since 1970, of the newest row
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)  # of --eval-tasks: name: iteration: score
 
     def final_loss(self, log_interval: Any = 1) -> tuple[float, int]:
         """Return the mean training loss at the end, and of how many steps; see final_loss."""
@@ -165,7 +166,7 @@ def read_history(folder: Path) -> History:
                 why = explain_damage(e)
                 raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
     updated = path.stat().st_mtime
-    return History([steps[i] for i in sorted(steps)], record.validations(), record.attempts, updated)
+    return History([steps[i] for i in sorted(steps)], record.validations(), record.attempts, updated, record.scores)
 
 
 def _time(value: Any) -> float:

@@ -164,6 +164,7 @@ def headlines(history: History, settings: Settings, is_running: bool = False) ->
         out.append((f"best validation loss{on}", f"{best.loss:.4f} at {best.iteration:,}"))
     for tests in by_dataset(v for v in history.validations if v.name == "test"):
         out.append((f"test loss{suffix(tests[0])}", f"{tests[-1].loss:.4f}"))
+    out += [(f"{final} {name}", f"{scores[max(scores)]:,.4f}") for name, scores in history.scores.items() if scores]
     if steps:
         out.append(("tokens per second, median", f"{statistics.median(s.tokens_per_second for s in steps):,.0f}"))
         if mfu := [s.mfu for s in steps if s.mfu is not None]:
@@ -211,7 +212,7 @@ def plots(history: History) -> list[str]:
     """Return HTML figures: the loss, large, then what explains it."""
     if not history.steps:
         return ['<p class="quiet">No step was recorded, so there is nothing to draw.</p>']
-    out = [loss_plot(history)]
+    out = [loss_plot(history), *(score_plot(*one) for one in history.scores.items())]
     for title, unit, column, scale, smooth in (
         ("Learning rate", "", "lr", 1.0, False),
         ("Gradient norm", "before clipping", "grad_norm", 1.0, True),
@@ -248,6 +249,16 @@ def loss_plot(history: History) -> str:
     if resumed_at(history):
         legend.append(plot.key("┆", plot.INK, "resumed"))
     return plot.embed(figure, "Loss", legend="".join(legend), wide=True)
+
+
+def score_plot(name: str, scores: dict[int, float]) -> str:
+    """Draw a score of --eval-tasks over the steps."""
+    import numpy as np
+
+    figure, axes = plot.new_axes((4.8, 2.7))
+    x, y = np.array(sorted(scores.items()), dtype=np.float64).reshape(-1, 2).T
+    plot.draw(axes, x, y, plot.POINT, smooth=False)
+    return plot.embed(figure, name)
 
 
 def resumed_at(history: History) -> list[int]:

@@ -14,6 +14,7 @@ from meshwright.settings import data_paths
 from meshwright.settings.fields import word_of
 from meshwright.settings.grammar import (
     allowed_in_a_row,
+    eval_tasks,
     find_address,
     refuse_address,
     skipped,
@@ -59,7 +60,9 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         + kernel_problems(t, c.model)
         + data_problems(c.data, needs_data)
     )
-    out += logging_problems(c.logging)
+    out += logging_problems(c.logging) + eval_tasks_problems(c.logging)
+    if c.logging.eval_tasks_device and not (k.run_dir or k.save):
+        out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
     if t.seed >= 2**32 - 2:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
     if allowed_in_a_row(t.on_nonfinite) is None:
@@ -174,6 +177,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--deepspeed_config": lambda c: c.parallel.deepspeed_config,
     "--profile": lambda c: c.logging.profile,
     "--sample-interval": lambda c: c.logging.sample_interval,
+    "--eval-tasks": lambda c: c.logging.eval_tasks,
 }
 
 
@@ -652,6 +656,14 @@ def precision_problems(p: Precision) -> list[str]:
         other = "--fp16 scales the loss for its own range" if p.fp16 else "all else is float32"
         out.append(f"--fp8-format {p.fp8_format} needs bfloat16 around it, and {other}; give --bf16")
     return out
+
+
+def eval_tasks_problems(g: Logging) -> list[str]:
+    try:
+        eval_tasks(g.eval_tasks or "")
+    except ValueError as e:
+        return [f"--eval-tasks {g.eval_tasks}: {e}"]
+    return []
 
 
 def logging_problems(g: Logging) -> list[str]:

@@ -118,6 +118,22 @@ def allowed_in_a_row(on_nonfinite: str) -> int | None:
     return int(number) if word == "skip" and re.fullmatch("[1-9][0-9]{0,5}", number) else None
 
 
+EVAL_TASKS = ("lambada", "lambada-strict", "wikitext", "text")
+
+
+def eval_tasks(text: str) -> dict[str, str]:
+    """Return name -> file of `NAME=FILE,NAME=FILE`; a comma in a file's name is part of it."""
+    out: dict[str, str] = {}
+    for one in re.split(r",(?=[a-z-]+=)", text) if text else ():
+        name, _, path = one.partition("=")
+        if name not in EVAL_TASKS or not path:
+            raise ValueError(f"{one!r} is not NAME=FILE with one of the names {', '.join(EVAL_TASKS)}")
+        if name in out:
+            raise ValueError(f"{name} is given twice; evaluate another file with `meshwright evaluate`")
+        out[name] = path
+    return out
+
+
 PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
 
 

@@ -229,7 +229,9 @@ def placeholder(name: str, kind: Any) -> str:
 PATHS = {
     **dict.fromkeys("save load save_hf run_dir tensorboard_dir wandb_save_dir data_cache_path".split(), "DIR"),
     **dict.fromkeys(
-        "genfile checksums picture deepspeed_config kill_switch_path sample_input_file write_to".split(), "FILE"
+        """genfile checksums picture valid_data results_path deepspeed_config kill_switch_path sample_input_file
+        write_to""".split(),
+        "FILE",
     ),
     **dict.fromkeys("data_path train_data_path valid_data_path test_data_path".split(), "PREFIX"),
     **dict.fromkeys("output_prefix prefix prefixes datasets".split(), "PREFIX"),
@@ -243,7 +245,8 @@ PATHS = {
 def usage(command: Command, shown: list[Entry]) -> list[str]:
     words = [_shape(e) for e in shown if e.group == "arguments"]
     lines = [" ".join(["usage:", command.prog, "[flags]", *words])]
-    return [*lines, "", *textwrap.wrap(command.about, _width())]
+    about, *notes = command.about.split("\n\n")
+    return [*lines, "", *textwrap.wrap(about, _width()), *(line for note in notes for line in ("", *note.split("\n")))]
 
 
 def _shape(e: Entry) -> str:

@@ -82,12 +82,18 @@ PAGES = {
     ),
     "evaluate": Page(
         "meshwright.commands.evaluate:EvaluateConfig",
-        "load",
+        "folders",
         {
-            "Text": "input json_keys overlapping_eval json",
-            "Model": "load tokenizer device bf16 micro_batch_size seq_length verify",
+            "Text": "input overlapping_eval",
+            "Known tests": "eval_tasks task valid_data harness",
+            "Model": "steps tokenizer device micro_batch_size",
+            "Results": "json results_path picture",
         },
-        ("meshwright evaluate run --input held-out.jsonl",),
+        (
+            "meshwright evaluate run --input held-out.jsonl",
+            "meshwright evaluate run --steps all --eval-tasks lambada=lambada_test.jsonl",
+            "meshwright evaluate run --harness piqa,arc_easy",
+        ),
     ),
     "preprocess": Page(
         "meshwright.settings.preprocess:PreprocessConfig",

@@ -48,6 +48,7 @@ FP8, ENDS = "--fp8-format", "--first-last-layers-bf16"
 FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ranks"
 SEQUENCE = "--sequence-parallel"
 SAMPLES = "--sample-interval"
+EVAL_TASKS_FLAG = "--eval-tasks"
 
 
 def is_flat(config: Any) -> bool:
@@ -519,6 +520,18 @@ class Logging:
     profile: bool = flag(False, "trace steps --profile-step-start to --profile-step-end with torch's profiler")
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
+    eval_tasks: str | None = flag(
+        None, "score the model on files during the training: lambada=FILE,lambada-strict=FILE,wikitext=FILE,text=FILE"
+    )
+    eval_tasks_interval: int | None = flag(
+        None, "steps between these scores (none: so that they take 1 % of the time)", bound=">0", needs=EVAL_TASKS_FLAG
+    )
+    eval_tasks_device: str | None = flag(
+        None,
+        "score in a separate process on this device, such as cpu or cuda:1, from a snapshot of the weights "
+        "(none: between two steps, on the devices of the run)",
+        needs=EVAL_TASKS_FLAG,
+    )
     nvidia_smi_at: list[int] = flag(
         [], "after these iterations, print nvidia-smi's use and memory of each machine's GPUs", bound=">0"
     )

@@ -39,7 +39,7 @@ from meshwright.settings.command import our_version
 from meshwright.settings.grammar import allowed_in_a_row, skipped
 from meshwright.tokenizers import Tokenizer
 from meshwright.training import folder as run_folder
-from meshwright.training import memory, network
+from meshwright.training import memory, network, scores
 from meshwright.training.lines import FORMS, MEGATRON, Check
 from meshwright.training.metrics import Attempt, Metrics, Timers
 from meshwright.training.profile import profiler
@@ -92,6 +92,7 @@ class Trainer:
         self.train_batches: Generator[list[Batch], None, None] | None = None
         self.last = time.perf_counter()  # the end of the last step
         self.may_have_to_stop = True  # whether any rank may have a reason to
+        self.scores: scores.Scores | None = None  # of --eval-tasks
         self.samples: Samples | None = None  # of --sample-interval
         self.submitted: Submitted | None = None  # the last step, if it is not settled
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last step that is
@@ -145,6 +146,10 @@ class Trainer:
         self.state.set_epochs(list_epochs(data.get("train")))
         if self.config.logging.sample_interval:
             self.samples = Samples(self.config, self.net, self.vocab, tokenizer)
+        if self.config.logging.eval_tasks:
+            made = self.config, self.net, self.vocab, tokenizer, self.team
+            beside = self.config.logging.eval_tasks_device
+            self.scores = scores.ScoresBeside(*made, self.state.save_weights) if beside else scores.Scores(*made)
 
     def open_files(self) -> Datasets:
         """Open the data sets that the flags name.
@@ -401,6 +406,14 @@ class Trainer:
         )
         return iter(Loader(dataset, spec, consumed))
 
+    def close(self) -> None:
+        """End what is under way and close the log; wait for a save in flight."""
+        with contextlib.ExitStack() as held:
+            held.callback(self.metrics.close)
+            held.callback(self.state.saver.close)
+            if self.scores is not None:
+                self.scores.close()
+
     def close_batches(self) -> None:
         """End the thread that reads ahead."""
         if self.train_batches is not None:
@@ -461,7 +474,8 @@ class Trainer:
         is_best, saves = False, bool(c.save and c.save_interval and p.iteration % c.save_interval == 0)
         validates, prints = p.iteration % t.eval_interval == 0, p.iteration in g.nvidia_smi_at
         samples = self.samples if p.iteration % (g.sample_interval or 1) == 0 else None
-        if not (saves or validates or prints or samples):
+        scores = self.scores if self.scores is not None and self.scores.wants(p.iteration) else None
+        if not (saves or validates or prints or samples or scores):
             return
         self.finish()
         pause = time.perf_counter()
@@ -476,7 +490,15 @@ class Trainer:
             samples.write(p.iteration, self.metrics)
         if saves or (c.save and is_best and c.keep_best):
             self.save()
+        if scores:
+            self.score(scores.run, stop)
         self.last += time.perf_counter() - pause
+
+    def score(self, act: Callable[..., None], stop: StopConditions) -> None:
+        """Call one of the methods of `scores` for the weights after the last step."""
+        self.finish()
+        p, is_alone = self.progress, self.team.size == 1
+        act(p.iteration, p.consumed_train_samples, self.metrics, lambda: is_alone and stop.signal is not None)
 
     def validate(self, name: str, prefix: str, ahead: int, stop: StopConditions) -> float:
         """Return the mean loss of the "valid" or "test" sets, printing each; NaN if none."""

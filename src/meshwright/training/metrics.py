@@ -19,6 +19,7 @@ import torch
 from meshwright import device as devices
 from meshwright.console import remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
+from meshwright.evaluation.tasks import Task
 from meshwright.files import naming_file, write_all
 from meshwright.launch.team import Team
 from meshwright.launch.world import find_world
@@ -226,6 +227,17 @@ class Metrics:
         self.row("sample", iteration, number=number, prompt=prompt, text=text)
         for tracker in self.trackers:
             tracker.text(f"sample {number}", prompt + text, iteration)
+
+    def score(self, iteration: int, consumed: int, task: Task, values: dict[str, float], seconds: float) -> None:
+        """Record the measures of one of --eval-tasks, and print Megatron's framed line."""
+        say(f"scores at iteration {iteration} ({task.variant}):\n{task.line(values)}")
+        if self.screen is not None:
+            show(self.screen.score(iteration, task.name, task.headline, values))
+        scores, plain = task.scores(values), {n: v if math.isfinite(v) else str(v) for n, v in values.items()}
+        facts: dict[str, Any] = {"task": task.name, "variant": task.variant, "file": task.file, "sha256": task.sha256}
+        facts |= {"seconds": round(seconds, 3), "values": plain}
+        self.row("scores", iteration, scores={n: v if math.isfinite(v) else str(v) for n, v in scores.items()}, **facts)
+        self._track({f"scores/{name}": value for name, value in scores.items()}, iteration, consumed)
 
     def print_gpus(self) -> None:
         """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -185,6 +186,13 @@ class State:
 
     def tensors(self) -> Any:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
+
+    def save_weights(self, root: Path) -> None:
+        """Write the weights alone as a step into another folder than --save."""
+        state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
+        with publish.lock(root) if self.team.is_lead else contextlib.nullcontext():
+            named = self.net.store.named_state(False, to_save=True)
+            native.save(root, self.progress.iteration, named, state, saved_settings(self.config), team=self.team)
 
     def save(self) -> float | None:
         """Save this state, unless --save holds it; return the seconds that the run waited."""

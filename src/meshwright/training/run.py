@@ -171,8 +171,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         trainer.open_folder(folder, tokenizer, job.command, screen)
         say(startup.line())
         open_log()
-        held.callback(trainer.metrics.close)
-        held.callback(trainer.state.saver.close)  # waits for a save in flight
+        held.callback(trainer.close)
         stop = StopConditions(config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
         with stop.handle_signals() if job.handle_signals else contextlib.nullcontext():
             try:
@@ -215,6 +214,8 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
         trainer.save()
     if reason == ALL_DONE:
         trainer.validate("test", "the end of training for test data", 0, stop)
+        if trainer.scores is not None:
+            trainer.score(trainer.scores.finish, stop)
     trainer.state.saver.wait()
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)

@@ -203,6 +203,15 @@ class LineScreen:
         line.truncate(self.width, overflow="ellipsis")
         return self.form(line) if self.last is not None else self.form(self.head(), line)
 
+    def score(self, iteration: int, task: str, headline: str, values: dict[str, float]) -> str:
+        """Return a line with the measure that says most of one of --eval-tasks."""
+        from rich.text import Text
+
+        line = Text(f"{INDENT}{f'{iteration:,}'.rjust(self.columns[0].width)}", "bold")
+        line.append(f"  {task}: {headline.replace('_', ' ')} {values[headline]:,.4f}", "bold")
+        line.truncate(self.width, overflow="ellipsis")
+        return self.form(line) if self.last is not None else self.form(self.head(), line)
+
     def close(self) -> None:
         """Remove the line that shows the set-up."""
         if self.status is not None:

@@ -1,0 +1,115 @@
+"""Scores of one or several checkpoints: as a table, as JSON and as a picture over the steps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import IO, UserError
+
+PICTURES = (".svg", ".png", ".pdf")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The measures of one checkpoint on one task.
+
+    Fields:
+        task: its name; empty for text and token files.
+        headline: the measure that is drawn.
+        facts: what identifies the measurement: file, variant, lengths.
+    """
+
+    folder: str
+    step: int
+    task: str
+    headline: str
+    values: dict[str, float]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return the result for JSON; what is not finite is a string there."""
+        plain = {n: v if math.isfinite(v) else str(v) for n, v in self.values.items()}
+        if not self.task:
+            return {"step": self.step} | plain | self.facts
+        return {"folder": self.folder, "step": self.step, "task": self.task, "values": plain} | self.facts
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+
+
+def as_list(result: Result) -> str:
+    """Return the figures of one checkpoint, a line each."""
+    named = {"step": result.step} | result.values | result.facts
+    width = max(16, *(len(name) for name in named))
+    return "\n".join(f"  {name.replace('_', ' '):{width}} {shown(value)}" for name, value in named.items())
+
+
+def as_table(results: Sequence[Result]) -> str:
+    """Return one task's figures of several checkpoints, a row each."""
+    several = len({r.folder for r in results}) > 1
+    head = ["folder"] * several + ["step", *(name.replace("_", " ") for name in results[0].values)]
+    rows = [[*[r.folder] * several, shown(r.step), *map(shown, r.values.values())] for r in results]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (head, *rows)]
+    facts = "; ".join(f"{n.replace('_', ' ')} {shown(v)}" for n, v in results[0].facts.items() if n != "seconds")
+    return "\n".join([f"{results[0].task or 'text'}: {facts}", *(f"  {line}" for line in lines)])
+
+
+def by_task(results: Sequence[Result]) -> list[list[Result]]:
+    names = dict.fromkeys(r.task for r in results)
+    return [[r for r in results if r.task == name] for name in names]
+
+
+def write(results: Sequence[Result], path: str) -> None:
+    """Write all results as a JSON list."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps([r.record for r in results], indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--results-path {path} cannot be written: {error.strerror or error}", IO) from None
+
+
+def draw(results: Sequence[Result], path: str) -> None:
+    """Draw each task's headline over the steps, a line for each folder."""
+    from matplotlib.figure import Figure
+
+    from meshwright.report import plot
+    from meshwright.report.compare import style_of
+
+    tasks = by_task(results)
+    figure = Figure(figsize=(5.2 * len(tasks), 3.6), layout="constrained")
+    every = figure.subplots(1, len(tasks), squeeze=False)[0]
+    folders = list(dict.fromkeys(r.folder for r in results))
+    for axes, mine in zip(every, tasks, strict=True):
+        plot.style(axes, "step")
+        axes.set_title(f"{mine[0].task} {mine[0].headline.replace('_', ' ')}".strip(), color=plot.INK, fontsize=10)
+        for number, folder in enumerate(folders):
+            style, here = style_of(number), sorted((r for r in mine if r.folder == folder), key=lambda r: r.step)
+            x, y = [r.step for r in here], [r.values.get(r.headline, math.nan) for r in here]
+            axes.plot(x, y, color=style.colour, ls=style.line, marker=style.marker, ms=4, lw=1.2, label=folder)
+    if len(folders) > 1:
+        every[0].legend(fontsize=8, labelcolor=plot.INK, frameon=False)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if path.endswith(".svg"):
+            Path(path).write_text(plot.svg_of(figure, "scores"), encoding="utf-8")
+        else:
+            figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(f"--picture {path} cannot be written: {error.strerror or error}", IO) from None
+
+
+def headline_of(values: dict[str, float]) -> str:
+    """Return the measure of a harness task that is drawn: the first that is no error bar."""
+    names = itertools.chain((n for n in values if "stderr" not in n), values)
+    return next(names, "")

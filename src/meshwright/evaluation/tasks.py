@@ -1,0 +1,149 @@
+"""Named measures of a model on files: made once, then scored by any model, also during training."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.console import say
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.evaluation import lambada, wikitext
+from meshwright.evaluation.score import Scorer, Window, document_windows, score_windows
+from meshwright.settings.grammar import EVAL_TASKS
+from meshwright.settings.texts import TextInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.tokenizers import Tokenizer
+
+STRIDE = 32  # of Megatron's --overlapping-eval
+# The measures that are drawn over the steps of a training; the first says most about the task.
+DRAWN = dict.fromkeys(("lambada", "lambada-strict"), ("accuracy", "perplexity"))
+DRAWN |= {"wikitext": ("adjusted_perplexity", "perplexity"), "text": ("bits_per_byte", "perplexity")}
+LINES = {"lambada": lambada.line, "lambada-strict": lambada.line, "wikitext": wikitext.line}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A file as windows of tokens.
+
+    Fields:
+        name: lambada, lambada-strict, wikitext or text.
+        variant: how exactly it is measured, in words.
+        sha256: of the file.
+        measure: makes the measures of [windows, 2] nats and hits.
+    """
+
+    name: str
+    file: str
+    variant: str
+    sha256: str
+    windows: list[Window]
+    measure: Callable[[Tensor], dict[str, float]]
+
+    @property
+    def headline(self) -> str:
+        return DRAWN[self.name][0]
+
+    def scores(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the measures that are drawn, by titles of several tasks."""
+        return {f"{self.name} {name.replace('_', ' ')}": values[name] for name in DRAWN[self.name]}
+
+    def line(self, values: dict[str, float]) -> str:
+        """Return the result in the words of Megatron's log, framed by dashes."""
+        title = {"wikitext": "WIKITEXT103"}.get(self.name, self.name.partition("-")[0].upper())
+        words = LINES[self.name](values) if self.name in LINES else described(values)
+        text = f" validation results on {title} | {words}"
+        frame = "-" * (len(text) + 1)
+        return f"{frame}\n{text}\n{frame}"
+
+
+def described(values: dict[str, float]) -> str:
+    return " | ".join(f"{name.replace('_', ' ')}: {value:,.6g}" for name, value in values.items())
+
+
+def make(name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None) -> Task:
+    """Read a task's file and cut it into windows of at most `length` predictions.
+
+    `stride` is that of overlapping windows (none: 32 for wikitext, half the length for text).
+    """
+    assert name in EVAL_TASKS
+    if not Path(path).is_file() and name != "text":
+        raise UserError(f"{name}={path}: there is no such file", BAD_DATA)
+    digest = sha256_of(path)
+    if name == "text":
+        stride = min(stride or max(1, length // 2), length)
+        made, measure = text_windows(path, tokenizer, length, stride)
+        variant = f"each document alone, windows of {length} tokens that advance by {stride}"
+    elif name == "wikitext":
+        stride = min(stride or STRIDE, length)
+        made, measure = wikitext.windows(tokenizer, path, length, stride)
+        table = wikitext.pick_table(path)
+        variant = f"{table} detokenizer, windows of {length} tokens that advance by {stride}"
+    else:
+        say(f"> building lambada dataset from {path} ...")
+        examples, strict = lambada.read_examples(path), name == "lambada-strict"
+        say(f" > found {len(examples)} samples.")
+        made = lambada.windows(tokenizer, examples, strict, length)
+        measure = functools.partial(lambada.measure, made)
+        kind = "OpenAI's file" if digest == lambada.OPENAI else "another file than OpenAI's"
+        variant = f"{'strict: the whole last word' if strict else 'not strict: the last token'}; {kind}"
+    return Task(name, path, variant, digest, made, measure)
+
+
+def text_windows(
+    path: str, tokenizer: Tokenizer, length: int, stride: int
+) -> tuple[list[Window], Callable[[Tensor], dict[str, float]]]:
+    from meshwright.data.prepare.inputs import find
+    from meshwright.data.prepare.text import read_texts
+
+    inputs = TextInputs(input=[path])
+    texts = [text for text in read_texts(inputs, find(inputs)) if text]
+    if not texts:
+        raise UserError(f"text={path}: no text to score", BAD_DATA)
+    made: list[Window] = []
+    for text in texts:
+        made += document_windows([tokenizer.eod, *tokenizer.encode(text)], length, stride)
+    tokens = sum(len(w.tokens) - 1 - w.first for w in made)
+    counts = {"documents": len(texts), "tokens": tokens, "bytes": sum(len(text.encode()) for text in texts)}
+
+    def measure(values: Tensor) -> dict[str, float]:
+        total = float(values[:, 0].sum())
+        bits = total / math.log(2) / counts["bytes"]
+        measures = {"loss": total / tokens, "perplexity": math.exp(min(total / tokens, 700)), "bits_per_byte": bits}
+        return measures | counts
+
+    return made, measure
+
+
+def run(
+    task: Task,
+    scorer: Scorer,
+    length: int,
+    batch: int,
+    fixed: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Score a task with a model; see `score_windows`. Return None if it should stop on the way."""
+    import torch
+
+    found = []
+    for values in score_windows(scorer, task.windows, length, batch, fixed):
+        if should_stop():
+            return None
+        found.append(values)
+    return task.measure(torch.cat(found))
+
+
+def sha256_of(path: str) -> str:
+    """Return the digest of a file, or an empty string for a folder."""
+    if not Path(path).is_file():
+        return ""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,116 @@
+"""lm-evaluation-harness by our adapter: the scores of its own hf backend, and the command."""
+
+import json
+import sys
+
+import pytest
+
+import meshwright.evaluation
+from meshwright.__main__ import main
+
+LENGTH = 32  # of conftest.py
+TASKS = {
+    "small_words": """
+output_type: loglikelihood
+doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
+doc_to_target: "{{' '+text.split(' ')[-1]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "small_choice": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_target: 1
+doc_to_choice: [" dog", " cat sat", " house and then slept near the fire while a dog ran around"]
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "small_rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+""",
+    "small_answer": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: [" the", "."], max_gen_toks: 8}
+metric_list: [{metric: exact_match, ignore_punctuation: true}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def harness():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'meshwright[eval]'")
+    pytest.importorskip("datasets", reason="datasets is not installed: pip install 'meshwright[eval]'")
+    from meshwright.evaluation import harness
+
+    return harness
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tasks on local files."""
+    folder = tmp_path_factory.mktemp("harness")
+    text = "the cat sat on the mat while a small dog ran around the old house and then slept near the warm fire"
+    known = text.split()
+    words = [known[i * 7 % len(known)] for i in range(len(known))]  # as the model has learnt them
+    lines = [
+        {"text": " ".join(words[i:] + words + words[:i]), "question": " ".join(words[i : i + 4]), "answer": words[i]}
+        for i in range(0, 18, 3)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, body in TASKS.items():
+        files = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}\ntest_split: test"
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{files}\n{body}")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scores_equal_the_harness_own_backend(harness, trained, exported, folder, tmp_path):
+    """On the exported folder, with contexts and answers longer than the model reads."""
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    theirs = evaluator.simple_evaluate(
+        HFLM(pretrained=str(exported), device="cpu", batch_size=4, max_length=LENGTH),
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(folder)),
+        bootstrap_iters=0,
+    )
+    results = tmp_path / "results.json"
+    flags = ["--harness", ",".join(TASKS), "--harness-path", folder, "--results-path", results, "--device=cpu"]
+    assert main(["evaluate", str(trained), *map(str, flags)]) == 0
+    ours = {r["task"]: r["values"] for r in json.loads(results.read_text())}
+    assert set(ours) == set(TASKS)
+    for name, values in theirs["results"].items():
+        wanted = {k.removesuffix(",none"): v for k, v in values.items() if isinstance(v, float) and "stderr" not in k}
+        assert wanted and {k: ours[name][k] for k in wanted} == pytest.approx(wanted, rel=1e-4), name
+    assert ours["small_words"]["acc"] > 0 and ours["small_answer"]["exact_match"] <= 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command(harness, trained, folder, capsys):
+    flags = ["--harness=small_words,small_choice", f"--harness-path={folder}", "--limit=2", "--num-fewshot=1"]
+    assert main(["evaluate", str(trained), "--device=cpu", "--json", *flags]) == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    found = {(r["task"], r["samples"], r["few_shot"]) for r in results}
+    assert found == {("small_words", 2, 1), ("small_choice", 2, 1)}
+    assert main(["evaluate", str(trained), "--device=cpu", "--harness=small_wrods", f"--harness-path={folder}"]) == 65
+    assert "--harness small_wrods: the harness has no such task" in capsys.readouterr().err
+
+
+def test_without_the_package(trained, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "meshwright.evaluation.harness", raising=False)
+    monkeypatch.delattr(meshwright.evaluation, "harness", raising=False)
+    assert main(["evaluate", str(trained), "--device=cpu", "--harness=any"]) == 2
+    assert "--harness needs lm-evaluation-harness" in capsys.readouterr().err
