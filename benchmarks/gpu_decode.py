@@ -38,6 +38,7 @@ from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Request
 from meshwright.kernels import decode
 from meshwright.kernels.decode import Layer, Texts
+from meshwright.kernels.decode_plain import plain_attend, plain_linear
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.norm_plain import NormWeights
 from meshwright.model.gpt import GPT
@@ -144,7 +145,7 @@ def check_kernels() -> None:
             wide = n * (1 + (kind == "swiglu"))
             layer = Layer(draw(wide, k) * k**-0.5, draw(wide), weights, kind)
             x, residual = draw(rows, k) + 1, None if kind or normed else draw(rows, n)
-            want = decode.plain_linear(doubled(x), doubled(layer), doubled(residual))
+            want = plain_linear(doubled(x), doubled(layer), doubled(residual))
             error = distance(decode.linear(x, layer, residual), want)
             print(f"{'ok' if error < 1e-2 else 'WRONG'} linear {rows} rows {kind or '-'} {normed or '-'}: {error:.1e}")
     for groups, per_group, dim, half in ((16, 1, 64, 0), (4, 4, 128, 64), (2, 1, 96, 48)):
@@ -156,7 +157,7 @@ def check_kernels() -> None:
             angles = torch.randn(room, half, device="cuda")
             rotation = (angles.cos(), angles.sin()) if half else None
             qkv = draw(rows, groups * (per_group + 2) * dim)
-            want = decode.plain_attend(qkv.double(), doubled(texts), sizes, rotation)
+            want = plain_attend(qkv.double(), doubled(texts), sizes, rotation)
             errors = [distance(decode.attend(qkv, texts, sizes, rotation), want) for _ in range(20)]
             print(f"{'ok' if max(errors) < 1e-2 else 'WRONG'} attend {rows} rows {tuple(sizes)}: {max(errors):.1e}")
 

@@ -180,7 +180,11 @@ def decoding() -> None:
     angles = tuple(torch.zeros(256, 32) for _ in range(2))
     for decode_triton.PDL in (False, True):
         for rows in (1, 8):
-            x = take(rows, 1024)
+            x, slots = take(rows, 1024), torch.arange(rows)
+            state = decode.Rows(slots, slots, slots, slots > 1)
+            for wpe in (None, take(256, 1024)):
+                decode.embed(state, slots, take(50304, 1024), wpe)
+            decode.pick(take(rows, 50304), 50257, slots, state, 50256)
             for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
                 residual = None if kind else x
                 decode.linear(x, decode.Layer(take(4096, 1024), take(4096), weights, kind), residual)

@@ -8,7 +8,8 @@ import torch
 from test_activation import DEVICE, distance, nan_in_new_memory  # noqa: F401
 
 from meshwright.kernels import decode
-from meshwright.kernels.decode import Layer, Texts
+from meshwright.kernels.decode import BAD, NONE, Layer, Rows, Texts
+from meshwright.kernels.decode_plain import plain_attend, plain_embed, plain_linear, plain_pick
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.norm_plain import NormWeights
 
@@ -59,9 +60,9 @@ def test_linear(name, rows, dtype, monkeypatch):
     x = draw(rows, 200, dtype=dtype, mean=1.0)
     residual = draw(rows, 37, dtype=dtype) if has_residual else None
     got = decode.linear(x, layer, residual)
-    want = decode.plain_linear(doubled(x), doubled(layer), doubled(residual))
+    want = plain_linear(doubled(x), doubled(layer), doubled(residual))
     assert got.dtype is dtype and got.shape == (rows, 37) and distance(got, want) < ERROR[dtype]
-    assert distance(decode.plain_linear(x, layer, residual), want) < ERROR[dtype]
+    assert distance(plain_linear(x, layer, residual), want) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -70,7 +71,7 @@ def test_every_tile_gives_the_same(rows):
 
     layer, _ = layer_of("swiglu", 40, 130, torch.float32)
     x = draw(rows, 130)
-    want = decode.plain_linear(doubled(x), doubled(layer))
+    want = plain_linear(doubled(x), doubled(layer))
     for tile in (decode_triton.Tile(16, 32), decode_triton.Tile(32, 64, 1, 2), decode_triton.Tile(16, 256)):
         assert distance(decode_triton.linear(x, layer, None, tile), want) < 2e-6
 
@@ -113,10 +114,49 @@ def test_attend(shape, processors, dtype, monkeypatch):
     monkeypatch.setattr("meshwright.device.processors", lambda device: processors)
     qkv, texts, sizes, rotation = case(shape, dtype)
     exact, again = doubled(texts), Texts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts))
-    want = decode.plain_attend(qkv.double(), exact, sizes, rotation)
+    want = plain_attend(qkv.double(), exact, sizes, rotation)
     for _ in range(2):  # the counters are 0 again
         got = decode.attend(qkv, texts, sizes, rotation)
         assert got.dtype is dtype and distance(got, want) < ERROR[dtype]
-    assert distance(decode.plain_attend(qkv, again, sizes, rotation), want) < ERROR[dtype]
+    assert distance(plain_attend(qkv, again, sizes, rotation), want) < ERROR[dtype]
     assert torch.equal(texts.values, again.values)
     assert distance(texts.keys, exact.keys) < ERROR[dtype] / 10
+
+
+def rows_of(slots):
+    token, used = torch.randint(0, 60, (slots,)), torch.randint(0, 9, (slots,))
+    active = torch.arange(slots) % 3 > 0
+    return Rows(*(x.to(DEVICE) for x in (token, used, used + 1 + torch.arange(slots) % 4, active)))
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("learned", [False, True])
+def test_embed(dtype, learned, monkeypatch):
+    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    rows, slots = rows_of(9), torch.tensor([3, 0, 8, 5], device=DEVICE)
+    wte, wpe = draw(60, 40, dtype=dtype), draw(9, 40, dtype=dtype) if learned else None
+    x, used = decode.embed(rows, slots, wte, wpe)
+    want, places = plain_embed(rows, slots, wte.double(), doubled(wpe))
+    assert torch.equal(used, places) and x.dtype is dtype and distance(x, want) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+def test_pick(dtype, monkeypatch):
+    """Ends of documents, limits, rows that have ended, ties, numbers that are not finite."""
+    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    slots, vocab = torch.tensor([4, 0, 8, 5, 7, 1, 2, 10, 11], device=DEVICE), 5000
+    logits = draw(9, 5056, dtype=dtype)
+    logits[:, vocab:] = 99
+    logits[0, [4100, 77, 2100]] = 9  # a tie
+    logits[2, 4999], logits[3, 10] = 9, 9
+    logits[4, 3000], logits[5, 0], logits[6] = float("nan"), float("inf"), float("-inf")
+    for eod in (10, -1):
+        rows = rows_of(12)
+        want = Rows(*(x.clone() for x in rows))
+        report = plain_pick(logits, vocab, slots, want, eod)
+        assert report[0] == 77 and BAD in report.tolist() and NONE in report.tolist()
+        assert torch.equal(decode.pick(logits, vocab, slots, rows, eod), report)
+        for name in ("used", "limit", "active"):
+            assert torch.equal(getattr(rows, name), getattr(want, name)), name
+        known = slots[report != BAD]
+        assert torch.equal(rows.token[known], want.token[known])

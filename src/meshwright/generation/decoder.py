@@ -22,8 +22,9 @@ from meshwright import device as devices
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.generation.requests import Completion, Event, Finish, Request, Top, cut
 from meshwright.generation.sampling import Kind
-from meshwright.generation.state import BAD, NONE, Outputs, Row, State, choose, score
+from meshwright.generation.state import Outputs, Row, State, choose, score
 from meshwright.generation.steps import Steps
+from meshwright.kernels.decode import BAD, NONE
 from meshwright.model.attention import Cache, Cached, Where
 from meshwright.model.decode import reason_against
 from meshwright.model.gpt import GPT
@@ -44,6 +45,8 @@ class LanguageModel(Protocol):
     def seq_length(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def crew(self) -> object | None: ...
     def decoder(self, slots: int, length: int) -> Decoder: ...
 
     def forward(self, tokens: Tensor, where: Where, last_only: bool = False) -> Tensor:
@@ -77,7 +80,7 @@ class Decoder:
         self.device = model.device
         self.cache = Cache(slots + 1, self.length)
         self.state = State(slots, model.model.vocab, self.device)
-        self.steps = steps_of(model.model, self.cache, self.state, self.eod, graphs)
+        self.steps = steps_of(model, self.cache, self.state, graphs)
         self.is_asynchronous = devices.is_asynchronous(self.device)
         self._queue: deque[Row] = deque()
         self._rows: dict[int, Row] = {}  # by slot
@@ -328,12 +331,12 @@ class Decoder:
         return any(s in text for s in stop)
 
 
-def steps_of(model: GPT, cache: Cache, state: State, eod: int, graphs: str) -> Steps | None:
+def steps_of(model: LanguageModel, cache: Cache, state: State, graphs: str) -> Steps | None:
     """Return the captured steps, unless this network or device has none."""
-    reason = reason_against(model)
+    reason = "the model is cut over several ranks" if model.crew is not None else reason_against(model.model)
     if graphs == "on" and reason:
         raise UserError(f"decoding cannot be captured in CUDA graphs: {reason}; leave graphs at auto")
-    return None if reason or graphs == "off" else Steps(model, cache, state, eod)
+    return None if reason or graphs == "off" else Steps(model.model, cache, state, model.tokenizer.eod)
 
 
 def to_pinned(x: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ from meshwright import device as devices
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, Top
 from meshwright.generation.sampling import Controls, Kind
+from meshwright.kernels.decode import BAD, NONE, Rows
 from meshwright.kernels.twins import upcast
-
-NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
 
 
 @dataclass
@@ -46,6 +45,10 @@ class State:
         self.numbers = torch.zeros(4, slots + 1, dtype=torch.float64, device=device)
         self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         self.seen: Tensor | None = None  # [slots + 1, vocab] tokens of the texts, if some penalty needs it
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.token, self.used, self.limit, self.active)
 
     def admit(self, rows: list[Row]) -> None:
         """Describe new rows, whose prompts will be read next."""

@@ -16,6 +16,7 @@ from meshwright import device as devices
 from meshwright.console import remark
 from meshwright.generation.sampling import Kind
 from meshwright.generation.state import Outputs, State, choose
+from meshwright.kernels.decode import pick
 from meshwright.kernels.grid import power_of_2
 from meshwright.model.attention import Cache
 from meshwright.model.decode import Step
@@ -55,10 +56,11 @@ class Steps:
 
     def advance(self, rows: int, longest: int, kind: Kind, k: int) -> Outputs:
         s, slots = self.state, self.slots[rows]
-        used = s.used[slots]
-        logits = self.step(s.token[slots], slots, used, longest)[:, : s.vocab]
-        s.used[slots] = used + s.active[slots]
-        return choose(s, slots, logits, kind, k, self.eod)
+        logits = self.step(s.rows, slots, longest)
+        if not kind.sampled and not kind.penalised and k < 0:
+            return Outputs(pick(logits, s.vocab, slots, s.rows, self.eod))
+        s.used[slots] += s.active[slots]
+        return choose(s, slots, logits[:, : s.vocab], kind, k, self.eod)
 
     def replay(self, key: Key) -> Outputs:
         known = self.known[key]

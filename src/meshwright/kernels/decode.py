@@ -1,7 +1,9 @@
 """The parts of a network's step by one token: few rows, so that time goes into reading the weights.
 
+    embed    the last tokens' embeddings, and their positions'
     linear   activation(norm(x) W + bias) + residual, one pass over W
     attend   rotation, the new key and value into the cache, attention over each row's own length
+    pick     the likeliest tokens, which the next step begins with, and which rows end with them
 
 Hand-written because torch needs four kernels where these take one, and a kernel of a few rows ends
 before the next one could be launched; its attention has no kernel for rows of unequal lengths over
@@ -13,13 +15,44 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meshwright.kernels.decode_plain import Layer, Texts, plain_attend, plain_linear
+from meshwright.kernels.decode_plain import (
+    BAD,
+    NONE,
+    Layer,
+    Rows,
+    Texts,
+    plain_attend,
+    plain_embed,
+    plain_linear,
+    plain_pick,
+)
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.twins import is_triton
 
-__all__ = ["FEW", "Layer", "Texts", "attend", "linear", "plain_attend", "plain_linear"]
+__all__ = ["BAD", "FEW", "NONE", "Layer", "Rows", "Texts", "attend", "embed", "linear", "pick"]
 
 FEW = 16  # most rows for which `linear` is faster than a library's product
+
+
+def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the embeddings [B, H] of the slots' last tokens, and `used` [B]."""
+    if is_triton(wte):
+        from meshwright.kernels import decode_triton
+
+        return decode_triton.embed(rows, slots, wte, wpe)
+    return plain_embed(rows, slots, wte, wpe)
+
+
+def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int) -> Tensor:
+    """Choose the arg max of the first `vocab` logits [B, padded], and begin the next step.
+
+    Return what to report [B]: the token, NONE or BAD.
+    """
+    if is_triton(logits):
+        from meshwright.kernels import decode_triton
+
+        return decode_triton.pick(logits, vocab, slots, rows, eod)
+    return plain_pick(logits, vocab, slots, rows, eod)
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:

@@ -33,6 +33,33 @@ class Texts(NamedTuple):
     longest: int  # above every row's `used`; decides how the work is split
 
 
+class Rows(NamedTuple):
+    """What the host does not see of the texts between two steps, one element per slot."""
+
+    token: Tensor  # int64, the last one, whose keys and values are not in the cache yet
+    used: Tensor  # int64, tokens in the cache
+    limit: Tensor  # int64, tokens at which the text ends
+    active: Tensor  # bool, whether it goes on
+
+
+NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
+
+
+def plain_embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
+    used = rows.used[slots]
+    x = F.embedding(rows.token[slots], wte)
+    return (x if wpe is None else x + F.embedding(used, wpe)), used
+
+
+def plain_pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int) -> Tensor:
+    logits, active = logits[:, :vocab], rows.active[slots]
+    new, is_finite = logits.argmax(-1), logits.amax(-1).isfinite()  # not if there is a NaN
+    position = rows.used[slots] + active
+    rows.token[slots], rows.used[slots] = new, position
+    rows.active[slots] = active & is_finite & (new != eod) & (position + 1 < rows.limit[slots])
+    return torch.where(active, torch.where(is_finite, new, BAD), NONE)
+
+
 def plain_linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:
     if layer.norm is not None:
         x = plain_forward(Join(None, x, None, None, 0.0), layer.norm)[1]

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from meshwright import device as devices
 from meshwright.kernels.activation_triton import GATES, _value_and_slope
-from meshwright.kernels.decode_plain import Layer, Texts
+from meshwright.kernels.decode_plain import BAD, NONE, Layer, Rows, Texts
 from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads_plain import Sizes
 
@@ -64,6 +64,19 @@ def _normalise(y, at, inside, mean, rstd, weight, bias, plus):  # type: ignore[n
     return y
 
 
+@triton.jit
+def _fetch(weight, n, columns, inner):  # type: ignore[no-untyped-def]
+    """Let the L2 cache fetch the rows n of W, in lines of 128 bytes."""
+    LINE: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
+    row = weight + tl.minimum(n, columns - 1)[:, None] * inner
+    for start in range(0, inner, 16 * LINE):
+        at = (start + tl.arange(0, 16) * LINE)[None, :]
+        lines = tl.where(at < inner, row + at, row)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], tl.int32, is_pure=False, pack=1
+        )
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _linear(  # type: ignore[no-untyped-def]
     x,
@@ -99,6 +112,7 @@ def _linear(  # type: ignore[no-untyped-def]
     is_row = (b < rows)[:, None]
     if PDL:
         gdc_launch_dependents()
+        _fetch(weight, n, columns, inner)  # nobody's output
         gdc_wait()
     mean = tl.zeros((ROWS,), tl.float32)
     rstd = tl.zeros((ROWS,), tl.float32)
@@ -265,6 +279,122 @@ def _attend(  # type: ignore[no-untyped-def]
     else:
         o = out + ((row * GROUPS + group) * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d[None, :]
         tl.store(o, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _embed(  # type: ignore[no-untyped-def]
+    tokens, used, slots, wte, wpe, out, places, width, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Write wte[token] + wpe[place] of a row, and its place. Bytes moved: these rows once."""
+    row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + row)
+    token, place = tl.load(tokens + slot), tl.load(used + slot)
+    x = tl.load(wte + token * width + c, mask=c < width, other=0.0)
+    if wpe is not None:
+        y = x.to(tl.float32) + tl.load(wpe + place * width + c, mask=c < width, other=0.0).to(tl.float32)
+        x = y.to(x.dtype)
+    tl.store(out + row.to(tl.int64) * width + c, x, mask=c < width)
+    if tl.program_id(1) == 0:
+        tl.store(places + row, place)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pick(  # type: ignore[no-untyped-def]
+    logits,
+    slots,
+    tokens,
+    used,
+    limits,
+    active,
+    report,
+    peaks,
+    places,
+    counters,
+    vocab,
+    stride,
+    eod,
+    NONE: tl.constexpr,
+    BAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find a row's largest logit, the first of equals, and advance the row's state.
+
+    Each part of the logits has a program; the last one to end compares the parts' largest and sets
+    the counter back to 0. Bytes moved: the logits once.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    c = part * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))  # a NaN is as bad
+    peak = tl.max(x, 0)
+    tl.store(peaks + row * PARTS + part, peak)
+    tl.store(places + row * PARTS + part, tl.min(tl.where(x == peak, c, 2147483647), 0))
+    tl.debug_barrier()  # all stores of this program come before its count
+    if tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+        i = tl.arange(0, PARTS)
+        inside = i < tl.num_programs(1)
+        every = tl.load(peaks + row * PARTS + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        at = tl.load(places + row * PARTS + i, mask=inside, other=2147483647, cache_modifier=".cg")
+        peak = tl.max(every, 0)
+        best = tl.min(tl.where(every == peak, at, 2147483647), 0).to(tl.int64)
+        is_finite = (peak < float("inf")) & (peak > float("-inf"))
+        slot = tl.load(slots + row)
+        goes_on = tl.load(active + slot) != 0
+        place = tl.load(used + slot) + goes_on.to(tl.int64)
+        tl.store(tokens + slot, tl.where(is_finite, best, 0))
+        tl.store(used + slot, place)
+        stays = goes_on & is_finite & (best != eod) & (place + 1 < tl.load(limits + slot))
+        tl.store(active + slot, stays.to(tl.int8))
+        tl.store(report + row, tl.where(goes_on, tl.where(is_finite, best, BAD), NONE))
+        tl.store(counters + row, 0)
+
+
+def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of the slots' last tokens, and their places."""
+    out, places = wte.new_empty(len(slots), wte.shape[1]), torch.empty_like(slots)
+    grid = len(slots), cdiv(wte.shape[1], 1024)
+    with torch.accelerator.device_index(wte.device.index):
+        _embed[grid](rows.token, rows.used, slots, wte, wpe, out, places, wte.shape[1], 1024, PDL, **options())
+    return out, places
+
+
+def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int) -> Tensor:
+    """Choose the likeliest tokens, advance the rows, and return what to report."""
+    b, block = len(logits), 2048
+    parts = power_of_2(cdiv(vocab, block))
+    peaks, places = logits.new_empty(b, parts, dtype=torch.float32), slots.new_empty(b, parts, dtype=torch.int32)
+    report = torch.empty_like(slots)
+    with torch.accelerator.device_index(logits.device.index):
+        _pick[b, cdiv(vocab, block)](
+            logits,
+            slots,
+            rows.token,
+            rows.used,
+            rows.limit,
+            rows.active.view(torch.int8),
+            report,
+            peaks,
+            places,
+            counters(logits.device),
+            vocab,
+            logits.stride(0),
+            eod,
+            NONE,
+            BAD,
+            parts,
+            block,
+            PDL,
+            **options(),
+        )
+    return report
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile | None = None) -> Tensor:

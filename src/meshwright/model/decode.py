@@ -13,10 +13,10 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels import activation, decode, norm
-from meshwright.kernels.decode import Layer, Texts
+from meshwright.kernels.decode import Layer, Rows, Texts
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.linear import linear
-from meshwright.model.attention import Cache, Where, rotations
+from meshwright.model.attention import Cache, rotations
 from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.model.gpt import GPT, Block
 
@@ -39,13 +39,14 @@ class Step:
         head = model.wte.weight if model.lm_head is None else model.lm_head.weight
         self.head = Layer(head, None, weights_of(model.ln_f))
 
-    def __call__(self, tokens: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
-        """Return the logits [B, padded] of tokens [B], each at place `used` of its slot's text.
+    def __call__(self, rows: Rows, slots: Tensor, longest: int) -> Tensor:
+        """Return the logits [B, padded] of the slots' last tokens, and add these to the cache.
 
         No text has `longest` tokens or more before them.
         """
-        x = self.model.embed(tokens[:, None], Where(position_ids=used[:, None]))[:, 0]
-        return (self.run if len(tokens) <= self.few else self.run_many)(x, slots, used, longest)
+        model, wpe = self.model, self.model.wpe
+        x, used = decode.embed(rows, slots, model.wte.weight, None if wpe is None else wpe.weight)
+        return (self.run if len(slots) <= self.few else self.run_many)(x, slots, used, longest)
 
     def texts(self, layer: int, x: Tensor, sizes: Sizes, slots: Tensor, used: Tensor, longest: int) -> Texts:
         like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
@@ -108,6 +109,7 @@ def reason_against(model: GPT) -> str | None:
         "queries and keys are normalised": m.qk_layernorm,
         f"positions are of the kind {m.position}": m.position not in ("learned", "rope", "none"),
         "the residual stream is the norm's output": m.apply_residual_connection_post_layernorm,
+        "embeddings are normalised": model.ln_emb is not None,
         "the residual stream is float32": model.options.fp32_residual,
         f"heads have {m.head_dim} numbers; kernels are for {DIMS}": m.head_dim not in DIMS,
     }

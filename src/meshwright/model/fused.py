@@ -26,6 +26,8 @@ class FusedBlock(Block):
         self, residual: Tensor | None, pending: Tensor, shared: Shared, before: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         base, q, k, v = self.enter(residual, pending, before, shared)
+        if shared.where.cached is not None:
+            k, v = shared.where.cached.append(self.attn.layer, k, v)
         o = self.attn.attend(q, k, v, shared)
         branch = self.attn.proj.product(o.reshape(*o.shape[:2], -1), self.attn.proj.weight)
         return self.transform(base, branch, after)
