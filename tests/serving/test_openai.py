@@ -126,6 +126,13 @@ def test_chat(fake: Site) -> None:
     assert fake.ask("POST", "/v1/chat/completions", {"messages": turns})[1]["usage"]["total_tokens"] == LENGTH
 
 
+def test_a_dialogue_without_a_template_is_one_text(fake: Site) -> None:
+    turns = [("system", "be"), ("user", "so"), ("assistant", " it"), ("user", "and")]
+    body = {"messages": [{"role": role, "content": text} for role, text in turns], "max_tokens": 1}
+    assert fake.ask("POST", "/v1/chat/completions", body)[0] == 200
+    assert bytes(fake.decoder.submitted[-1].prompt) == b"be\nso it\nand"
+
+
 class Template:
     """A template that marks turns, whose answers end at `|`."""
 

@@ -112,7 +112,7 @@ def test_a_dialogue(page: Any, slow: Site) -> None:
         page.keyboard.press("Control+Enter")
         expect(page.locator("#state")).to_contain_text("6 tokens in")
     expect(page.locator(".turn")).to_have_text(["Youab", "Modelababab", "Youcd", "Modelababab"])
-    assert bytes(slow.decoder.submitted[-1].prompt) == b"ab" + b"ababab" + b"cd"
+    assert bytes(slow.decoder.submitted[-1].prompt) == b"ab" + b"ababab" + b"\ncd"
     page.click("#clear")
     expect(page.locator(".turn")).to_have_count(0)
 

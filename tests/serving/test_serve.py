@@ -18,7 +18,7 @@ import pytest
 from sites import Site, wait_until
 
 from helpers import free_port, train_on_texts
-from meshwright import load
+from meshwright import load, tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE
 from meshwright.serving import start
@@ -202,3 +202,29 @@ def test_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cannot be listened on" in capsys.readouterr().err
     assert main(["serve", str(run), "--dry-run"]) == 0
     assert "the flags fit step 8" in capsys.readouterr().out
+
+
+def test_the_folder_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of docs/serving.md writes what transformers, and so vLLM, reads: equal texts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    texts = ["the cat sat on the mat.", "a dog ran over the hill."] * 100
+    tokenizers.train_bpe(texts, 280, tmp_path / "tok")
+    names = [f"--vocab-file={tmp_path}/tok/vocab.json", f"--merge-file={tmp_path}/tok/merges.txt"]
+    folder = train_on_texts(tmp_path, texts, names, SHAPE.replace("--train-iters=8", "--train-iters=30").split())
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert folder == tmp_path / "run"
+    [line] = [line for line in page.splitlines() if line.startswith("meshwright convert")]
+    assert main(line.split()[1:]) == 0
+
+    words, hf = AutoTokenizer.from_pretrained("run-hf"), AutoModelForCausalLM.from_pretrained("run-hf")
+    assert str(hf.dtype) == "torch.bfloat16" and (tmp_path / "run-hf/config.json").exists()
+    ours = load("run-hf", device="cpu")
+    for prompt in ("the c", "a dog"):
+        ids = words(prompt, return_tensors="pt")
+        assert ids.input_ids[0].tolist() == ours.encode(prompt)
+        found = hf.float().generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        assert words.decode(found, skip_special_tokens=True) == prompt + ours.generate(
+            prompt, greedy=True, max_new_tokens=12
+        )

@@ -230,9 +230,10 @@ def read_messages(given: Any) -> list[dict[str, str]]:
 
 
 def render(messages: list[dict[str, str]], template: ChatTemplate | None, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a dialogue up to the answer; without a template, its plain text."""
+    """Return the tokens of a dialogue up to the answer, without a template as one plain text."""
     if template is None:
-        return encode(tokenizer, "".join(m["content"] for m in messages)) or [tokenizer.eod]
+        lines = ("\n" * (n > 0 and m["role"] == "user") + m["content"] for n, m in enumerate(messages))
+        return encode(tokenizer, "".join(lines)) or [tokenizer.eod]
     try:
         return template.encode(tokenizer, messages)
     except UserError as error:
