@@ -24,7 +24,8 @@ COMMANDS = {
     "train": "pre-train a GPT",
     "launch": "start a command as several ranks, on one machine or many",
     "evaluate": "measure a model's perplexity and bits per byte on text",
-    "generate": "write samples, continue prompts, or hold a dialogue",
+    "generate": "continue prompts of the command line or of a file",
+    "chat": "talk to a model in the terminal",
     "serve": "answer requests for text, OpenAI's way, and show a page",
     "inspect": "show what a checkpoint holds, and whether it is complete",
     "convert": "convert a checkpoint from or to another program's format",
@@ -41,7 +42,7 @@ GROUPS = {
     "Text to tokens": "train-tokenizer preprocess data",
     "Train": "presets train launch",
     "Look": "watch report evaluate",
-    "Use": "generate serve",
+    "Use": "generate chat serve",
     "Checkpoints": "inspect convert",
     "This program": "help doctor bench completion",
 }
@@ -90,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
         return UNAVAILABLE
     except BrokenPipeError:  # the reader of our output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        writes = any(word.startswith(("--genfile", "--sample-input-file")) for word in argv)
+        writes = any(word.startswith(("--genfile", "--sample-input-file", "--output")) for word in argv)
         only_prints = {name, " ".join(argv[:2])} & READ_ONLY or {word.partition("=")[0] for word in argv} & PRINTS
-        return DONE if only_prints or (name == "generate" and not writes) else IO
+        return DONE if only_prints or (name in ("generate", "chat") and not writes) else IO
     except OSError as e:
         place = f"{e.filename}: {e.strerror}" if e.filename else e
         _print_error(f"meshwright {name}: error: {place}{ADVICE.get(e.errno or 0, '')}")

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import random
 import re
 import runpy
 import shlex
@@ -13,30 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from three_sentences import BEAR, CAT, DOG, LENGTH, SENTENCES, SHAPE, learn
 
-from helpers import flip_bit, train_on_texts
+from helpers import flip_bit
 from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.generation import chat, engine
+from meshwright.generation import engine, terminal
 
 ROOT = Path(__file__).resolve().parents[2]
-CAT, DOG, BEAR = SENTENCES = ["the cat sat.", "a dog ran.", "ein Bär."]
-LENGTH = 24
-SHAPE = "--num-layers=2 --hidden-size=32 --num-attention-heads=4".split()
-SHAPE += [f"--seq-length={LENGTH}", f"--max-position-embeddings={LENGTH}"]
-
-
-def learn(folder, steps, *tokenizer):
-    """Train on documents of one sentence: 6 of 11 the first, 3 the second, 2 the third."""
-    texts = random.Random(0).choices(SENTENCES, [6, 3, 2], k=4000)
-    flags = "--micro-batch-size=16 --lr=1e-2 --lr-warmup-iters=5 --hidden-dropout=0 --attention-dropout=0"
-    return train_on_texts(folder, texts, [*tokenizer], [*SHAPE, *flags.split(), f"--train-iters={steps}"])
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A model of bytes that knows the three sentences by heart."""
-    return learn(tmp_path_factory.mktemp("learn"), 150, "--tokenizer-type=ByteTokenizer")
 
 
 @pytest.fixture
@@ -208,7 +191,10 @@ def test_sample_output_file(generate, tmp_path):
         (None, "no such file"),
         (b"", "is empty"),
         (b"good\n\xff\n", "byte 5 is not UTF-8"),
-        (b"a\n" + b"x" * LENGTH + b"\nb\n" + b"y" * 99, f"line 2 has {LENGTH}, line 4 has 99 tokens; the model reads"),
+        (
+            b"a\n" + b"x" * LENGTH + b"\nb\n" + b"y" * 99,
+            f", prompt 2 has {LENGTH} tokens; the model reads {LENGTH}, give a shorter one\n",
+        ),
     ],
 )
 def test_bad_input_files_are_refused(generate, tmp_path, content, message):
@@ -241,37 +227,9 @@ def test_interactive(generate):
     assert "the dog" not in out and "Press Enter" not in out and "\033" not in out
 
 
-def test_plain_dialogue(generate, monkeypatch):
-    """Issue 13, line 7: nothing waits for Enter, and every line typed is a prompt."""
-    monkeypatch.setattr(io, "StringIO", type("Terminal", (io.StringIO,), {"isatty": lambda self: True}))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    typed = "\n   \ndon't stop\n" + "x" * LENGTH + "\nthe cat\na dog\n stop \nthe dog\n"
-    status, out, _ = generate("--interactive", "--temperature=0", typed=typed)
-    assert status == 0 and "Press Enter" not in out and "Megatron" not in out and "\033" not in out
-    assert "> the cat sat.\n> a dog ran.\n> " in out and out.count("> ") == 7 and "the dog" not in out
-    assert f"this has {LENGTH} tokens; the model reads {LENGTH}" in out
-
-
-def test_ctrl_c_cuts_a_continuation_short(generate, monkeypatch):
-    def interrupted(*args):
-        yield 65
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("meshwright.commands.generate.tokens", interrupted)
-    status, out, _ = generate(typed="a dog\nthe cat\n")
-    assert status == 0 and out.endswith("> a dogA ...\n> the catA ...\n> \n")
-
-
 def test_temperature_0_is_greedy_and_lengths_have_two_names(generate):
     greedy = generate("--greedy", "--prompt", "the", "--out-seq-length=3")[1]
     assert generate("--temperature=0", "--prompt", "the", "--max-new-tokens=3")[1] == greedy
-
-
-def test_interactive_ends_with_the_input(generate):
-    """Ctrl-D at the prompt; a last line without its newline is still answered."""
-    assert generate(typed="")[0] == 0
-    status, out, _ = generate("--greedy", typed="a dog")
-    assert status == 0 and out.endswith("\n> a dog ran.\n> \n")
 
 
 def test_interactive_in_a_terminal(generate, monkeypatch):
@@ -285,13 +243,6 @@ def test_interactive_in_a_terminal(generate, monkeypatch):
     assert status == 0 and out.count("\nPress Enter to continue >>>") == 2 and out.count("\033[2J\033[H") == 2
 
 
-def test_answers_of_a_dialogue_differ(generate):
-    """The same prompt twice gives two samples, and the dialogue repeats with its seed."""
-    out = generate("--temperature=3", typed="a\na\n")[1]
-    _, first, second, _ = out.split("> ")
-    assert first != second and out == generate("--temperature=3", typed="a\na\n")[1]
-
-
 def test_bare_ids(tmp_path, capsys, monkeypatch):
     """A model of mock data reads and writes numbers; a typing mistake does not end the dialogue."""
     monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
@@ -302,9 +253,11 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     assert main(["generate", str(tmp_path / "r"), "--device=cpu"]) == 2
     flags = capsys.readouterr().err.split("bare ids, ")[1].split()
     assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *flags]) == 0
-    out = capsys.readouterr().out
-    assert "integers separated by white space" in out and "id 99 is not in 0 ... " in out
-    assert re.search(r"> 1 2 (\d+ ?)*\n", out)
+    out, err = capsys.readouterr()
+    assert "integers separated by white space" in err and "id 99 is not in 0 ... " in err
+    assert re.fullmatch(r"\d+( \d+)*\n", out)
+    assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", "--prompt=1 2", *flags]) == 0
+    assert re.fullmatch(r"1 2( \d+)*\n", capsys.readouterr().out)
 
 
 def test_interactive_on_several_ranks(generate, run, monkeypatch):
@@ -329,7 +282,7 @@ def test_interactive_on_several_ranks(generate, run, monkeypatch):
 
 
 def test_terminal_bytes_that_are_not_utf8(generate):
-    assert chat.replace_surrogates("a\udcffb") == "a�b"
+    assert terminal.replace_surrogates("a\udcffb") == "a�b"
     assert generate("--prompt", "a\udcff", "--out-seq-length=1")[0] == 0
     assert generate(typed="a\udcff\n")[0] == 0
 

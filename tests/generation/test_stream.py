@@ -11,6 +11,8 @@ from meshwright.generation import stream
 class Pieces:
     """A tokenizer of given texts; with `replaces` it decodes half a character to U+FFFD."""
 
+    name = "pieces"
+
     def __init__(self, tokens, replaces):
         self.tokens, self.replaces = tokens, replaces
 

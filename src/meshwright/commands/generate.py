@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import console
 from meshwright import device as devices
 from meshwright.commands import launch
-from meshwright.errors import DONE, USAGE, UserError
+from meshwright.errors import DONE, UserError
+from meshwright.files import replacing
+from meshwright.generation import prompts as prompt_files
+from meshwright.generation.prompts import Prompt
+from meshwright.generation.terminal import Terminal, accept_any_text, replace_surrogates
 from meshwright.launch.world import World, is_idle
+from meshwright.progress import new_bar
 from meshwright.settings import command, flags
+from meshwright.settings.grammar import unescape
 from meshwright.settings.schema import GenerateConfig
 
 if TYPE_CHECKING:
@@ -29,20 +36,25 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     parsed = command.settings(GenerateConfig, words, "generate", about, "load", prints)
     if parsed is None:
         return DONE
-    c, s = parsed.config, parsed.config.sampling
+    c, t = parsed.config, parsed.config.texts
     if is_idle(world, c.parallel.model_ranks, "generation"):
         return DONE
     if not parsed.dry_run and (status := launch.relaunch(c.parallel, ["generate", *argv])) is not None:
         return status
+    prompts = read_prompts(c) if prints else []
+    output = t.sample_output_file or f"{t.sample_input_file}.out"
+    for flag, path, source in (
+        ("--sample-output-file", output, t.sample_input_file),
+        ("--output", t.output, t.prompts),
+    ):
+        if path and source and Path(path).resolve() == Path(source).resolve():
+            raise UserError(f"{flag} {path} is the input file; name another file")
 
     # torch is imported only now, so that a mistake in the flags is reported at once.
-    from meshwright.generation import engine, files, ranks
+    from meshwright.generation import engine, ranks
 
-    lines = files.read_prompts(Path(s.sample_input_file)) if s.sample_input_file and prints else []
-    output = s.sample_output_file or f"{s.sample_input_file}.out"
-    if s.sample_input_file and Path(output).resolve() == Path(s.sample_input_file).resolve():
-        raise UserError(f"--sample-output-file {output} is the input file; name another file")
-    console.set_stream("stderr" if s.prompt is not None else "stdout")  # stdout is for text
+    is_megatrons = t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)
+    console.set_stream("stdout" if is_megatrons else "stderr")  # else stdout is for text
     assert c.checkpoint.load
     given = flags.given(parsed)
     if parsed.dry_run:
@@ -52,34 +64,97 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if c.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
     batch = c.training.micro_batch_size or 8
-    advice = f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {s.out_seq_length}), or --bf16,"
+    most = c.sampling.out_seq_length
+    advice = f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {most}), or --bf16,"
     with command.explain_out_of_memory(advice):
-        return ranks.run(c, given, lambda m: write(c, m, lines, output))
+        return ranks.run(c, given, lambda m: write(c, m, prompts, output))
 
 
-def write(c: GenerateConfig, m: LanguageModel, lines: list[str], output: str) -> None:
+def read_prompts(c: GenerateConfig) -> list[Prompt]:
+    """Return the prompts of the flags and of the files that they name."""
+    t = c.texts
+    usual = Prompt("", c.sampling, tuple(map(unescape, t.stop)), t.num_return_sequences, t.logprobs)
+    if t.prompt is not None:
+        return [dataclasses.replace(usual, text=replace_surrogates(t.prompt))]
+    if t.sample_input_file:
+        text = prompt_files.read_text(t.sample_input_file, "--sample-input-file")
+        return prompt_files.of_lines(text, usual)
+    return prompt_files.read(t.prompts, usual) if t.prompts else []
+
+
+def write(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: str) -> None:
     """Write text in the mode that the flags ask for."""
-    from meshwright.generation import chat, files
+    from meshwright.generation import batches, chat, files, megatron
+    from meshwright.generation.dialogue import Dialogue
 
-    s = c.sampling
-    for stream in (sys.stdin, sys.stdout):  # their encoding may lack characters that a model or a terminal sends
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-    def complete(prompts: list[list[int]], first: int) -> list[tuple[list[int], bool]]:
-        return m.complete(prompts, s, c.training.seed, first)
-
+    t, s, seed = c.texts, c.sampling, c.training.seed
+    accept_any_text()
     batch = int(c.training.micro_batch_size or 8)
-    if s.num_samples:
-        assert s.genfile
-        files.write_samples(s.genfile, s.num_samples, m.tokenizer, complete, batch)
-    elif s.sample_input_file:
-        files.write_continuations(lines, s.sample_input_file, output, m, complete, batch)
-    elif s.prompt is not None:
-        print_continuation(c, m, chat.replace_surrogates(s.prompt))
+    if t.num_samples:
+        assert t.genfile
+        files.write_samples(t.genfile, t.num_samples, m.tokenizer, lambda p, n: m.complete(p, s, seed, n), batch)
+    elif t.sample_input_file:
+        jobs = batches.encode(m, prompts, f"--sample-input-file {t.sample_input_file}")
+        with open(output, "w", encoding="utf-8") as file:
+            for job in batches.generate(m, jobs, seed, batch):
+                file.write(batches.as_megatron(m, job))
+                file.flush()
+        print(f"wrote {len(jobs)} continuations to {output}")
+    elif prompts:
+        is_json = t.json or (t.output or "").endswith(".jsonl")
+        if t.prompts or is_json or t.output or t.beam_width or t.num_return_sequences > 1:
+            write_texts(c, m, prompts, is_json)
+        else:
+            print_continuation(c, m, prompts[0])
+    elif t.dialogue == "megatron":
+        megatron.talk(m.tokenizer, lambda ids, number: tokens(c, m, ids, number), m.seq_length)
     else:
-        talk = chat.talk_like_megatron if s.dialogue == "megatron" else chat.talk
-        talk(m.tokenizer, lambda ids, number: tokens(c, m, ids, number), m.seq_length)
+        dialogue = Dialogue(m.tokenizer, None, m.seq_length)
+        chat.Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",)).run()
+
+
+def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_json: bool) -> None:
+    """Write the texts of prompts to --output or standard output, with a bar and the speed."""
+    from meshwright.generation import batches
+    from meshwright.generation.beam import Beam
+
+    t = c.texts
+    where = "--prompt" if t.prompt is not None else f"--prompts {t.prompts}"
+    jobs = batches.encode(m, prompts, where)
+    form = batches.as_json if is_json else batches.as_text
+    speed = batches.Speed()
+    with bar(sum(p.count for p in prompts)) as advance, opened(t.output) as write_out:
+        if t.beam_width:
+            done = batches.search_all(
+                m, jobs, Beam(t.beam_width, 1.0 if t.length_penalty is None else t.length_penalty), advance
+            )
+        else:
+            done = batches.generate(m, jobs, c.training.seed, int(c.training.micro_batch_size or 8), advance)
+        for job in done:
+            write_out(form(m, job))
+            speed.count(job.texts)
+    console.notice(speed.line() + (f"; wrote {t.output}" if t.output else ""))
+
+
+@contextlib.contextmanager
+def opened(path: str | None) -> Iterator[Callable[[str], object]]:
+    """Yield a function that writes text to a file, which appears complete, or to stdout."""
+    if path is None:
+        yield Terminal().write
+        return
+    with replacing(Path(path)) as file:
+        yield lambda text: file.write(text.encode())
+
+
+@contextlib.contextmanager
+def bar(total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar of texts on a terminal; yield a function that advances it by one."""
+    if not sys.stderr.isatty() or total < 2:
+        yield lambda: None
+        return
+    progress, task = new_bar("texts", "bar", "count", "left", total=total)
+    with progress:
+        yield lambda: progress.advance(task)
 
 
 def tokens(c: GenerateConfig, m: LanguageModel, prompt: list[int], number: int) -> Iterator[int]:
@@ -91,15 +166,23 @@ def tokens(c: GenerateConfig, m: LanguageModel, prompt: list[int], number: int) 
     return (event.token for event in events if event.token != m.tokenizer.eod)
 
 
-def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: str) -> None:
-    from meshwright.generation import chat
-    from meshwright.tokenizers import Null
+def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: Prompt) -> None:
+    """Print a prompt and its continuation while it is generated."""
+    from meshwright.generation import batches
+    from meshwright.generation.decoder import stream
+    from meshwright.generation.requests import Completion
+    from meshwright.generation.stream import TextStream, gap
 
-    ids = m.tokenizer.encode(prompt)
-    if len(ids) >= m.seq_length:
-        raise UserError(f"--prompt has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one", USAGE)
-    new: list[int] = []
-    before = f"{prompt}{' ' * (m.tokenizer.name == Null.name)}"
-    chat.print_pieces(before, m.tokenizer, chat.recorded(tokens(c, m, list(ids), 0), new))
-    if len(ids) + len(new) == m.seq_length and len(new) < c.sampling.out_seq_length:
+    (job,) = batches.encode(m, [prompt], "--prompt")
+    (request,) = job.requests(c.training.seed, 0)
+    terminal, speed, text = Terminal(), batches.Speed(), Completion()
+    pieces = TextStream(m.tokenizer, request.stop, job.ids)
+    terminal.write(prompt.text + gap(m.tokenizer))
+    for event in stream(m, request):
+        text.add(event, m.tokenizer.eod)
+        terminal.write("" if text.ended else pieces.push(event.token))
+    terminal.write(f"{pieces.finish()}\n")
+    speed.count([text])
+    if text.finish == "length" and len(text.tokens) < c.sampling.out_seq_length:
         console.notice(f"note: the text ends at the model's sequence length, {m.seq_length} tokens")
+    console.notice(speed.line())

@@ -1,97 +1,279 @@
-"""A dialogue in the terminal: read a prompt, print its continuation while it is generated."""
+"""`meshwright chat`: a dialogue in the terminal, whose answers appear while they are generated."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+import argparse
+import dataclasses
+import json
+import math
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.generation.stream import pieces
-from meshwright.tokenizers import Null, Tokenizer
+from meshwright.generation.decoder import check_options, stream
+from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
+from meshwright.generation.engine import LanguageModel
+from meshwright.generation.requests import Event, Request
+from meshwright.generation.stream import TextStream
+from meshwright.generation.terminal import Terminal, fail_softly, history_file, interruptible, line_editing
+from meshwright.settings import checks
+from meshwright.settings.fields import inner_type
+from meshwright.settings.flags import convert
+from meshwright.settings.grammar import did_you_mean, unescape
+from meshwright.settings.schema import Sampling
 
-Continue = Callable[[list[int], int], Iterator[int]]  # prompt, number of the answer -> tokens
+SHOWN = 4  # likeliest tokens that /tokens shows beside the chosen one
+BLOCK = '"""'  # begins and ends an input of several lines
+COMMANDS = {
+    "help": "list the commands",
+    "reset": "forget all turns and begin anew",
+    "undo": "take the last input and its answer back",
+    "retry": "answer the last input again, with other random numbers",
+    "system TEXT": "set the words that come before the dialogue, or show them",
+    "set NAME VALUE": "change a setting: ",
+    "show": "show the settings, and how full the model's positions are",
+    "tokens": "show the last answer's tokens, their probabilities and the likeliest others",
+    "save FILE": "write the dialogue to a JSON file",
+    "load FILE": "go on with a dialogue from a file",
+    "quit": "leave, as Ctrl-D does",
+}
+SETTINGS = {
+    **{name: name for name in "temperature top_k top_p min_p repetition_penalty greedy".split()},
+    "max_tokens": "out_seq_length",
+    "stop": "",
+    "seed": "",
+}
 
 
-def talk(tokenizer: Tokenizer, continue_: Continue, seq_length: int) -> None:
-    """Continue each line that is typed, until a line is `stop` or the input ends (Ctrl-D).
+@dataclass
+class Chat:
+    """A dialogue with a model, the flags of its answers, and the terminal that shows it."""
 
-    Ctrl-C ends a continuation early.
-    """
-    answers = 0
-    if sys.stdin.isatty():
-        print("Type the beginning of a text; stop or Ctrl-D ends, Ctrl-C cuts a continuation short.")
-    while (prompt := ask("> ")) is not None:
-        ids = encode(tokenizer, prompt) if prompt.strip() else None
-        if ids is None:
-            continue
-        if len(ids) >= seq_length:
-            print(f"this has {len(ids)} tokens; the model reads {seq_length}, give a shorter beginning")
-            continue
+    model: LanguageModel
+    dialogue: Dialogue
+    options: Sampling
+    stop: tuple[str, ...]
+    seed: int
+    words_to_leave: tuple[str, ...] = ()  # beside /quit
+    terminal: Terminal = field(default_factory=Terminal)
+    last: list[Event] = field(default_factory=list)  # of the last answer
+    answers: int = 0
+
+    def run(self, keep_history: bool = True) -> None:
+        """Answer inputs until the input ends."""
+        kept = history_file() if keep_history else None
+        if not self.terminal.is_person:
+            while self.turn():
+                pass
+            return
+        template = self.dialogue.template
+        form = f"the chat template {template.path}" if template else "no chat template: the model continues the text"
+        stops = "stops an answer" if self.model.crew is None else "ends the program, which runs on several ranks"
+        self.terminal.note(f"{form}. /help lists the commands; Ctrl-C {stops}, Ctrl-D leaves.")
+        with line_editing(self.complete_word, kept):
+            while self.turn():
+                pass
+
+    def turn(self) -> bool:
+        """Read an input and answer it, or obey a command; return False at the end."""
         try:
-            print_pieces(f"{prompt}{' ' * (tokenizer.name == Null.name)}", tokenizer, continue_(ids, answers))
+            line = self.read()
         except KeyboardInterrupt:
-            print(" ...")
-        answers += 1
+            if not self.terminal.is_person:
+                raise
+            self.terminal.note("\n(Ctrl-D or /quit leaves)")
+            return True
+        if line is None or line.strip() in ("/quit", "/exit", *self.words_to_leave):
+            return False
+        if line.startswith("/") and not line.startswith("//"):
+            fail_softly(lambda: self.obey(line[1:]), self.terminal.note)
+        elif line.strip() or (line == "" and self.terminal.is_person and self.dialogue.is_open):
+            self.answer(line[1:] if line.startswith("//") else line)
+        return True
 
+    def read(self) -> str | None:
+        """Return an input: a line, lines that end with backslashes, or those between quotes."""
+        line = self.terminal.ask("> ")
+        if line is not None and line.startswith(BLOCK):
+            lines = [line.removeprefix(BLOCK)]
+            while not lines[-1].endswith(BLOCK) and (more := self.terminal.ask(". ")) is not None:
+                lines.append(more)
+            return "\n".join(lines).removesuffix(BLOCK).strip("\n")
+        while line is not None and line.endswith("\\"):
+            line = f"{line[:-1]}\n{self.terminal.ask('. ') or ''}"
+        return line
 
-def talk_like_megatron(tokenizer: Tokenizer, continue_: Continue, seq_length: int) -> None:
-    """Hold the dialogue of Megatron-DeepSpeed's generate_samples_gpt.py, in its words."""
-    # Only a person at a terminal gets a cleared screen and has to press Enter.
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    answers = 0
-    while (prompt := ask("\nContext prompt (stop to exit) >>> ")) is not None:
-        if not prompt.strip():
-            print("Prompt should not be empty!")
-            continue
-        if (ids := encode(tokenizer, prompt)) is None:
-            continue
-        if len(ids) >= max(seq_length // 2, 2):
-            print(f"\nContext length {len(ids)} \nPlease give smaller context (half of the sequence length)!")
-            continue
-        if is_terminal:
-            print("\033[2J\033[H", end="")
-        print_pieces(f"\nContext: {prompt}\n\nMegatron-LM: ", tokenizer, continue_(ids, answers))
-        answers += 1
-        if is_terminal:
-            try:
-                input("\nPress Enter to continue >>>")
-            except EOFError:
-                return
+    def answer(self, content: str) -> None:
+        """Add an input and write its answer; what the model cannot read is taken back."""
+        before = list(self.dialogue.turns)
+        self.dialogue.add(USER, content)
+        try:
+            done = fail_softly(self.generate, self.terminal.note)
+        except KeyboardInterrupt:  # the second one, which may have come in the middle of a step
+            if not self.terminal.is_person:
+                raise
+            self.model.kept.clear()
+            self.terminal.note("\n(stopped; the answer is not kept)")
+            done = False
+        if not done:
+            self.dialogue.turns = before
 
+    def generate(self) -> None:
+        """Write an answer while it is generated, and add it to the dialogue."""
+        d, most = self.dialogue, self.options.out_seq_length
+        left_out = d.left_out
+        prompt = d.prompt(most)
+        if d.left_out > left_out:
+            what = "turns" if d.template else "tokens of the text"
+            self.terminal.note(
+                f"(the model reads {d.positions:,} tokens: the oldest {d.left_out:,} {what} are left out)"
+            )
+        stop = (*self.stop, *(d.template.stop if d.template else ()))
+        request = Request(prompt, self.options, self.seed, self.answers, stop, SHOWN)
+        check_options(request)
+        text, ended, self.last = "", False, []
+        pieces = TextStream(d.tokenizer, stop, () if d.template else prompt)
+        events = stream(self.model, request)
+        with interruptible(self.terminal.is_person and self.model.crew is None) as is_stopped:
+            for event in events:
+                self.last.append(event)
+                ended = event.token == d.tokenizer.eod
+                piece = "" if ended else pieces.push(event.token)
+                text += piece
+                self.terminal.write(piece)
+                if is_stopped():
+                    break
+            events.close()
+            rest = pieces.finish()
+            self.terminal.write(f"{rest}\n")
+        self.answers += 1
+        d.add(ASSISTANT, text + rest, ended)
+        self.report_end(len(prompt) + len(self.last), is_stopped())
 
-def ask(question: str) -> str | None:
-    """Return the line that is typed, or None at `stop` or the end of the input."""
-    try:
-        prompt = replace_surrogates(input(question))
-    except EOFError:
-        print()
-        return None
-    return None if prompt.strip() == "stop" else prompt
+    def report_end(self, length: int, is_stopped: bool) -> None:
+        """Say why an answer ended, unless it ended as answers do."""
+        if not self.terminal.is_person:
+            return
+        d = self.dialogue
+        go_on = "" if d.template else "; Enter goes on, another line is added to the text"
+        if is_stopped:
+            self.terminal.note(f"(stopped{go_on})")
+        elif self.last[-1].finish == "length":
+            full = length >= d.positions
+            why = f"the model's {d.positions:,} positions are full" if full else "/set max_tokens allows more"
+            self.terminal.note(f"({len(self.last):,} tokens; {why}{go_on})")
+        elif self.last[-1].token == d.tokenizer.eod and d.template is None:
+            self.terminal.note("(the text ended; the next line begins another one)")
 
+    # Commands
 
-def encode(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
-    """Return ids, or None after printing why not: a typing mistake must not end the dialogue."""
-    try:
-        return list(tokenizer.encode(prompt))
-    except UserError as error:
-        print(error)
-        return None
+    def obey(self, line: str) -> None:
+        """Run a command, typed without its slash."""
+        name, _, words = line.strip().partition(" ")
+        known = {usage.split()[0]: usage for usage in COMMANDS}
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UserError(f"there is no /{name}{hint or '; /help lists the commands'}; // begins a text with a /")
+        needed = known[name].split()[1:]
+        if (needed and not words.strip() and name not in ("system", "set")) or (words and not needed):
+            raise UserError(f"/{known[name]}: {COMMANDS[known[name]]}")
+        run: Callable[..., None] = getattr(self, f"do_{name}")
+        run(words.strip()) if needed else run()
 
+    def do_help(self) -> None:
+        for usage, about in COMMANDS.items():
+            more = ", ".join(SETTINGS) if usage.startswith("set ") else ""
+            self.terminal.note(f"/{usage:15} {about}{more}")
+        self.terminal.note(f"A line that ends with \\ goes on in the next one; {BLOCK} begins and ends several lines.")
 
-def print_pieces(before: str, tokenizer: Tokenizer, ids: Iterable[int]) -> None:
-    print(before, end="", flush=True)
-    for text in pieces(tokenizer, ids):
-        print(text, end="", flush=True)
-    print()
+    def do_reset(self) -> None:
+        self.dialogue.reset()
+        self.terminal.note("(forgot all turns)")
 
+    def do_undo(self) -> None:
+        taken = self.dialogue.undo()
+        self.terminal.note("(there is nothing to take back)" if taken is None else f"(took back: {taken})")
 
-def recorded(ids: Iterable[int], into: list[int]) -> Iterator[int]:
-    """Yield ids and append each to a list."""
-    for i in ids:
-        into.append(i)
-        yield i
+    def do_retry(self) -> None:
+        taken = self.dialogue.undo()
+        if taken is None:
+            raise UserError("(there is nothing to answer again)")
+        self.answer(taken)
 
+    def do_system(self, words: str) -> None:
+        if words:
+            self.dialogue.system = "" if words in ('""', "''") else unescape(words)
+        self.terminal.note(f"system: {self.dialogue.system!r}")
 
-def replace_surrogates(text: str) -> str:
-    """Replace the surrogates that stand for bytes of a command line that are not UTF-8."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    def do_set(self, words: str) -> None:
+        name, _, value = words.replace("=", " ", 1).partition(" ")
+        name = name.replace("-", "_")
+        if not value.strip() or name not in SETTINGS:
+            hint = did_you_mean(name, SETTINGS) if name else ""
+            raise UserError(f"/set NAME VALUE changes {', '.join(SETTINGS)}{hint}")
+        self.change(name, value.strip())
+        self.terminal.note(f"{name} {self.settings()[name]}")
+
+    def change(self, name: str, value: str) -> None:
+        """Give a setting a value; raise UserError if it cannot have it."""
+        if name == "stop":
+            self.stop = () if value.lower() == "none" else tuple(unescape(word) for word in value.split())
+            return
+        target = SETTINGS[name]
+        kind = typing.get_type_hints(Sampling)[target] if target else int
+        try:
+            new = convert(inner_type(kind), value)
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{name}: {error}") from None
+        if name == "seed":
+            self.seed, self.answers = new, 0
+            return
+        options = dataclasses.replace(self.options, **{target: new})
+        if wrong := checks.out_of_bounds(options):
+            raise UserError(wrong[0])
+        check_options(Request([0], options))
+        self.options = options
+
+    def settings(self) -> dict[str, object]:
+        own = {"stop": " ".join(json.dumps(s, ensure_ascii=False) for s in self.stop) or "none", "seed": self.seed}
+        return {name: getattr(self.options, target) if target else own[name] for name, target in SETTINGS.items()}
+
+    def do_show(self) -> None:
+        d = self.dialogue
+        used = len(d.prompt(1)) if d.turns else 0
+        rows: dict[str, object] = {"template": d.template.path if d.template else "none: the text goes on"}
+        rows |= {"system": repr(d.system), "turns": len(d.turns), "tokens": f"{used:,} of {d.positions:,}"}
+        rows |= {"step": f"{self.model.step:,}"} | self.settings()
+        for name, value in rows.items():
+            self.terminal.note(f"{name:18} {value}")
+
+    def do_tokens(self) -> None:
+        if not self.last:
+            raise UserError("(there is no answer yet)")
+        for event in self.last:
+            others = [(i, p) for i, p in event.top if i != event.token][: SHOWN - 1]
+            chances = [(event.token, event.logprob), *others]
+            shown = [f"{math.exp(p or 0.0):6.1%} {self.name_token(i)}" for i, p in chances]
+            self.terminal.note(f"{shown[0]:28}" + "".join(f"  {word:22}" for word in shown[1:]).rstrip())
+
+    def name_token(self, i: int) -> str:
+        t = self.dialogue.tokenizer
+        return "end of document" if i == t.eod else json.dumps(t.decode([i]), ensure_ascii=False)
+
+    def do_save(self, words: str) -> None:
+        path = Path(words).expanduser()
+        self.dialogue.save(path)
+        self.terminal.note(f"(wrote {len(self.dialogue.turns)} turns to {path})")
+
+    def do_load(self, words: str) -> None:
+        path = Path(words).expanduser()
+        self.dialogue.load(path)
+        self.terminal.note(f"(read {len(self.dialogue.turns)} turns from {path})")
+
+    def complete_word(self, line: str) -> list[str]:
+        """Return the words that may follow in a line."""
+        if line.startswith("/set "):
+            return list(SETTINGS)
+        return [f"/{usage.split()[0]}" for usage in COMMANDS] if line.startswith("/") else []

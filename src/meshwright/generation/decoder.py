@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -381,7 +381,7 @@ def complete(model: LanguageModel, requests: Iterable[Request], slots: int) -> l
     return out
 
 
-def stream(model: LanguageModel, request: Request) -> Iterator[Event]:
+def stream(model: LanguageModel, request: Request) -> Generator[Event]:
     """Yield a request's events as they come; closing the generator stops it."""
     decoder = model.decoder(1, max(1, len(request.prompt)) + request.options.out_seq_length)
     id = decoder.submit(request)

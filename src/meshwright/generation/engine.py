@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -54,6 +55,7 @@ class LanguageModel:
         tokenizer: `encode(text) -> ids`, `decode(ids) -> text`, `eod`, `size`.
         step: the training step of the checkpoint.
         seq_length: the longest sequence, prompt and continuation together, in tokens.
+        tokenizer_folder: the folder that kept the run's tokenizer, perhaps with a chat template.
     """
 
     model: GPT
@@ -61,6 +63,7 @@ class LanguageModel:
     step: int
     seq_length: int
     crew: Crew | None = None  # of a model that is cut over several ranks, whose `model` is one part
+    tokenizer_folder: Path | None = None
     kept: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
 
     @property
@@ -258,5 +261,6 @@ def load(
     fit, runner = opened[-1]
     runner.open()
     length = given.get("seq_length") or fit.saved.seq_length or fit.positions
+    length, kept = min(length, fit.positions), fit.saved.tokenizer_folder
     crew = Crew(runner, team) if team.size > 1 else None
-    return LanguageModel(runner.model, fit.tokenizer, fit.source.step, min(length, fit.positions), crew)
+    return LanguageModel(runner.model, fit.tokenizer, fit.source.step, length, crew, kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 
-from meshwright.tokenizers import Tokenizer
+from meshwright.tokenizers import Null, Tokenizer
 
 
 class TextStream:
@@ -21,7 +21,8 @@ class TextStream:
         self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
         self.stopped = False  # whether a stop string came
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._window = list(before[-1:])  # the tokens of the last piece, and those after it
+        # The tokens of the last piece, and those after it; between bare ids stands `gap`.
+        self._window = [] if gap(tokenizer) else list(before[-1:])
         self._done = len(tokenizer.decode_bytes(self._window))  # bytes of the window that were decoded
         self._held = ""
 
@@ -70,3 +71,8 @@ def pieces(
 def text_of(tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = (), before: Sequence[int] = ()) -> str:
     """Return the whole text, up to the first stop string."""
     return "".join(pieces(tokenizer, ids, stop, before))
+
+
+def gap(tokenizer: Tokenizer) -> str:
+    """Return what stands between a prompt and its continuation: a space between bare ids."""
+    return " " if tokenizer.name == Null.name else ""

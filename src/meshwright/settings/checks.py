@@ -30,6 +30,7 @@ from meshwright.settings.schema import (
     Model,
     Parallel,
     Precision,
+    Sampling,
     TrainConfig,
     Training,
     group_values,
@@ -133,18 +134,46 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[str]:
     return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
 
 
+def sampling_problems(s: Sampling) -> list[str]:
+    above = [name for name in ("top_p", "min_p") if getattr(s, name) > 1]
+    return [f"--{name} {getattr(s, name)} is above 1; give a share from 0 to 1" for name in above]
+
+
 def generation_problems(c: GenerateConfig) -> list[str]:
-    s, out = c.sampling, reading_problems(c, "generate")
-    for name in ("top_p", "min_p"):
-        if getattr(s, name) > 1:
-            out.append(f"--{name} {getattr(s, name)} is above 1; give a share from 0 to 1")
-    if s.num_samples and not s.genfile:
-        out.append(f"--num-samples {s.num_samples} writes to a file; name it with --genfile")
-    if s.sample_output_file and not s.sample_input_file:
+    t, out = c.texts, reading_problems(c, "generate") + sampling_problems(c.sampling)
+    if t.num_samples and not t.genfile:
+        out.append(f"--num-samples {t.num_samples} writes to a file; name it with --genfile")
+    if t.sample_output_file and not t.sample_input_file:
         out.append("--sample-output-file holds continuations; name the prompts with --sample-input-file")
-    modes = [bool(s.num_samples), bool(s.sample_input_file), s.interactive, s.prompt is not None]
+    has_prompts = t.prompt is not None or t.prompts is not None
+    modes = [bool(t.num_samples), bool(t.sample_input_file), t.interactive, t.prompt is not None, t.prompts is not None]
     if sum(modes) > 1:
-        out.append("--num-samples, --sample-input-file, --prompt and --interactive exclude each other; give one")
+        names = "--num-samples, --sample-input-file, --prompt, --prompts and --interactive"
+        out.append(f"{names} exclude each other; give one")
+    default = type(t)()
+    others = [n for n in "output json num_return_sequences logprobs".split() if getattr(t, n) != getattr(default, n)]
+    others += [n for n in ("beam_width", "length_penalty") if getattr(t, n) is not None]
+    if others and not has_prompts:
+        out += [f"{spelling(n)} is for --prompt and --prompts; give one of them" for n in others]
+    if t.stop and (t.num_samples or t.sample_input_file or t.dialogue == "megatron"):
+        out.append("--stop is for --prompt, --prompts and a plain dialogue; leave it out")
+    if t.length_penalty is not None and t.beam_width is None:
+        out.append(f"--length-penalty {t.length_penalty:g} is for beam search; give --beam-width too")
+    if t.logprobs is not None and has_prompts and not t.json and not (t.output or "").endswith(".jsonl"):
+        out.append(f"--logprobs {t.logprobs} writes numbers beside the text; give --json too")
+    return out + (beam_problems(c) if t.beam_width is not None else [])
+
+
+def beam_problems(c: GenerateConfig) -> list[str]:
+    t, s, default = c.texts, c.sampling, type(c.sampling)()
+    names = "temperature top_k top_p min_p repetition_penalty recompute".split()
+    drawing = [spelling(n) for n in names if getattr(s, n) != getattr(default, n)]
+    out = [f"--beam-width {t.beam_width} searches and draws nothing; leave {', '.join(drawing)} out"] if drawing else []
+    if t.logprobs:
+        out.append(f"--logprobs {t.logprobs} lists other tokens, which --beam-width does not; give --logprobs 0")
+    if t.num_return_sequences > (t.beam_width or 1):
+        n = t.num_return_sequences
+        out.append(f"--num-return-sequences {n} is more than --beam-width {t.beam_width}; raise the width")
     return out
 
 
@@ -256,7 +285,7 @@ def unusable(config: Any) -> list[str]:
             value = getattr(group, f.name)
             # A prompt may be empty, an empty separator means a blank line, and a launched command
             # may have empty arguments.
-            is_free = f.name in ("prompt", "document_separator") or f.metadata["positional"] == "rest"
+            is_free = f.name in ("prompt", "document_separator", "system") or f.metadata["positional"] == "rest"
             if not is_free and (value == "" or (isinstance(value, list) and "" in value)):
                 out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
@@ -266,7 +295,7 @@ def unusable(config: Any) -> list[str]:
 
 
 # Settings of text that may hold an address, because they name no path.
-NO_PATHS = "command document_separator exclude include json_keys master_addr name names prompt".split()
+NO_PATHS = "command document_separator exclude include json_keys master_addr name names prompt stop system".split()
 
 
 def remote_paths(config: Any) -> list[str]:

@@ -17,6 +17,7 @@ CONFIGS = (
     *("meshwright.settings.schema:TrainConfig", "meshwright.settings.schema:GenerateConfig"),
     *("meshwright.settings.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
     "meshwright.commands.serve:ServeConfig",
+    "meshwright.commands.chat:ChatConfig",
     *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
 )
 

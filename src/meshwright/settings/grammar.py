@@ -181,3 +181,11 @@ def stage_numbers(layout: str) -> list[int]:
     if not out:
         raise ValueError("no layer has a stage")
     return out
+
+
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+
+
+def unescape(text: str) -> str:
+    r"""Replace \n, \t, \r and \\ by their characters; another character after \ stays, with it."""
+    return re.sub(r"\\([ntr\\])", lambda found: ESCAPES.get(found[1], found[1]), text)

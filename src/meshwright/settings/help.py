@@ -229,7 +229,7 @@ def placeholder(name: str, kind: Any) -> str:
 PATHS = {
     **dict.fromkeys("save load save_hf run_dir tensorboard_dir wandb_save_dir data_cache_path".split(), "DIR"),
     **dict.fromkeys(
-        """genfile checksums picture valid_data results_path deepspeed_config kill_switch_path sample_input_file
+        """prompts genfile checksums picture valid_data results_path deepspeed_config kill_switch_path sample_input_file
         write_to""".split(),
         "FILE",
     ),

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TOGETHER = ("train", "preprocess", "evaluate", "generate")  # commands that `launch` starts as several ranks
+TOGETHER = ("train", "preprocess", "evaluate", "generate", "chat")  # commands that `launch` starts as several ranks
 # One line for flags whose help has no clause that is short enough.
 SHORT = {
     "bf16": "compute in bfloat16",
+    "beam_width": "beam search with this many candidates",
+    "chat_template": "plain, or a Jinja file (none: the tokenizer's)",
     "device": "auto, cpu, cuda, npu, xpu, or one, as cuda:1",
     "global_batch_size": "samples of one step",
     "input": "folders, or files of text; - for standard input",
     "lr_decay_style": "linear, cosine, constant, WSD ...",
     "micro_batch_size": "samples of one forward pass, or auto",
+    "min_p": "least share of the likeliest one's probability",
+    "num_return_sequences": "continuations of each prompt",
     "out_seq_length": "most new tokens",
+    "num_samples": "number of unconditional samples",
+    "prompts": "continue a file's lines, or JSON lines",
+    "sample_input_file": "file with one prompt per line",
     "seed": "random seed",
+    "stop": "strings that end a text",
     "tensor_model_parallel_size": "ranks that split each layer",
     "tokenizer": "folder, file or Hub name (none: found with the data)",
     "verify": "verify checksums of what is read, or of every byte",
@@ -64,11 +72,25 @@ PAGES = {
         "meshwright.settings.schema:GenerateConfig",
         "load",
         {
-            "Text": "prompt interactive sample_input_file sample_output_file num_samples genfile out_seq_length",
-            "Choice of tokens": "greedy temperature top_k top_p seed",
+            "Text": "prompt prompts output json num_return_sequences out_seq_length stop",
+            "Choice of tokens": "greedy temperature top_k top_p seed beam_width",
             "Model": "load tokenizer device bf16 micro_batch_size verify",
+            "In Megatron's forms": "num_samples genfile",
         },
-        ('meshwright generate run --prompt "Once upon a time" --top_k 40', "meshwright generate run   # a dialogue"),
+        (
+            'meshwright generate run --prompt "Once upon a time" --top_k 40',
+            "meshwright generate run --prompts prompts.jsonl --output texts.jsonl",
+        ),
+    ),
+    "chat": Page(
+        "meshwright.commands.chat:ChatConfig",
+        "load",
+        {
+            "Dialogue": "system chat_template stop out_seq_length",
+            "Choice of tokens": "greedy temperature top_k top_p min_p seed",
+            "Model": "load tokenizer device bf16 verify",
+        },
+        ("meshwright chat run", "meshwright chat run --temperature 0.7 < questions.txt"),
     ),
     "serve": Page(
         "meshwright.commands.serve:ServeConfig",

@@ -555,14 +555,36 @@ class Sampling:
         bound=">0",
     )
     out_seq_length: int = flag(1024, "maximum number of new tokens", "--max-new-tokens", bound=">0")
-    num_samples: int = flag(0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0")
-    genfile: str | None = flag(None, "output file of --num-samples, in JSON lines")
-    sample_input_file: str | None = flag(None, "file with one prompt per line")
-    sample_output_file: str | None = flag(None, "file for the continuations (none: the name of the input file + .out)")
+    recompute: bool = flag(False, "generate without a key/value cache: same text, slower")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts, and where the texts go."""
+
+    prompt: str | None = flag(None, "print a continuation of this text")
+    prompts: str | None = flag(
+        None, "continue each line of this file, or each JSON line {prompt: TEXT, max_tokens: 9, ...}; - is stdin"
+    )
+    output: str | None = flag(None, "file for the texts (none: standard output)")
+    json: bool = flag(False, "write JSON lines with tokens; the default for *.jsonl")
+    num_return_sequences: int = flag(1, "number of continuations of each prompt", "--num_return_sequences", bound=">0")
+    stop: list[str] = flag([], "end a text before any of these strings; \\n and \\t stand for characters")
+    logprobs: int | None = flag(
+        None, "with --json: log-probabilities of the tokens, and of this many likeliest ones", bound=">=0"
+    )
+    beam_width: int | None = flag(
+        None, "search for the likeliest texts, keeping this many candidates", "--num-beams", bound=">0"
+    )
+    length_penalty: float | None = flag(
+        None, "power of the length by which --beam-width divides the log-probability (none: 1)"
+    )
     interactive: bool = flag(False, "read prompts interactively; the default if no other flag gives them")
     dialogue: Literal["plain", "megatron"] = flag("plain", "form of --interactive: plain, or Megatron's script's")
-    prompt: str | None = flag(None, "print a continuation of this text")
-    recompute: bool = flag(False, "generate without a key/value cache: same text, slower")
+    num_samples: int = flag(0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0")
+    genfile: str | None = flag(None, "output file of --num-samples, in JSON lines")
+    sample_input_file: str | None = flag(None, "file with one prompt per line; the output is in Megatron's form")
+    sample_output_file: str | None = flag(None, "file for the continuations (none: the name of the input file + .out)")
 
 
 @dataclass(frozen=True)
@@ -709,6 +731,7 @@ READING = {
 class GenerateConfig:
     """Settings of `meshwright generate`."""
 
+    texts: Texts = Texts()
     sampling: Sampling = Sampling()
     model: Model = Model()
     tokenizer: Tokenizer = Tokenizer()
@@ -721,7 +744,7 @@ class GenerateConfig:
 
     # Megatron's generation takes every training flag; these are the ones that matter here.
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Sampling, Tokenizer) for f in dataclasses.fields(group)}
+        {f.name for group in (Texts, Sampling, Tokenizer) for f in dataclasses.fields(group)}
         | {*READING, "seed", "deterministic_mode"}
     )
 

@@ -1,0 +1,152 @@
+"""Texts for many prompts of unequal lengths; a slot that becomes free takes the next one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.errors import BAD_DATA, USAGE, UserError
+from meshwright.generation.beam import Beam, Found, search
+from meshwright.generation.engine import LanguageModel
+from meshwright.generation.prompts import Prompt, refuse
+from meshwright.generation.requests import Completion, Request
+from meshwright.generation.stream import gap, text_of
+
+
+@dataclass
+class Job:
+    """A prompt with its number and tokens, and its texts as far as they are known."""
+
+    number: int
+    prompt: Prompt
+    ids: list[int]
+    texts: list[Completion] = field(default_factory=list)
+    left: int = 0  # texts that are not complete
+
+    def requests(self, seed: int, first: int) -> list[Request]:
+        """Return a request for each text; with a seed of its own a prompt depends on no other."""
+        p = self.prompt
+        streams = range(p.count) if p.seed is not None else range(first, first + p.count)
+        own = seed if p.seed is None else p.seed
+        return [Request(self.ids, p.options, own, stream, p.stop, p.logprobs) for stream in streams]
+
+
+def encode(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> list[Job]:
+    """Return a job for each prompt; list those that the model cannot read."""
+    jobs, faults = [], []
+    for number, prompt in enumerate(prompts, 1):
+        place = f"{where}, prompt {number}" if len(prompts) > 1 else where
+        try:
+            ids = list(m.tokenizer.encode(prompt.text))
+        except UserError as error:
+            faults.append(f"{place}: {error}")
+            continue
+        if len(ids) >= m.seq_length:
+            faults.append(f"{place} has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one")
+        jobs.append(Job(number - 1, prompt, ids))
+    refuse(faults, BAD_DATA if len(prompts) > 1 else USAGE)
+    return jobs
+
+
+def generate(
+    m: LanguageModel, jobs: Sequence[Job], seed: int, slots: int, advance: Callable[[], None] = lambda: None
+) -> Iterator[Job]:
+    """Yield the jobs in their order, with their texts; call `advance` after each text."""
+    longest = max((max(1, len(j.ids)) + j.prompt.options.out_seq_length for j in jobs), default=1)
+    slots = max(1, min(slots, sum(job.prompt.count for job in jobs)))
+    decoder = m.decoder(slots, longest)
+    places: dict[int, tuple[Job, Completion]] = {}
+    requests = _requests(jobs, seed)
+    open_jobs: deque[Job] = deque()
+    try:
+        while True:
+            # Some wait, so that a slot that becomes free is filled in the same step.
+            for job, request in itertools.islice(requests, max(0, slots - decoder.waiting)):
+                if not job.texts:
+                    open_jobs.append(job)
+                job.texts.append(Completion())
+                places[decoder.submit(request)] = job, job.texts[-1]
+            if not places:
+                break
+            for event in decoder.step():
+                job, text = places[event.id]
+                text.add(event, decoder.eod)
+                if event.finish:
+                    del places[event.id]
+                    text.text = text_of(m.tokenizer, text.tokens, job.prompt.stop, job.ids)
+                    job.left -= 1
+                    advance()
+            while open_jobs and not open_jobs[0].left:
+                yield open_jobs.popleft()
+    finally:
+        for id in places:
+            decoder.cancel(id)
+
+
+def _requests(jobs: Iterable[Job], seed: int) -> Iterator[tuple[Job, Request]]:
+    first = 0
+    for job in jobs:
+        job.left = job.prompt.count
+        yield from ((job, request) for request in job.requests(seed, first))
+        first += job.prompt.count
+
+
+def search_all(
+    m: LanguageModel, jobs: Iterable[Job], beam: Beam, advance: Callable[[], None] = lambda: None
+) -> Iterator[Job]:
+    """Yield the jobs with the best texts of a beam search."""
+    for job in jobs:
+        (request, *_) = job.requests(0, 0)
+        job.texts = [*search(m, request, beam)[: job.prompt.count]]
+        for _ in range(job.prompt.count):
+            advance()
+        yield job
+
+
+def as_text(m: LanguageModel, job: Job) -> str:
+    """Return each text behind its prompt."""
+    return "".join(f"{job.prompt.text}{gap(m.tokenizer)}{text.text}\n" for text in job.texts)
+
+
+def as_megatron(m: LanguageModel, job: Job) -> str:
+    """Return a text in the form of Megatron-DeepSpeed's script."""
+    return "".join(f"\nContext:{job.prompt.text}\n\nMegatron-LM:{text.text}\n" for text in job.texts)
+
+
+def as_json(m: LanguageModel, job: Job) -> str:
+    """Return a JSON line for each text."""
+    lines = []
+    for number, text in enumerate(job.texts):
+        row: dict[str, Any] = {"id": job.prompt.id} if job.prompt.id is not None else {}
+        row |= {"index": job.number, "sequence": number, "prompt": job.prompt.text, "text": text.text}
+        row |= {"tokens": text.tokens, "finish_reason": text.finish}
+        if isinstance(text, Found):
+            row["score"] = text.score
+        if job.prompt.logprobs is not None:
+            row["logprobs"] = text.logprobs
+        if job.prompt.logprobs:
+            row["top_logprobs"] = [{str(i): p for i, p in top} for top in text.tops]
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+class Speed:
+    """Texts, tokens and seconds since its creation."""
+
+    def __init__(self) -> None:
+        self.start, self.texts, self.tokens = time.perf_counter(), 0, 0
+
+    def count(self, texts: Sequence[Completion]) -> None:
+        self.texts += len(texts)
+        self.tokens += sum(len(text.tokens) + text.ended for text in texts)
+
+    def line(self) -> str:
+        seconds = time.perf_counter() - self.start
+        rate = self.tokens / max(seconds, 1e-9)
+        s = "" if self.texts == 1 else "s"
+        return f"{self.texts:,} text{s}, {self.tokens:,} tokens in {seconds:.1f} s: {rate:,.0f} tokens/s"

@@ -1,0 +1,158 @@
+"""Beam search: the likeliest texts that keeping a few candidates at each step finds.
+
+Hand-written because transformers' search runs only transformers' models. The rules are its rules
+with `early_stopping=False`: a text's score is the sum of its tokens' log-probabilities, divided by
+their number (an end of document counts) to the power of the length penalty; a text is finished if
+it ends while among the best `width` candidates; and the search ends when `width` texts are finished
+and the best candidate's score, at its present length, is not above the worst of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshwright import device as devices
+from meshwright.errors import NON_FINITE, UserError
+from meshwright.generation.requests import Completion, Request, cut
+from meshwright.kernels.twins import upcast
+from meshwright.model.attention import Cache, Cached, Where
+
+if TYPE_CHECKING:
+    from meshwright.generation.engine import LanguageModel
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A search's size: candidates that are kept, and the power of a text's length in its score."""
+
+    width: int
+    length_penalty: float = 1.0
+
+
+@dataclass
+class Found(Completion):
+    """A text of a search; the best one has the highest score."""
+
+    score: float = field(default=0.0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A text that may go on, with the sum and the list of its tokens' log-probabilities."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    total: float = 0.0
+
+    def extend(self, token: int, total: float) -> Candidate:
+        return Candidate((*self.tokens, token), (*self.logprobs, total - self.total), total)
+
+    def score(self, penalty: float) -> float:
+        return float(self.total / len(self.tokens) ** penalty)
+
+
+def search(m: LanguageModel, request: Request, beam: Beam) -> list[Found]:
+    """Return the `beam.width` best continuations of a prompt, the best first, or fewer.
+
+    The request's sampling flags are not used, except its number of tokens.
+    """
+    prompt, options, eod = request.prompt or [m.tokenizer.eod], request.options, m.tokenizer.eod
+    if beam.width < 1:
+        raise UserError(f"a beam width of {beam.width} is too small; give 1 or more")
+    if len(prompt) >= m.seq_length:
+        raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {m.seq_length}, shorten the prompt")
+    most = min(options.out_seq_length, m.seq_length - len(prompt))
+    done: list[tuple[float, Candidate]] = []
+    running = [Candidate()]
+    steps = _Steps(m, prompt, beam.width, most)
+    logits = steps.begin()
+    while True:
+        candidates = list(_best(logits, running, 2 * beam.width))
+        ended = [len(c.tokens) == most or c.tokens[-1] == eod or _stops(m, request, c.tokens) for _, c in candidates]
+        best = zip(candidates[: beam.width], ended, strict=False)
+        done += [(c.score(beam.length_penalty), c) for (_, c), is_ended in best if is_ended]
+        done = sorted(done, key=lambda pair: -pair[0])[: beam.width]
+        goes_on = [found for found, is_ended in zip(candidates, ended, strict=True) if not is_ended][: beam.width]
+        if not goes_on:
+            break
+        if len(done) == beam.width and goes_on[0][1].score(beam.length_penalty) <= done[-1][0]:
+            break
+        running = [c for _, c in goes_on]
+        logits = steps.advance([row for row, _ in goes_on], running)
+    return [_found(m, request, score, c) for score, c in done]
+
+
+def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tuple[int, Candidate]]:
+    """Yield the likeliest extensions of the candidates, each with the number of what it extends."""
+    totals = torch.tensor([c.total for c in running], dtype=torch.float64, device=logits.device)
+    every = (upcast(logits).log_softmax(-1) + totals[:, None]).flatten()
+    values, places = every.topk(min(count, len(every)))
+    if not values[0].isfinite():
+        message = "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)"
+        raise UserError(message, NON_FINITE)
+    for total, place in zip(values.tolist(), places.tolist(), strict=True):
+        row, token = divmod(place, logits.shape[-1])
+        if total > float("-inf"):
+            yield row, running[row].extend(token, total)
+
+
+def _stops(m: LanguageModel, request: Request, tokens: tuple[int, ...]) -> bool:
+    if not request.stop:
+        return False
+    text = m.tokenizer.decode(tokens)
+    return any(s in text for s in request.stop)
+
+
+def _found(m: LanguageModel, request: Request, score: float, c: Candidate) -> Found:
+    ended = c.tokens[-1] == m.tokenizer.eod
+    tokens, logprobs = list(c.tokens), list(c.logprobs)
+    if ended:
+        del tokens[-1], logprobs[-1]
+    whole = m.tokenizer.decode(tokens)
+    text = cut(whole, request.stop)
+    found = Found(tokens, [*logprobs], text=text, ended=ended, score=score)
+    found.finish = "stop" if ended or text != whole else "length"
+    return found
+
+
+class _Steps:
+    """The model's passes over the prompt and over the candidates, which share one cache.
+
+    A model on several ranks has no cache here that could be rearranged, and reads whole texts.
+    """
+
+    def __init__(self, m: LanguageModel, prompt: list[int], width: int, most: int) -> None:
+        self.m, self.prompt, self.used = m, prompt, 0
+        self.cache = Cache(width, len(prompt) + most) if m.crew is None else None
+
+    def begin(self) -> Tensor:
+        """Return the logits [1, V] behind the prompt."""
+        return self._pass([self.prompt])
+
+    @torch.inference_mode()
+    def advance(self, rows: list[int], running: list[Candidate]) -> Tensor:
+        """Return the logits [B, V] behind candidates, of which the i-th continues `rows[i]`."""
+        if self.cache is None:
+            return self._pass([[*self.prompt, *c.tokens] for c in running])
+        source = self._send(rows)
+        for keys, values in self.cache.layers.values():
+            for buffer in (keys, values):
+                buffer[: len(rows), : self.used] = buffer[source, : self.used]
+        return self._pass([[c.tokens[-1]] for c in running])
+
+    @torch.inference_mode()
+    def _pass(self, tokens: list[list[int]]) -> Tensor:
+        where, before = Where(), self.used
+        if self.cache is not None:
+            self.used += len(tokens[0])
+            slots = self._send(list(range(len(tokens))))
+            where.cached = Cached(self.cache, slots, torch.full_like(slots, before), self.used if before else 0)
+        return self.m.forward(self._send(tokens), where, last_only=True)[:, -1, : self.m.model.vocab]
+
+    def _send(self, x: list[int] | list[list[int]]) -> Tensor:
+        return devices.send(torch.tensor(x), self.m.device)

@@ -1,0 +1,136 @@
+"""The turns of a dialogue and the prompt that they make, at most as long as the model reads.
+
+Without a chat template the dialogue is one text that both write: each input begins a new line of
+it, and an end of document ends it, so that the next input begins another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.files import replacing
+from meshwright.generation.stream import gap
+from meshwright.generation.templates import ChatTemplate
+from meshwright.tokenizers import Tokenizer
+
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+
+
+@dataclass
+class Turn:
+    """An input of the user, or an answer; `ended` says that it ended with an end of document."""
+
+    role: str
+    content: str
+    ended: bool = False
+
+
+@dataclass
+class Dialogue:
+    """Turns, and how they become a prompt of a model that reads `positions` tokens."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None  # None: a text that goes on
+    positions: int
+    system: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    left_out: int = 0  # the oldest turns, or tokens of the text, that the last prompt was too short for
+
+    def add(self, role: str, content: str, ended: bool = False) -> None:
+        self.turns.append(Turn(role, content, ended))
+
+    def reset(self) -> None:
+        """Forget all turns; what the system says stays."""
+        self.turns, self.left_out = [], 0
+
+    def undo(self) -> str | None:
+        """Remove the last input with its answer, and return it; None if there is none."""
+        while self.turns and self.turns[-1].role != USER:
+            self.turns.pop()
+        self.left_out = 0
+        return self.turns.pop().content if self.turns else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an empty input makes sense: the text of a plain dialogue can go on."""
+        return self.template is None and bool(self.turns) and not self.turns[-1].ended
+
+    @property
+    def text(self) -> str:
+        """The document of a plain dialogue that the next answer continues."""
+        begin = max((n + 1 for n, turn in enumerate(self.turns) if turn.ended), default=0)
+        text = f"{self.system}\n" if self.system else ""
+        for n, turn in enumerate(self.turns[begin:]):
+            new_line = "\n" if n > 0 and turn.role == USER and turn.content else ""
+            text += f"{new_line or gap(self.tokenizer)}{turn.content}"
+        return text
+
+    def prompt(self, most: int) -> list[int]:
+        """Return the prompt of the next answer, which may have `most` tokens.
+
+        Where there is no room for a quarter of the positions, or for `most`, the oldest turns are
+        left out, or the beginning of a plain text.
+        """
+        room = self.positions - min(most, max(1, self.positions // 4))
+        if self.template is None:
+            head = self.tokenizer.encode(f"{self.system}\n") if self.system else []
+            ids = list(self.tokenizer.encode(self.text))
+            fixed = head if len(head) < room // 2 else []
+            self.left_out = max(0, len(ids) - room)
+            return [*fixed, *ids[len(ids) - room + len(fixed) :]] if self.left_out else ids
+        first = self.left_out
+        while len(ids := self.template.encode(self.tokenizer, self.messages(first))) > room:
+            later = [n for n, turn in enumerate(self.turns) if n > first and turn.role == USER]
+            if not later:
+                break
+            first = later[0]
+        self.left_out = first
+        return ids
+
+    def messages(self, first: int = 0) -> list[dict[str, str]]:
+        """Return the turns as chat templates take them, the system's words before them."""
+        system = [{"role": SYSTEM, "content": self.system}] if self.system else []
+        return [*system, *({"role": t.role, "content": t.content} for t in self.turns[first:])]
+
+    def save(self, path: Path) -> None:
+        """Write the dialogue as JSON; another file than a dialogue is not replaced."""
+        if path.exists():
+            try:
+                _read(path)
+            except UserError:
+                raise UserError(f"{path} exists and holds no dialogue; name another file") from None
+        turns = [{k: v for k, v in asdict(turn).items() if v or k != "ended"} for turn in self.turns]
+        messages = [*({"role": SYSTEM, "content": self.system} for _ in range(bool(self.system))), *turns]
+        with replacing(path) as file:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False, indent=1).encode() + b"\n")
+
+    def load(self, path: Path) -> None:
+        """Replace the turns by a file's: {"messages": [...]}, or the list alone."""
+        system, turns = _read(path)
+        self.system, self.turns, self.left_out = system, turns, 0
+
+
+def _read(path: Path) -> tuple[str, list[Turn]]:
+    """Return the system's words and the turns of a file."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+        raise UserError(f"{path}: {reason}", BAD_DATA) from None
+    messages = found.get("messages") if isinstance(found, dict) else found
+    system, turns = "", list[Turn]()
+    for number, message in enumerate(messages if isinstance(messages, Sequence) else [None], 1):
+        is_turn = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not is_turn or message.get("role") not in (SYSTEM, USER, ASSISTANT):
+            wanted = 'a list of {"role": "user", "assistant" or "system", "content": TEXT}'
+            raise UserError(f"{path}: message {number} is none of a dialogue, {wanted}", BAD_DATA)
+        if message["role"] == SYSTEM:
+            system = message["content"]
+        else:
+            turns.append(Turn(message["role"], message["content"], bool(message.get("ended"))))
+    return system, turns

@@ -1,0 +1,235 @@
+"""`generate --prompts`: texts for many prompts, options of each, JSON lines, beam search."""
+
+import io
+import json
+import random
+import sys
+
+import pytest
+from three_sentences import BEAR, CAT, DOG, LENGTH
+
+import meshwright
+from meshwright import tokenizers
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.generation import batches, prompts
+from meshwright.generation.prompts import Prompt
+from meshwright.settings.schema import Sampling
+
+
+@pytest.fixture
+def generate(program):
+    """A function of flags and what is typed, which returns standard output and standard error."""
+
+    def call(*argv, typed=None, status=0):
+        got, out, err = program("generate", *argv, typed=typed)
+        assert got == status, err
+        return out, err
+
+    return call
+
+
+@pytest.fixture
+def rows(generate, tmp_path):
+    """A function of prompts, as text or objects, and flags, which returns the JSON lines."""
+
+    def call(given, *argv):
+        lines = [line if isinstance(line, str) else json.dumps(line) for line in given]
+        (tmp_path / "given").write_text("\n".join(lines), encoding="utf-8")
+        out, _ = generate("--prompts", tmp_path / "given", "--json", *argv)
+        return [json.loads(line) for line in out.split("\n")[:-1]]
+
+    return call
+
+
+def test_lines_of_a_file_and_of_standard_input(generate, tmp_path):
+    """Every line is a prompt, an empty one too; the texts come in their order."""
+    (tmp_path / "p").write_bytes(b"the c\r\n\r\na d\nein B\n")
+    expected = f"{CAT}\n{CAT}\n{DOG}\n{BEAR}\n"
+    out, err = generate("--greedy", "--prompts", tmp_path / "p")
+    assert out == expected and "4 texts, " in err and err.endswith(" tokens/s\n")
+    assert generate("--greedy", "--prompts=-", typed="the c\n\na d\nein B")[0] == expected
+    assert generate("--greedy", "--prompts=-", "--micro-batch-size=1", typed="the c\n\na d\nein B")[0] == expected
+
+
+def test_json_lines(rows):
+    found = rows(["the c", "a d"], "--greedy", "--out-seq-length=7")
+    assert found == [
+        dict(index=0, sequence=0, prompt="the c", text="at sat.", tokens=[*b"at sat."], finish_reason="length"),
+        dict(index=1, sequence=0, prompt="a d", text="og ran.", tokens=[*b"og ran."], finish_reason="length"),
+    ]
+    assert [row["finish_reason"] for row in rows(["the c", "a d"], "--greedy")] == ["stop", "stop"]
+
+
+def test_each_line_has_options_of_its_own(rows):
+    """They win over the flags; a line that gives none has the flags'."""
+    given = [
+        {"prompt": "the c", "max_tokens": 3, "id": {"a": 1}},
+        {"prompt": "the c", "greedy": False, "temperature": 50, "seed": 3},
+        {"prompt": "the c", "n": 2, "stop": ["s", "x"], "logprobs": 0},
+        {"prompt": "a d", "stop": " r", "top_k": 1, "temperature": 1.0},
+        {"prompt": "the c", "max_new_tokens": None},
+    ]
+    a, b, c, d, e, f = rows(given, "--greedy", "--stop", "t.")
+    assert a["text"] == "at " and a["id"] == {"a": 1} and "id" not in e
+    assert b["text"] not in ("at sat.", "at sa") and f["text"] == "at sa" and f["finish_reason"] == "stop"
+    assert c["text"] == d["text"] == "at " and [c["sequence"], d["sequence"]] == [0, 1]
+    assert len(c["logprobs"]) == len(c["tokens"]) and "top_logprobs" not in c and "logprobs" not in e
+    assert e["text"] == "og" and [row["index"] for row in (a, b, c, d, e, f)] == [0, 1, 2, 2, 3, 4]
+
+
+def test_a_seed_of_its_own_makes_a_prompt_independent(rows):
+    """Otherwise a text depends on its number, and never on the batch."""
+    one = {"prompt": "a", "temperature": 9, "max_tokens": 9, "n": 3, "seed": 5}
+    alone = [row["text"] for row in rows([one])]
+    assert len(set(alone)) == 3 and [row["text"] for row in rows([one | {"seed": 6}, one])][3:] == alone
+    flags = ["--temperature=9", "--out-seq-length=9", "--num-return-sequences=2"]
+    many = [row["text"] for row in rows(["a"] * 5, *flags)]
+    assert len(set(many)) == 10
+    for size in (1, 3, 64):
+        assert [row["text"] for row in rows(["a"] * 5, *flags, f"--micro-batch-size={size}")] == many
+    assert [row["text"] for row in rows(["a"] * 5, *flags, "--seed=2")] != many
+
+
+def test_many_prompts_of_unequal_lengths_in_few_slots(run):
+    """Slots are filled again as they become free; each text is the one that it has alone."""
+    m = meshwright.load(run, device="cpu")
+    draw = random.Random(1)
+    given = [
+        Prompt("the cat sat."[: draw.randrange(12)], Sampling(greedy=True), count=draw.randrange(1, 4))
+        for _ in range(20)
+    ]
+    advanced = []
+    jobs = list(batches.generate(m, batches.encode(m, given, "x"), 0, 3, lambda: advanced.append(1)))
+    assert [job.prompt for job in jobs] == given and len(advanced) == sum(p.count for p in given)
+    for job in jobs:
+        alone = m.generate(job.prompt.text, greedy=True)
+        assert [text.text for text in job.texts] == [alone] * job.prompt.count
+
+
+def test_a_reader_that_stops_leaves_no_request(run):
+    m = meshwright.load(run, device="cpu")
+    texts = batches.generate(m, batches.encode(m, [Prompt("the c", Sampling())] * 9, "x"), 0, 4)
+    next(texts)
+    texts.close()
+    (decoder,) = m.kept.values()
+    assert (decoder.waiting, decoder.active) == (0, 0)
+
+
+def test_several_texts_of_a_prompt(generate):
+    out, err = generate("--prompt", "the c", "--num-return-sequences=3", "--greedy")
+    assert out == f"{CAT}\n" * 3 and "3 texts, 24 tokens in" in err
+
+
+def test_stop_strings(generate):
+    """A text ends before the first of them, whichever tokens it has."""
+    assert generate("--greedy", "--prompt", "the c", "--stop", "xx", "sat", "t.")[0] == "the cat \n"
+    assert generate("--greedy", "--prompts=-", "--stop", "\\n", "sa", typed="the c\na d\n")[0] == f"the cat \n{DOG}\n"
+    out, err = generate("--greedy", "--prompt", "the c", "--stop", "sat")
+    assert "sequence length" not in err and "1 text, 6 tokens in" in err
+
+
+def test_log_probabilities_are_the_models(rows, run):
+    m = meshwright.load(run, device="cpu")
+    (row,) = rows(["the c"], "--temperature=2", "--logprobs=2")
+    ids = [*b"the c", *row["tokens"]]
+    every = m.logits(ids)[4:-1].log_softmax(-1)
+    assert row["logprobs"] == pytest.approx(every[range(len(row["tokens"])), row["tokens"]].tolist(), abs=1e-5)
+    for position, top in zip(every, row["top_logprobs"], strict=True):
+        values, ids = position.topk(2)
+        assert list(map(int, top)) == ids.tolist() and [*top.values()] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_beam_search(rows, generate):
+    found = rows(["the", "a d"], "--beam-width=3", "--num-return-sequences=2", "--logprobs=0")
+    assert [row["index"] for row in found] == [0, 0, 1, 1] and found[0]["text"] == " cat sat."
+    assert found[0]["score"] > found[1]["score"] and len(found[0]["logprobs"]) == len(found[0]["tokens"])
+    mean = sum(found[0]["logprobs"]) / (len(found[0]["tokens"]) + 1)
+    assert found[0]["score"] == pytest.approx(mean, rel=0.5)
+    (row,) = rows(["the"], "--beam-width=3", "--length-penalty=0", "--logprobs=0")
+    assert row["score"] < sum(row["logprobs"]) < 0  # the end of document counts too
+    assert generate("--prompt", "the c", "--beam-width=2")[0] == f"{CAT}\n"
+
+
+def test_output_appears_complete(generate, tmp_path, monkeypatch):
+    """A *.jsonl file holds JSON lines; a run that fails leaves no file."""
+    out, err = generate("--prompt=the c", "--greedy", "--output", tmp_path / "a.txt")
+    assert (out, (tmp_path / "a.txt").read_text()) == ("", f"{CAT}\n") and f"wrote {tmp_path / 'a.txt'}" in err
+    generate("--prompts=-", "--greedy", "--output", tmp_path / "b.jsonl", typed="ein B")
+    assert json.loads((tmp_path / "b.jsonl").read_text())["text"] == "är."
+    monkeypatch.setattr(batches, "as_text", lambda m, job: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate("--prompt=a", "--output", tmp_path / "c")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "b.jsonl"}
+
+
+def test_a_bar_on_a_terminal(generate, monkeypatch):
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", shown)
+    generate("--prompts=-", "--greedy", typed="the c\na d\n")
+    assert "texts" in shown.getvalue() and "/2" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--json", "--json is for --prompt and --prompts; give one of them"),
+        ("--prompt a --logprobs 1", "--logprobs 1 writes numbers beside the text; give --json too"),
+        ("--prompt a --length-penalty 2", "--length-penalty 2 is for beam search; give --beam-width too"),
+        ("--prompt a --beam-width 2 --top_k 3 --temperature 2", "draws nothing; leave --temperature, --top-k out"),
+        ("--prompt a --beam-width 2 --num-return-sequences 3", "3 is more than --beam-width 2; raise the width"),
+        ("--prompt a --beam-width 2 --json --logprobs 1", "give --logprobs 0"),
+        ("--prompt a --prompts b", "exclude each other; give one"),
+        ("--num-samples 1 --genfile x --stop a", "--stop is for --prompt"),
+        ("--prompts p --output p", "--output p is the input file; name another file"),
+    ],
+)
+def test_flags_that_do_not_go_together(generate, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p").write_text("a")
+    assert message in generate(*flags.split(), status=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": 1}', 'not an object with a text named "prompt"'),
+        ('{"prompt": "a", }', "not JSON: "),
+        ('{"prompt": "a", "temprature": 1}', "'temprature' is no option of a prompt; did you mean temperature?"),
+        ('{"prompt": "a", "label": 1}', "'label' is no option of a prompt; other data may be in 'id'"),
+        ('{"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}', "'max_new_tokens' is given twice"),
+        ('{"prompt": "a", "max_tokens": 0}', "out-seq-length 0 must be above 0"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "out_seq_length 1.5 is not a number"),
+        ('{"prompt": "a", "temperature": true}', "temperature True is not a number"),
+        ('{"prompt": "a", "greedy": 1}', "greedy 1 is not true or false"),
+        ('{"prompt": "a", "top_p": 2}', "top_p 2.0 is above 1"),
+        ('{"prompt": "a", "n": 0}', "num_return_sequences 0 is not a whole number from 1"),
+        ('{"prompt": "a", "seed": "x"}', "seed 'x' is not a whole number"),
+        ('{"prompt": "a", "logprobs": true}', "logprobs True is not a whole number from 0"),
+        ('{"prompt": "a", "stop": [""]}', "stop [''] is neither a text nor a list of texts"),
+    ],
+)
+def test_bad_lines_are_refused(line, message):
+    with pytest.raises(UserError, match=None) as caught:
+        prompts.parse(line, Prompt("", Sampling()))
+    assert message in str(caught.value)
+
+
+def test_all_bad_lines_are_listed(generate, tmp_path):
+    """Before the model is loaded where that is possible, and before anything is written."""
+    file = tmp_path / "p"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": 2}\n[]\n')
+    _, err = generate("--prompts", file, "--output", tmp_path / "o", status=BAD_DATA)
+    assert f"--prompts {file}:3: " in err and f"--prompts {file}:4: " in err and "loading" not in err
+    file.write_text("a\n" + f"{'x' * LENGTH}\n" * 30)
+    _, err = generate("--prompts", file, "--output", tmp_path / "o", status=BAD_DATA)
+    assert f"--prompts {file}, prompt 2 has {LENGTH} tokens; the model reads {LENGTH}, give a shorter one" in err
+    assert err.count("prompt ") == 20 and "and 10 more" in err and not (tmp_path / "o").exists()
+    assert "no such file" in generate("--prompts", tmp_path / "none", status=BAD_DATA)[1]
+
+
+def test_bare_ids_are_separated(run):
+    m = meshwright.load(run, device="cpu")
+    null = tokenizers.Null(257)
+    job = batches.Job(0, Prompt("1 2", Sampling()), [1, 2], [batches.Completion(text="3 4")])
+    assert batches.as_text(type(m)(m.model, null, 1, 9), job) == "1 2 3 4\n"

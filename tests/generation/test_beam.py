@@ -1,0 +1,125 @@
+"""Beam search: the texts and scores of transformers, ends of texts, refusals."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+import meshwright
+from meshwright.errors import NON_FINITE, UserError
+from meshwright.generation import beam
+from meshwright.generation.beam import Beam
+from meshwright.generation.requests import Request
+from meshwright.settings.schema import Sampling
+
+VOCAB, LENGTH = 24, 32
+EOD = VOCAB - 1
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A network of transformers with large random weights, and ours with the same."""
+    folder = tmp_path_factory.mktemp("theirs")
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.6,
+        bos_token_id=EOD,
+        eos_token_id=EOD,
+    )
+    transformers.set_seed(5)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(folder)
+    mine = meshwright.load(folder, device="cpu", tokenizer_type="NullTokenizer", vocab_size=EOD)
+    return mine, theirs
+
+
+def request(prompt, most, **more):
+    return Request(prompt, Sampling(out_seq_length=most), **more)
+
+
+def expected(theirs, prompt, most, width, penalty):
+    out = theirs.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=most,
+        num_beams=width,
+        num_return_sequences=width,
+        length_penalty=penalty,
+        do_sample=False,
+        pad_token_id=EOD,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    texts = []
+    for row in out.sequences[:, len(prompt) :].tolist():
+        texts.append(row[: row.index(EOD)] if EOD in row else row)
+    return texts, out.sequences_scores
+
+
+@pytest.mark.parametrize("width", [2, 5])
+@pytest.mark.parametrize("penalty", [1.0, 0.0, -1.0])
+def test_equals_transformers(pair, width, penalty):
+    """All texts of the search agree, with their scores; some end early, some at the limit."""
+    mine, theirs = pair
+    ends = set()
+    for prompt in ([1], [3, 5, 7], [0, 8] * 13):
+        for most in (1, 4, 12):
+            most = min(most, LENGTH - len(prompt))
+            found = beam.search(mine, request(prompt, most), Beam(width, penalty))
+            texts, scores = expected(theirs, prompt, most, width, penalty)
+            assert [f.tokens for f in found] == texts
+            torch.testing.assert_close(torch.tensor([f.score for f in found]), scores, rtol=1e-4, atol=1e-4)
+            ends |= {f.finish for f in found}
+    assert ends == {"stop", "length"}
+
+
+def test_scores_are_those_of_the_model(pair):
+    """A token's log-probability is the model's; without a penalty the score is their sum."""
+    mine, _ = pair
+    for found in beam.search(mine, request([4, 4], 6), Beam(4, 0.0)):
+        ids = [4, 4, *found.tokens, *[EOD] * found.ended]
+        every = mine.logits(ids[:-1])[1:].log_softmax(-1)
+        chosen = every[range(len(ids) - 2), ids[2:]].tolist()
+        assert found.logprobs == pytest.approx(chosen[: len(found.tokens)], abs=1e-5)
+        assert found.score == pytest.approx(sum(chosen), abs=1e-5)
+
+
+def test_one_candidate_is_greedy(pair):
+    mine, _ = pair
+    (found,) = beam.search(mine, request([6], 9), Beam(1))
+    assert found.text == mine.generate("6", max_new_tokens=9, greedy=True)
+    assert beam.search(mine, request([], 5), Beam(1))[0].text == mine.generate("", max_new_tokens=5, greedy=True)
+
+
+def test_a_stop_string_ends_a_text(pair):
+    mine, _ = pair
+    plain = beam.search(mine, request([6], 9), Beam(3, 0.0))[0]
+    stop = f" {plain.text.split()[2]}"
+    found = beam.search(mine, request([6], 9, stop=(stop,)), Beam(3, 0.0))
+    assert found[0].finish == "stop" and all(stop not in f.text for f in found)
+    assert plain.text.split(stop)[0] in [f.text for f in found]
+
+
+def test_the_whole_sequence_length_is_used(pair):
+    mine, _ = pair
+    found = beam.search(mine, request([6], 999), Beam(2, 9.0))
+    assert max(len(f.tokens) for f in found) == LENGTH - 1
+
+
+def test_what_cannot_be_searched(pair):
+    mine, _ = pair
+    with pytest.raises(UserError, match="beam width of 0"):
+        beam.search(mine, request([6], 9), Beam(0))
+    with pytest.raises(UserError, match=f"has {LENGTH} tokens; the model reads {LENGTH}"):
+        beam.search(mine, request([1] * LENGTH, 9), Beam(2))
+    model = torch.nn.Module()
+    model.wte, model.vocab, model.layers = mine.model.wte, VOCAB, 2
+    model.forward = lambda tokens, where, last_only: torch.full((1, 1, VOCAB), float("nan"))
+    with pytest.raises(UserError, match="not finite") as caught:
+        beam.search(dataclasses.replace(mine, model=model), request([1], 9), Beam(2))
+    assert caught.value.status == NON_FINITE
