@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,24 @@ def test_an_interrupt_ends_all_ranks_at_once(runs, way):
     began = time.monotonic()
     process.communicate(timeout=60)
     assert process.returncode == (137 if way == "rank" else 130) and time.monotonic() - began < 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_on_several_ranks(runs, number):
+    """It answers as one process does; a signal ends it in order, and the other rank with it."""
+    pytest.importorskip("uvicorn")
+    process = begin(*LAUNCH, "serve", str(runs("gpt2")), "--device=cpu", "--port=0", PP2)
+    address = next(line for line in process.stdout if line.startswith("serving ")).split(" on ")[1].split()[0]
+    body = {"model": "run", "prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5}
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = json.load(answer)["choices"][0]["text"]
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "stopped\n") and "rror" not in err
+    assert text == alone(runs("gpt2"), torch.float32).generate("a", max_new_tokens=9, seed=5)
 
 
 def test_the_model_must_fit_the_layout(runs, capsys):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from meshwright import device as devices
+from meshwright.commands import launch
 from meshwright.errors import DONE, UNAVAILABLE, UserError
-from meshwright.launch.world import is_first_process
+from meshwright.launch.world import World, is_idle
 from meshwright.settings import checks, command, flags
 from meshwright.settings.schema import (
     READING,
@@ -25,6 +26,9 @@ from meshwright.settings.schema import (
     Training,
     flag,
 )
+
+if TYPE_CHECKING:
+    from meshwright.generation.engine import LanguageModel
 
 SHORTEST_KEY = 8
 
@@ -84,12 +88,6 @@ class ServeConfig:
 
     def problems(self) -> list[str]:
         s, out = self.serve, checks.reading_problems(self, "serve")
-        p = self.parallel
-        if (ranks := p.world_size or p.num_gpus_per_node * p.num_nodes) > 1 or p.model_ranks > 1:
-            out.append(
-                f"serve runs on one device, which loads a checkpoint of any layout, but {max(ranks, p.model_ranks)} "
-                "ranks are asked for; leave the flags of the layout out"
-            )
         if s.api_key is not None and s.api_key_file is not None:
             out.append("--api-key and --api-key-file exclude each other; give one")
         if s.api_key is not None and not is_key(s.api_key):
@@ -109,10 +107,12 @@ ABOUT = "Answer requests for text: OpenAI's and Megatron's, and a page to try th
 
 
 def main(argv: list[str]) -> int:
-    if not is_first_process("serving"):
-        return DONE
-    parsed = command.settings(ServeConfig, argv, "serve", ABOUT, "load")
-    if parsed is None:
+    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
+
+
+def command_line(argv: list[str], words: list[str], world: World) -> int:
+    parsed = command.settings(ServeConfig, words, "serve", ABOUT, "load", prints=world.rank == 0)
+    if parsed is None or is_idle(world, parsed.config.parallel.model_ranks, "serving"):
         return DONE
     c, s = parsed.config, parsed.config.serve
     key = s.key()
@@ -125,10 +125,11 @@ def main(argv: list[str]) -> int:
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"there is no package {error.name}; pip install 'meshwright[serve]'", UNAVAILABLE) from None
+    if not parsed.dry_run and (status := launch.relaunch(c.parallel, ["serve", *argv])) is not None:
+        return status
 
     # torch is imported only now, so that a mistake in the flags is reported at once.
-    from meshwright.generation import engine, templates
-    from meshwright.optim.loss_scale import dtype_of
+    from meshwright.generation import engine, ranks, templates
     from meshwright.serving import start
     from meshwright.serving.guard import Limits
     from meshwright.serving.served import Served
@@ -139,13 +140,18 @@ def main(argv: list[str]) -> int:
         fit = engine.open_fit(load, given, c.tokenizer)
         print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
         return DONE
-    advice = f"a smaller --slots (now {s.slots}) or --seq-length, or --bf16,"
-    with listen(s.host, s.port) as listening, command.explain_out_of_memory(advice):
-        m = engine.load(load, given, c.tokenizer, dtype_of(c.precision), devices.pick(c.parallel.device))
+
+    def work(m: LanguageModel) -> None:
         template = templates.choose(s.chat_template, m.tokenizer, None)
         name = s.served_model_name or Path(load).resolve().name
         limits = Limits(key, (s.host, *s.allowed_hosts), s.max_body_size, s.read_timeout, s.request_timeout)
-        return start.run(Served(m, name, template), limits, s.slots, s.queue, listening)
+        assert listening is not None
+        start.run(Served(m, name, template), limits, s.slots, s.queue, listening)
+
+    advice = f"a smaller --slots (now {s.slots}) or --seq-length, or --bf16,"
+    listens = listen(s.host, s.port) if world.rank == 0 else contextlib.nullcontext()
+    with listens as listening, command.explain_out_of_memory(advice):
+        return ranks.run(c, given, work, stops=True)
 
 
 def listen(host: str, port: int) -> socket.socket:

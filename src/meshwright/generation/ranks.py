@@ -48,14 +48,17 @@ def run(
     c: Settings,
     given: Mapping[str, Any],
     work: Callable[[LanguageModel], object],
+    *,
     copies: bool = False,
+    stops: bool = False,
     folders: Sequence[str] = (),
 ) -> int:
     """Load the model in the layout of the flags, on all its ranks, and call `work` on rank 0.
 
-    With `copies` all ranks that were started take part, with several copies of the
-    model if they are more than one needs. Otherwise the ranks after the first copy end. `folders`
-    are loaded one after the other, in the place of --load.
+    With `copies` all ranks that were started take part, with several copies of the model if they
+    are more than one needs. Otherwise the ranks after the first copy end. If `work` ends by itself
+    after Ctrl-C or SIGTERM, it `stops`; then these leave the other ranks at work until it has.
+    `folders` are loaded one after the other, in the place of --load.
     """
     p = c.parallel
     here = find_world(os.environ, p.local_rank)
@@ -63,8 +66,11 @@ def run(
     here = dataclasses.replace(here, size=size, local_size=min(here.local_size, size))
     device = devices.pick(p.device, here.local_rank)
     if here.size > 1 and threading.current_thread() is threading.main_thread():
-        # Ctrl-C ends every rank at once; Python's handler would wait for a collective to return.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not stops:  # Ctrl-C ends every rank at once; Python's handler would wait for a collective to return
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        elif here.rank:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
     try:
         backend = pick_backend(p, device, here.rank == 0)
         team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
@@ -94,22 +100,25 @@ def lead(
     rendezvous.require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
     layout = connect(layout_of(p, team), rendezvous.timeout())
     for folder in folders or [c.checkpoint.load or ""]:
-        with_model(
-            engine.load(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team), work
-        )
+        m = engine.load(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
+        if not with_model(m, work):
+            return
 
 
-def with_model(m: LanguageModel, work: Callable[[LanguageModel], object]) -> None:
+def with_model(m: LanguageModel, work: Callable[[LanguageModel], object]) -> bool:
+    """Call `work` on rank 0, which raises its errors; return on every rank whether it succeeded."""
     calls = m.crew.calls if m.crew is not None else None
     if calls is not None and calls.team.rank:
-        calls.follow()
-        return
+        return calls.follow()
+    succeeded = False
     try:
         work(m)
+        succeeded = True
     finally:
         with contextlib.suppress(RuntimeError):  # if another rank is gone, that is reported
             if calls is not None:
-                calls.end()
+                calls.end(succeeded)
+    return succeeded
 
 
 def layout_of(p: Parallel, team: Team) -> Layout:

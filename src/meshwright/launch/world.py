@@ -195,16 +195,6 @@ def require_world_size(world: World, wanted: int | None) -> None:
         )
 
 
-def is_first_process(work: str) -> bool:
-    """Return whether this is rank 0, which does `work` alone; otherwise say so."""
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
-    if rank is None:
-        rank = str(find_world({"MASTER_ADDR": "none", "MASTER_PORT": "1", **os.environ}).rank)
-    if rank != "0":
-        print(f"{work} runs on rank 0; this rank has nothing to do", file=sys.stderr)
-    return rank == "0"
-
-
 def is_idle(world: World, ranks: int, work: str) -> bool:
     """Return whether `work` needs fewer ranks than were started, and not this one; then say so."""
     if world.rank < ranks:

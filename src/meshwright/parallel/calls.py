@@ -37,15 +37,16 @@ class Calls:
             self._send(name, tensors)
         return self.actions[name](*tensors)
 
-    def follow(self) -> None:
-        """Carry out what rank 0 calls, until it ends."""
+    def follow(self) -> bool:
+        """Carry out what rank 0 calls, until it ends; return whether it succeeded."""
         while (received := self._receive())[0] != END:
             self.actions[received[0]](*received[1])
+        return bool(received[1][0])
 
-    def end(self) -> None:
+    def end(self, succeeded: bool) -> None:
         """Let the other ranks leave."""
         if self.group is not None:
-            self._send(END, ())
+            self._send(END, (torch.tensor(int(succeeded)),))
 
     def sum(self, x: Tensor) -> Tensor:
         """Add up the ranks' tensors of the host."""

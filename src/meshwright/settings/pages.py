@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TOGETHER = ("train", "preprocess", "evaluate", "generate", "chat")  # commands that `launch` starts as several ranks
+# Commands that `launch` starts as several ranks.
+TOGETHER = ("train", "preprocess", "evaluate", "generate", "chat", "serve")
 # One line for flags whose help has no clause that is short enough.
 SHORT = {
     "bf16": "compute in bfloat16",
