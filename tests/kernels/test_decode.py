@@ -14,8 +14,7 @@ from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.norm_plain import NormWeights
 
 ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}  # the interpreter cuts bfloat16 off
-# It has no products of bfloat16 either.
-MULTIPLIED = ERROR if DEVICE == "cuda" else list(ERROR)[:2]
+WORST = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # it has no products of bfloat16
 
 
 def draw(*shape, dtype=torch.float32, mean=0.0):
@@ -49,19 +48,17 @@ def layer_of(name, n, k, dtype):
     return Layer(draw(width, k, dtype=dtype) * k**-0.5, bias, weights, kind), has_residual
 
 
-@pytest.mark.parametrize(
-    ("rows", "dtype"), [(1, dtype) for dtype in ERROR] + [(r, d) for r in (3, 16) for d in MULTIPLIED]
-)
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (3, torch.float32), (16, WORST)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_linear(name, rows, dtype, monkeypatch):
     """Sizes that fill no tile; x has a mean, which the norm removes."""
     monkeypatch.setattr(decode, "is_triton", lambda x: True)
-    layer, has_residual = layer_of(name, 37, 200, dtype)
-    x = draw(rows, 200, dtype=dtype, mean=1.0)
-    residual = draw(rows, 37, dtype=dtype) if has_residual else None
+    layer, has_residual = layer_of(name, 21, 130, dtype)
+    x = draw(rows, 130, dtype=dtype, mean=1.0)
+    residual = draw(rows, 21, dtype=dtype) if has_residual else None
     got = decode.linear(x, layer, residual)
     want = plain_linear(doubled(x), doubled(layer), doubled(residual))
-    assert got.dtype is dtype and got.shape == (rows, 37) and distance(got, want) < ERROR[dtype]
+    assert got.dtype is dtype and got.shape == (rows, 21) and distance(got, want) < ERROR[dtype]
     assert distance(plain_linear(x, layer, residual), want) < ERROR[dtype]
 
 
@@ -92,21 +89,20 @@ SHAPES = {  # groups, queries of each, head_dim, rotated pairs
     "96": (1, 2, 96, 0),
     "neox": (2, 1, 128, 16),
 }
-LENGTHS = [0, 5, 63, 64, 200]
+LENGTHS = [0, 63, 64, 150]
 
 
 def case(shape, dtype, room=256):
     groups, per_group, dim, half = SHAPES[shape]
-    sizes, slots = Sizes(groups, per_group, dim), torch.tensor([4, 0, 5, 2, 1], device=DEVICE)
+    sizes, slots = Sizes(groups, per_group, dim), torch.tensor([4, 0, 5, 2], device=DEVICE)
     keys, values = (draw(6, room, groups, dim, dtype=dtype) for _ in range(2))
     texts = Texts(keys, values, slots, torch.tensor(LENGTHS, device=DEVICE), 256)
     angles = torch.randn(room, half, device=DEVICE)
     rotation = (angles.cos(), angles.sin()) if half else None
-    return draw(5, groups * (per_group + 2) * dim, dtype=dtype), texts, sizes, rotation
+    return draw(4, groups * (per_group + 2) * dim, dtype=dtype), texts, sizes, rotation
 
 
-@pytest.mark.parametrize("dtype", MULTIPLIED)
-@pytest.mark.parametrize("processors", [2, 132])
+@pytest.mark.parametrize(("processors", "dtype"), [(2, torch.float32), (132, WORST)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attend(shape, processors, dtype, monkeypatch):
     """In one part and in several, some of them empty: values, and what is added to the cache."""

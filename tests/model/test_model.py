@@ -11,7 +11,8 @@ from helpers import TINY
 from meshwright import device as devices
 from meshwright.model import attention, counts, gpt, pick
 from meshwright.model.attention import Cache, Cached, Where
-from meshwright.model.gpt import GPT, Options, initialise
+from meshwright.model.fused import FusedBlock
+from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.settings import schema as config
 from stores import tokens
@@ -286,9 +287,12 @@ def test_causal(impl):
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "reference"])
-def test_cache_equals_whole(impl):
+@pytest.mark.parametrize("block", [Block, FusedBlock])
+def test_cache_equals_whole(impl, block):
     """Logits with cached keys and values, in chunks, equal those of the full sequence."""
-    model = make(dataclasses.replace(TINY, attention_impl=impl))
+    m = dataclasses.replace(TINY, attention_impl=impl)
+    model = GPT(m, 61, 64, 16, block)
+    initialise(model.named_parameters(), m, 61, 1)
     model.eval()
     x = tokens()
     whole = model(x, Where())

@@ -110,7 +110,7 @@ class Decoder:
             raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt")
         check_options(request)
         count = min(wanted, self.length - len(prompt))
-        self._queue.append(Row(self._next, request, prompt, count, count))
+        self._queue.append(Row(self._next, request, prompt, count, count, Kind.of(request.options)))
         self._next += 1
         return self._next - 1
 
@@ -259,7 +259,7 @@ class Decoder:
         """Count a token for each row; return what its choice needs, and -1 or `score`'s k."""
         kind, k = Kind(), -1
         for row in rows:
-            kind |= Kind.of(row.request.options)
+            kind = kind if row.kind == kind else kind | row.kind
             k = k if row.request.logprobs is None else max(k, row.request.logprobs)
             row.left -= 1
         return kind, k

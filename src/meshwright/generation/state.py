@@ -24,6 +24,7 @@ class Row:
     prompt: list[int]
     left: int  # tokens that are still to be computed
     count: int  # tokens that are to be reported
+    kind: Kind
     slot: int = -1
     tokens: list[int] = field(default_factory=list)  # reported
     is_done: bool = False
