@@ -242,6 +242,7 @@ TABLE = {
         **dict.fromkeys("profile profile_step_start profile_step_end".split(), "test_profile.py::test_profile"),
         "steps_per_print": "test_loop.py::test_deepspeeds_lines",
         "nvidia_smi_at": "test_loop.py::test_nvidia_smi",
+        "trackio_project": "test_trackers.py::test_trackio",
         **dict.fromkeys(
             "sample_interval sample_prompts sample_length sample_temperature".split(),
             "test_written_samples.py::test_flags",

@@ -1,4 +1,4 @@
-"""TensorBoard, read back from its files, and a stand-in for Weights & Biases."""
+"""TensorBoard, read back from its files, and stand-ins for Weights & Biases and Trackio."""
 
 import sys
 import time
@@ -200,6 +200,59 @@ def test_a_missing_or_refusing_wandb_is_reported_before_the_first_step(tmp_path,
     assert not (tmp_path / "wandb-id").exists()
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb") as e:
+        open_trackers(asked, tmp_path, {}, "run")
+    assert e.value.status == 69
+
+
+@pytest.fixture
+def trackio(monkeypatch):
+    """A stand-in for the package, which prints as it does."""
+    fake = types.ModuleType("trackio")
+    fake.inits, fake.logged, fake.finished = [], [], 0
+
+    class Run:
+        def log(self, values, step=None):
+            fake.logged.append((step, values))
+
+    def init(**given):
+        print("* Trackio project initialized")
+        fake.inits.append(given)
+        return Run()
+
+    def finish():
+        print("* Run finished")
+        fake.finished += 1
+
+    fake.init, fake.finish, fake.Markdown = init, finish, lambda text: f"markdown {text}"
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    return fake
+
+
+def test_trackio(tmp_path, trackio, capsys):
+    asked = logging(tensorboard=False, trackio_project="gpt")
+    (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")
+    tracker.scalars({"lm loss": 2.5}, 3, 12)
+    tracker.text("sample 0", "words", 3)
+    tracker.close()
+    assert trackio.logged == [(3, {"lm loss": 2.5, "samples": 12}), (3, {"sample 0": "markdown words"})]
+    open_trackers(asked, tmp_path, {}, "run", first=4)
+    asked_for = [(i["project"], i["name"], i["config"], i["resume"]) for i in trackio.inits]
+    assert asked_for == [("gpt", "run", {"lr": 0.1}, "never"), ("gpt", "run", {}, "allow")] and trackio.finished == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "* Trackio" in err and "* Run finished" in err  # stdout has the log alone
+
+
+def test_a_missing_or_refusing_trackio_is_reported_before_the_first_step(tmp_path, trackio, monkeypatch):
+    asked = logging(tensorboard=False, trackio_project="gpt")
+
+    def init(**_):
+        raise ValueError("no such space")
+
+    monkeypatch.setattr(trackio, "init", init)
+    with pytest.raises(UserError, match="--trackio-project gpt: no such space"):
+        open_trackers(asked, tmp_path, {}, "run")
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match="pip install 'meshwright\\[trackio\\]'") as e:
         open_trackers(asked, tmp_path, {}, "run")
     assert e.value.status == 69
 

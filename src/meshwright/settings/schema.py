@@ -511,6 +511,7 @@ class Logging:
     wandb_project: str | None = flag(None, "Weights & Biases project to log to")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name (none: the name of the run's folder)")
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files (none: wandb/ in the run's folder)")
+    trackio_project: str | None = flag(None, "Trackio project to log to, under the name of the run's folder")
     sample_interval: int | None = flag(None, "steps between samples of text from the model (none: no such)", bound=">0")
     sample_prompts: list[str] = flag([], "beginnings of these samples (none: one from nothing)", needs=SAMPLES)
     sample_length: int = flag(64, "most new tokens of such a sample", bound=">0", needs=SAMPLES)

@@ -1,10 +1,11 @@
-"""Log curves to TensorBoard and Weights & Biases, under Megatron's names.
+"""Log curves to TensorBoard, Weights & Biases and Trackio, under Megatron's names.
 
 metrics.jsonl is the source of truth, so a tracker that fails prints a line and is switched off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -19,9 +20,9 @@ from meshwright.settings.schema import Logging
 class Tracker:
     """A backend that cannot end a run: its first failure is printed and switches it off."""
 
-    def __init__(self, name: str, backend: TensorBoard | Wandb) -> None:
+    def __init__(self, name: str, backend: TensorBoard | Wandb | Trackio) -> None:
         self.name = name
-        self.backend: TensorBoard | Wandb | None = backend
+        self.backend: TensorBoard | Wandb | Trackio | None = backend
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
         """Add points at an iteration and a number of consumed samples."""
@@ -68,6 +69,8 @@ def open_trackers(
                 raise UserError(f"--tensorboard-dir needs tensorboard ({e}): {hint}", UNAVAILABLE) from None
     if logging.wandb_project:
         out.append(Tracker("Weights & Biases", Wandb(logging, folder, settings, name, first)))
+    if logging.trackio_project:
+        out.append(Tracker("Trackio", Trackio(logging.trackio_project, settings, name, first)))
     return out
 
 
@@ -134,6 +137,39 @@ class Wandb:
 
     def close(self) -> None:
         self.run.finish()
+
+
+class Trackio:
+    """A run of a Trackio project, on this machine or in the space that TRACKIO_SPACE_ID names.
+
+    A run that is resumed continues the newest one of its name; a new one gets a curve of its own.
+    """
+
+    def __init__(self, project: str, settings: dict[str, Any], name: str, first: int) -> None:
+        try:
+            trackio: Any = importlib.import_module("trackio")
+        except ImportError:
+            hint = "install it with pip install 'meshwright[trackio]'"
+            raise UserError(f"--trackio-project needs trackio: {hint}", UNAVAILABLE) from None
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is the log
+                self.run: Any = trackio.init(
+                    project=project, name=name, config=settings, resume="never" if first == 1 else "allow", embed=False
+                )
+        except Exception as e:
+            raise UserError(f"--trackio-project {project}: {e} (leave it out to go on without)", UNAVAILABLE) from None
+        # The package's own finish, or it would finish the run once more when Python ends.
+        self.markdown, self.finish = trackio.Markdown, trackio.finish
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        self.run.log({**values, "samples": samples}, step=iteration)
+
+    def text(self, name: str, text: str, iteration: int | None) -> None:
+        self.run.log({name: self.markdown(text)}, step=iteration)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self.finish()
 
 
 # Megatron's name: the column of a step's row, and the flag that turns it on.

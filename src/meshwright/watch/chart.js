@@ -118,7 +118,7 @@ export class Chart {
     if (low > high) return null;
     if (this.log) return [Math.log10(low) - 0.02, Math.log10(high) + 0.02];
     const margin = (high - low || Math.abs(high) || 1) * 0.04;
-    return [low - margin, high + margin];
+    return [low >= 0 ? Math.max(low - margin, 0) : low - margin, high + margin]; // no room below 0 for what is never negative
   }
 
   draw() {
@@ -188,7 +188,7 @@ export class Chart {
     }
     g.textAlign = "center";
     g.textBaseline = "top";
-    const s = this.scaleX(), most = width / 90;
+    const s = this.scaleX(), most = width / 75;
     for (const v of this.logX ? logTicks(s.from, s.to, most) : ticks(s.from, s.to, most, this.axis === "time")) {
       const at = this.toPixel(v);
       if (at < LEFT - 1 || at > LEFT + width + 1) continue;

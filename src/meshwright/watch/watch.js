@@ -148,30 +148,37 @@ function sign(run) {
   return svg;
 }
 
-function rowOf(run) {
+// The table's columns after the first two: word, text of a run, whether a narrow screen goes without it.
+const COLUMNS = [
+  ["step", (run) => (run.train_iters ? `${whole(run.step ?? 0)} ${word("of")} ${whole(run.train_iters)}` : whole(run.step))],
+  ["left", (run) => (run.state === "running" ? clock(run.left) : "")],
+  ["loss", (run) => figure(run.loss)],
+  ["validation", (run) => figure(run.validation)],
+  ["best", (run) => (run.best ? `${figure(run.best[0])} (${whole(run.best[1])})` : ""), true],
+  ["speed", (run) => compact(run.tokens_per_second)],
+  ["mfu", (run) => (run.mfu ? `${(100 * run.mfu).toFixed(1)}%` : ""), true],
+  ["memory", (run) => (run.memory ? `${(run.memory / 2 ** 30).toFixed(2)} GiB` : ""), true],
+  ["elapsed", (run) => (run.step ? clock(run.seconds) : ""), true],
+  ["amount", (run) => (run.amount ? `${compact(run.amount)} ${word(run.unit === "tokens" ? "tokens" : "samplesUnit")}` : ""), true],
+];
+
+function rowOf(run, columns) {
   const box = make("input", { type: "checkbox", "data-run": run.folder });
   box.checked = shown.get(run.folder);
   box.addEventListener("change", () => { shown.set(run.folder, box.checked); refresh(true); });
   const status = make("td", { class: run.problem ? "failed" : run.state }, stateText(run));
   if (run.step && run.train_iters) status.append(make("progress", { max: run.train_iters, value: run.step, "aria-label": word("step") }));
-  const number = (text, extra = "") => make("td", { class: `number ${extra}` }, text);
-  const best = run.best ? `${figure(run.best[0])} (${whole(run.best[1])})` : "";
-  return make("tr", {},
-    make("td", { title: run.folder }, make("label", {}, box, sign(run), run.name)), status,
-    number(run.train_iters ? `${whole(run.step ?? 0)} ${word("of")} ${whole(run.train_iters)}` : whole(run.step)),
-    number(run.state === "running" ? clock(run.left) : ""), number(figure(run.loss)), number(figure(run.validation)),
-    number(best, "less"), number(compact(run.tokens_per_second)), number(run.mfu ? `${(100 * run.mfu).toFixed(1)}%` : "", "less"),
-    number(run.memory ? `${(run.memory / 2 ** 30).toFixed(2)} GiB` : "", "less"), number(clock(run.seconds), "less"),
-    number(run.amount ? `${compact(run.amount)} ${word(run.unit === "tokens" ? "tokens" : "samplesUnit")}` : "", "less"));
+  const cells = columns.map(([, text, isLess]) => make("td", { class: `number ${isLess ? "less" : ""}` }, text(run)));
+  return make("tr", {}, make("td", { title: run.folder }, make("label", {}, box, sign(run), run.name)), status, ...cells);
 }
 
 function drawRuns() {
   const focused = document.activeElement?.dataset?.run;
-  const heads = [["name"], ["state"], ["step", 1], ["left", 1], ["loss", 1], ["validation", 1], ["best", 2], ["speed", 1], ["mfu", 2],
-    ["memory", 2], ["elapsed", 2], ["tokens", 2]];
-  const classes = ["", "number", "number less"];
-  const head = make("tr", {}, ...heads.map(([key, kind = 0]) => make("th", { class: classes[kind], scope: "col" }, word(key))));
-  $("runs").replaceChildren(make("thead", {}, head), make("tbody", {}, ...state.runs.map(rowOf)));
+  const columns = COLUMNS.filter(([key, text]) => key === "step" || state.runs.some(text));
+  const heads = [["name"], ["state"], ...columns.map(([key, , isLess]) => [key, `number ${isLess ? "less" : ""}`])];
+  const head = make("tr", {}, ...heads.map(([key, kind = ""]) => make("th", { class: kind, scope: "col" }, word(key))));
+  const rows = state.runs.map((run) => rowOf(run, columns));
+  $("runs").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
   if (focused) [...$("runs").querySelectorAll("input")].find((box) => box.dataset.run === focused)?.focus();
   const problems = state.runs.flatMap((run) => run.damage.map((text) => `${run.name}: ${word("damaged")}: ${text}`));
   $("problems").replaceChildren(...[...new Set(problems)].map((text) => make("li", {}, text)));
