@@ -19,7 +19,7 @@ from meshwright.__main__ import main
 from meshwright.commands.evaluate import EvaluateConfig
 from meshwright.errors import UserError
 from meshwright.evaluation.score import score
-from meshwright.generation import decoder, engine, ranks
+from meshwright.generation import beam, decoder, engine, ranks
 from meshwright.generation.requests import Request
 from meshwright.launch.team import Team
 from meshwright.parallel.layout import Layout
@@ -122,7 +122,8 @@ def completions(m):
     requests += [Request(PROMPTS[0], GREEDY, echo=True, logprobs=2), Request(PROMPTS[3], GREEDY, stop=("the",))]
     requests += [Request(PROMPTS[0], dataclasses.replace(GREEDY, recompute=True))]
     requests += [Request(PROMPTS[1], dataclasses.replace(SAMPLED, repetition_penalty=1.5))]
-    return [dataclasses.asdict(done) for done in decoder.complete(m, requests, 3)]
+    found = beam.search(m, Request(PROMPTS[0], GREEDY), beam.Beam(3))
+    return [dataclasses.asdict(done) for done in [*decoder.complete(m, requests, 3), *found]]
 
 
 def assert_equal_texts(got, want):

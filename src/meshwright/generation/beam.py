@@ -121,14 +121,11 @@ def _found(m: LanguageModel, request: Request, score: float, c: Candidate) -> Fo
 
 
 class _Steps:
-    """The model's passes over the prompt and over the candidates, which share one cache.
-
-    A model on several ranks has no cache here that could be rearranged, and reads whole texts.
-    """
+    """The model's passes over the prompt and over the candidates, which share one cache."""
 
     def __init__(self, m: LanguageModel, prompt: list[int], width: int, most: int) -> None:
         self.m, self.prompt, self.used = m, prompt, 0
-        self.cache = Cache(width, len(prompt) + most) if m.crew is None else None
+        self.cache = Cache(width, len(prompt) + most)
 
     def begin(self) -> Tensor:
         """Return the logits [1, V] behind the prompt."""
@@ -137,21 +134,14 @@ class _Steps:
     @torch.inference_mode()
     def advance(self, rows: list[int], running: list[Candidate]) -> Tensor:
         """Return the logits [B, V] behind candidates, of which the i-th continues `rows[i]`."""
-        if self.cache is None:
-            return self._pass([[*self.prompt, *c.tokens] for c in running])
-        source = self._send(rows)
-        for keys, values in self.cache.layers.values():
-            for buffer in (keys, values):
-                buffer[: len(rows), : self.used] = buffer[source, : self.used]
+        self.m.rearrange(self.cache, self._send(rows), self.used)
         return self._pass([[c.tokens[-1]] for c in running])
 
     @torch.inference_mode()
     def _pass(self, tokens: list[list[int]]) -> Tensor:
-        where, before = Where(), self.used
-        if self.cache is not None:
-            self.used += len(tokens[0])
-            slots = self._send(list(range(len(tokens))))
-            where.cached = Cached(self.cache, slots, torch.full_like(slots, before), self.used if before else 0)
+        before, self.used = self.used, self.used + len(tokens[0])
+        slots = self._send(list(range(len(tokens))))
+        where = Where(cached=Cached(self.cache, slots, torch.full_like(slots, before), self.used if before else 0))
         return self.m.forward(self._send(tokens), where, last_only=True)[:, -1, : self.m.model.vocab]
 
     def _send(self, x: list[int] | list[list[int]]) -> Tensor:

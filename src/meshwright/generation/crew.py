@@ -20,11 +20,11 @@ from meshwright.parallel.forward import Piece, Runner
 
 
 class Crew:
-    """The ranks of a layout. All make one; then rank 0 calls `forward` and `score`."""
+    """The ranks of a layout. All make one; then rank 0 calls what has no underscore."""
 
     def __init__(self, runner: Runner, team: Team) -> None:
         self.runner, self.calls = runner, Calls(team)
-        self.calls.actions |= {"forward": self._forward, "score": self._score}
+        self.calls.actions |= {"forward": self._forward, "rearrange": self._rearrange, "score": self._score}
         self.numbers: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()  # of the caches in use on rank 0
         self.fresh = itertools.count()
         self.caches: dict[int, Cache] = {}  # this rank's parts of them
@@ -49,11 +49,19 @@ class Crew:
             alive, *rows = rest
             self.caches = {n: cache for n, cache in self.caches.items() if n in alive.tolist()}
             cache = self.caches.setdefault(number, Cache(slots, length))
-            where_from = [x.to(runner.device) for x in rows]
-            where.cached = Cached(cache, where_from[0], where_from[1], seen, *where_from[2:])
+            at, used, *ends = (x.to(runner.device) for x in rows)
+            where.cached = Cached(cache, at, used, seen, *ends)
         found = runner.run([Piece(tokens.to(runner.device), where, runner.gather_ids)], bool(last_only))
         shape = (len(tokens), 1 if last_only else tokens.shape[1], runner.padded)
         return runner.send_to_lead(found[0] if found else None, shape)
+
+    def rearrange(self, cache: Cache, rows: Tensor, used: int) -> None:
+        self.calls.call("rearrange", torch.tensor([self.numbers[cache], used]), rows.cpu())
+
+    @torch.inference_mode()
+    def _rearrange(self, head: Tensor, rows: Tensor) -> None:
+        number, used = head.tolist()
+        self.caches[number].rearrange(rows.to(self.runner.device), used)
 
     def score(self, batches: list[Rows]) -> Tensor:
         """Score micro-batches as a `Scorer` does; copies of the model share them out."""

@@ -23,7 +23,7 @@ from meshwright.generation import decoder
 from meshwright.generation.crew import Crew
 from meshwright.generation.requests import Request
 from meshwright.launch.team import ALONE, Team
-from meshwright.model.attention import Where
+from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
 from meshwright.parallel import forward
 from meshwright.parallel.forward import Runner
@@ -75,6 +75,13 @@ class LanguageModel:
         run = self.model if self.crew is None else self.crew.forward
         logits: Tensor = run(tokens, where, last_only=last_only)
         return logits
+
+    def rearrange(self, cache: Cache, rows: Tensor, used: int) -> None:
+        """Call `Cache.rearrange` in the model's layout."""
+        if self.crew is None:
+            cache.rearrange(rows, used)
+        else:
+            self.crew.rearrange(cache, rows, used)
 
     @property
     def scorer(self) -> Scorer:

@@ -82,6 +82,12 @@ class Cache:
             self.layers[layer] = like.new_zeros(shape), like.new_zeros(shape)
         return self.layers[layer]
 
+    def rearrange(self, rows: Tensor, used: int) -> None:
+        """Let slot i continue the text of slot `rows[i]`, of which `used` tokens are known."""
+        for buffers in self.layers.values():
+            for x in buffers:
+                x[: len(rows), :used] = x[rows, :used]
+
 
 @dataclass
 class Cached:
