@@ -305,3 +305,12 @@ def test_tools_for_checkpoints(script: Callable[..., int], tmp_path: Path, capsy
         err = capsys.readouterr().err
         assert message in err and "Traceback" not in err
     assert script("convert_checkpoint/deepspeed_to_megatron.py", "--input_folder", "no", "--output_folder", "x") == 65
+
+
+def test_the_harness() -> None:
+    """Its flags become those of `meshwright evaluate`; --eval_fp32 wins over --fp16."""
+    script = runpy.run_path(str(TREE / "tasks/eval_harness/evaluate.py"))
+    argv = "--load run --task_list piqa,boolq --results_path out.json --fp16 --adaptive_seq_len --bootstrap_iters 2"
+    words = script["command"](f"{argv} --micro_bs_multiplier 4".split())
+    assert words == "evaluate --harness piqa,boolq --results-path out.json --load run --fp16".split()
+    assert "--fp16" not in script["command"]([*argv.split(), "--eval_fp32"])

@@ -1,15 +1,26 @@
-"""Megatron-LM's evaluations; of them `meshwright evaluate` has perplexity on a text now."""
+"""Megatron's evaluations LAMBADA and WIKITEXT103: `meshwright evaluate --task`."""
 
 import argparse
-import shlex
 import sys
+from pathlib import Path
 
-parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-parser.add_argument("--task", required=True)
-parser.add_argument("--load", default="DIR")
-parser.add_argument("--valid-data", nargs="*", default=["FILE"])
-args, _ = parser.parse_known_args()
-instead = shlex.join(["meshwright", "evaluate", args.load, "--input", *args.valid_data])
-what = f"tasks/main.py --task {args.task} is not there yet"
-print(f"{what}; loss, perplexity and bits per byte of a text: {instead}", file=sys.stderr)
-sys.exit(2)
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # runs from a clone too, without an install
+
+from meshwright.__main__ import main  # noqa: E402
+
+
+def command(argv: list[str]) -> list[str]:
+    """Return the words of `meshwright evaluate`, without the flags of Megatron's other tasks."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--epochs")
+    parser.add_argument("--train-data", nargs="*")
+    parser.add_argument("--keep-last", action="store_true")
+    parser.add_argument("--pretrained-checkpoint")
+    found, rest = parser.parse_known_args(argv)
+    if not any(word.split("=")[0] == "--load" for word in rest) and found.pretrained_checkpoint:
+        rest += ["--load", found.pretrained_checkpoint]
+    return ["evaluate", *rest]
+
+
+if __name__ == "__main__":
+    sys.exit(main(command(sys.argv[1:])))

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The perplexity of LAMBADA's texts, {"text": ...} a line. Its accuracy is not built yet.
+# The accuracy of LAMBADA's last tokens, {"text": ...} a line; --strict-lambada counts whole words.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     echo "CHECKPOINT_PATH=DIR VALID_DATA=lambada_test.jsonl bash $0 [FLAG of meshwright evaluate ...]"
@@ -11,7 +11,6 @@ if [[ ! -e "${CHECKPOINT_PATH:-}" || ! -e "${VALID_DATA:-}" ]]; then
 fi
 src="$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../../../src" && pwd)"
 export PYTHONPATH="$src${PYTHONPATH:+:$PYTHONPATH}"
-words=()
-[[ -z "${VOCAB_FILE:-}" ]] || words=(--vocab-file "$VOCAB_FILE" --merge-file "${MERGE_FILE:-}")
-echo "LAMBADA: perplexity, not yet the accuracy of the last word" >&2
-exec python3 -m meshwright evaluate "$CHECKPOINT_PATH" --input "$VALID_DATA" ${words[@]+"${words[@]}"} "$@"
+words=(--task LAMBADA --valid-data "$VALID_DATA")
+[[ -z "${VOCAB_FILE:-}" ]] || words+=(--vocab-file "$VOCAB_FILE" --merge-file "${MERGE_FILE:-}")
+exec python3 -m meshwright evaluate "$CHECKPOINT_PATH" "${words[@]}" "$@"

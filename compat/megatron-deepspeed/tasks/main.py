@@ -1,0 +1,1 @@
+../../megatron-lm/tasks/main.py
