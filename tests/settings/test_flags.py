@@ -356,7 +356,7 @@ S3 = "s3://bucket/y"
         (f"convert in {S3} --to native", "--paths"),
         (f"inspect {S3}", "DIR"),
         (f"report run --output {S3}", "--output"),
-        (f"evaluate {S3} --input text", "--load"),
+        (f"evaluate {S3} --input text", "--folders"),
         (f"evaluate run --input {S3}", "--input"),
         (f"generate run --num-samples 1 --genfile {S3}", "--genfile"),
         (f"preprocess --input a.txt --output-prefix {S3}", "--output-prefix"),

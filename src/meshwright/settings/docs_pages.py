@@ -34,6 +34,8 @@ PAGES = {
         output_prefix json_keys append_eod on_error workers split_sentences sentence_splitter lang json
         checksums document sample sample_set top picture merge sha256 json_path output_file
         each_line""",
+    "docs/evaluation.md": """data_path split overlapping_eval task valid_data strict_lambada eval_tasks steps
+        results_path picture eval_tasks_interval eval_tasks_device harness harness_path num_fewshot limit input""",
     "docs/randomness.md": """attention_impl micro_batch_size deterministic_mode context_parallel_size""",
     "docs/extending.md": """init_method_std apply_layernorm_1p init_method_xavier_uniform""",
     "docs/tutorial.md": """hidden_size hidden_dropout attention_dropout train_iters eval_interval bf16 save_interval

@@ -525,7 +525,10 @@ class Logging:
         None, "score the model on files during the training: lambada=FILE,lambada-strict=FILE,wikitext=FILE,text=FILE"
     )
     eval_tasks_interval: int | None = flag(
-        None, "steps between these scores (none: so that they take 1 % of the time)", bound=">0", needs=EVAL_TASKS_FLAG
+        None,
+        "steps between these scores (none: such that they take under 1 % of the time)",
+        bound=">0",
+        needs=EVAL_TASKS_FLAG,
     )
     eval_tasks_device: str | None = flag(
         None,

@@ -35,8 +35,8 @@ from meshwright.training.metrics import Metrics
 from meshwright.training.step import Network, forward
 
 # The share of a run's time that scores take at the default interval, if a forward pass is a third
-# of a step. In fact it is less, and padding and reading out the scores take the difference.
-SHARE = 0.01
+# of a step. Padding and the restart of a pipeline of steps cost more: it must stay below 2 %.
+SHARE = 0.005
 SNAPSHOTS = "eval-snapshots"  # in the run's folder
 
 
