@@ -274,6 +274,30 @@ def test_the_fused_step_changes_nothing(shape, few, fused, monkeypatch):
     assert got[2].logprobs == pytest.approx(want[2].logprobs, abs=1e-9)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("slots", [1, 3, 20])
+def test_captured_on_a_gpu(slots):
+    """All kinds of choices, unequal prompts and reused slots: the plain texts, in two decoders."""
+    m = Model(num_layers=2, hidden_size=256, num_attention_heads=4, init_method_std=0.1)
+    network = GPT(m, 500, 512, 300)
+    initialise(network.named_parameters(), m, 500, 1)
+    model = LanguageModel(network.eval().requires_grad_(False).cuda(), Null(499), 0, 300)
+    some = [
+        Request([(7 * i + j) % 490 for j in range(1 + 11 * i)], dataclasses.replace(s, out_seq_length=40), stream=i)
+        for i, s in enumerate([*SETTINGS.values()] * 6)
+    ]
+    texts = []
+    for graphs in ("off", "on", "on"):
+        decoder, got = Decoder(model, slots, graphs=graphs), [Completion() for _ in some]
+        for request in some:
+            decoder.submit(request)
+        while decoder.waiting or decoder.active:
+            for event in decoder.step():
+                got[event.id].add(event, decoder.eod)
+        texts.append([c.tokens for c in got])
+    assert texts[0] == texts[1] == texts[2] and decoder.steps.captures
+
+
 def test_what_the_host_reads_one_step_later(monkeypatch):
     """Run ahead as on a GPU: the same events, and a row's superfluous token is dropped."""
     model = little()

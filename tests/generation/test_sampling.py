@@ -7,6 +7,7 @@ import torch
 
 from meshwright.generation import sampling
 from meshwright.generation.sampling import Controls, Kind
+from meshwright.kernels import draws
 from meshwright.settings.schema import Sampling
 
 INF = float("inf")
@@ -159,12 +160,12 @@ def test_uniform_numbers():
     """They fill (0, 1), differ by seed, stream, position and token, and are these for ever."""
     names = [(seed, stream) for seed in range(6) for stream in range(20)]
     key = torch.tensor([sampling.key(*name) for name in names])
-    u = torch.stack([sampling.uniforms(key, torch.full_like(key, at), 50) for at in range(4)])
+    u = torch.stack([draws.uniforms(key, torch.full_like(key, at), 50) for at in range(4)])
     assert len(u.unique()) == u.numel() == 24_000 and u.min() > 0 and u.max() < 1
     counts = torch.histc(u, 20, 0, 1)
     assert ((counts - 1200) ** 2 / 1200).sum() < 45  # chi squared, 19 degrees of freedom, 1 in 1,000
     assert abs(torch.corrcoef(u.flatten(0, 1).T).fill_diagonal_(0)).max() < 0.2
-    known = sampling.uniforms(torch.tensor([sampling.key(1234, 7)]), torch.tensor([5]), 3)
+    known = draws.uniforms(torch.tensor([sampling.key(1234, 7)]), torch.tensor([5]), 3)
     assert [round(x, 12) for x in known[0].tolist()] == KNOWN
     sampling.key(-1, 2**40), torch.tensor([sampling.key(2**64, 0)])  # any seed
 

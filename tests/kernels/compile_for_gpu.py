@@ -184,7 +184,8 @@ def decoding() -> None:
             state = decode.Rows(slots, slots, slots, slots > 1)
             for wpe in (None, take(256, 1024)):
                 decode.embed(state, slots, take(50304, 1024), wpe)
-            decode.pick(take(rows, 50304), 50257, slots, state, 50256)
+            for draws in (None, decode.Draws(slots.double(), slots)):
+                decode.pick(take(rows, 50304), 50257, slots, state, 50256, draws)
             for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
                 residual = None if kind else x
                 decode.linear(x, decode.Layer(take(4096, 1024), take(4096), weights, kind), residual)

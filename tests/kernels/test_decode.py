@@ -8,7 +8,7 @@ import torch
 from test_activation import DEVICE, distance, nan_in_new_memory  # noqa: F401
 
 from meshwright.kernels import decode
-from meshwright.kernels.decode import BAD, NONE, Layer, Rows, Texts
+from meshwright.kernels.decode import BAD, NONE, Draws, Layer, Rows, Texts
 from meshwright.kernels.decode_plain import plain_attend, plain_embed, plain_linear, plain_pick
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.norm_plain import NormWeights
@@ -136,8 +136,9 @@ def test_embed(dtype, learned, monkeypatch):
     assert torch.equal(used, places) and x.dtype is dtype and distance(x, want) < ERROR[dtype]
 
 
+@pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize("dtype", ERROR)
-def test_pick(dtype, monkeypatch):
+def test_pick(dtype, is_drawn, monkeypatch):
     """Ends of documents, limits, rows that have ended, ties, numbers that are not finite."""
     monkeypatch.setattr(decode, "is_triton", lambda x: True)
     slots, vocab = torch.tensor([4, 0, 8, 5, 7, 1, 2, 10, 11], device=DEVICE), 5000
@@ -146,12 +147,14 @@ def test_pick(dtype, monkeypatch):
     logits[0, [4100, 77, 2100]] = 9  # a tie
     logits[2, 4999], logits[3, 10] = 9, 9
     logits[4, 3000], logits[5, 0], logits[6] = float("nan"), float("inf"), float("-inf")
+    temperature = torch.tensor([0, 0.5, 1, 3e30, 0, 0.1, 1e-38, 2, 1, 1, 0, 1.5], dtype=torch.float64, device=DEVICE)
+    draws = Draws(temperature, torch.arange(12, device=DEVICE) * -(2**59) + 5) if is_drawn else None
     for eod in (10, -1):
         rows = rows_of(12)
         want = Rows(*(x.clone() for x in rows))
-        report = plain_pick(logits, vocab, slots, want, eod)
-        assert report[0] == 77 and BAD in report.tolist() and NONE in report.tolist()
-        assert torch.equal(decode.pick(logits, vocab, slots, rows, eod), report)
+        report = plain_pick(logits, vocab, slots, want, eod, draws)
+        assert report[0] == (77 if not is_drawn else report[0]) and BAD in report.tolist() and NONE in report.tolist()
+        assert torch.equal(decode.pick(logits, vocab, slots, rows, eod, draws), report)
         for name in ("used", "limit", "active"):
             assert torch.equal(getattr(rows, name), getattr(want, name)), name
         known = slots[report != BAD]

@@ -1,8 +1,7 @@
 """Choose the next token of many rows from their logits, on the device and without waiting for it.
 
-A row's random numbers are a hash of (seed, stream, position in the text, token), so that its text
-depends on no other row and on no device. The Gumbel trick turns them into a sample: the largest of
-logit - log(exponential variable) is token i with probability softmax(logits)[i]. A filter only
+The random numbers are those of kernels/draws.py, so that a row's text depends on no other row. The
+largest of logit + Gumbel variable is token i with probability softmax(logits)[i]; a filter only
 removes tokens from this comparison.
 """
 
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.kernels.draws import gumbel
 from meshwright.settings.schema import Sampling
 
 _LOW = (1 << 64) - 1
@@ -93,24 +93,6 @@ def key(seed: int, stream: int) -> int:
     return x - (x >> 63 << 64)
 
 
-def _signed(x: int) -> int:
-    return x - (x >> 63 << 64)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser to int64 tensors, whose products wrap around."""
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
-    return x ^ (x >> 31 & (1 << 33) - 1)
-
-
-def uniforms(key: Tensor, position: Tensor, count: int) -> Tensor:
-    """Return numbers [B, count] in (0, 1), float64, for the tokens that may take this position."""
-    row = _mix(key + position * _signed(0x9E3779B97F4A7C15))[:, None]
-    tokens = torch.arange(count, device=key.device) * _signed(0xD1342543DE82EF95)
-    return ((_mix(row + tokens) >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52
-
-
 def choose(logits: Tensor, kind: Kind, c: Controls, position: Tensor, seen: Tensor | None) -> Tensor:
     """Return a token for each row of logits [B, V], float32 or 64, at `position` [B] of its text.
 
@@ -125,6 +107,5 @@ def choose(logits: Tensor, kind: Kind, c: Controls, position: Tensor, seen: Tens
     scaled = apply_temperature(logits.double(), torch.where(c.temperature > 0, c.temperature, 1.0))
     if kind.filtered:
         scaled = keep(scaled, c.top_k, c.top_p, c.min_p)
-    # -log1p(-u) is a variable of the exponential distribution, exact where it is small.
-    drawn = (scaled - (-torch.log1p(-uniforms(c.key, position, logits.shape[-1]))).log()).argmax(-1)
+    drawn = (scaled + gumbel(c.key, position, logits.shape[-1])).argmax(-1)
     return torch.where(c.temperature > 0, drawn, best)

@@ -11,7 +11,7 @@ from meshwright import device as devices
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, Top
 from meshwright.generation.sampling import Controls, Kind
-from meshwright.kernels.decode import BAD, NONE, Rows
+from meshwright.kernels.decode import BAD, NONE, Draws, Rows
 from meshwright.kernels.twins import upcast
 
 
@@ -50,6 +50,10 @@ class State:
     @property
     def rows(self) -> Rows:
         return Rows(self.token, self.used, self.limit, self.active)
+
+    @property
+    def draws(self) -> Draws:
+        return Draws(self.numbers[0], self.key)
 
     def admit(self, rows: list[Row]) -> None:
         """Describe new rows, whose prompts will be read next."""

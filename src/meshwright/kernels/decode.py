@@ -3,7 +3,7 @@
     embed    the last tokens' embeddings, and their positions'
     linear   activation(norm(x) W + bias) + residual, one pass over W
     attend   rotation, the new key and value into the cache, attention over each row's own length
-    pick     the likeliest tokens, which the next step begins with, and which rows end with them
+    pick     the likeliest or drawn tokens, with which rows end or the next step begins
 
 Hand-written because torch needs four kernels where these take one, and a kernel of a few rows ends
 before the next one could be launched; its attention has no kernel for rows of unequal lengths over
@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.kernels.decode_plain import (
     BAD,
     NONE,
+    Draws,
     Layer,
     Rows,
     Texts,
@@ -29,7 +30,7 @@ from meshwright.kernels.decode_plain import (
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.twins import is_triton
 
-__all__ = ["BAD", "FEW", "NONE", "Layer", "Rows", "Texts", "attend", "embed", "linear", "pick"]
+__all__ = ["BAD", "FEW", "NONE", "Draws", "Layer", "Rows", "Texts", "attend", "embed", "linear", "pick"]
 
 FEW = 16  # most rows for which `linear` is faster than a library's product
 
@@ -43,16 +44,16 @@ def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[T
     return plain_embed(rows, slots, wte, wpe)
 
 
-def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int) -> Tensor:
-    """Choose the arg max of the first `vocab` logits [B, padded], and begin the next step.
+def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws: Draws | None = None) -> Tensor:
+    """Choose among the first `vocab` logits [B, padded], and begin the next step.
 
-    Return what to report [B]: the token, NONE or BAD.
+    Without `draws` the likeliest token is taken. Return what to report [B]: the token, NONE or BAD.
     """
     if is_triton(logits):
         from meshwright.kernels import decode_triton
 
-        return decode_triton.pick(logits, vocab, slots, rows, eod)
-    return plain_pick(logits, vocab, slots, rows, eod)
+        return decode_triton.pick(logits, vocab, slots, rows, eod, draws)
+    return plain_pick(logits, vocab, slots, rows, eod, draws)
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:

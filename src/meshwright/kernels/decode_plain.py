@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels import activation
+from meshwright.kernels.draws import gumbel
 from meshwright.kernels.heads_plain import Sizes, rotate, split
 from meshwright.kernels.norm_plain import Join, NormWeights, plain_forward
 from meshwright.kernels.twins import upcast
@@ -42,6 +43,13 @@ class Rows(NamedTuple):
     active: Tensor  # bool, whether it goes on
 
 
+class Draws(NamedTuple):
+    """How the slots' tokens are drawn; with temperature 0 the likeliest is taken."""
+
+    temperature: Tensor  # float64
+    key: Tensor  # int64, the stream of draws.py
+
+
 NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
 
 
@@ -51,10 +59,15 @@ def plain_embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> t
     return (x if wpe is None else x + F.embedding(used, wpe)), used
 
 
-def plain_pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int) -> Tensor:
+def plain_pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws: Draws | None) -> Tensor:
     logits, active = logits[:, :vocab], rows.active[slots]
     new, is_finite = logits.argmax(-1), logits.amax(-1).isfinite()  # not if there is a NaN
     position = rows.used[slots] + active
+    if draws is not None:
+        temperature = draws.temperature[slots]
+        scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        drawn = (scaled + gumbel(draws.key[slots], position, vocab)).argmax(-1)
+        new = torch.where(temperature > 0, drawn, new)
     rows.token[slots], rows.used[slots] = new, position
     rows.active[slots] = active & is_finite & (new != eod) & (position + 1 < rows.limit[slots])
     return torch.where(active, torch.where(is_finite, new, BAD), NONE)

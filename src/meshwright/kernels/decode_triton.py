@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from meshwright import device as devices
 from meshwright.kernels.activation_triton import GATES, _value_and_slope
-from meshwright.kernels.decode_plain import BAD, NONE, Layer, Rows, Texts
+from meshwright.kernels.decode_plain import BAD, NONE, Draws, Layer, Rows, Texts
 from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads_plain import Sizes
 
@@ -301,6 +301,21 @@ def _embed(  # type: ignore[no-untyped-def]
         tl.store(places + row, place)
 
 
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ ((x >> 30) & 17179869183)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 137438953471)) * -7723592293110705685
+    return x ^ ((x >> 31) & 8589934591)
+
+
+@triton.jit
+def _gumbel(key, position, token):  # type: ignore[no-untyped-def]
+    """Return the variables of draws.py, float64; all arguments are int64."""
+    h = _mix(_mix(key + position * -7046029254386353131) + token * -3372029247567499371)
+    u = (((h >> 12) & 4503599627370495).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return -tl.log(-tl.log(1.0 - u))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _pick(  # type: ignore[no-untyped-def]
     logits,
@@ -309,6 +324,8 @@ def _pick(  # type: ignore[no-untyped-def]
     used,
     limits,
     active,
+    temperatures,
+    keys,
     report,
     peaks,
     places,
@@ -324,8 +341,9 @@ def _pick(  # type: ignore[no-untyped-def]
 ):
     """Find a row's largest logit, the first of equals, and advance the row's state.
 
-    Each part of the logits has a program; the last one to end compares the parts' largest and sets
-    the counter back to 0. Bytes moved: the logits once.
+    With `keys` a row of a temperature above 0 adds its random variables first. Each part of the
+    logits has a program; the last one to end compares the parts' largest and sets the counter back
+    to 0. Bytes moved: the logits once.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     c = part * BLOCK + tl.arange(0, BLOCK)
@@ -334,6 +352,13 @@ def _pick(  # type: ignore[no-untyped-def]
         gdc_wait()
     x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("inf"))  # a NaN is as bad
+    slot = tl.load(slots + row)
+    goes_on = tl.load(active + slot) != 0
+    place = tl.load(used + slot) + goes_on.to(tl.int64)
+    if keys is not None:
+        by = tl.load(temperatures + slot)
+        drawn = x.to(tl.float64) / tl.where(by > 0, by, 1.0) + _gumbel(tl.load(keys + slot), place, c.to(tl.int64))
+        x = tl.where(by > 0, drawn, x.to(tl.float64))
     peak = tl.max(x, 0)
     tl.store(peaks + row * PARTS + part, peak)
     tl.store(places + row * PARTS + part, tl.min(tl.where(x == peak, c, 2147483647), 0))
@@ -346,9 +371,6 @@ def _pick(  # type: ignore[no-untyped-def]
         peak = tl.max(every, 0)
         best = tl.min(tl.where(every == peak, at, 2147483647), 0).to(tl.int64)
         is_finite = (peak < float("inf")) & (peak > float("-inf"))
-        slot = tl.load(slots + row)
-        goes_on = tl.load(active + slot) != 0
-        place = tl.load(used + slot) + goes_on.to(tl.int64)
         tl.store(tokens + slot, tl.where(is_finite, best, 0))
         tl.store(used + slot, place)
         stays = goes_on & is_finite & (best != eod) & (place + 1 < tl.load(limits + slot))
@@ -366,11 +388,12 @@ def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[T
     return out, places
 
 
-def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int) -> Tensor:
-    """Choose the likeliest tokens, advance the rows, and return what to report."""
+def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws: Draws | None = None) -> Tensor:
+    """Choose tokens, advance the rows, and return what to report."""
     b, block = len(logits), 2048
     parts = power_of_2(cdiv(vocab, block))
-    peaks, places = logits.new_empty(b, parts, dtype=torch.float32), slots.new_empty(b, parts, dtype=torch.int32)
+    peaks = logits.new_empty(b, parts, dtype=torch.float32 if draws is None else torch.float64)
+    places = slots.new_empty(b, parts, dtype=torch.int32)
     report = torch.empty_like(slots)
     with torch.accelerator.device_index(logits.device.index):
         _pick[b, cdiv(vocab, block)](
@@ -380,6 +403,8 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int) -> Ten
             rows.used,
             rows.limit,
             rows.active.view(torch.int8),
+            None if draws is None else draws.temperature,
+            None if draws is None else draws.key,
             report,
             peaks,
             places,
