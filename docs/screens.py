@@ -2,7 +2,8 @@
 
 The commands of the first hour run in a terminal of 80 x 24, on a part of Python's standard library;
 what the terminal shows at the end becomes an SVG picture, once dark and once light. Chromium takes
-the picture of the run's page. Needs Linux or macOS, some minutes, and Chromium for the page.
+the pictures of the run's page and, driven by playwright, of the live one. Needs Linux or macOS,
+some minutes, Chromium, playwright, and a Chinese font.
 
 A terminal is emulated here as far as rich and our commands use one: colours, and a cursor that
 moves up and along and erases.
@@ -58,6 +59,8 @@ SCREENS = {
     ),
 }
 NEEDED = {"preprocess": {"vocabulary"}, "train": {"vocabulary", "preprocess"}}
+NEEDED["watch"] = {*NEEDED["train"], "train"}
+SAMPLED = "--sample-interval 50 --sample-length 40 --sample-prompts import 'def '"
 NEEDED["page"] = NEEDED["train"] | {"train"}
 STARTS = ("train", "quickstart")  # whose first rows are a picture, too
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()=>][A-Z0-9]?|\x1b\][^\x07]*\x07")
@@ -188,6 +191,33 @@ def photograph(page: Path) -> None:
         subprocess.run(words, check=True, capture_output=True)
 
 
+def photograph_live(folder: Path) -> None:
+    """Take the page of `watch` with two runs: dark, light, and on a phone in Chinese."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    run(f"meshwright train {RECIPE.replace('--lr 4e-3', '--lr 1e-3')} {SAMPLED} --save lower-rate", folder)
+    words = [sys.executable, "-m", "meshwright", "watch", "my-model", "lower-rate", "--port", "0"]
+    pictures = {"dark": (1000, 800, "en-US"), "light": (1000, 800, "en-US"), "phone": (390, 800, "zh-CN")}
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as p:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name, (width, height, language) in pictures.items():
+            scheme = "light" if name == "light" else "dark"
+            size = {"width": width, "height": height}
+            page = browser.new_page(viewport=size, color_scheme=scheme, locale=language)
+            page.goto(address)
+            page.locator("#runs tbody tr").nth(1).wait_for()
+            page.wait_for_timeout(3000)  # until the curves are drawn
+            page.locator("figure[data-key=loss] canvas").hover(position={"x": 0.62 * width, "y": 120})
+            page.wait_for_timeout(500)
+            target = PICTURES / f"watch-{name}.png"
+            page.screenshot(path=target)
+            Image.open(target).convert("RGB").quantize(96).save(target, optimize=True)
+        server.terminate()
+
+
 def main(wanted: set[str]) -> None:
     PICTURES.mkdir(exist_ok=True)
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -211,6 +241,8 @@ def main(wanted: set[str]) -> None:
                 draw(picture, "Terminal", last(lines, rows))
         if not wanted or "page" in wanted:
             photograph(folder / "my-model" / "report.html")
+        if not wanted or "watch" in wanted:
+            photograph_live(folder)
 
 
 if __name__ == "__main__":

@@ -67,10 +67,6 @@ def watched(browser, tmp_path):
     assert errors == []
 
 
-def number(text):
-    return int(text.split()[0].replace(",", ""))
-
-
 def row_of(page, name):
     return page.locator("#runs tbody tr", has_text=name)
 
@@ -79,15 +75,16 @@ def row_of(page, name):
 def test_the_page(watched):
     page, canvas = watched, watched.locator("figure[data-key=loss] canvas")
     expect = playwright.expect
+    expect.set_options(timeout=20_000)
     expect(row_of(page, "later")).to_contain_text("waiting for its first row")
     expect(row_of(page, "ended")).to_contain_text("ended: all iterations done")
     steps = row_of(page, "running").locator("td").nth(2)
     expect(steps).to_contain_text("of 100,000", timeout=30_000)
 
     # It grows while the training runs.
-    before = number(steps.inner_text())
-    page.wait_for_timeout(2500)
-    assert number(steps.inner_text()) > before
+    before = steps.inner_text()
+    assert re.match(r"[\d,]+ of 100,000$", before)
+    expect(steps).not_to_have_text(before)
     expect(page.locator("#samples .sample")).to_have_count(1)
     expect(page.locator("figure[data-key='lambada/accuracy']")).to_be_visible()
 
@@ -108,20 +105,23 @@ def test_the_page(watched):
     page.mouse.move(middle[0] - 5, middle[1])
     page.mouse.down()
     page.mouse.move(middle[0] + 5, middle[1], steps=3)
-    page.mouse.up()
-    page.wait_for_timeout(500)
+    with page.expect_response("**/api/curves*"):
+        page.mouse.up()
+    page.wait_for_timeout(300)  # until it is drawn
     canvas.focus()
     page.keyboard.press("Home")
     readout = page.locator("figure[data-key=loss] .readout b")
     expect(readout).to_contain_text("step 1,48")
-    page.keyboard.press("0")
-    page.wait_for_timeout(500)
+    with page.expect_response("**/api/curves*"):
+        page.keyboard.press("0")
+    page.wait_for_timeout(300)
     page.keyboard.press("Home")
     expect(readout).to_contain_text("step 1")
 
     # Axes, scales, language and colours.
-    page.select_option("#axis", "time")
-    page.wait_for_timeout(500)
+    with page.expect_response(lambda answer: "axis=time" in answer.url):
+        page.select_option("#axis", "time")
+    page.wait_for_timeout(300)
     canvas.focus()
     page.keyboard.press("End")
     expect(readout).to_have_text("time in steps 0:30")

@@ -179,3 +179,23 @@ def test_the_state(tmp_path, monkeypatch):
     assert watcher.state()["different"] == {"lr": [1.0, 2.0]} and b["samples"] == [4]
     monkeypatch.setattr("meshwright.watch.runs.PATIENCE", -1.0)
     assert watcher.state()["runs"][0]["state"] == "silent"
+
+
+def test_a_file_that_cannot_be_read_is_tried_again(tmp_path, monkeypatch):
+    append(tmp_path, start_row(), step_row(1, 5.0))
+    watcher = Watcher([tmp_path])
+    watcher.search()
+    read = follow.parse_range
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(follow, "parse_range", fail)
+    watcher.look()
+    watcher.look()
+    (run,) = watcher.state()["runs"]
+    assert "Input/output error" in run["problem"] and run["steps"] == 0
+    monkeypatch.setattr(follow, "parse_range", read)
+    watcher.look()
+    (run,) = watcher.state()["runs"]
+    assert (run["problem"], run["steps"]) == ("", 1)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.console import remark
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
@@ -23,6 +22,7 @@ from meshwright.kernels.twins import upcast
 from meshwright.settings.schema import Sampling, TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.metrics import Metrics
+from meshwright.training.scores import runs_one_shape
 from meshwright.training.step import Network, forward
 
 WIDTH = 64  # texts are padded to a multiple of this, so that few shapes occur
@@ -45,9 +45,7 @@ class Samples:
             if len(ids) >= self.length:
                 message = f"--sample-prompts: {prompt[:30]!r} has {len(ids)} tokens; the model reads {self.length}"
                 raise UserError(f"{message}, shorten it")
-        # Layers compiled for the shape of training would be compiled again for another, and cut
-        # sequences need not divide.
-        self.is_fixed = net.is_compiled or net.sequence or net.layout.cp > 1 or net.name != GPT_NETWORK
+        self.is_fixed = runs_one_shape(net)
 
     def write(self, iteration: int, metrics: Metrics) -> None:
         """Continue the prompts with the current weights and record the texts."""

@@ -121,17 +121,12 @@ class Follower:
                     self.seen, self.size = (), 0
                 published()
             return
-        except OSError as error:
-            if str(error) != self.problem:
-                self.problem = str(error)
-                published()
-            return
         with file:
             status = os.fstat(file.fileno())
             now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if now == self.seen:
                 return
-            self.problem, head = "", file.read(HEAD)
+            head = file.read(HEAD)
             is_other = now[:2] != self.seen[:2] or status.st_size < self.offset or not head.startswith(self.head)
             with self.lock:
                 if self.seen and is_other:
@@ -144,6 +139,9 @@ class Follower:
                     self.take(parts)
                     self.offset = end
                 published()
+        if self.problem:
+            self.problem = ""
+            published()
 
     def parts(self, file: Any) -> Iterator[tuple[list[Part], int]]:
         """Yield what follows the part that has been read, with the place where it ends."""

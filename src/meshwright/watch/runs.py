@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,15 @@ class Watcher:
         if time.monotonic() - self.searched > SEARCH:
             self.search()
         for run in list(self.runs.values()):
-            if not self.stopping.is_set():
+            if self.stopping.is_set():
+                return
+            try:
                 run.look(self.publish)
+            except (OSError, BrokenExecutor) as error:  # a disk that fails, a process killed for memory: try again
+                run.seen = ()
+                if str(error) != run.problem:
+                    run.problem = str(error)
+                    self.publish()
 
     def publish(self) -> None:
         self.version += 1
