@@ -28,6 +28,7 @@ COMMANDS = {
     "evaluate": "bits per byte",
     "inspect": "iteration",
     "generate": "Once upon a time",
+    "chat": "/undo",
     "convert": "(huggingface)",
 }
 
@@ -75,7 +76,7 @@ def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         if name == "train":
             stop_training(words, 3, signal.SIGINT)
             stop_training(words, 8, signal.SIGKILL)
-        monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time\nstop\n"))
+        monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time\n/help\n"))
         with captured_output() as (out, err):
             assert main(words) == DONE, words
         printed = "\n".join(out + err)

@@ -50,7 +50,7 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     assert names == ["train-tokenizer", "preprocess", "train", "train", "evaluate", "generate", "generate"]
     assert "--greedy" in commands[-2] and main(commands[-3]) == 0
     last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
-    assert [c[0] for c in last] == ["generate", "report", "inspect", "convert"]
+    assert [c[0] for c in last] == ["chat", "report", "inspect", "convert"]
     assert main(last[2]) == 0
 
     # Typed again, it trains nothing and names the same next commands.

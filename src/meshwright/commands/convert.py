@@ -75,5 +75,5 @@ def main(argv: list[str]) -> int:
     )
     if target.to == "huggingface":
         load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-        notice(f"next: {load} with transformers, or meshwright generate --interactive {shlex.quote(str(folder))}")
+        notice(f"next: {load} with transformers, or meshwright chat {shlex.quote(str(folder))}")
     return DONE

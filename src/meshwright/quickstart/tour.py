@@ -94,7 +94,7 @@ class Tour:
         self.try_next()
 
     def try_next(self) -> None:
-        for words in (["generate", "--interactive", self.run], ["report", self.run], ["inspect", self.run]):
+        for words in (["chat", self.run], ["report", self.run], ["inspect", self.run]):
             print(f"  {shlex.join(['meshwright', *words])}")
 
 

@@ -39,7 +39,9 @@ PAGES = {
     "docs/randomness.md": """attention_impl micro_batch_size deterministic_mode context_parallel_size""",
     "docs/extending.md": """init_method_std apply_layernorm_1p init_method_xavier_uniform""",
     "docs/tutorial.md": """hidden_size hidden_dropout attention_dropout train_iters eval_interval bf16 save_interval
-        log_interval temperature top_p out_seq_length interactive prompt output""",
+        log_interval output""",
+    "docs/generation.md": """temperature greedy top_k top_p min_p repetition_penalty out_seq_length prompt prompts
+        num_return_sequences stop logprobs beam_width length_penalty system chat_template history""",
 }
 
 

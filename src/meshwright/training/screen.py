@@ -304,7 +304,7 @@ def next_commands(run: Beginning, is_done: bool) -> list[list[str]]:
     save, folder = run.config.checkpoint.save, run.folder
     out = [["train", "--config", str(folder / "config.toml")]] if folder is not None and not is_done else []
     if save and tokenizers.find_saved(Path(save)):
-        out += [["generate", "--interactive", save], ["evaluate", save, "--input", "FILE.txt"]]
+        out += [["chat", save], ["evaluate", save, "--input", "FILE.txt"]]
     elif save:
         out.append(["inspect", save])
     if folder is not None:
