@@ -7,12 +7,19 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from meshwright import console
 from meshwright.__main__ import main
+from meshwright.commands.evaluate import EvaluateConfig, Scoring, step_folders
 from meshwright.errors import UserError
-from meshwright.evaluation import lambada, wikitext
+from meshwright.evaluation import lambada, results, wikitext
 from meshwright.evaluation.score import windows
+from meshwright.generation import ranks
+from meshwright.launch.team import Team
+from meshwright.settings import flags
 from meshwright.tokenizers import Bytes
+from ranks import run_ranks
 
 LENGTH = 32  # of conftest.py
 
@@ -153,6 +160,29 @@ def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
     assert [r["values"] for r in alone] == [r["values"] for r in results[:2]]
     both = evaluate(tasks, trained / "iter_0000010", "--picture", tmp_path / "two.png", json_lines=False)
     assert both[0] == 0 and str(trained) in both[1] and (tmp_path / "two.png").stat().st_size > 1000
+
+
+def on_two_ranks(run, spec, out):
+    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    words = ["--load", run, "--device=cpu", "--world-size=2", "--tensor-model-parallel-size=2", spec]
+    parsed = flags.parse(EvaluateConfig, words, "test", check=False)
+    folders = step_folders([run], "all")
+    scoring = Scoring(parsed.config, folders, [], False)
+    with console.lines_on_stderr():
+        ranks.lead(parsed.config, flags.given(parsed), scoring.work, torch.device("cpu"), team, folders)
+    if team.is_lead:
+        results.write(scoring.results, out)
+
+
+def test_several_checkpoints_on_two_ranks(evaluate, trained, files, tmp_path):
+    """Each is loaded by both ranks, one after the other; the scores are those of one process."""
+    spec = f"--eval-tasks=lambada-strict={files / 'lambada_test.jsonl'},wikitext={files / 'wiki.test.tokens'}"
+    run_ranks(on_two_ranks, 2, str(trained), spec, str(tmp_path / "out.json"))
+    _, want, _ = evaluate(spec, "--steps=all")
+    got = json.loads((tmp_path / "out.json").read_text())
+    assert [(r["step"], r["task"]) for r in got] == [(r["step"], r["task"]) for r in want] and len(got) == 4
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine["values"] == pytest.approx(theirs["values"], rel=1e-5)
 
 
 def test_detokenizers():

@@ -522,7 +522,8 @@ class Logging:
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
     eval_tasks: str | None = flag(
-        None, "score the model on files during the training: lambada=FILE,lambada-strict=FILE,wikitext=FILE,text=FILE"
+        None,
+        "files to score the model on, also during a training: lambada=FILE,lambada-strict=FILE,wikitext=FILE,text=FILE",
     )
     eval_tasks_interval: int | None = flag(
         None,

@@ -76,9 +76,11 @@ class Scores:
         lengths = [len(w.tokens) - 1 for w in task.windows]
         return self.length * len(lengths) if self.is_fixed else sum(lengths)
 
-    def wants(self, iteration: int) -> bool:
-        """Return whether there is something to do after this step."""
+    def are_due(self, iteration: int) -> bool:
         return iteration % self.interval == 0
+
+    def collect(self, metrics: Metrics) -> None:
+        """Record what was computed beside the run, without waiting."""
 
     def run(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
         """Score the current weights and record the result, unless that is done for this step."""
@@ -176,13 +178,9 @@ class ScoresBeside(Scores):
         self.child: subprocess.Popen[str] | None = None
         self.scored = (0, 0)  # iteration and samples of the snapshot that is scored
 
-    def wants(self, iteration: int) -> bool:
-        return super().wants(iteration) or (self.child is not None and self.child.poll() is not None)
-
     def run(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
-        """Collect what is done, and begin with these weights if they are due."""
-        self.collect(metrics)
-        if not super().wants(iteration) or iteration == self.last:
+        """Begin with these weights, unless other ones are still being scored."""
+        if iteration == self.last:
             return
         if any(self.team.gather(self.child is not None)):
             busy = f"step {self.scored[0]:,} is still being scored on {self.config.logging.eval_tasks_device}"
@@ -216,12 +214,14 @@ class ScoresBeside(Scores):
                 text=True,
             )
 
-    def collect(self, metrics: Metrics, wait: bool = False) -> None:
+    def is_idle(self) -> bool:
+        return self.child is None or self.child.poll() is not None
+
+    def collect(self, metrics: Metrics) -> None:
         """Record the scores of the process, if it has ended."""
-        child = self.child
-        if child is None or (child.poll() is None and not wait):
+        if self.child is None or not self.is_idle():
             return
-        status, self.child = child.wait(), None
+        status, self.child = self.child.wait(), None
         iteration, consumed = self.scored
         if status:
             lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
@@ -233,13 +233,19 @@ class ScoresBeside(Scores):
 
     def finish(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
         """Wait for the process, score the last weights and wait for them too."""
+        self.wait(metrics, should_stop)
+        if iteration != self.last and not should_stop():
+            self.begin(iteration, consumed)
+            self.wait(metrics, should_stop)
+        self.close()
+
+    def wait(self, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
+        """Wait for the process; the ranks meet often, as it may take longer than their time-out."""
         if self.child is not None:
             say(f" > waiting for the scores of step {self.scored[0]:,} ...")
-        self.collect(metrics, wait=True)
-        if iteration != self.last:
-            self.begin(iteration, consumed)
-            self.collect(metrics, wait=True)
-        self.close()
+        while not all(self.team.gather(self.is_idle() or should_stop())):
+            time.sleep(0.1)
+        self.collect(metrics)
 
     def close(self) -> None:
         """End the process if it runs, and remove the snapshot."""
