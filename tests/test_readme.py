@@ -55,8 +55,8 @@ def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
             monkeypatch.setattr("sys.stdin", io.StringIO("The quick\nstop\n"))
             assert main(shlex.split(smaller(line))[1:]) == 0, line
             out = capsys.readouterr().out
-        if "generate" in words:  # the dialogue prints its answer alone
-            assert "The" in out or ("--interactive" in words and out.strip())
+        if "generate" in words or "chat" in words:  # a dialogue prints its answer alone
+            assert "The" in out or ("chat" in words and out.strip())
     assert (home / "gpt2-345m" / "report.html").exists() and (home / "output" / "iter_0000006").is_dir()
     assert (home / "plain" / "compare.html").exists()
     exec(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[0], {})
