@@ -247,6 +247,30 @@ def test_a_server_on_several_ranks(runs, number):
     assert text == alone(runs("gpt2"), torch.float32).generate("a", max_new_tokens=9, seed=5)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("layout", [TP2, PP2])
+def test_on_two_gpus(runs, layout, tmp_path, capsys):
+    """Texts and figures are those of the CPU."""
+    load = runs("llama")
+    (tmp_path / "text.txt").write_text(TEXTS[1])
+    (tmp_path / "prompts").write_text("the c\na\n")
+    more = ["--sample-input-file", str(tmp_path / "prompts"), "--greedy", "--max-new-tokens=12"]
+    score = ["--input", str(tmp_path / "text.txt"), "--json"]
+    assert main(["generate", str(load), "--device=cpu", *more]) == 0
+    want = (tmp_path / "prompts.out").read_text()
+    process = begin(*LAUNCH, "generate", str(load), "--device=cuda", layout, *more)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and (tmp_path / "prompts.out").read_text() == want, err
+    capsys.readouterr()
+    assert main(["evaluate", str(load), "--device=cpu", *score]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    for line in (layout, ""):
+        process = begin(*LAUNCH, "evaluate", str(load), "--device=cuda", *line.split(), *score)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert json.loads(out)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
 def test_the_model_must_fit_the_layout(runs, capsys):
     """More ranks than started, and heads that cannot be shared out, are refused with numbers."""
     text = ["--input", str(Path(__file__))]
