@@ -6,7 +6,7 @@ from layouts import FLAGS, run_all
 from meshwright.errors import USAGE
 from meshwright.settings import flags
 from meshwright.settings.schema import Sampling, TrainConfig
-from meshwright.training.samples import Samples
+from meshwright.training.samples import Samples, in_one_line
 
 BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
 
@@ -33,6 +33,10 @@ def test_flags(run, tmp_path):
     likeliest = run(*BYTES, "--sample-prompts=a b", "--sample-temperature=0", "--hidden-dropout=0.1")
     ((ids, _),) = model.complete([model.encode("a b")], Sampling(greedy=True, out_seq_length=64), 0, 0)
     assert samples(likeliest)[-1][3] == model.tokenizer.decode(ids) and len(ids) == 13  # up to the sequence length
+
+
+def test_a_terminal_is_safe():
+    assert in_one_line("a\n b\tc\x1b[2J\x00é") == "a b c\ufffd[2J\ufffdé"
 
 
 def test_refused_and_noted(run):

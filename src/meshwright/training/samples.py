@@ -51,7 +51,7 @@ class Samples:
         """Continue the prompts with the current weights and record the texts."""
         for number, (prompt, ids) in enumerate(zip(self.prompts, self.generate(), strict=True)):
             text = self.tokenizer.decode(ids)
-            remark(f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{' '.join(text.split())}")
+            remark(f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{in_one_line(text)}")
             metrics.sample(iteration, number, prompt, text)
 
     def generate(self) -> list[list[int]]:
@@ -114,3 +114,8 @@ class Samples:
             total[:, begin : begin + part.shape[1]] = part[:, : max(self.vocab - begin, 0)]
         dist.all_reduce(total)
         return total[: len(texts)]
+
+
+def in_one_line(text: str) -> str:
+    """Return a text for the log, without what moves a terminal's cursor or changes its colours."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
