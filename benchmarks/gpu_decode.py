@@ -340,16 +340,14 @@ def timed(run: Callable[[int], Any], count: int) -> float:
 
 
 SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (2048, 8192), (50304, 1024))
-TILES = {
-    1: ((4, 512, 3, 4), (4, 1024, 3, 4), (8, 512, 3, 4), (8, 1024, 3, 8), (16, 512, 3, 4), (2, 1024, 3, 2)),
-    8: ((16, 256, 3, 4), (16, 128, 4, 2), (32, 128, 4, 4), (16, 512, 2, 4), (64, 64, 4, 4)),
-}
+COLUMNS_WARPS = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8))  # for one row
+TILES = ((16, 256, 3, 4), (16, 128, 4, 2), (32, 128, 4, 4), (16, 512, 2, 4), (64, 64, 4, 4))
 
 
 def sweep() -> None:
     """Time products with several tiles and both kinds of starts; weights exceed the cache."""
     for n, k in SHAPES:
-        for rows, tiles in TILES.items():
+        for rows, tiles in ((1, [(c, k, 1, w) for c, w in COLUMNS_WARPS]), (8, TILES)):
             for early in (False, True):
                 found = [
                     (tile, attempt(f"{n} x {k}, {rows} rows, {tile}", product_time, n, k, rows, tile, early))

@@ -26,7 +26,10 @@ PDL = False  # overlap the start of each kernel with the end of the one before
 
 
 class Tile(NamedTuple):
-    """Shape of a program's work in `linear`: `columns` outputs, `step` inputs at a time."""
+    """Shape of a program's work in `linear`: `columns` outputs, `step` inputs at a time.
+
+    `step` is a power of two, for one row not below the number of inputs.
+    """
 
     columns: int
     step: int
@@ -39,20 +42,19 @@ def _statistics(  # type: ignore[no-untyped-def]
     of_row, is_row, inner, eps, CENTRED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
 ):
     """Return the rows' means, 0 unless CENTRED, and the reciprocals of their deviations."""
-    k = tl.arange(0, STEP)
-    mean = tl.zeros((ROWS,), tl.float32)
-    if CENTRED:
-        total = tl.zeros((ROWS, STEP), tl.float32)
-        for start in range(0, inner, STEP):
-            at = (start + k)[None, :]
-            total += tl.load(of_row + at, mask=is_row & (at < inner), other=0.0).to(tl.float32)
-        mean = tl.sum(total, 1) / inner
+    first = tl.load(of_row, mask=is_row, other=0.0).to(tl.float32)  # near the mean, for exact squares
+    shift = first if CENTRED else first * 0.0
     total = tl.zeros((ROWS, STEP), tl.float32)
-    for start in range(0, inner, STEP):
-        at = (start + k)[None, :]
-        apart = tl.load(of_row + at, mask=is_row & (at < inner), other=0.0).to(tl.float32) - mean[:, None]
-        total += tl.where(at < inner, apart * apart, 0.0)
-    return mean, 1.0 / tl.sqrt(tl.sum(total, 1) / inner + eps)
+    squares = tl.zeros((ROWS, STEP), tl.float32)
+    for start in tl.range(0, inner, STEP, num_stages=4):
+        at = (start + tl.arange(0, STEP))[None, :]
+        x = tl.load(of_row + at, mask=is_row & (at < inner), other=0.0).to(tl.float32)
+        x = tl.where(at < inner, x - shift, 0.0)
+        total += x
+        squares += x * x
+    apart = tl.sum(total, 1) / inner if CENTRED else tl.zeros((ROWS,), tl.float32)
+    variance = tl.maximum(tl.sum(squares, 1) / inner - apart * apart, 0.0)
+    return apart + tl.sum(shift, 1), 1.0 / tl.sqrt(variance + eps)
 
 
 @triton.jit
@@ -101,9 +103,8 @@ def _linear(  # type: ignore[no-untyped-def]
 ):
     """Compute out [rows, columns] = f(norm(x) W^T + bias) + residual.
 
-    A program computes COLUMNS of all rows, and the rows' norms for itself. One row is multiplied by
-    the ordinary units, several by the matrix units. Bytes moved: W once, x and the norm's weights
-    once per program, which come from the L2 cache.
+    A program computes COLUMNS of all rows, and the rows' norms for itself, by the matrix units.
+    Bytes moved: W once; x and the norm's weights, once per program, come from the L2 cache.
     """
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.arange(0, ROWS)
@@ -117,10 +118,9 @@ def _linear(  # type: ignore[no-untyped-def]
     mean = tl.zeros((ROWS,), tl.float32)
     rstd = tl.zeros((ROWS,), tl.float32)
     if norm_weight is not None:
-        mean, rstd = _statistics(of_row, is_row, inner, eps, norm_bias is not None, ROWS, STEP)
-    ONE: tl.constexpr = ROWS == 1
-    acc = tl.zeros((COLUMNS, STEP if ONE else ROWS), tl.float32)
-    acc_up = tl.zeros((COLUMNS, STEP if ONE else ROWS), tl.float32)
+        mean, rstd = _statistics(of_row, is_row, inner, eps, norm_bias is not None, ROWS, 128)
+    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+    acc_up = tl.zeros((COLUMNS, ROWS), tl.float32)
     of_column = weight + n[:, None] * inner
     of_up = of_column + tl.cast(columns, tl.int64) * inner
     for start in tl.range(0, inner, STEP, num_stages=STAGES):
@@ -131,19 +131,10 @@ def _linear(  # type: ignore[no-untyped-def]
         if norm_weight is not None:
             y = _normalise(y, at, at < inner, mean, rstd, norm_weight, norm_bias, plus)
         y = y.to(w.dtype)
-        if ONE:
-            acc += w.to(tl.float32) * y.to(tl.float32)
-        else:
-            acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
+        acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
         if GATED:
             up = tl.load(of_up + at, mask=inside, other=0.0)
-            if ONE:
-                acc_up += up.to(tl.float32) * y.to(tl.float32)
-            else:
-                acc_up = tl.dot(up, tl.trans(y), acc_up, input_precision="ieee")
-    if ONE:
-        acc = tl.sum(acc, 1)[:, None]
-        acc_up = tl.sum(acc_up, 1)[:, None]
+            acc_up = tl.dot(up, tl.trans(y), acc_up, input_precision="ieee")
     of_n = n[:, None]
     if bias is not None:
         acc += tl.load(bias + of_n, mask=of_n < columns, other=0.0).to(tl.float32)
@@ -158,6 +149,68 @@ def _linear(  # type: ignore[no-untyped-def]
     if residual is not None:
         acc = acc.to(form).to(tl.float32) + tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _vector(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    norm_weight,
+    norm_bias,
+    residual,
+    out,
+    columns,
+    inner,
+    eps,
+    plus,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Do the same as `_linear` for one row, by the ordinary units.
+
+    A program loads all of its weights at once, before it waits for x. Bytes moved as there.
+    """
+    n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, INNER)[None, :]
+    is_column, known = n < columns, k < inner
+    at = weight + n[:, None] * inner + k
+    w = tl.load(at, mask=is_column[:, None] & known, other=0.0)
+    if GATED:
+        up = tl.load(at + tl.cast(columns, tl.int64) * inner, mask=is_column[:, None] & known, other=0.0)
+    if norm_weight is not None:
+        scale = tl.load(norm_weight + k, mask=known, other=0.0).to(tl.float32) + plus
+        if norm_bias is not None:
+            shift = tl.load(norm_bias + k, mask=known, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    y = tl.load(x + k, mask=known, other=0.0)
+    if norm_weight is not None:
+        f = y.to(tl.float32)
+        if norm_bias is not None:
+            f = tl.where(known, f - tl.sum(f, 1)[:, None] / inner, 0.0)
+        f = f / tl.sqrt(tl.sum(f * f, 1)[:, None] / inner + eps) * scale
+        if norm_bias is not None:
+            f += shift
+        y = f.to(w.dtype)
+    acc = tl.sum(w.to(tl.float32) * y.to(tl.float32), 1)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
+    form: tl.constexpr = weight.dtype.element_ty
+    if KIND != "":
+        acc, _ = _value_and_slope(acc.to(form).to(tl.float32), KIND)
+    if GATED:
+        more = tl.sum(up.to(tl.float32) * y.to(tl.float32), 1)
+        if bias is not None:
+            more += tl.load(bias + columns + n, mask=is_column, other=0.0).to(tl.float32)
+        acc *= more.to(form).to(tl.float32)
+    if residual is not None:
+        acc = acc.to(form).to(tl.float32) + tl.load(residual + n, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + n, acc.to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -428,30 +481,17 @@ def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile |
     n = layer.weight.shape[0] // (1 + gated)
     tile = tile or tile_of(b, n, k, x.element_size(), devices.processors(x.device))
     out = x.new_empty(b, n) if residual is None else torch.empty_like(residual)
+    one = None, None, 0.0, 0.0
+    weight, shift, eps, plus = one if norm is None else (norm.weight, norm.bias, norm.eps, norm.plus)
+    tensors = x, layer.weight, layer.bias, weight, shift, residual, out
+    kind, grid, more = GATES.get(layer.kind, layer.kind), (cdiv(n, tile.columns),), options()
     with torch.accelerator.device_index(x.device.index):
-        _linear[(cdiv(n, tile.columns),)](
-            x,
-            layer.weight,
-            layer.bias,
-            None if norm is None else norm.weight,
-            None if norm is None else norm.bias,
-            residual,
-            out,
-            b,
-            n,
-            k,
-            0.0 if norm is None else norm.eps,
-            0.0 if norm is None else norm.plus,
-            GATES.get(layer.kind, layer.kind),
-            gated,
-            1 if b == 1 else max(16, power_of_2(b)),
-            tile.columns,
-            tile.step,
-            tile.stages,
-            PDL,
-            num_warps=tile.warps,
-            **options(),
-        )
+        if b == 1:
+            shape = tile.columns, tile.step, PDL
+            _vector[grid](*tensors, n, k, eps, plus, kind, gated, *shape, num_warps=tile.warps, **more)
+        else:
+            shape = max(16, power_of_2(b)), tile.columns, tile.step, tile.stages, PDL  # type: ignore[assignment]
+            _linear[grid](*tensors, b, n, k, eps, plus, kind, gated, *shape, num_warps=tile.warps, **more)
     return out
 
 
@@ -461,12 +501,16 @@ def options() -> dict[str, Any]:
 
 @lru_cache
 def tile_of(rows: int, columns: int, inner: int, size: int, processors: int) -> Tile:
-    """Return a tile that leaves two programs or more for each multiprocessor, if it can be."""
-    width = next((c for c in (16, 8) if columns // c >= 2 * processors), 4) if rows == 1 else 16
-    if rows > 1 and columns // 32 >= 2 * processors:
-        width = 32
-    step = (8192 if rows == 1 else 4096) * 2 // (width * size)
-    return Tile(width, min(step, 1024 if rows == 1 else 512 // size, max(16, power_of_2(inner))))
+    """Return a tile that leaves two programs or more for each multiprocessor, if it can be.
+
+    For one row `step` is all of the inputs.
+    """
+    if rows == 1:
+        step = max(16, power_of_2(inner))
+        width = next((w for w in (16, 8, 4, 2) if w * step <= 16384 and columns // w >= 2 * processors), 1)
+        return Tile(width, step, 1, min(16, max(4, width * step // 2048)))
+    width = 32 if columns // 32 >= 2 * processors else 16
+    return Tile(width, min(8192 // (width * size), 512 // size, max(16, power_of_2(inner))))
 
 
 def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
