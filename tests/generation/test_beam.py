@@ -123,3 +123,13 @@ def test_what_cannot_be_searched(pair):
     with pytest.raises(UserError, match="not finite") as caught:
         beam.search(dataclasses.replace(mine, model=model), request([1], 9), Beam(2))
     assert caught.value.status == NON_FINITE
+
+
+def test_another_token_may_end_the_texts(pair):
+    """A search that ends at token 3 finds no text with a 3 inside, and some that end there."""
+    mine, _ = pair
+    found = beam.search(mine, request([1, 2], 8), Beam(4, 1.0, stop_token=3))
+    assert not any(3 in text.tokens for text in found)
+    usual = beam.search(mine, request([1, 2], 8), Beam(4))
+    first = usual[0].tokens[1]
+    assert any(text.ended for text in beam.search(mine, request([1, 2], 8), Beam(4, 1.0, stop_token=first)))

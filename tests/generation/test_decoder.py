@@ -322,3 +322,40 @@ def test_why_a_network_has_no_fused_step():
     assert "no Triton kernels" in reason_against(little().model)
     with pytest.raises(UserError, match="cannot be captured in CUDA graphs: the device has no Triton kernels"):
         Decoder(little(), 1, graphs="on")
+
+
+def test_top_p_decays_to_its_least():
+    """A text equals single tokens, each with its own top_p; other texts keep theirs."""
+    model, hot = little(), Sampling(temperature=1.5, top_p=0.9, out_seq_length=10)
+    usual = [Request([1, 2], hot, 3, stream) for stream in range(6)]
+    decaying = [dataclasses.replace(r, decay=0.6, least=0.2) for r in usual]
+    found = [c.tokens for c in complete(model, [*decaying, *usual], 12)]
+    assert found[6:] == [c.tokens for c in complete(model, usual, 6)] != found[:6]
+    for request, text in zip(decaying, found, strict=False):
+        tokens, top_p = [], 0.9
+        while len(tokens) < 10 and EOD not in tokens:
+            one = dataclasses.replace(hot, top_p=top_p, out_seq_length=1)
+            [done] = complete(model, [Request([1, 2, *tokens], one, 3, request.stream)], 1)
+            tokens += done.tokens or [EOD]
+            top_p = max(top_p * 0.6, 0.2)
+        assert [t for t in tokens if t != EOD] == text
+
+
+@pytest.mark.parametrize("settings", [GREEDY, Sampling(temperature=3.0, out_seq_length=12)], ids=["greedy", "hot"])
+def test_a_token_that_may_not_follow_another(settings):
+    """The prompt's last token counts too; other texts do not change."""
+    model, changed = little(), 0
+    usual = complete(model, requests(settings, PROMPTS[:3]), 3)
+    for n, (request, text) in enumerate(zip(requests(settings, PROMPTS[:3]), usual, strict=True)):
+        whole = [*(request.prompt or [EOD])[-1:], *text.tokens]
+        for pair in set(zip(whole, whole[1:], strict=False)):
+            others = [
+                dataclasses.replace(r, avoid=pair) if i == n else r
+                for i, r in enumerate(requests(settings, PROMPTS[:3]))
+            ]
+            found = complete(model, others, 3)
+            now = [whole[0], *found[n].tokens]
+            assert pair not in zip(now, now[1:], strict=False)
+            assert [c.tokens for c in found[:n] + found[n + 1 :]] == [c.tokens for c in usual[:n] + usual[n + 1 :]]
+            changed += 1
+    assert changed > 2

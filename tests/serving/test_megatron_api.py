@@ -59,6 +59,13 @@ def test_sampling_flags_arrive(fake: Site) -> None:
     assert fake.decoder.submitted[-1].options.top_p == 0.9
 
 
+def test_rules_of_top_p_and_colons_arrive(fake: Site) -> None:
+    rules = dict(top_p=0.9, top_p_decay=0.5, top_p_bound=0.2, prevent_newline_after_colon=True)
+    put(fake, prompts=["a"], tokens_to_generate=2, **rules)
+    request = fake.decoder.submitted[-1]
+    assert (request.decay, request.least, request.avoid) == (0.5, 0.2, (ord(":"), ord("\n")))
+
+
 REFUSED = [
     ({"prompts": None}, "prompts"),
     ({"prompts": []}, "prompts"),
@@ -75,6 +82,14 @@ REFUSED = [
     ({"top_k": 1001}, "top_k"),
     ({"top_k": 2, "top_p": 0.5}, "top_p"),
     ({"top_p": 1.1}, "top_p"),
+    ({"top_p_decay": 0.5}, "top_p"),
+    ({"top_p": 0.5, "top_p_bound": 0.1}, "top_p_decay"),
+    ({"top_p": 0.5, "top_p_decay": 0.9, "top_p_bound": 0.6}, "top_p_bound"),
+    ({"beam_width": 0}, "beam_width"),
+    ({"beam_width": 2, "logprobs": True}, "beam_width"),
+    ({"beam_width": 2, "prompts": ["a", "b"]}, "beam_width"),
+    ({"stop_token": 3}, "beam_width"),
+    ({"length_penalty": 2}, "beam_width"),
     ({"random_seed": -2}, "random_seed"),
     ({"add_BOS": 1}, "add_BOS"),
     ({"bogus": 1}, "bogus"),

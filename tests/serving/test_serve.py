@@ -21,7 +21,10 @@ from helpers import free_port, train_on_texts
 from meshwright import load, tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE
+from meshwright.generation import beam
+from meshwright.generation.requests import Request
 from meshwright.serving import start
+from meshwright.settings.schema import Sampling
 
 SHAPE = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=48 --max-position-embeddings=48 "
 SHAPE += "--micro-batch-size=8 --lr=1e-2 --hidden-dropout=0 --attention-dropout=0 --train-iters=8"
@@ -73,6 +76,7 @@ def test_texts_are_the_models(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     sampled = model.generate("the", seed=5, max_new_tokens=20)
     logits = model.logits("the c").log_softmax(-1)
     ids = model.encode("the c")
+    best = beam.search(model, Request(model.encode("a"), Sampling(out_seq_length=9)), beam.Beam(3))
     wanted = [float(logits[at, ids[at + 1]]) for at in range(4)]
 
     def client(site: Site) -> None:
@@ -85,6 +89,9 @@ def test_texts_are_the_models(run: Path, capsys: pytest.CaptureFixture[str]) -> 
             assert max(top.values()) >= found
         status, answer, _ = site.ask("PUT", "/api", {"prompts": ["a"], "tokens_to_generate": 9, "top_k": 1})
         assert status == 200 and answer["text"] == ["a" + greedy[1]]
+        status, answer, _ = site.ask("PUT", "/api", {"prompts": ["a"], "tokens_to_generate": 9, "beam_width": 3})
+        assert status == 200 and answer["text"] == ["a" + t.text for t in best]
+        assert answer["scores"] == [t.score for t in best] and "".join(answer["segments"][0]) == answer["text"][0]
 
     assert visit(run, client) == 0
     assert "serving run, step 8, on http://127.0.0.1:" in capsys.readouterr().out

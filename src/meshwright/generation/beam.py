@@ -9,7 +9,7 @@ and the best candidate's score, at its present length, is not above the worst of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ class Beam:
 
     width: int
     length_penalty: float = 1.0
+    stop_token: int | None = None  # ends a text; none: the end of document
 
 
 @dataclass
@@ -61,7 +62,19 @@ def search(m: LanguageModel, request: Request, beam: Beam) -> list[Found]:
 
     The request's sampling flags are not used, except its number of tokens.
     """
-    prompt, options, eod = request.prompt or [m.tokenizer.eod], request.options, m.tokenizer.eod
+    searching = begin_search(m, request, beam)
+    while True:
+        try:
+            next(searching)
+        except StopIteration as end:
+            found: list[Found] = end.value
+            return found
+
+
+def begin_search(m: LanguageModel, request: Request, beam: Beam) -> Generator[None, None, list[Found]]:
+    """Yield after each step of a search, and return what `search` does."""
+    prompt, options = request.prompt or [m.tokenizer.eod], request.options
+    eod = m.tokenizer.eod if beam.stop_token is None else beam.stop_token
     if beam.width < 1:
         raise UserError(f"a beam width of {beam.width} is too small; give 1 or more")
     if len(prompt) >= m.seq_length:
@@ -83,8 +96,9 @@ def search(m: LanguageModel, request: Request, beam: Beam) -> list[Found]:
         if len(done) == beam.width and goes_on[0][1].score(beam.length_penalty) <= done[-1][0]:
             break
         running = [c for _, c in goes_on]
+        yield
         logits = steps.advance([row for row, _ in goes_on], running)
-    return [_found(m, request, score, c) for score, c in done]
+    return [_found(m, request, eod, score, c) for score, c in done]
 
 
 def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tuple[int, Candidate]]:
@@ -108,8 +122,8 @@ def _stops(m: LanguageModel, request: Request, tokens: tuple[int, ...]) -> bool:
     return any(s in text for s in request.stop)
 
 
-def _found(m: LanguageModel, request: Request, score: float, c: Candidate) -> Found:
-    ended = c.tokens[-1] == m.tokenizer.eod
+def _found(m: LanguageModel, request: Request, eod: int, score: float, c: Candidate) -> Found:
+    ended = c.tokens[-1] == eod
     tokens, logprobs = list(c.tokens), list(c.logprobs)
     if ended:
         del tokens[-1], logprobs[-1]

@@ -110,7 +110,7 @@ class Decoder:
             raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt")
         check_options(request)
         count = min(wanted, self.length - len(prompt))
-        self._queue.append(Row(self._next, request, prompt, count, count, Kind.of(request.options)))
+        self._queue.append(Row(self._next, request, prompt, count, count, kind_of(request)))
         self._next += 1
         return self._next - 1
 
@@ -342,6 +342,12 @@ def steps_of(model: LanguageModel, cache: Cache, state: State, graphs: str) -> S
 def to_pinned(x: Tensor) -> Tensor:
     """Begin the copy of a tensor into pinned memory of the host."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def kind_of(request: Request) -> Kind:
+    """Return the parts of the choice of tokens that a request needs."""
+    kind = Kind.of(request.options)
+    return kind._replace(decaying=kind.filtered and request.decay != 1, avoiding=request.avoid is not None)
 
 
 def check_options(request: Request) -> None:

@@ -22,6 +22,8 @@ class Request:
         seed, stream: name the row's random numbers, which depend on nothing else but the position.
         stop: strings that end the text and do not belong to it.
         logprobs: None, or k >= 0 for the chosen token's log-probability and the k likeliest tokens.
+        decay, least: after each token top_p is multiplied by the one, down to the other.
+        avoid: (a, b): token b never follows token a.
         echo: report the prompt's tokens too, with log-probabilities if those are asked for.
     """
 
@@ -32,6 +34,9 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     echo: bool = False
+    decay: float = 1.0
+    least: float = 0.0
+    avoid: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

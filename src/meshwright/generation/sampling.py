@@ -26,6 +26,8 @@ class Kind(NamedTuple):
     penalised: bool = False
     sampled: bool = False
     filtered: bool = False
+    decaying: bool = False  # top_p, with each token
+    avoiding: bool = False  # pairs of tokens
 
     @staticmethod
     def of(s: Sampling) -> Kind:

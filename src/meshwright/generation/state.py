@@ -14,6 +14,8 @@ from meshwright.generation.sampling import Controls, Kind
 from meshwright.kernels.decode import BAD, NONE, Draws, Rows
 from meshwright.kernels.twins import upcast
 
+LEAST = 1e-12  # of a top_p that decays: 0 would be all tokens
+
 
 @dataclass
 class Row:
@@ -43,7 +45,8 @@ class State:
         self.token, self.used, self.limit, self.top_k, self.key = torch.zeros(5, slots + 1, dtype=torch.int64).to(
             device
         )
-        self.numbers = torch.zeros(4, slots + 1, dtype=torch.float64, device=device)
+        self.avoid = torch.full((2, slots + 1), -1).to(device)  # a token, and the one that may not follow it
+        self.numbers = torch.zeros(6, slots + 1, dtype=torch.float64, device=device)
         self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         self.seen: Tensor | None = None  # [slots + 1, vocab] tokens of the texts, if some penalty needs it
 
@@ -57,13 +60,16 @@ class State:
 
     def admit(self, rows: list[Row]) -> None:
         """Describe new rows, whose prompts will be read next."""
-        words = []
+        words, numbers = [], []
         for r in rows:
             name = sampling.key(r.request.seed, r.request.stream)
-            words.append([r.slot, len(r.prompt), len(r.prompt) + r.count, r.request.options.top_k, name])
-        slots, used, limit, top_k, key = self.send(torch.tensor(words).T.contiguous())
+            length, pair = len(r.prompt), r.request.avoid or (-1, -1)
+            words.append([r.slot, length, length + r.count, r.request.options.top_k, name, r.prompt[-1], *pair])
+            numbers.append([*sampling.numbers(r.request.options), r.request.decay, max(r.request.least, LEAST)])
+        slots, used, limit, top_k, key, token, *pairs = self.send(torch.tensor(words).T.contiguous())
         self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
-        self.numbers[:, slots] = self.send(torch.tensor([sampling.numbers(r.request.options) for r in rows]).double().T)
+        self.token[slots], self.avoid[:, slots] = token, torch.stack(pairs)
+        self.numbers[:, slots] = self.send(torch.tensor(numbers, dtype=torch.float64).T)
         self.active[slots] = limit > used
         if any(Kind.of(r.request.options).penalised for r in rows) and self.seen is None:
             self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.device)
@@ -73,7 +79,7 @@ class State:
                 self.seen[r.slot, self.send(torch.tensor(r.prompt))] = True
 
     def controls(self, slots: Tensor) -> Controls:
-        temperature, top_p, min_p, penalty = self.numbers[:, slots]
+        temperature, top_p, min_p, penalty = self.numbers[:4, slots]
         return Controls(temperature, top_p, min_p, penalty, self.top_k[slots], self.key[slots])
 
     def send(self, x: Tensor) -> Tensor:
@@ -111,7 +117,15 @@ def choose(s: State, slots: Tensor, logits: Tensor, kind: Kind, k: int, eod: int
     captured.
     """
     logits, active, position = upcast(logits), s.active[slots], s.used[slots]
-    new = sampling.choose(logits, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
+    allowed = logits
+    if kind.avoiding:
+        last, never = s.avoid[:, slots]
+        places = torch.arange(s.vocab, device=logits.device) == never[:, None]
+        allowed = logits.masked_fill(places & (s.token[slots] == last)[:, None], float("-inf"))
+    new = sampling.choose(allowed, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
+    if kind.decaying:
+        top_p, decay, least = s.numbers[1, slots], *s.numbers[4:, slots]
+        s.numbers[1, slots] = torch.where(decay < 1, torch.maximum(top_p * decay, least), top_p)
     is_finite = logits.amax(-1).isfinite()  # not if there is a NaN, nor if all are -inf
     outputs = Outputs(new) if k < 0 else score(logits, new, k)
     s.token[slots] = new

@@ -57,7 +57,7 @@ class Steps:
     def advance(self, rows: int, longest: int, kind: Kind, k: int) -> Outputs:
         s, slots = self.state, self.slots[rows]
         logits = self.step(s.rows, slots, longest)
-        if not kind.filtered and not kind.penalised and k < 0:
+        if not (kind.filtered or kind.penalised or kind.avoiding) and k < 0:
             return Outputs(pick(logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None))
         s.used[slots] += s.active[slots]
         return choose(s, slots, logits[:, : s.vocab], kind, k, self.eod)

@@ -6,11 +6,13 @@ document, which Megatron spells out.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.generation.beam import Beam, begin_search
 from meshwright.generation.requests import Event, Request
 from meshwright.serving import openai
 from meshwright.serving.fields import Fields, Refused
@@ -28,31 +30,40 @@ class Call:
 
     requests: list[Request]
     logprobs: bool
+    beam: Beam | None = None
 
 
 def read(f: Fields, served: Served) -> Call:
     for old, new in OLD.items():
         if f.take(old) is not None:
             raise Refused(f"{old} is no longer used; give {new}", old)
-    logprobs = f.flag("logprobs")
+    tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
     prompts = read_prompts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
     assert length is not None
     if not length and not logprobs:
         raise Refused("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
-    options = read_options(f, length)
+    options, decay, least = read_options(f, length)
     ends = read_ends(f)
+    avoid = read_colon(f, tokenizer)
     seed = f.integer("random_seed", -1, -1, 2**63 - 1)
     f.flag("no_log")  # no text is ever logged
+    width = f.integer("beam_width", None, 1, openai.MOST_TEXTS)
+    stop_token = f.integer("stop_token", tokenizer.eod, 0, served.model.model.vocab - 1)
+    penalty = f.number("length_penalty", 1.0, -100, 100)
     f.finish()
+    if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
+        raise Refused("stop_token and length_penalty need beam_width; leave them out", "beam_width")
+    if width is not None and (len(prompts) > 1 or logprobs or ends or avoid):
+        raise Refused("beam_width takes one prompt, without logprobs and rules for ends of lines", "beam_width")
     for prompt in prompts:
         if len(prompt) + length > served.model.seq_length:
             both = f"{len(prompt)} tokens and tokens_to_generate {length}"
             raise Refused(f"this model reads {served.model.seq_length} tokens, but a prompt has {both}", "prompts")
     seed = secrets.randbits(31) if seed is None or seed < 0 else seed
     wanted = 0 if logprobs else None
-    rows = [Request(p, options, seed, n, ends, wanted, logprobs) for n, p in enumerate(prompts)]
-    return Call(rows, logprobs)
+    each = [Request(p, options, seed, n, ends, wanted, logprobs, decay, least, avoid) for n, p in enumerate(prompts)]
+    return Call(each, logprobs, None if width is None else Beam(width, penalty, stop_token))
 
 
 def read_prompts(f: Fields, served: Served) -> list[list[int]]:
@@ -67,16 +78,19 @@ def read_prompts(f: Fields, served: Served) -> list[list[int]]:
     return [[tokenizer.eod] * bos + openai.encode(tokenizer, p) for p in given]
 
 
-def read_options(f: Fields, length: int) -> Sampling:
+def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
+    """Return the flags of sampling, and the decay of top_p with its lower end."""
     temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000) or 0
     if not temperature:
         raise Refused("temperature must be above 0; top_k 1 takes the likeliest token", "temperature")
     top_p, decay, bound = (f.number(name, 0.0, 0, 1) for name in ("top_p", "top_p_decay", "top_p_bound"))
     if top_k and top_p:
         raise Refused("top_k and top_p exclude each other; give one", "top_p")
-    if decay or bound:
-        raise Refused("top_p_decay and top_p_bound are not supported; leave them out", "top_p_decay")
-    return Sampling(temperature, top_k=top_k, top_p=top_p, out_seq_length=length)
+    if decay and not top_p:
+        raise Refused("top_p_decay needs top_p above 0", "top_p_decay")
+    if bound and (not decay or bound > top_p):
+        raise Refused("top_p_bound needs top_p_decay, and must be at most top_p", "top_p_bound")
+    return Sampling(temperature, top_k=top_k, top_p=top_p, out_seq_length=length), decay or 1.0, bound
 
 
 def read_ends(f: Fields) -> tuple[str, ...]:
@@ -85,8 +99,22 @@ def read_ends(f: Fields) -> tuple[str, ...]:
     return ("\n\n",) if double else ("\n",) if single else ()
 
 
+def read_colon(f: Fields, tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """Return the tokens of a colon and of an end of line, which may not follow it."""
+    if not f.flag("prevent_newline_after_colon"):
+        return None
+    return openai.encode(tokenizer, ":")[0], openai.encode(tokenizer, "\n")[0]
+
+
 async def answer(call: Call, served: Served, scheduler: Scheduler, seconds: float) -> dict[str, Any]:
     tokenizer = served.model.tokenizer
+    if call.beam is not None:
+        request = call.requests[0]
+        async with asyncio.timeout(seconds):
+            best = await scheduler.call(begin_search(served.model, request, call.beam))
+        rows = [request.prompt + text.tokens for text in best]
+        scores = [text.score for text in best]
+        return {"text": list(map(tokenizer.decode, rows)), "segments": segments(tokenizer, rows), "scores": scores}
     job = Job(call.requests, seconds)
     events: list[list[Event]] = [[] for _ in call.requests]
     with scheduler.generating(job):

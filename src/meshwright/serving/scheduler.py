@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from meshwright import device as devices
@@ -83,7 +83,7 @@ class Scheduler:
         self._turns: deque[Job] = deque()
         self._rows: dict[int, tuple[Job, int]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
-        self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._calls: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -136,11 +136,11 @@ class Scheduler:
         finally:
             self._tell(lambda: self._drop(job))
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Return what a function returns that the thread calls between two steps."""
+    async def call(self, work: Generator[None, None, T]) -> T:
+        """Return what a generator returns that the thread advances between steps."""
         assert self._loop is not None
         done: asyncio.Future[T] = self._loop.create_future()
-        self._tell(lambda: self._calls.append((function, done)))
+        self._tell(lambda: self._calls.append((work, done)))
         return await done
 
     def _tell(self, command: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ class Scheduler:
                 while self._inbox:
                     self._inbox.popleft()()
                 self._admit()
-                if self._calls:  # one at a time: the texts at work go on in between
+                if self._calls:
                     self._call(*self._calls.popleft())
                 if self._rows:
                     self._step()
@@ -188,11 +188,17 @@ class Scheduler:
         else:
             self._deliver(events)
 
-    def _call(self, function: Callable[[], Any], done: asyncio.Future[Any]) -> None:
+    def _call(self, work: Generator[None, None, Any], done: asyncio.Future[Any]) -> None:
+        """Advance a generator by a step, unless its caller has left; by turns with others."""
         assert self._loop is not None
         result, error = None, None
         try:
-            result = function()
+            if not done.cancelled():
+                next(work)
+                self._calls.append((work, done))
+            return
+        except StopIteration as end:
+            result = end.value
         except UserError as e:
             error = e
 
