@@ -48,11 +48,12 @@ class Steps:
             self.slots.setdefault(rows, torch.empty_like(new)).copy_(new)
             self.names[rows] = names
         key = rows, longest, kind, k if k < 1 else power_of_2(k)
-        if key not in self.known:
-            self.known[key] = lambda: self.advance(*key)
-        elif self.captures:
-            return self.replay(key)
-        return self.known[key]()
+        with torch.accelerator.device_index(self.state.device.index):  # a thread of its own begins on device 0
+            if key not in self.known:
+                self.known[key] = lambda: self.advance(*key)
+            elif self.captures:
+                return self.replay(key)
+            return self.known[key]()
 
     def advance(self, rows: int, longest: int, kind: Kind, k: int) -> Outputs:
         s, slots = self.state, self.slots[rows]
