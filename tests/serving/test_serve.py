@@ -15,12 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sites import Site, wait_until
 
 from helpers import free_port, train_on_texts
 from meshwright import load, tokenizers
 from meshwright.__main__ import main
-from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE
+from meshwright.errors import BAD_DATA, NON_FINITE, UNAVAILABLE, USAGE
 from meshwright.generation import beam
 from meshwright.generation.requests import Request
 from meshwright.serving import start
@@ -197,6 +198,11 @@ def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_flags_that_make_no_sense(argv: str, word: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(run), *argv.split()]) == USAGE
     assert word in capsys.readouterr().err
+
+
+def test_damaged_weights_are_found_before_anyone_asks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.model.gpt.GPT.forward", lambda *_, **__: torch.full((1, 1, 257), float("nan")))
+    assert main(["serve", str(run), "--device=cpu", "--port=0"]) == NON_FINITE
 
 
 def test_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

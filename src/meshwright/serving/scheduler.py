@@ -14,11 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from meshwright import device as devices
 from meshwright.errors import UserError
 from meshwright.generation.requests import Event, Request
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -74,8 +77,8 @@ class Job:
 class Scheduler:
     """The thread that drives a decoder of `slots` rows, and the requests at work or waiting."""
 
-    def __init__(self, decoder: Decoder, slots: int, queue: int) -> None:
-        self.decoder, self.slots, self.queue = decoder, slots, queue
+    def __init__(self, decoder: Decoder, slots: int, queue: int, device: torch.device | None = None) -> None:
+        self.decoder, self.slots, self.queue, self.device = decoder, slots, queue, device
         self.seats = 0  # requests at work or waiting
         self.broken: BaseException | None = None  # what ended the thread, if not close()
         self.on_break: Callable[[], None] = lambda: None  # called in the event loop
@@ -155,6 +158,7 @@ class Scheduler:
     def _work(self) -> None:
         assert self._loop is not None
         try:
+            devices.set_current(self.device)
             while self._wait():
                 while self._inbox:
                     self._inbox.popleft()()

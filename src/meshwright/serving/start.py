@@ -8,16 +8,20 @@ import socket
 from meshwright import console
 from meshwright.errors import DONE
 from meshwright.generation.decoder import Decoder
+from meshwright.generation.requests import Request
 from meshwright.serving.app import Server
 from meshwright.serving.guard import Limits
 from meshwright.serving.protocol import server
 from meshwright.serving.scheduler import Scheduler
 from meshwright.serving.served import Served
+from meshwright.settings.schema import Sampling
 
 
 def run(served: Served, limits: Limits, slots: int, queue: int, listening: socket.socket) -> int:
     """Serve on a listening socket; return the exit status."""
-    scheduler = Scheduler(Decoder(served.model, slots), slots, queue)
+    decoder = Decoder(served.model, slots)
+    warm_up(decoder)
+    scheduler = Scheduler(decoder, slots, queue, served.model.device)
     http = server(Server(served, scheduler, limits).app, limits.read_seconds)
 
     def stop() -> None:
@@ -39,3 +43,10 @@ def run(served: Served, limits: Limits, slots: int, queue: int, listening: socke
         raise scheduler.broken
     console.say("stopped")
     return DONE
+
+
+def warm_up(decoder: Decoder) -> None:
+    """Generate a few tokens: compile kernels, and find damaged weights, before anyone waits."""
+    decoder.submit(Request([], Sampling(out_seq_length=4)))
+    while decoder.waiting or decoder.active:
+        decoder.step()
