@@ -1,5 +1,7 @@
 """Samples of --sample-interval: the texts of `generate`, in every layout, and no other losses."""
 
+import numpy as np
+
 import meshwright
 from helpers import read_rows
 from layouts import FLAGS, run_all
@@ -66,7 +68,9 @@ PROMPTS = ["1 2 3", "11", "4 5 6 7 8 9 10", "3"]
 
 
 def texts_of(trainer):
-    return Samples(trainer.config, trainer.net, trainer.vocab, Numbers()).generate()
+    """Return the logits behind the prompts, and their continuations."""
+    samples = Samples(trainer.config, trainer.net, trainer.vocab, Numbers())
+    return samples.next_logits(samples.ids).tolist(), samples.generate()
 
 
 LAYOUTS = [
@@ -82,7 +86,9 @@ def test_layouts():
         more = f"{line} --world-size {world} --sample-interval 1 --sample-length 7 --sample-prompts".split()
         return flags.parse(TrainConfig, [*FLAGS.split(), *more, *PROMPTS], "meshwright test").config
 
-    (plain,) = run_all({"": config("--micro-batch-size 4", 1)}, 1, 1, read=texts_of)[""]
+    ((logits, plain),) = run_all({"": config("--micro-batch-size 4", 1)}, 1, 1, read=texts_of)[""]
     assert all(text for text in plain) and len(set(map(str, plain))) == len(PROMPTS)
     for line, ranks in run_all({line: config(line, 2) for line in LAYOUTS}, 2, 1, read=texts_of).items():
-        assert ranks == [plain] * 2, line
+        for found, texts in ranks:
+            np.testing.assert_allclose(found, logits, rtol=0, atol=1e-9, err_msg=line)
+            assert texts == plain, line

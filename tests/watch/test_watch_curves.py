@@ -13,7 +13,7 @@ from meshwright.watch.follow import Follower
 @pytest.fixture
 def run(tmp_path):
     rows = [{"event": "start", "attempt": 1, "iteration": 0, "time": 1.7e9}]
-    losses = 2 + np.sin(np.arange(1, 5001) / 300)
+    losses = 2 + np.sin(np.arange(1, 5001) / 300) + 0.05 * (np.arange(5000) * 7919 % 13)
     losses[3210], losses[1234] = 50.0, -7.0
     rows += [step_row(i, float(loss), memory=2**30) for i, loss in enumerate(losses, 1)]
     rows[100]["loss"] = "nan"
@@ -30,7 +30,7 @@ def test_thinned_lines_keep_their_extremes(run):
     assert len(loss["x"]) <= 100 and max(loss["y"]) == 50.0 and min(loss["y"]) == -7.0
     assert loss["x"] == sorted(loss["x"]) and loss["bad"] == [100.0]
     assert loss["x"][loss["y"].index(50.0)] == 3211.0
-    assert 190 <= loss["width"] <= 210 and max(loss["my"]) < 3.01
+    assert 190 <= loss["width"] <= 210 and max(loss["my"]) < 3.4
 
 
 def test_axes(run):
