@@ -209,11 +209,9 @@ def test_windows_are_scored_in_any_batches():
 
 def check_cut_logits():
     torch.manual_seed(1)
-    logits, labels, counted = (
-        torch.randint(0, 4, (2, 5, 12)).double(),
-        torch.randint(0, 10, (2, 5)),
-        torch.rand(2, 5) < 0.5,
-    )
+    logits, counted = torch.randint(0, 9, (2, 40, 12)).double(), torch.rand(2, 40) < 0.5
+    labels = logits[..., :10].argmax(-1)  # all right but every third
+    labels[:, ::3] = torch.randint(0, 10, labels[:, ::3].shape)
     rank = torch.distributed.get_rank()
     for some in (counted, torch.ones_like(counted), torch.zeros_like(counted)):
         rows = scoring.Rows(labels, labels, some)

@@ -203,6 +203,9 @@ def test_the_words_that_lambada_counts():
     strict = lambada.windows(Bytes(), texts, True, 20)
     assert [bytes(w.tokens[w.first + 1 :]) for w in strict] == [b" sign", b" sign", b"x" * 21][:2] + [b"x" * 20]
     assert strict[0].tokens == [*b"he saw the sign"] and strict[1].tokens[0] == 256
+    hits = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 20.0]])  # nats, and right letters of 5, 5 and 20
+    got = lambada.measure(strict, hits)
+    assert got == {"correct": 2, "examples": 3, "accuracy": 2 / 3, "perplexity": pytest.approx(math.exp(2))}
     last = lambada.windows(Bytes(), texts, False, 20)
     assert [len(w.tokens) - 1 - w.first for w in last] == [1, 1, 1] and len(last[2].tokens) == 21
 

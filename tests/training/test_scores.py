@@ -91,7 +91,7 @@ def test_the_page_draws_the_scores(scored):
 def windows():
     rng = random.Random(3)
     return [
-        Window([rng.randrange(VOCAB) for _ in range(n + 1)], rng.randrange(n)) for n in rng.choices(range(1, 17), k=11)
+        Window([rng.randrange(VOCAB) for _ in range(n + 1)], rng.randrange(n)) for n in rng.choices(range(1, 17), k=9)
     ]
 
 
