@@ -11,14 +11,13 @@ fails is printed, and the others go on.
 
 --check    compare the kernels with float64, and captured texts with plain ones, in seconds
 --profile  time one step by kernel
---sweep    time the product and attention with other tiles
+--sweep    time products of one row with other tiles
 --peers    transformers, eager and with a static cache and compiled, in the same run
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -26,7 +25,7 @@ import statistics
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +100,6 @@ def generate(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]]
     return out, time.perf_counter() - start, first
 
 
-@contextlib.contextmanager
-def early_starts(on: bool) -> Iterator[None]:
-    """Let kernels start before their predecessors have ended."""
-    from meshwright.kernels import decode_triton
-
-    before, decode_triton.PDL = decode_triton.PDL, on
-    yield
-    decode_triton.PDL = before
-
-
 def attempt(name: str, run: Callable[..., Any], *arguments: Any) -> Any:
     """Return what `run` does; print an error instead of raising it."""
     try:
@@ -138,7 +127,7 @@ def doubled(x: Any) -> Any:
 def check_kernels() -> None:
     """Compare with float64; bfloat16's own rounding is about 4e-3."""
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    for rows in (1, 2, 8, 16):
+    for rows in (1, 8):
         for kind, normed in (("gelu-tanh", "layer"), ("swiglu", "rms"), ("", None), ("", "layer")):
             n, k = (3000, 1024) if normed else (1024, 4096)
             weights = None if normed is None else NormWeights(draw(k), draw(k) if normed == "layer" else None, 1e-5)
@@ -203,14 +192,13 @@ def limit(size: str, rows: int) -> float:
     return rows * BANDWIDTH / (weights + cache)
 
 
-def ours(model: LanguageModel, rows: int, graphs: str, early: bool) -> dict[str, Any]:
-    with early_starts(early):
-        decoder = Decoder(model, rows, graphs=graphs)  # type: ignore[arg-type]
-        requests = [Request(p, GREEDY, stream=i) for i, p in enumerate(prompts(rows, PROMPT))]
-        runs = [generate(decoder, requests) for _ in range(2 if graphs == "off" else 5)]
-        one = dataclasses.replace(GREEDY, out_seq_length=1)
-        long = [Request(p, one) for p in prompts(rows, FIRST)]
-        first = min(generate(decoder, long)[2] for _ in range(3))
+def ours(model: LanguageModel, rows: int, graphs: str) -> dict[str, Any]:
+    decoder = Decoder(model, rows, graphs=graphs)  # type: ignore[arg-type]
+    requests = [Request(p, GREEDY, stream=i) for i, p in enumerate(prompts(rows, PROMPT))]
+    runs = [generate(decoder, requests) for _ in range(2 if graphs == "off" else 5)]
+    one = dataclasses.replace(GREEDY, out_seq_length=1)
+    long = [Request(p, one) for p in prompts(rows, FIRST)]
+    first = min(generate(decoder, long)[2] for _ in range(3))
     seconds, until = min((s, f) for _, s, f in runs)
     return {
         "tokens": runs[-1][0],
@@ -224,7 +212,8 @@ def peer(size: str, rows: int, compiled: bool) -> dict[str, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, hidden, heads = SIZES[size]
-    shape = GPT2Config(VOCAB, FIRST + NEW, hidden, layers, heads, bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    sizes = {"vocab_size": VOCAB, "n_positions": FIRST + NEW, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+    shape = GPT2Config(**sizes, bos_token_id=0, eos_token_id=None, pad_token_id=0)
     with torch.device("cuda"):
         model = GPT2LMHeadModel(shape).to(torch.bfloat16).eval()
     how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
@@ -263,8 +252,8 @@ def speed(sizes: list[str], rows: list[int], peers: bool) -> list[dict[str, Any]
         for b in rows if model is not None else []:
             line: dict[str, Any] = {"size": size, "rows": b, "must": MUST.get((size, b)), "limit": limit(size, b)}
             tokens = {}
-            for name, graphs, early in (("plain", "off", False), ("captured", "on", False), ("early", "on", True)):
-                found = attempt(f"{size} {b} {name}", ours, model, b, graphs, early)
+            for name, graphs in (("plain", "off"), ("captured", "on")):
+                found = attempt(f"{size} {b} {name}", ours, model, b, graphs)
                 if found is not None:
                     tokens[name] = found.pop("tokens")
                     if name != "plain" and "plain" in tokens:
@@ -340,34 +329,26 @@ def timed(run: Callable[[int], Any], count: int) -> float:
 
 
 SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (2048, 8192), (50304, 1024))
-COLUMNS_WARPS = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8))  # for one row
-TILES = ((16, 256, 3, 4), (16, 128, 4, 2), (32, 128, 4, 4), (16, 512, 2, 4), (64, 64, 4, 4))
+TILES = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8))  # columns, warps
 
 
 def sweep() -> None:
-    """Time products with several tiles and both kinds of starts; weights exceed the cache."""
+    """Time products of one row with several tiles; weights exceed the cache."""
     for n, k in SHAPES:
-        for rows, tiles in ((1, [(c, k, 1, w) for c, w in COLUMNS_WARPS]), (8, TILES)):
-            for early in (False, True):
-                found = [
-                    (tile, attempt(f"{n} x {k}, {rows} rows, {tile}", product_time, n, k, rows, tile, early))
-                    for tile in (None, *tiles)
-                ]
-                said = [f"{'/'.join(map(str, tile or ('chosen',)))} {t * 1e6:.2f}" for tile, t in found if t]
-                name = f"{n} x {k}, {rows} rows{', early' * early}"
-                print(f"{name}, us by tile, limit {2e6 * n * k / BANDWIDTH:.2f}: {'  '.join(said)}", flush=True)
+        found = [(tile, attempt(f"{n} x {k}, {tile}", product_time, n, k, tile)) for tile in (None, *TILES)]
+        said = [f"{'/'.join(map(str, tile or ('chosen',)))} {t * 1e6:.2f}" for tile, t in found if t]
+        print(f"{n} x {k}, us by tile, limit {2e6 * n * k / BANDWIDTH:.2f}: {'  '.join(said)}", flush=True)
 
 
-def product_time(n: int, k: int, rows: int, tile: tuple[int, ...] | None, early: bool) -> float:
+def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
     from meshwright.kernels import decode_triton
 
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     norm = NormWeights(draw(k), draw(k), 1e-5) if n > k else None
     layers = [Layer(draw(n, k), None, norm) for _ in range(max(2, 200_000_000 // (2 * n * k)))]
-    x, residual = draw(rows, k), None if norm else draw(rows, n)
+    x, residual = draw(1, k), None if norm else draw(1, n)
     shape = None if tile is None else decode_triton.Tile(*tile)
-    with early_starts(early):
-        return timed(lambda i: decode_triton.linear(x, layers[i], residual, shape), len(layers))
+    return timed(lambda i: decode_triton.linear(x, layers[i], residual, shape), len(layers))
 
 
 def main() -> None:
@@ -381,11 +362,8 @@ def main() -> None:
     devices.pick("cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.check:
-        for early in (False, True):
-            print(f"{'with' if early else 'without'} early starts")
-            for check in (check_kernels, check_texts):
-                with early_starts(early):
-                    attempt(check.__name__, check)
+        for check in (check_kernels, check_texts):
+            attempt(check.__name__, check)
     elif args.profile:
         attempt("profile", profile, args.sizes, args.rows)
     elif args.sweep:

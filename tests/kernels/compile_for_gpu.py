@@ -28,7 +28,6 @@ from meshwright.kernels import (
     activation,
     adamw,
     decode,
-    decode_triton,
     dropout,
     embedding,
     fp8,
@@ -175,28 +174,23 @@ def casts_in_kernels() -> None:
 
 
 def decoding() -> None:
-    """Compile a step's kernels, also to start before their predecessors have ended."""
     norms = [norm.NormWeights(take(1024), take(1024), 1e-5), norm.NormWeights(take(1024), None, 1e-5), None]
     angles = tuple(torch.zeros(256, 32) for _ in range(2))
-    for decode_triton.PDL in (False, True):
-        for rows in (1, 8):
-            x, slots = take(rows, 1024), torch.arange(rows)
-            state = decode.Rows(slots, slots, slots, slots > 1)
-            for wpe in (None, take(256, 1024)):
-                decode.embed(state, slots, take(50304, 1024), wpe)
-            for draws in (None, decode.Draws(slots.double(), slots)):
-                decode.pick(take(rows, 50304), 50257, slots, state, 50256, draws)
-            for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
-                residual = None if kind else x
-                decode.linear(x, decode.Layer(take(4096, 1024), take(4096), weights, kind), residual)
-            decode.linear(x, decode.Layer(take(50304, 1024), None, norms[0]))
-            decode.linear(x, decode.Layer(take(1024, 1024), None), x)
-            for sizes in ((16, 1, 64), (4, 4, 128), (2, 1, 96)):
-                groups, per_group, head = sizes
-                caches = [torch.zeros(9, 320, groups, head, dtype=torch.bfloat16) for _ in range(2)]
-                texts = decode.Texts(*caches, torch.arange(rows), torch.arange(rows), 256)
-                qkv = take(rows, groups * (per_group + 2) * head)
-                decode.attend(qkv, texts, heads.Sizes(*sizes), angles if groups == 4 else None)
+    x, slots = take(1, 1024), torch.arange(1)
+    state = decode.Rows(slots, slots, slots, slots > 1)
+    for wpe in (None, take(256, 1024)):
+        decode.embed(state, slots, take(50304, 1024), wpe)
+    for draws in (None, decode.Draws(slots.double(), slots)):
+        decode.pick(take(1, 50304), 50257, slots, state, 50256, draws)
+    for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
+        decode.linear(x, decode.Layer(take(4096, 1024), take(4096), weights, kind), None if kind else x)
+    decode.linear(x, decode.Layer(take(50304, 1024), None, norms[0]))
+    for rows in (1, 64):
+        for groups, per_group, head in ((16, 1, 64), (4, 4, 128), (2, 1, 96)):
+            caches = [torch.zeros(rows + 1, 320, groups, head, dtype=torch.bfloat16) for _ in range(2)]
+            texts = decode.Texts(*caches, torch.arange(rows), torch.arange(rows), 256)
+            qkv = take(rows, groups * (per_group + 2) * head)
+            decode.attend(qkv, texts, heads.Sizes(groups, per_group, head), angles if groups == 4 else None)
 
 
 CALLS = {

@@ -48,43 +48,32 @@ def layer_of(name, n, k, dtype):
     return Layer(draw(width, k, dtype=dtype) * k**-0.5, bias, weights, kind), has_residual
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (3, torch.float32), (16, WORST)])
+@pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", LAYERS)
-def test_linear(name, rows, dtype, monkeypatch):
+def test_linear(name, dtype, monkeypatch):
     """Sizes that fill no tile; x has a mean, which the norm removes."""
     monkeypatch.setattr(decode, "is_triton", lambda x: True)
     layer, has_residual = layer_of(name, 21, 130, dtype)
-    x = draw(rows, 130, dtype=dtype, mean=1.0)
-    residual = draw(rows, 21, dtype=dtype) if has_residual else None
+    x = draw(1, 130, dtype=dtype, mean=1.0)
+    residual = draw(1, 21, dtype=dtype) if has_residual else None
     got = decode.linear(x, layer, residual)
     want = plain_linear(doubled(x), doubled(layer), doubled(residual))
-    assert got.dtype is dtype and got.shape == (rows, 21) and distance(got, want) < ERROR[dtype]
+    assert got.dtype is dtype and got.shape == (1, 21) and distance(got, want) < ERROR[dtype]
     assert distance(plain_linear(x, layer, residual), want) < ERROR[dtype]
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_every_tile_gives_the_same(rows):
-    from meshwright.kernels.decode_triton import Tile, linear
+def test_every_tile_gives_the_same():
+    from meshwright.kernels.decode_triton import Tile, linear, tile_of
 
     layer, _ = layer_of("swiglu", 40, 130, torch.float32)
-    x = draw(rows, 130)
+    x = draw(1, 130)
     want = plain_linear(doubled(x), doubled(layer))
-    several = Tile(16, 32), Tile(32, 64, 1, 2), Tile(16, 256)
-    for tile in (Tile(1, 256), Tile(8, 256, 1, 8)) if rows == 1 else several:
+    for tile in (Tile(1), Tile(8, 8), Tile(64)):
         assert distance(linear(x, layer, None, tile), want) < 2e-6
-
-
-def test_tiles_fit():
-    from meshwright.kernels.decode_triton import tile_of
-
     for columns in (64, 1024, 4096, 50304):
-        for size in (2, 4):
-            for inner in (64, 768, 1024, 4096, 8192, 20480):
-                one, several = (tile_of(rows, columns, inner, size, 132) for rows in (1, 16))
-                assert (
-                    one.step >= inner and one.columns * one.step <= 32768 and one.columns * one.step / one.warps <= 2048
-                )
-                assert several.columns * several.step * size * several.stages <= 100_000 and several.step >= 16
+        for inner in (64, 768, 1024, 4096, 8192, 20480):
+            tile = tile_of(columns, inner, 132)
+            assert tile.columns * inner / tile.warps <= 2048 and tile.warps in (4, 8, 16)
 
 
 SHAPES = {  # groups, queries of each, head_dim, rotated pairs

@@ -130,7 +130,7 @@ def choose(s: State, slots: Tensor, logits: Tensor, kind: Kind, k: int, eod: int
     outputs = Outputs(new) if k < 0 else score(logits, new, k)
     s.token[slots] = new
     if s.seen is not None:
-        s.seen[slots, new] = True
+        s.seen[slots, new] = torch.ones_like(new, dtype=torch.bool)  # True alone would be copied from the host
     s.active[slots] = active & is_finite & (new != eod) & (position + 1 < s.limit[slots])
     outputs.tokens = torch.where(active, torch.where(is_finite, new, BAD), NONE)
     return outputs

@@ -30,9 +30,7 @@ from meshwright.kernels.decode_plain import (
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.twins import is_triton
 
-__all__ = ["BAD", "FEW", "NONE", "Draws", "Layer", "Rows", "Texts", "attend", "embed", "linear", "pick"]
-
-FEW = 16  # most rows for which `linear` is faster than a library's product
+__all__ = ["BAD", "NONE", "Draws", "Layer", "Rows", "Texts", "attend", "embed", "linear", "pick"]
 
 
 def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -57,8 +55,8 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws:
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:
-    """Map x [B, K] to [B, N]."""
-    if is_triton(x):
+    """Map x [B, K] to [B, N]; several rows are a library's work."""
+    if len(x) == 1 and is_triton(x):
         from meshwright.kernels import decode_triton
 
         return decode_triton.linear(x, layer, residual)

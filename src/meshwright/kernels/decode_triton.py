@@ -1,20 +1,17 @@
 """The kernels of decode.py in Triton.
 
-Tests compare them with the plain twin in Triton's interpreter, and on a GPU. With PDL (programmatic
-dependent launch) a kernel's programs are started while the kernel before it still runs, and wait
-for its end before they read what it has written.
+Tests compare them with the plain twin in Triton's interpreter, and on a GPU.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from meshwright import device as devices
 from meshwright.kernels.activation_triton import GATES, _value_and_slope
@@ -22,137 +19,16 @@ from meshwright.kernels.decode_plain import BAD, NONE, Draws, Layer, Rows, Texts
 from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads_plain import Sizes
 
-PDL = False  # overlap the start of each kernel with the end of the one before
-
 
 class Tile(NamedTuple):
-    """Shape of a program's work in `linear`: `columns` outputs, `step` inputs at a time.
-
-    `step` is a power of two, for one row not below the number of inputs.
-    """
+    """Shape of a program's work in `linear`: `columns` outputs, with all inputs."""
 
     columns: int
-    step: int
-    stages: int = 3
     warps: int = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _statistics(  # type: ignore[no-untyped-def]
-    of_row, is_row, inner, eps, CENTRED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
-):
-    """Return the rows' means, 0 unless CENTRED, and the reciprocals of their deviations."""
-    first = tl.load(of_row, mask=is_row, other=0.0).to(tl.float32)  # near the mean, for exact squares
-    shift = first if CENTRED else first * 0.0
-    total = tl.zeros((ROWS, STEP), tl.float32)
-    squares = tl.zeros((ROWS, STEP), tl.float32)
-    for start in tl.range(0, inner, STEP, num_stages=4):
-        at = (start + tl.arange(0, STEP))[None, :]
-        x = tl.load(of_row + at, mask=is_row & (at < inner), other=0.0).to(tl.float32)
-        x = tl.where(at < inner, x - shift, 0.0)
-        total += x
-        squares += x * x
-    apart = tl.sum(total, 1) / inner if CENTRED else tl.zeros((ROWS,), tl.float32)
-    variance = tl.maximum(tl.sum(squares, 1) / inner - apart * apart, 0.0)
-    return apart + tl.sum(shift, 1), 1.0 / tl.sqrt(variance + eps)
-
-
-@triton.jit
-def _normalise(y, at, inside, mean, rstd, weight, bias, plus):  # type: ignore[no-untyped-def]
-    y = (y.to(tl.float32) - mean[:, None]) * rstd[:, None]
-    y *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + plus
-    if bias is not None:
-        y += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    return y
-
-
-@triton.jit
-def _fetch(weight, n, columns, inner):  # type: ignore[no-untyped-def]
-    """Let the L2 cache fetch the rows n of W, in lines of 128 bytes."""
-    LINE: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
-    row = weight + tl.minimum(n, columns - 1)[:, None] * inner
-    for start in range(0, inner, 16 * LINE):
-        at = (start + tl.arange(0, 16) * LINE)[None, :]
-        lines = tl.where(at < inner, row + at, row)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _linear(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    bias,
-    norm_weight,
-    norm_bias,
-    residual,
-    out,
-    rows,
-    columns,
-    inner,
-    eps,
-    plus,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute out [rows, columns] = f(norm(x) W^T + bias) + residual.
-
-    A program computes COLUMNS of all rows, and the rows' norms for itself, by the matrix units.
-    Bytes moved: W once; x and the norm's weights, once per program, come from the L2 cache.
-    """
-    n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    b = tl.arange(0, ROWS)
-    k = tl.arange(0, STEP)
-    of_row = x + b[:, None] * inner
-    is_row = (b < rows)[:, None]
-    if PDL:
-        gdc_launch_dependents()
-        _fetch(weight, n, columns, inner)  # nobody's output
-        gdc_wait()
-    mean = tl.zeros((ROWS,), tl.float32)
-    rstd = tl.zeros((ROWS,), tl.float32)
-    if norm_weight is not None:
-        mean, rstd = _statistics(of_row, is_row, inner, eps, norm_bias is not None, ROWS, 128)
-    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-    acc_up = tl.zeros((COLUMNS, ROWS), tl.float32)
-    of_column = weight + n[:, None] * inner
-    of_up = of_column + tl.cast(columns, tl.int64) * inner
-    for start in tl.range(0, inner, STEP, num_stages=STAGES):
-        at = (start + k)[None, :]
-        inside = (n < columns)[:, None] & (at < inner)
-        w = tl.load(of_column + at, mask=inside, other=0.0)
-        y = tl.load(of_row + at, mask=is_row & (at < inner), other=0.0)
-        if norm_weight is not None:
-            y = _normalise(y, at, at < inner, mean, rstd, norm_weight, norm_bias, plus)
-        y = y.to(w.dtype)
-        acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
-        if GATED:
-            up = tl.load(of_up + at, mask=inside, other=0.0)
-            acc_up = tl.dot(up, tl.trans(y), acc_up, input_precision="ieee")
-    of_n = n[:, None]
-    if bias is not None:
-        acc += tl.load(bias + of_n, mask=of_n < columns, other=0.0).to(tl.float32)
-        if GATED:
-            acc_up += tl.load(bias + columns + of_n, mask=of_n < columns, other=0.0).to(tl.float32)
-    form: tl.constexpr = weight.dtype.element_ty
-    if KIND != "":
-        value, _ = _value_and_slope(acc.to(form).to(tl.float32), KIND)
-        acc = value * acc_up.to(form).to(tl.float32) if GATED else value
-    target = b[None, :] * columns + of_n
-    inside = (b < rows)[None, :] & (of_n < columns)
-    if residual is not None:
-        acc = acc.to(form).to(tl.float32) + tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _vector(  # type: ignore[no-untyped-def]
     x,
     weight,
     bias,
@@ -168,11 +44,11 @@ def _vector(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Do the same as `_linear` for one row, by the ordinary units.
+    """Compute out [columns] = f(norm(x) W^T + bias) + residual, by the ordinary units.
 
-    A program loads all of its weights at once, before it waits for x. Bytes moved as there.
+    A program loads the weights of COLUMNS at once, and computes the norm for itself. Bytes moved:
+    W once; x and the norm's weights, once per program, come from the L2 cache.
     """
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, INNER)[None, :]
@@ -185,9 +61,6 @@ def _vector(  # type: ignore[no-untyped-def]
         scale = tl.load(norm_weight + k, mask=known, other=0.0).to(tl.float32) + plus
         if norm_bias is not None:
             shift = tl.load(norm_bias + k, mask=known, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     y = tl.load(x + k, mask=known, other=0.0)
     if norm_weight is not None:
         f = y.to(tl.float32)
@@ -270,7 +143,6 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Attend with the queries of one row and group to `chunk` places of its text.
 
@@ -280,9 +152,6 @@ def _attend(  # type: ignore[no-untyped-def]
     """
     row, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     length = tl.load(used + row).to(tl.int32)
     first = tl.load(slots + row).to(tl.int64) * room * (GROUPS * DIM) + group * DIM
     head = qkv + (row.to(tl.int64) * GROUPS + group) * ((PER_GROUP + 2) * DIM)
@@ -336,13 +205,10 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _embed(  # type: ignore[no-untyped-def]
-    tokens, used, slots, wte, wpe, out, places, width, BLOCK: tl.constexpr, PDL: tl.constexpr
+    tokens, used, slots, wte, wpe, out, places, width, BLOCK: tl.constexpr
 ):
     """Write wte[token] + wpe[place] of a row, and its place. Bytes moved: these rows once."""
     row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     slot = tl.load(slots + row)
     token, place = tl.load(tokens + slot), tl.load(used + slot)
     x = tl.load(wte + token * width + c, mask=c < width, other=0.0)
@@ -390,7 +256,6 @@ def _pick(  # type: ignore[no-untyped-def]
     BAD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Find a row's largest logit, the first of equals, and advance the row's state.
 
@@ -400,9 +265,6 @@ def _pick(  # type: ignore[no-untyped-def]
     """
     row, part = tl.program_id(0), tl.program_id(1)
     c = part * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("inf"))  # a NaN is as bad
     slot = tl.load(slots + row)
@@ -437,7 +299,7 @@ def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[T
     out, places = wte.new_empty(len(slots), wte.shape[1]), torch.empty_like(slots)
     grid = len(slots), cdiv(wte.shape[1], 1024)
     with torch.accelerator.device_index(wte.device.index):
-        _embed[grid](rows.token, rows.used, slots, wte, wpe, out, places, wte.shape[1], 1024, PDL, **options())
+        _embed[grid](rows.token, rows.used, slots, wte, wpe, out, places, wte.shape[1], 1024)
     return out, places
 
 
@@ -469,48 +331,44 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws:
             BAD,
             parts,
             block,
-            PDL,
-            **options(),
         )
     return report
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """Return f(norm(x) W^T + bias) + residual."""
-    (b, k), gated, norm = x.shape, layer.kind in GATES, layer.norm
+    """Return f(norm(x) W^T + bias) + residual of one row."""
+    (_, k), gated, norm = x.shape, layer.kind in GATES, layer.norm
     n = layer.weight.shape[0] // (1 + gated)
-    tile = tile or tile_of(b, n, k, x.element_size(), devices.processors(x.device))
-    out = x.new_empty(b, n) if residual is None else torch.empty_like(residual)
-    one = None, None, 0.0, 0.0
-    weight, shift, eps, plus = one if norm is None else (norm.weight, norm.bias, norm.eps, norm.plus)
-    tensors = x, layer.weight, layer.bias, weight, shift, residual, out
-    kind, grid, more = GATES.get(layer.kind, layer.kind), (cdiv(n, tile.columns),), options()
+    tile = tile or tile_of(n, k, devices.processors(x.device))
+    out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
     with torch.accelerator.device_index(x.device.index):
-        if b == 1:
-            shape = tile.columns, tile.step, PDL
-            _vector[grid](*tensors, n, k, eps, plus, kind, gated, *shape, num_warps=tile.warps, **more)
-        else:
-            shape = max(16, power_of_2(b)), tile.columns, tile.step, tile.stages, PDL  # type: ignore[assignment]
-            _linear[grid](*tensors, b, n, k, eps, plus, kind, gated, *shape, num_warps=tile.warps, **more)
+        _linear[(cdiv(n, tile.columns),)](
+            x,
+            layer.weight,
+            layer.bias,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            residual,
+            out,
+            n,
+            k,
+            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.plus,
+            GATES.get(layer.kind, layer.kind),
+            gated,
+            tile.columns,
+            max(16, power_of_2(k)),
+            num_warps=tile.warps,
+        )
     return out
 
 
-def options() -> dict[str, Any]:
-    return {"launch_pdl": True} if PDL else {}
-
-
 @lru_cache
-def tile_of(rows: int, columns: int, inner: int, size: int, processors: int) -> Tile:
-    """Return a tile that leaves two programs or more for each multiprocessor, if it can be.
-
-    For one row `step` is all of the inputs.
-    """
-    if rows == 1:
-        step = max(16, power_of_2(inner))
-        width = next((w for w in (16, 8, 4, 2) if w * step <= 16384 and columns // w >= 2 * processors), 1)
-        return Tile(width, step, 1, min(16, max(4, width * step // 2048)))
-    width = 32 if columns // 32 >= 2 * processors else 16
-    return Tile(width, min(8192 // (width * size), 512 // size, max(16, power_of_2(inner))))
+def tile_of(columns: int, inner: int, processors: int) -> Tile:
+    """Return a tile that leaves two programs or more for each multiprocessor, if it can be."""
+    inner = max(16, power_of_2(inner))
+    width = next((w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1)
+    return Tile(width, min(16, max(4, width * inner // 2048)))
 
 
 def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -547,9 +405,7 @@ def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tens
             block,
             parts > 1,
             2,
-            PDL,
             num_warps=4,
-            **options(),
         )
     return out
 

@@ -1,8 +1,8 @@
 """The network for one new token of each row, by the few kernels of kernels/decode.py.
 
-A layer is five kernels for few rows: the first product with the norm before it and its bias; the
+A layer of one row is five kernels: the first product with the norm before it and its bias; the
 rotation, the cache and attention; the output product, added to the residual stream; the MLP's first
-product with norm and activation; its second product, added. For more rows a library multiplies
+product with norm and activation; its second product, added. Several rows a library multiplies
 faster, and the norms, with the additions before them, and the activation are kernels of their own.
 """
 
@@ -27,7 +27,7 @@ class Step:
     """One token of each row, by fused kernels; the model's parameters must stay where they are."""
 
     def __init__(self, model: GPT, cache: Cache) -> None:
-        self.model, self.cache, self.few = model, cache, decode.FEW
+        self.model, self.cache = model, cache
         weight = model.wte.weight
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
@@ -46,7 +46,7 @@ class Step:
         """
         model, wpe = self.model, self.model.wpe
         x, used = decode.embed(rows, slots, model.wte.weight, None if wpe is None else wpe.weight)
-        return (self.run if len(slots) <= self.few else self.run_many)(x, slots, used, longest)
+        return (self.run if len(slots) == 1 else self.run_many)(x, slots, used, longest)
 
     def texts(self, layer: int, x: Tensor, sizes: Sizes, slots: Tensor, used: Tensor, longest: int) -> Texts:
         like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
