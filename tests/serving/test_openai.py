@@ -170,6 +170,8 @@ REFUSED = [
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": 3}, "stop"),
+    ({"stop": "x" * 201}, "stop"),
+    ({"prompt": "x" * (512 * LENGTH + 1)}, "prompt"),
     ({"presence_penalty": 1}, "presence_penalty"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"50": -100}}, "logit_bias"),

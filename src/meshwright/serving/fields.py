@@ -70,7 +70,7 @@ class Fields:
             raise Refused(f"{name} is {_kind(value)}; it must be a string", name)
         return value
 
-    def strings(self, name: str, most: int) -> tuple[str, ...]:
+    def strings(self, name: str, most: int, longest: int) -> tuple[str, ...]:
         """Return a string or a list of strings as a tuple."""
         value = self.take(name, [])
         values = [value] if isinstance(value, str) else value
@@ -78,6 +78,8 @@ class Fields:
             raise Refused(f"{name} must be a string, or a list of strings, none of them empty", name)
         if len(values) > most:
             raise Refused(f"{name} has {len(values)} strings; give at most {most}", name)
+        if any(len(v) > longest for v in values):
+            raise Refused(f"{name} has a string of {max(map(len, values))} characters; give at most {longest}", name)
         return tuple(values)
 
     def only(self, name: str, neutral: Collection[Any], why: str) -> None:

@@ -45,7 +45,7 @@ def read(f: Fields, served: Served) -> Call:
         raise Refused("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
     options, decay, least = read_options(f, length)
     ends = read_ends(f)
-    avoid = read_colon(f, tokenizer)
+    avoid = read_colon(f, served)
     seed = f.integer("random_seed", -1, -1, 2**63 - 1)
     f.flag("no_log")  # no text is ever logged
     width = f.integer("beam_width", None, 1, openai.MOST_TEXTS)
@@ -75,7 +75,7 @@ def read_prompts(f: Fields, served: Served) -> list[list[int]]:
     if not bos and "" in given:
         raise Refused("empty prompts need add_BOS true", "prompts")
     tokenizer = served.model.tokenizer
-    return [[tokenizer.eod] * bos + openai.encode(tokenizer, p) for p in given]
+    return [[tokenizer.eod] * bos + openai.encode(served, p) for p in given]
 
 
 def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
@@ -99,11 +99,11 @@ def read_ends(f: Fields) -> tuple[str, ...]:
     return ("\n\n",) if double else ("\n",) if single else ()
 
 
-def read_colon(f: Fields, tokenizer: Tokenizer) -> tuple[int, int] | None:
+def read_colon(f: Fields, served: Served) -> tuple[int, int] | None:
     """Return the tokens of a colon and of an end of line, which may not follow it."""
     if not f.flag("prevent_newline_after_colon"):
         return None
-    return openai.encode(tokenizer, ":")[0], openai.encode(tokenizer, "\n")[0]
+    return openai.encode(served, ":")[0], openai.encode(served, "\n")[0]
 
 
 async def answer(call: Call, served: Served, scheduler: Scheduler, seconds: float) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import orjson
 
 from meshwright.errors import UserError
+from meshwright.generation.dialogue import SYSTEM, Dialogue, Turn
 from meshwright.generation.requests import Event, Request, Top
 from meshwright.generation.stream import TextStream
-from meshwright.generation.templates import ChatTemplate
 from meshwright.serving.fields import Fields, Refused
 from meshwright.serving.scheduler import Job
 from meshwright.serving.served import Served
@@ -25,7 +25,8 @@ from meshwright.settings.schema import Sampling
 from meshwright.tokenizers import Tokenizer
 
 MOST_TEXTS = 128  # of one request
-MOST_STOPS, MOST_LOGPROBS = 16, 20
+MOST_STOPS, LONGEST_STOP, MOST_LOGPROBS = 16, 200, 20
+LONGEST_TOKEN = 512  # characters on average: no text of more fits, and it is not worth encoding
 # Identifiers for OpenAI's own records; they never change an answer.
 IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 # Fields that would change the text, the values that ask for nothing, and why others are refused.
@@ -98,7 +99,7 @@ def read_completion(f: Fields, served: Served) -> Call:
 
 
 def read_chat(f: Fields, served: Served) -> Call:
-    prompt = render(read_messages(f.take("messages")), served.template, served.model.tokenizer)
+    prompt = render(read_messages(f.take("messages")), served)
     lengths = [f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     room = max(1, served.model.seq_length - len(prompt))
     length = next((n for n in lengths if n is not None), room)
@@ -124,7 +125,7 @@ def read_texts(
         raise Refused(message, "model", "model_not_found", 404)
     options = read_options(f, length)
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1) or 0
-    stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS), *stop)))
+    stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
     for name, (neutral, why) in FIXED.items():
         f.only(name, neutral, why)
     for name in IDENTIFIERS:
@@ -183,7 +184,7 @@ def read_prompts(given: Any, served: Served) -> list[list[int]]:
     out = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids = encode(tokenizer, prompt)
+            ids = encode(served, prompt)
         elif isinstance(prompt, list) and _is_ids(prompt):
             ids = prompt
             if wrong := [i for i in ids if not 0 <= i < vocab]:
@@ -200,9 +201,16 @@ def _is_ids(value: Sequence[Any]) -> bool:
     return bool(value) and all(type(i) is int for i in value)
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def require_size(served: Served, characters: int) -> None:
+    if characters > (most := LONGEST_TOKEN * served.model.seq_length):
+        message = f"this model reads {served.model.seq_length} tokens, but a prompt has more than {most} characters"
+        raise Refused(f"{message}; shorten it", "prompt", "context_length_exceeded")
+
+
+def encode(served: Served, text: str) -> list[int]:
+    require_size(served, len(text))
     try:
-        return list(tokenizer.encode(text))
+        return list(served.model.tokenizer.encode(text))
     except UserError as error:  # a vocabulary of bare ids reads numbers only
         raise Refused(str(error), "prompt") from None
 
@@ -229,11 +237,15 @@ def read_messages(given: Any) -> list[dict[str, str]]:
     return out
 
 
-def render(messages: list[dict[str, str]], template: ChatTemplate | None, tokenizer: Tokenizer) -> list[int]:
+def render(messages: list[dict[str, str]], served: Served) -> list[int]:
     """Return the tokens of a dialogue up to the answer, without a template as one plain text."""
+    tokenizer, template = served.model.tokenizer, served.template
+    require_size(served, sum(len(m["content"]) for m in messages))
     if template is None:
-        lines = ("\n" * (n > 0 and m["role"] == "user") + m["content"] for n, m in enumerate(messages))
-        return encode(tokenizer, "".join(lines)) or [tokenizer.eod]
+        system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
+        turns = [Turn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
+        plain = Dialogue(tokenizer, None, served.model.seq_length, system, turns)
+        return encode(served, plain.text) or [tokenizer.eod]
     try:
         return template.encode(tokenizer, messages)
     except UserError as error:

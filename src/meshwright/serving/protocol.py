@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LARGEST_HEADER = 32 * 1024  # bytes
 MOST_CONNECTIONS = 1000
-DRAIN_SECONDS = 10  # for the answers that are at work when the server ends
+DRAIN_SECONDS = 9  # for the answers that are at work when the server ends, of ten for all
 
 
 class LimitedProtocol(H11Protocol):
