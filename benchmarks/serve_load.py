@@ -41,7 +41,7 @@ class Client:
         self.first: list[float] = []  # to the first token of a stream
         self.generated = 0
 
-    def ask(self, prompt: str, stream: bool = False, leave_after: int | None = None) -> tuple[int, str]:
+    def ask(self, prompt: list[int], stream: bool = False, leave_after: int | None = None) -> tuple[int, str]:
         """Return the status and the text, or the seconds to wait."""
         began = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
@@ -77,7 +77,7 @@ class Client:
             self.seconds.append(seconds)
             self.generated += tokens
 
-    def run(self, number: int, prompt: str, wanted: str, requests: int) -> None:
+    def run(self, number: int, prompt: list[int], wanted: str, requests: int) -> None:
         for turn in range(requests):
             leaves = turn % 6 == 5
             while True:
@@ -138,7 +138,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, port: int) -> bool:
-    prompts = [f"Number {n} " for n in range(args.clients)]
+    prompts = [[n + 1, n + 2, n + 1] for n in range(args.clients)]
     alone = Client(port, args.tokens, 0)
     wanted = []
     for prompt in prompts:
