@@ -191,6 +191,10 @@ class Decoder:
         """Return the logits [B, V] behind the prompts, which are read in chunks."""
         longest = max(len(row.prompt) for row in rows)
         echo = rows[0].request.echo and rows[0].request.logprobs is not None
+        if self.steps is not None and not echo:
+            read = self.steps.read([row.slot for row in rows], [row.prompt for row in rows])
+            if read is not None:
+                return read
         chunk = ECHO_CHUNK if echo else CHUNK
         found: list[Tensor] = []  # the rows are in the order of their lengths
         done = 0

@@ -1,12 +1,14 @@
 """A decoder's steps in CUDA graphs: all layers and the choice of tokens in one launch.
 
 A step is captured for each number of rows and length, rounded up to powers of two, and each kind of
-choice. Its first run is an ordinary one, which compiles kernels; the second captures it. Rows that
-only fill up the number belong to the slot of nobody.
+choice, and so is the reading of short prompts, whose kernels the host launches more slowly than the
+device runs them. The first run is an ordinary one, which compiles kernels; the second captures it.
+Rows that only fill up the number belong to the slot of nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,24 +20,28 @@ from meshwright.generation.sampling import Kind
 from meshwright.generation.state import Outputs, State, choose
 from meshwright.kernels.decode import pick
 from meshwright.kernels.grid import power_of_2
-from meshwright.model.attention import Cache
+from meshwright.model.attention import Cache, Cached, Where
 from meshwright.model.decode import Step
 from meshwright.model.gpt import GPT
 from meshwright.training.graph import collector_off
 
 SHORTEST = 256  # length of the shortest steps
-Key = tuple[int, int, Kind, int]  # rows, length, choice, log-probabilities
+NARROWEST, MOST = 64, 4096  # width of the narrowest prompts, and most tokens that are read by a graph
+Key = tuple[int, int, Kind, int] | tuple[int, int]  # rows, length, choice, log-probabilities; of prompts
 
 
 class Steps:
     """The steps of one decoder."""
 
     def __init__(self, model: GPT, cache: Cache, state: State, eod: int) -> None:
-        self.step, self.state, self.cache, self.eod = Step(model, cache), state, cache, eod
+        self.model, self.state, self.cache, self.eod = model, state, cache, eod
+        self.step = Step(model, cache)
         self.captures = state.device.type == devices.NVIDIA
         self.slots: dict[int, torch.Tensor] = {}  # by rows
         self.names: dict[int, list[int]] = {}  # what these hold
-        self.known: dict[Key, Callable[[], Outputs]] = {}
+        self.prompts: dict[tuple[int, int], torch.Tensor] = {}  # by rows and width
+        self.known: dict[Key, Callable[[], Any]] = {}
+        self.tried: set[Key] = set()  # to capture
         self.pool: Any = None
 
     def run(self, slots: list[int], longest: int, kind: Kind, k: int) -> Outputs:
@@ -48,12 +54,31 @@ class Steps:
             self.slots.setdefault(rows, torch.empty_like(new)).copy_(new)
             self.names[rows] = names
         key = rows, longest, kind, k if k < 1 else power_of_2(k)
-        with torch.accelerator.device_index(self.state.device.index):  # a thread of its own begins on device 0
-            if key not in self.known:
-                self.known[key] = lambda: self.advance(*key)
-            elif self.captures:
-                return self.replay(key)
-            return self.known[key]()
+        outputs: Outputs = self.call(key, lambda: self.advance(*key))
+        return outputs
+
+    def read(self, slots: list[int], prompts: list[list[int]]) -> torch.Tensor | None:
+        """Read prompts into the cache and return the logits [B, V] behind them.
+
+        None if they are so many tokens that the device, not the host, limits the speed.
+        """
+        rows, width = power_of_2(len(slots)), max(NARROWEST, power_of_2(max(map(len, prompts))))
+        if rows * width > MOST:
+            return None
+        padded = [*prompts, *[[0]] * (rows - len(slots))]
+        names = slots + [len(self.state.token) - 1] * (rows - len(slots))
+        lines = [[name, len(p) - 1, *p, *[0] * (width - len(p))] for name, p in zip(names, padded, strict=True)]
+        new = self.state.send(torch.tensor(lines))
+        held = self.prompts.setdefault((rows, width), torch.empty_like(new)).copy_(new)
+        logits: torch.Tensor = self.call((rows, width), lambda: self.read_held(held))
+        return logits[: len(slots)]
+
+    def read_held(self, held: torch.Tensor) -> torch.Tensor:
+        """Read prompts from [B, slot, place of the last token, tokens]."""
+        slots, ends, tokens = held[:, 0], held[:, 1], held[:, 2:]
+        where = Where(cached=Cached(self.cache, slots, torch.zeros_like(slots), 0, ends))
+        logits: torch.Tensor = self.model(tokens, where, last_only=True)
+        return logits[:, 0, : self.state.vocab]
 
     def advance(self, rows: int, longest: int, kind: Kind, k: int) -> Outputs:
         s, slots = self.state, self.slots[rows]
@@ -63,28 +88,36 @@ class Steps:
         s.used[slots] += s.active[slots]
         return choose(s, slots, logits[:, : s.vocab], kind, k, self.eod)
 
-    def replay(self, key: Key) -> Outputs:
-        known = self.known[key]
-        if not isinstance(known, Graph):
-            try:
-                if self.pool is None:
-                    self.pool = torch.cuda.graph_pool_handle()
-                known = self.known[key] = Graph(lambda: self.advance(*key), self.pool)
-            except RuntimeError as error:
-                self.captures = False
-                line = (str(error).splitlines() or [""])[0]
-                remark(f" > decoding without CUDA graphs: the capture failed: {line}")
-        return known()
+    def call(self, key: Key, function: Callable[[], Any]) -> Any:
+        """Run a function: as it is the first time, and captured from the second time on."""
+        with torch.accelerator.device_index(self.state.device.index):  # a thread of its own begins on device 0
+            if key in self.known and key not in self.tried and self.captures:
+                self.tried.add(key)
+                self.known[key] = self.capture(function)
+            return self.known.setdefault(key, function)()
+
+    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        try:
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            return Graph(function, self.pool)
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError, AttributeError):  # torch has left the generator recording
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
+            line = (str(error).splitlines() or [""])[0]
+            remark(f" > decoding: a step runs without a CUDA graph, whose capture failed: {line}")
+            return function
 
 
 class Graph:
     """A captured function; its outputs are tensors that each replay overwrites."""
 
-    def __init__(self, function: Callable[[], Outputs], pool: Any) -> None:
+    def __init__(self, function: Callable[[], Any], pool: Any) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with collector_off(), torch.cuda.graph(self.graph, pool, capture_error_mode="thread_local"):
             self.outputs = function()
 
-    def __call__(self) -> Outputs:
+    def __call__(self) -> Any:
         self.graph.replay()
         return self.outputs
