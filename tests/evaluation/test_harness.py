@@ -19,7 +19,7 @@ metric_list: [{metric: perplexity}, {metric: acc}]
     "small_choice": """
 output_type: multiple_choice
 doc_to_text: "{{question}}"
-doc_to_target: 1
+doc_to_target: label
 doc_to_choice: [" dog", " cat sat", " house and then slept near the fire while a dog ran around"]
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
@@ -56,7 +56,12 @@ def folder(tmp_path_factory):
     known = text.split()
     words = [known[i * 7 % len(known)] for i in range(len(known))]  # as the model has learnt them
     lines = [
-        {"text": " ".join(words[i:] + words + words[:i]), "question": " ".join(words[i : i + 4]), "answer": words[i]}
+        {
+            "text": " ".join(words[i:] + words + words[:i]),
+            "question": " ".join(words[i : i + 4]),
+            "answer": words[i],
+            "label": i // 3 % 3,
+        }
         for i in range(0, 18, 3)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -94,7 +99,9 @@ def test_scores_equal_the_harness_own_backend(harness, trained, exported, folder
     for name, values in theirs["results"].items():
         wanted = {k.removesuffix(",none"): v for k, v in values.items() if isinstance(v, float) and "stderr" not in k}
         assert wanted and {k: ours[name][k] for k in wanted} == pytest.approx(wanted, rel=1e-4), name
-    assert ours["small_words"]["acc"] > 0 and ours["small_answer"]["exact_match"] <= 1
+    assert (
+        ours["small_words"]["acc"] > 0 and ours["small_choice"]["acc"] > 0 and ours["small_answer"]["exact_match"] <= 1
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

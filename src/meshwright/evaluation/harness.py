@@ -121,7 +121,9 @@ def run(
         adapter, tasks=wanted, num_fewshot=fewshot, limit=limit, task_manager=manager, log_samples=False
     )
     for name, row in found["results"].items():
-        values = {key.removesuffix(",none"): float(v) for key, v in row.items() if isinstance(v, int | float)}
+        # The key of a measure is its name and its filter; other keys describe the task.
+        measures = {key: v for key, v in row.items() if "," in key and isinstance(v, int | float)}
+        values = {key.removesuffix(",none"): float(v) for key, v in measures.items()}
         facts = {"few_shot": found["n-shot"].get(name), "version": found["versions"].get(name)}
         facts["samples"] = found.get("n-samples", {}).get(name, {}).get("effective")
         yield name, values, {key: value for key, value in facts.items() if value is not None}
