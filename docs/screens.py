@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import tempfile
 import termios
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,11 +58,17 @@ SCREENS = {
         "meshwright train --data-path corpus_text_document --save my-model ...",
         HEIGHT,
     ),
+    "chat": (
+        "meshwright chat my-model --max-new-tokens 7 --top_p 0.8 --no-history",
+        "meshwright chat my-model",
+        HEIGHT,
+    ),
 }
+TYPED = {"chat": ["class Server:", "/tokens", "/set temperature 0.5", "/retry"]}  # at the prompts of a dialogue
 NEEDED = {"preprocess": {"vocabulary"}, "train": {"vocabulary", "preprocess"}}
 NEEDED["watch"] = {*NEEDED["train"], "train"}
 SAMPLED = "--sample-interval 50 --sample-length 40 --sample-prompts import 'def '"
-NEEDED["page"] = NEEDED["train"] | {"train"}
+NEEDED["page"] = NEEDED["chat"] = NEEDED["train"] | {"train"}
 STARTS = ("train", "quickstart")  # whose first rows are a picture, too
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()=>][A-Z0-9]?|\x1b\][^\x07]*\x07")
 
@@ -135,8 +142,12 @@ def _coloured(run: tuple[str, Iterator[tuple[str, str]]]) -> str:
     return f"{colour}{text}\x1b[0m" if colour else text
 
 
-def run(command: str, folder: Path) -> Terminal:
-    """Run a command of the package in a terminal of WIDTH x HEIGHT; raise if it fails."""
+def run(command: str, folder: Path, typed: Sequence[str] = ()) -> Terminal:
+    """Run a command of the package in a terminal of WIDTH x HEIGHT; raise if it fails.
+
+    The lines are typed at the prompts of a dialogue, which then ends.
+    """
+    lines = [f"{line}\n" for line in typed] + (["\x04"] if typed else [])
     words = [sys.executable, "-m", *shlex.split(command)]
     environment = os.environ | {"COLUMNS": str(WIDTH), "LINES": str(HEIGHT), "TERM": "xterm-256color"}
     main, side = pty.openpty()
@@ -152,6 +163,9 @@ def run(command: str, folder: Path) -> Terminal:
             if not data:
                 break
             received += data
+            if lines and received.endswith(b"\n> "):
+                time.sleep(0.2)  # readline gets ready
+                os.write(main, lines.pop(0).encode())
         os.close(main)
     terminal = Terminal()
     terminal.write(received.decode(errors="replace"))
@@ -231,7 +245,10 @@ def main(wanted: set[str]) -> None:
             if wanted and picture not in wanted.union(*(NEEDED.get(one, set()) for one in wanted)):
                 continue
             print(picture, flush=True)
-            shown = (line.replace(str(PICTURES.parents[1]), "~/meshwright") for line in run(command, folder).lines())
+            shown = (
+                line.replace(str(PICTURES.parents[1]), "~/meshwright")
+                for line in run(command, folder, TYPED.get(picture, ())).lines()
+            )
             lines = [f"\x1b[1m$ {title}\x1b[0m", *shown]
             if wanted and picture not in wanted:
                 continue

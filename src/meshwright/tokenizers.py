@@ -522,6 +522,13 @@ def resolve_for_data(t: TokenizerFlags, data: Path | None, kept: Path | None = N
     return tokenizer
 
 
+def read_chat_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's tokenizer_config.json, or nothing if it has none."""
+    path = folder / CHAT_CONFIG
+    config = _read_json(path) if path.is_file() else {}
+    return config if isinstance(config, dict) else {}
+
+
 def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
     """Save the tokenizer beside token files, in the place of that of older ones."""
     folder = folder_of(prefix)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from meshwright import tokenizers
+from meshwright.checkpoint.formats import huggingface_writer
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.generation import templates
 
@@ -98,6 +99,23 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(vocabulary, tmp_path):
     tokenizers.save(mine, tmp_path / "run" / "tokenizer")
     kept = tokenizers.build(tokenizers.TokenizerFlags(), tmp_path / "run" / "tokenizer")
     assert templates.find(kept, None).text == "kept" and tokenizers.is_same(mine, tmp_path / "run" / "tokenizer")
+
+
+def test_an_export_has_the_template(vocabulary, tmp_path):
+    """transformers writes the same dialogue from the exported folder."""
+    import transformers
+
+    shutil.copytree(vocabulary, tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(CHATML)
+    mine = tokenizers.HuggingFace(tmp_path / "t")
+    (tmp_path / "out").mkdir()
+    settings = huggingface_writer.write_chat_template(tmp_path / "out", mine)
+    assert huggingface_writer.write_chat_template(tmp_path / "out", tokenizers.HuggingFace(vocabulary)) == {}
+    shutil.copy(vocabulary / "tokenizer.json", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"} | settings))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert theirs.apply_chat_template(TURNS, tokenize=False) == templates.find(mine, None).render(TURNS, False)
+    assert theirs.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize(

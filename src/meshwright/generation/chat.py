@@ -24,6 +24,7 @@ from meshwright.settings.flags import convert
 from meshwright.settings.grammar import did_you_mean, unescape
 from meshwright.settings.schema import Sampling
 
+NAMED = 11  # letters of a token in the table of /tokens, which fits 80 columns
 SHOWN = 4  # likeliest tokens that /tokens shows beside the chosen one
 BLOCK = '"""'  # begins and ends an input of several lines
 COMMANDS = {
@@ -157,7 +158,7 @@ class Chat:
         if not self.terminal.is_person:
             return
         d = self.dialogue
-        go_on = "" if d.template else "; Enter goes on, another line is added to the text"
+        go_on = "" if d.template else "; Enter goes on"
         if is_stopped:
             self.terminal.note(f"(stopped{go_on})")
         elif self.last[-1].finish == "length":
@@ -256,11 +257,12 @@ class Chat:
             others = [(i, p) for i, p in event.top if i != event.token][: SHOWN - 1]
             chances = [(event.token, event.logprob), *others]
             shown = [f"{math.exp(p or 0.0):6.1%} {self.name_token(i)}" for i, p in chances]
-            self.terminal.note(f"{shown[0]:28}" + "".join(f"  {word:22}" for word in shown[1:]).rstrip())
+            self.terminal.note(" ".join([f"{shown[0]:22}", *(f"{word:18}" for word in shown[1:])]).rstrip())
 
     def name_token(self, i: int) -> str:
         t = self.dialogue.tokenizer
-        return "end of document" if i == t.eod else json.dumps(t.decode([i]), ensure_ascii=False)
+        name = "the end" if i == t.eod else json.dumps(t.decode([i]), ensure_ascii=False)
+        return name if len(name) <= NAMED else f"{name[: NAMED - 1]}…"
 
     def do_save(self, words: str) -> None:
         path = Path(words).expanduser()

@@ -74,13 +74,13 @@ def choose(name: str | None, tokenizer: Tokenizer, folder: Path | None) -> ChatT
             f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template", BAD_DATA
         )
     kept = find(tokenizer, folder)
-    beside = _tokens(_read_config(path.parent)) or (kept.tokens if kept else {})
+    beside = _tokens(tokenizers.read_chat_config(path.parent)) or (kept.tokens if kept else {})
     return ChatTemplate(path, _read(path), beside)
 
 
 def read(folder: Path) -> ChatTemplate | None:
     """Return the template of a folder, or None if it has none."""
-    config = _read_config(folder)
+    config = tokenizers.read_chat_config(folder)
     if (path := folder / CHAT_TEMPLATE).is_file():
         return ChatTemplate(path, _read(path), _tokens(config))
     text = config.get("chat_template")
@@ -88,17 +88,6 @@ def read(folder: Path) -> ChatTemplate | None:
         by_name = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
         text = by_name.get("default") or next(iter(by_name.values()), None)
     return ChatTemplate(folder / CHAT_CONFIG, text, _tokens(config)) if isinstance(text, str) and text else None
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CHAT_CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}", BAD_DATA) from None
-    return config if isinstance(config, dict) else {}
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright import tokenizers
 from meshwright.checkpoint import saved_model
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.formats.huggingface import LLAMA_NORMS
@@ -28,7 +29,7 @@ from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
 from meshwright.files import naming_file, write_all
 from meshwright.settings.schema import Model
-from meshwright.tokenizers import END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
+from meshwright.tokenizers import CHAT_CONFIG, CHAT_TEMPLATE, END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -360,8 +361,21 @@ def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, n
     words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     fixed["model_max_length"] = saved_model.describe(source).require_positions()
-    write_json(folder / "tokenizer_config.json", fixed | {name: w for name, w in words.items() if w is not None})
+    fixed |= write_chat_template(folder, tokenizer)
+    write_json(folder / CHAT_CONFIG, {name: w for name, w in words.items() if w is not None} | fixed)
     return ids
+
+
+def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Copy the chat template beside the tokenizer's files; return its settings, if it has some."""
+    kept: dict[str, Any] = {}
+    for beside in {path.parent for path in tokenizer.files.values()}:
+        if (path := beside / CHAT_TEMPLATE).is_file():
+            write_durably(folder / CHAT_TEMPLATE, path.read_bytes())
+        config = tokenizers.read_chat_config(beside)
+        if path.is_file() or config.get("chat_template"):  # whose answers may end with a token of their own
+            kept |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
+    return kept
 
 
 def as_library(tokenizer: Tokenizer) -> Any:
