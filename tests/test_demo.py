@@ -46,7 +46,7 @@ def test_tour(tmp_path, capfd, monkeypatch):
 
     # The commands it ends with are right, here with what the demo made.
     last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
-    assert [c[0] for c in last] == ["generate", "report", "inspect", "quickstart", "train"]
+    assert [c[0] for c in last] == ["chat", "report", "inspect", "quickstart", "train"]
     assert main(last[1]) == 0 and main(last[2]) == 0
     c = flags.parse(TrainConfig, last[4][1:], "meshwright train").config
     assert (c.model.num_layers, c.training.global_batch_size, c.checkpoint.load) == (24, 512, "gpt2-345m")

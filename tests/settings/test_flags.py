@@ -404,7 +404,7 @@ def test_addresses_in_files_environment_and_python(tmp_path, monkeypatch):
 
 
 def test_a_prompt_may_hold_an_address():
-    assert parse("--prompt", f"{S3} is", cls=GenerateConfig).config.sampling.prompt == f"{S3} is"
+    assert parse("--prompt", f"{S3} is", cls=GenerateConfig).config.texts.prompt == f"{S3} is"
 
 
 def test_a_file_that_stands_for_gigabytes(tmp_path):

@@ -10,7 +10,6 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.commands import launch
 from meshwright.errors import DONE
-from meshwright.generation import templates
 from meshwright.generation.terminal import accept_any_text
 from meshwright.launch.world import World, is_idle
 from meshwright.settings import checks, command, flags
@@ -83,7 +82,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         return status
 
     # torch is imported only now, so that a mistake in the flags is reported at once.
-    from meshwright.generation import engine, ranks
+    from meshwright.generation import engine, ranks, templates
 
     console.set_stream("stderr")  # stdout is for the dialogue
     assert c.checkpoint.load
@@ -100,6 +99,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
 
 
 def talk(c: ChatConfig, m: LanguageModel) -> None:
+    from meshwright.generation import templates
     from meshwright.generation.chat import Chat
     from meshwright.generation.dialogue import Dialogue
 

@@ -98,13 +98,15 @@ def sizes_of(block: Block) -> Sizes:
 
 def reason_against(model: GPT) -> str | None:
     """Return why `Step` cannot run this network, or None."""
+    if type(model) is not GPT:
+        return "the network is a custom one"
     m, weight = model.m, next(model.parameters())
     blocks = list(model.h.children())
     products = {model.product, *(block.attn.qkv.product for block in blocks if isinstance(block, Block))}
     reasons = {
         "the device has no Triton kernels": not devices.has_kernels(weight.device),
         "weights are float64": weight.dtype is torch.float64,
-        "blocks or network are custom ones": type(model) is not GPT or {*map(type, blocks)} - {Block, FusedBlock},
+        "blocks are custom ones": bool({*map(type, blocks)} - {Block, FusedBlock}),
         "the network is divided": products != {linear} or not (model.first and model.last),
         "queries and keys are normalised": m.qk_layernorm,
         f"positions are of the kind {m.position}": m.position not in ("learned", "rope", "none"),
