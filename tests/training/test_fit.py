@@ -254,6 +254,7 @@ def test_an_attempt_that_runs_out_of_memory(monkeypatch):
     assert card.largest([24])[0] == 1
 
 
+@pytest.mark.long
 def test_a_ramp_and_an_earlier_choice_on_a_card(monkeypatch):
     assert Card(monkeypatch, 1000).largest([24, 16, 4])[0] == 4
     assert Card(monkeypatch, 1000).largest([7, 3])[0] == 1

@@ -43,6 +43,7 @@ def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
     assert steps.latest(tmp_path / "parts")[0] == 6 and not (tmp_path / "parts/.parts").exists()
 
 
+@pytest.mark.long
 def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
     more = "--global-batch-size 8 --ckpt-format torch"
     cut = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
