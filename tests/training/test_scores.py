@@ -109,6 +109,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 def test_every_layout_gives_the_same_scores():
     """The scores after a step equal those of one process."""
     [want] = run_all({"": layouts.alone(parse(""))}, 1, 1, read=read_scores)[""]

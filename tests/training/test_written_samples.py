@@ -1,6 +1,7 @@
 """Samples of --sample-interval: the texts of `generate`, in every layout, and no other losses."""
 
 import numpy as np
+import pytest
 
 import meshwright
 from helpers import read_rows
@@ -81,6 +82,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 def test_layouts():
     def config(line, world):
         more = f"{line} --world-size {world} --sample-interval 1 --sample-length 7 --sample-prompts".split()
