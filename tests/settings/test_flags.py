@@ -128,8 +128,9 @@ def test_every_field_has_help_and_no_two_flags_collide():
                 assert seen.setdefault(spelling, f.name) == f.name, spelling
         for spelling in seen:
             assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (MergeConfig, "--datasets")
-            # DeepSpeed's launcher has an --include of its own, which only `train` knows.
-            assert spelling not in foreign_flags.REFUSED or (cls is not TrainConfig and spelling == "--include")
+            # `train` refuses DeepSpeed's --include and Megatron's --chat-template; other commands have them.
+            is_other = cls is not TrainConfig and spelling in ("--include", "--chat-template")
+            assert spelling not in foreign_flags.REFUSED or is_other
         if cls is TrainConfig:
             padding = {"--make-vocab-size-divisible-by", "--pad-vocab-size-to", "--padded-vocab-size"}
             assert not set(seen) & set(foreign_flags.NO_EFFECT) - padding

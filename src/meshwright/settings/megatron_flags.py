@@ -241,6 +241,7 @@ _REFUSALS = {
     "give --preset; `meshwright presets` lists the sizes": "model_size model-size",
     "give --tokenizer, whose files say this": """tokenizer-metadata tokenizer-special-tokens tiktoken-*
         tokenizer-sentencepiece-* no-tokenizer-sentencepiece-* tokenizer-hf-* null-tokenizer-* no-pad-vocab-size""",
+    "a template is for `meshwright chat` and `serve`, which have this flag": "chat-template",
     "Meshwright pre-trains; it has no reinforcement learning": """perform-rl-step rl-* no-rl-* grpo-* langrl-*
         no-langrl-* refit-method""",
     "Meshwright pre-trains on .bin/.idx files": "sft sft-*",
