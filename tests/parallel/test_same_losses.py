@@ -193,18 +193,15 @@ def traced(name, trainer, step):
 
 
 @pytest.mark.whole
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "line",
     [
         "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --swiglu --ffn-hidden-size 48",
-        pytest.param("--world-size 4 --context-parallel-size 2 --zero-stage 3", marks=pytest.mark.long),
-        pytest.param("--world-size 2 --zero-stage 1", marks=pytest.mark.long),
-        pytest.param(
-            "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-            "--recompute-granularity full",
-            marks=pytest.mark.long,
-        ),
+        "--world-size 4 --context-parallel-size 2 --zero-stage 3",
+        "--world-size 2 --zero-stage 1",
+        "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full",
     ],
 )
 def test_compiled_layers_are_whole_graphs(line):
