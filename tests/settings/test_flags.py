@@ -128,7 +128,7 @@ def test_every_field_has_help_and_no_two_flags_collide():
                 assert seen.setdefault(spelling, f.name) == f.name, spelling
         for spelling in seen:
             assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (MergeConfig, "--datasets")
-            # `train` refuses DeepSpeed's --include and Megatron's --chat-template; others have them.
+            # `train` refuses DeepSpeed's --include and Megatron's --chat-template.
             is_other = cls is not TrainConfig and spelling in ("--include", "--chat-template")
             assert spelling not in foreign_flags.REFUSED or is_other
         if cls is TrainConfig:
