@@ -20,7 +20,7 @@ LAYERS = [
     ["errors", "console", "files", "progress"],
     ["hub", "origin"],
     ["device"],
-    ["settings"],
+    ["settings", "cuda_graphs"],
     ["launch", "tokenizers"],
     ["kernels"],
     ["data", "model", "optim"],

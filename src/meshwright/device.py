@@ -1,5 +1,5 @@
 """The device that a process computes on; no other file names a kind of accelerator, except for
-training/graph.py and generation/steps.py, whose graphs are CUDA's.
+cuda_graphs.py.
 
 torch.accelerator serves every kind, except for memory: not every backend implements its functions,
 and they are ten times as slow. Memory is asked of torch.cuda, torch.npu or torch.xpu itself.

@@ -26,6 +26,7 @@ from meshwright.errors import BAD_DATA, NON_FINITE, UNAVAILABLE, USAGE
 from meshwright.generation import beam
 from meshwright.generation.requests import Request
 from meshwright.serving import start
+from meshwright.serving.fields import Refused
 from meshwright.settings.schema import Sampling
 
 SHAPE = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=48 --max-position-embeddings=48 "
@@ -166,7 +167,9 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
     assert (seen.slots, seen.queue, seen.at) == (3, 5, ("127.0.0.2", port))
     limits = seen.limits
     assert (limits.api_key, limits.body, limits.read_seconds, limits.answer_seconds) == ("a-long-secret", 999, 2.5, 7)
-    assert limits.knows("box.lan") and not limits.knows("other.lan")
+    limits.check({"method": "GET", "path": "/"}, {b"host": b"box.lan"})
+    with pytest.raises(Refused, match="other.lan"):
+        limits.check({"method": "GET", "path": "/"}, {b"host": b"other.lan"})
     assert seen.served.name == "small" and seen.served.template.path == tmp_path / "chat.jinja"
     assert main(["serve", str(run), f"--port={port}", "--device=cpu", "--api-key=another-one"]) == 0
     assert seen.limits.api_key == "another-one" and seen.served.name == "run" and seen.served.template is None

@@ -106,7 +106,7 @@ class Recorded(graph.Graphs):
 def recorded(monkeypatch):
     """Let every run use graphs by a Recorder; yield how to prepare it, as a dict."""
     monkeypatch.setattr(graph, "reason_against", lambda c, *more: "off" if c.training.cuda_graphs == "off" else None)
-    monkeypatch.setattr(graph, "CudaGraphs", lambda device: None)
+    monkeypatch.setattr(network, "CudaGraphs", lambda device: None)
     monkeypatch.setattr(network.devices, "new_stream", lambda device: None)
     monkeypatch.setattr(graph, "Graphs", Recorded)
     monkeypatch.setattr(Recorded, "prepared", {})

@@ -12,8 +12,6 @@ from typing import Any
 
 from meshwright.errors import IO, UserError
 
-PICTURES = (".svg", ".png", ".pdf")
-
 
 @dataclass(frozen=True)
 class Result:

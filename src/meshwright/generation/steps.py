@@ -8,7 +8,6 @@ Rows that only fill up the number belong to the slot of nobody.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from meshwright import device as devices
 from meshwright.console import remark
+from meshwright.cuda_graphs import CudaGraphs
 from meshwright.generation.sampling import Kind
 from meshwright.generation.state import Outputs, State, choose
 from meshwright.kernels.decode import pick
@@ -23,7 +23,6 @@ from meshwright.kernels.grid import power_of_2
 from meshwright.model.attention import Cache, Cached, Where
 from meshwright.model.decode import Step
 from meshwright.model.gpt import GPT
-from meshwright.training.graph import collector_off
 
 SHORTEST = 256  # length of the shortest steps
 NARROWEST, MOST = 64, 4096  # width of the narrowest prompts, and most tokens that are read by a graph
@@ -42,7 +41,8 @@ class Steps:
         self.prompts: dict[tuple[int, int], torch.Tensor] = {}  # by rows and width
         self.known: dict[Key, Callable[[], Any]] = {}
         self.tried: set[Key] = set()  # to capture
-        self.pool: Any = None
+        self.graphs: CudaGraphs | None = None
+        self.stream: Any = None  # of captures
 
     def run(self, slots: list[int], longest: int, kind: Kind, k: int) -> Outputs:
         """Advance the rows of these slots, whose texts have at most `longest` tokens."""
@@ -97,27 +97,21 @@ class Steps:
             return self.known.setdefault(key, function)()
 
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that replays this one; its outputs are overwritten each time."""
+        outputs: list[Any] = []
         try:
-            if self.pool is None:
-                self.pool = torch.cuda.graph_pool_handle()
-            return Graph(function, self.pool)
+            if self.graphs is None:
+                self.graphs, self.stream = CudaGraphs(self.state.device), devices.new_stream(self.state.device)
+            self.graphs.prepare()
+            with devices.on_stream(self.stream):
+                replay = self.graphs.capture(lambda: outputs.append(function()))
         except RuntimeError as error:
-            with contextlib.suppress(RuntimeError, AttributeError):  # torch has left the generator recording
-                generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                generator.graphsafe_set_state(generator.clone_state())
             line = (str(error).splitlines() or [""])[0]
             remark(f" > decoding: a step runs without a CUDA graph, whose capture failed: {line}")
             return function
 
+        def replayed() -> Any:
+            replay()
+            return outputs[-1]
 
-class Graph:
-    """A captured function; its outputs are tensors that each replay overwrites."""
-
-    def __init__(self, function: Callable[[], Any], pool: Any) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with collector_off(), torch.cuda.graph(self.graph, pool, capture_error_mode="thread_local"):
-            self.outputs = function()
-
-    def __call__(self) -> Any:
-        self.graph.replay()
-        return self.outputs
+        return replayed

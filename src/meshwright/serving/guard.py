@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from meshwright.errors import UserError
-from meshwright.serving.callers import check_caller, is_known
+from meshwright.serving.callers import check_caller
 from meshwright.serving.fields import Refused
 from meshwright.serving.metrics import Metrics
 from meshwright.serving.protocol import LARGEST_HEADER, error_object
@@ -58,10 +58,6 @@ class Limits:
                 refused = Refused("the API key is missing or wrong; send Authorization: Bearer KEY", status=401)
                 refused.code, refused.headers = "invalid_api_key", {"www-authenticate": "Bearer"}
                 raise refused
-
-    def knows(self, host: str) -> bool:
-        """Return whether a Host header names this server, by an address or one of its names."""
-        return is_known(host, self.own_hosts | {known.lower() for known in self.hosts})
 
 
 class Guard:

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.console import remark
+from meshwright.cuda_graphs import CudaGraphs
 from meshwright.errors import UserError
 from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
@@ -120,7 +121,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     net.stream, net.without_graphs = stream, without
     if without is None:
         assert isinstance(store, ParameterStore)
-        net.graphs = graph.Graphs(graph.CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
+        net.graphs = graph.Graphs(CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
     return net
 
 
