@@ -118,7 +118,7 @@ def main() -> int:
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, rest = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
     words = [sys.executable, "-m", "meshwright", "serve", args.folder, "--port=0", "--queue=16", *rest]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout
         port = 0

@@ -143,7 +143,8 @@ def train_all(given: argparse.Namespace) -> None:
             shutil.rmtree(folder, ignore_errors=True)  # of a run cut short
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / "output.txt", "w") as output:
-                environ = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+                environ = os.environ | {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible[0] else str(gpu)}
                 command = command_of(given, kind, seed, folder)
                 print(shlex.join(command), file=output, flush=True)
                 status = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
