@@ -14,18 +14,7 @@ from meshwright.generation.terminal import accept_any_text
 from meshwright.launch.world import World, is_idle
 from meshwright.settings import checks, command, flags
 from meshwright.settings.grammar import unescape
-from meshwright.settings.schema import (
-    READING,
-    Checkpoint,
-    Data,
-    Model,
-    Parallel,
-    Precision,
-    Sampling,
-    Tokenizer,
-    Training,
-    flag,
-)
+from meshwright.settings.schema import READING, ReadConfig, Sampling, Tokenizer, flag
 
 if TYPE_CHECKING:
     from meshwright.generation.engine import LanguageModel
@@ -44,18 +33,11 @@ class ChatFlags:
 
 
 @dataclass(frozen=True)
-class ChatConfig:
+class ChatConfig(ReadConfig):
     """Settings of `meshwright chat`."""
 
     chat: ChatFlags = ChatFlags()
     sampling: Sampling = Sampling()
-    model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
-    data: Data = Data()
-    training: Training = Training()
-    precision: Precision = Precision()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
 
     USES: ClassVar[frozenset[str]] = frozenset(
         {f.name for group in (ChatFlags, Sampling, Tokenizer) for f in dataclasses.fields(group)}

@@ -16,20 +16,7 @@ from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.launch.world import World
 from meshwright.settings import checks, command, data_paths, flags
 from meshwright.settings.grammar import eval_tasks
-from meshwright.settings.schema import (
-    READING,
-    Checkpoint,
-    Data,
-    Logging,
-    Model,
-    Parallel,
-    Precision,
-    Sampling,
-    Tokenizer,
-    Training,
-    flag,
-    spelling,
-)
+from meshwright.settings.schema import READING, Logging, ReadConfig, Sampling, Tokenizer, flag, spelling
 from meshwright.settings.texts import TextInputs
 
 if TYPE_CHECKING:
@@ -63,17 +50,10 @@ class Evaluate(TextInputs):
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(ReadConfig):
     """Settings of `meshwright evaluate`."""
 
     evaluate: Evaluate = Evaluate()
-    model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
-    data: Data = Data()
-    training: Training = Training()
-    precision: Precision = Precision()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
     USES: ClassVar[frozenset[str]] = frozenset(

@@ -14,18 +14,7 @@ from meshwright.commands import launch
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.launch.world import World, is_idle
 from meshwright.settings import checks, command, flags
-from meshwright.settings.schema import (
-    READING,
-    Checkpoint,
-    Data,
-    Logging,
-    Model,
-    Parallel,
-    Precision,
-    Tokenizer,
-    Training,
-    flag,
-)
+from meshwright.settings.schema import READING, Logging, ReadConfig, Tokenizer, flag
 
 if TYPE_CHECKING:
     from meshwright.generation.engine import LanguageModel
@@ -69,17 +58,10 @@ class Serve:
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(ReadConfig):
     """Settings of `meshwright serve`."""
 
     serve: Serve = Serve()
-    model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
-    data: Data = Data()
-    training: Training = Training()
-    precision: Precision = Precision()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
     USES: ClassVar[frozenset[str]] = frozenset(

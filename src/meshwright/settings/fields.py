@@ -27,11 +27,12 @@ def every_config() -> list[type]:
 
 
 def groups(cls: type) -> dict[str, type]:
-    """Return group name -> dataclass; a flat configuration is its own only group, named ""."""
+    """Return group name -> dataclass, a command's own first; a flat configuration has one, ""."""
     if is_flat(cls):
         return {"": cls}
     hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    own = sorted(dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__)
+    return {f.name: hints[f.name] for f in own}
 
 
 def fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:

@@ -733,11 +733,9 @@ READING = {
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
-    """Settings of `meshwright generate`."""
+class ReadConfig:
+    """Base of the settings of commands that read a trained model; each adds groups of its own."""
 
-    texts: Texts = Texts()
-    sampling: Sampling = Sampling()
     model: Model = Model()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
@@ -745,6 +743,14 @@ class GenerateConfig:
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
     checkpoint: Checkpoint = Checkpoint()
+
+
+@dataclass(frozen=True)
+class GenerateConfig(ReadConfig):
+    """Settings of `meshwright generate`."""
+
+    texts: Texts = Texts()
+    sampling: Sampling = Sampling()
     logging: Logging = Logging()
 
     # Megatron's generation takes every training flag; these are the ones that matter here.
