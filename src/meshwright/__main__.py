@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
-from meshwright.launch.world import die_with_parent
+from meshwright.launch.orphans import die_with_launcher
 
 # The module of each command is commands/NAME.py, with _ for -.
 COMMANDS = {
@@ -62,7 +62,7 @@ PACKAGES = set("torch numpy safetensors tokenizers tiktoken orjson rich yaml mat
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    die_with_parent()
+    die_with_launcher()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, mode))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.errors import UserError
-from meshwright.launch.world import die_with_parent
+from meshwright.launch.orphans import die_with_launcher
 from meshwright.settings import flags
 from meshwright.settings.schema import Model, TrainConfig
 from meshwright.tokenizers import padded_size
@@ -275,5 +275,5 @@ PROGRAMS: dict[str, tuple[Callable[[TrainConfig, int, torch.device], Step], str]
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_launcher()
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))

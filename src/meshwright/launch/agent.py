@@ -28,7 +28,8 @@ from meshwright.device import cores
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED
 from meshwright.launch import rendezvous
 from meshwright.launch.launcher import Plan
-from meshwright.launch.world import LAUNCHER_PID, RUN_ID
+from meshwright.launch.orphans import LAUNCHER_PID
+from meshwright.launch.world import RUN_ID
 
 GRACE = 300  # seconds that ranks have to save after a signal
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that torch's agent passes on

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright import device as devices
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
+from meshwright.launch.orphans import die_with_launcher
 from meshwright.launch.team import Team
-from meshwright.launch.world import START_SECONDS, World, die_with_parent
+from meshwright.launch.world import START_SECONDS, World
 
 SILENCE = 10  # seconds of waiting before it is said for whom
 
@@ -54,7 +55,7 @@ def join(
     serves CPU tensors, through gloo.
     """
     global _minutes
-    die_with_parent()
+    die_with_launcher()
     _minutes = timeout_minutes
     if world.size == 1:
         return Team()

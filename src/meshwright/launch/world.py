@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.errors import UNEXPECTED, UserError
+from meshwright.errors import UserError
 
 START_SECONDS = 30.0  # from the start of a process until all ranks must be there
-LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for its ranks; not a setting, hence the underscore
 RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
 
 
@@ -43,7 +41,7 @@ def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> Wor
     pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
     if pmi[0] is not None and pmi != (environ.get("SLURM_PROCID"), environ.get("SLURM_NTASKS")):
         return _by_mpi(environ, "MPI", "PMI_")
-    if _in_srun(environ):
+    if in_srun(environ):
         return _by_slurm(environ)
     if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") > 1:
         size = environ["WORLD_SIZE"]
@@ -101,7 +99,7 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
     return _checked(found, f"{prefix}RANK", f"{prefix}SIZE")
 
 
-def _in_srun(environ: Mapping[str, str]) -> bool:
+def in_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process; a batch script has such variables too."""
     if "SLURM_PROCID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
         return False
@@ -202,20 +200,3 @@ def is_idle(world: World, ranks: int, work: str) -> bool:
     where = f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0"
     print(f"{work} runs on {where}; this rank has nothing to do", file=sys.stderr)
     return True
-
-
-def die_with_parent() -> None:
-    """End with our launcher even if it is killed; we might train on beside the next run."""
-    text = os.environ.pop(LAUNCHER_PID, None)  # children of this process are not the launcher's
-    if not text or not text.isdigit():
-        return
-    launcher = int(text)
-    if os.getppid() == launcher and sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:
-        try:
-            os.kill(launcher, 0)
-        except OSError:  # it ended before this was set
-            os._exit(UNEXPECTED)

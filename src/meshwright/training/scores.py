@@ -261,7 +261,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 # The process ends with its parent, and leaves the processors to it.
 BESIDE = """
 import os, sys
-from meshwright.launch.world import LAUNCHER_PID
+from meshwright.launch.orphans import LAUNCHER_PID
 from meshwright.__main__ import main
 os.nice(19)
 os.environ[LAUNCHER_PID] = sys.argv[1]
