@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# torch._dynamo too, which the first torch.manual_seed() of a process imports, in seconds.
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
+# torch._dynamo too, which the first torch.manual_seed() of a process imports, in seconds; and what
+# every rank would import for itself in 0.2 seconds.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "meshwright.training.run"]
+multiprocessing.set_forkserver_preload(PRELOAD)
 
 
 def run_ranks(body: Callable[..., None], world: int, *args: Any) -> None:

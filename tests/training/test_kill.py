@@ -22,13 +22,12 @@ import pytest
 from helpers import printed_losses
 from meshwright.__main__ import main
 from meshwright.data.format.writer import Writer
+from ranks import PRELOAD
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.optim", "pytest", "meshwright.training.run", "meshwright.report.page"]
-)
+FORK.set_forkserver_preload(PRELOAD)
 
 STEPS = 40
 FLAGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
