@@ -594,7 +594,7 @@ def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, stat
             "at most a million",
         ),
         (("--optimizer", "muon", "--muon-num-ns-steps", 100), "below 100"),
-        (("--on-nonfinite", "skip:²"), "neither stop nor skip:K"),
+        (("--on-nonfinite", "skip:²"), "neither stop, skip:K nor rollback:K"),
         (("--split", "inf"), "--split 'inf'"),
         (("--num-workers", 2147483647), "is above 1024"),
         (("--fp16", "--min-loss-scale", "1e9", "--initial-loss-scale", "1"), "is above --initial-loss-scale 1"),

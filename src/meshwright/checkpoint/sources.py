@@ -173,7 +173,7 @@ def edges(path: Path) -> tuple[int, str]:
         return size, hashlib.sha256(first + file.read(EDGE)).hexdigest()
 
 
-COUNTERS = ("iteration", "consumed_train_samples", "schedule_samples", "optimizer_steps", "nonfinite_in_a_row")
+COUNTERS = "iteration consumed_train_samples schedule_samples optimizer_steps nonfinite_in_a_row rollbacks".split()
 SCALE = {"dynamic": False, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 0}
 
 

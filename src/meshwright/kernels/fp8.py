@@ -299,8 +299,7 @@ class Scales:
             kept = torch.tensor(history[: self.recipe.history], device=self.device)
             self.history[i, : len(kept)] = kept
         self.inverse[:, 0] = 1 / self.scale[:, 0]
-        for each in self.products:
-            each.cast = None
+        self.amax.zero_()  # of a step that is undone; casts, which CUDA graphs read, are refreshed in place
 
     def _kind(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self.recipe).items() if name in ("hybrid", "margin")}

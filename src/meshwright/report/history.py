@@ -52,6 +52,7 @@ class Attempt:
     last: int  # the iteration it reached
     seconds: float = 0.0  # in steps and saves, including those that a later attempt repeated
     end: dict[str, Any] | None = None  # None: still running, or killed
+    rollbacks: list[int] = field(default_factory=list)  # the iterations at which it went back
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Sample:
 class Record:
     """What the rows of metrics.jsonl say, taken one by one; the steps are left to the caller.
 
-    An attempt that starts at N undoes what earlier ones did after N. So the last row of an
-    iteration counts, and a run started anew is not mixed with the one before.
+    An attempt that starts at N undoes what earlier ones did after N, and so does a rollback to N.
+    So the last row of an iteration counts, and a run started anew is not mixed with the one before.
     """
 
     def __init__(self) -> None:
@@ -101,10 +102,11 @@ class Record:
     def take(self, row: dict[str, Any]) -> None:
         """Add a row; raise ValueError, TypeError, KeyError or OverflowError for a damaged one."""
         event, iteration = row["event"], int(row["iteration"])
+        if (kept := kept_until(row)) is not None:
+            self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
+            self.samples = {k: v for k, v in self.samples.items() if k[0] <= kept}
+            self.scores = {n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()}
         if event == "start":
-            self.checks = {k: v for k, v in self.checks.items() if k[1] <= iteration}
-            self.samples = {k: v for k, v in self.samples.items() if k[0] <= iteration}
-            self.scores = {n: {i: x for i, x in v.items() if i <= iteration} for n, v in self.scores.items()}
             self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
             row["time"] = _time(row.get("time", 0))
         elif event == "validation":
@@ -119,6 +121,8 @@ class Record:
                 self.scores.setdefault(name, {})[iteration] = float(score)
         elif event == "save" and self.attempts:
             self.attempts[-1].seconds += _time(row["seconds"])
+        elif event == "rollback" and self.attempts:
+            self.attempts[-1].rollbacks.append(iteration)
         elif event == "end" and self.attempts and self.attempts[-1].number == int(row["attempt"]):
             self.attempts[-1].end = row
             row["time"] = _time(row.get("time", 0))
@@ -131,6 +135,12 @@ class Record:
 
     def validations(self) -> list[Validation]:
         return sorted(self.checks.values(), key=lambda v: (v.iteration, v.is_at_end))
+
+
+def kept_until(row: dict[str, Any]) -> int | None:
+    """Return the last iteration that a row leaves as it is; None if it undoes none."""
+    events = {"start": "iteration", "rollback": "to"}
+    return int(row[events[row["event"]]]) if row["event"] in events else None
 
 
 # What a row that no run writes raises when it is taken.
@@ -158,8 +168,8 @@ def read_history(folder: Path) -> History:
                     record.took_steps(iteration, step.ms / 1e3)
                     continue
                 record.take(row)
-                if row["event"] == "start":
-                    steps = {i: s for i, s in steps.items() if i <= int(row["iteration"])}
+                if (kept := kept_until(row)) is not None:
+                    steps = {i: s for i, s in steps.items() if i <= kept}
             except DAMAGED as e:
                 if not line.endswith(b"\n"):
                     break  # the last line, cut by a kill

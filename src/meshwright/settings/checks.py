@@ -13,9 +13,10 @@ from typing import Any
 from meshwright.settings import data_paths
 from meshwright.settings.fields import word_of
 from meshwright.settings.grammar import (
-    allowed_in_a_row,
+    ON_NONFINITE,
     eval_tasks,
     find_address,
+    reaction,
     refuse_address,
     skipped,
     split_layers,
@@ -24,6 +25,7 @@ from meshwright.settings.grammar import (
 from meshwright.settings.schema import (
     ARCHITECTURE,
     OUTCOME,
+    Checkpoint,
     Data,
     GenerateConfig,
     Logging,
@@ -66,8 +68,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
     if t.seed >= 2**32 - 2:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
-    if allowed_in_a_row(t.on_nonfinite) is None:
-        out.append(f"--on-nonfinite {t.on_nonfinite!r} is neither stop nor skip:K; K is a whole number above 0")
+    out += reaction_problems(t, k)
     if k.ckpt_format == "torch" and o.optimizer not in ("adam", "adamw"):
         out.append(
             f"--ckpt-format torch holds Adam's state, not {o.optimizer}'s (--optimizer); give --ckpt-format native"
@@ -94,6 +95,21 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     if p.offloads and o.optimizer == "muon":
         flag = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
         out.append(f"{flag} with --optimizer muon, which needs its matrices on the device; give --optimizer adam")
+    return out
+
+
+def reaction_problems(t: Training, k: Checkpoint) -> list[str]:
+    """Check what follows a step that is not finite."""
+    out = []
+    for flag, text, known in (("--on-nonfinite", t.on_nonfinite, ON_NONFINITE),):
+        found = reaction(text, known)
+        if found is None:
+            forms = f"{', '.join(known[:-1])} nor {known[-1]}"
+            out.append(f"{flag} {text!r} is neither {forms}; K is a whole number above 0")
+        elif found[0] == "rollback" and not k.save:
+            out.append(f"{flag} {text} goes back to a checkpoint of --save, which is not given; give --save DIR")
+        elif found[0] == "rollback" and k.no_save_optim:
+            out.append(f"{flag} {text} needs the optimizer's state, which --no-save-optim leaves out; give one of them")
     return out
 
 

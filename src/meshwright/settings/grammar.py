@@ -110,12 +110,15 @@ def skipped(ranges: list[str]) -> list[tuple[int, int]]:
     return out
 
 
-def allowed_in_a_row(on_nonfinite: str) -> int | None:
-    """Return how many steps `stop` or `skip:K` allows; None if it is neither."""
-    word, _, number = on_nonfinite.partition(":")
-    if on_nonfinite == "stop":
-        return 0
-    return int(number) if word == "skip" and re.fullmatch("[1-9][0-9]{0,5}", number) else None
+ON_NONFINITE = ("stop", "skip:K", "rollback:K")
+
+
+def reaction(text: str, known: tuple[str, ...]) -> tuple[str, int] | None:
+    """Return the word and the number of `stop` or `skip:K`; None if it is not known."""
+    word, colon, number = text.partition(":")
+    if not colon:
+        return (word, 0) if word in known else None
+    return (word, int(number)) if f"{word}:K" in known and re.fullmatch("[1-9][0-9]{0,5}", number) else None
 
 
 EVAL_TASKS = ("lambada", "lambada-strict", "wikitext", "text")

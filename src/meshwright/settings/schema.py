@@ -246,7 +246,11 @@ class Training:
     loss_mean: Literal["global", "microbatch"] = flag(
         "global", "global: mean over the unmasked tokens of a batch; microbatch: Megatron's mean of micro-batch means"
     )
-    on_nonfinite: str = flag("stop", "on a NaN or infinite loss or gradient: stop, or skip:K to skip up to K in a row")
+    on_nonfinite: str = flag(
+        "stop",
+        "on a NaN or infinite loss or gradient: stop; skip:K: skip up to K steps in a row; rollback:K: go back to the "
+        "newest checkpoint and pass over the samples since, up to K times until a further one is saved",
+    )
     recompute_granularity: Literal["full", "selective"] | None = flag(None, "recompute whole layers, or attention only")
     recompute_method: Literal["uniform", "block"] | None = flag(
         None, "uniform: save one input per --recompute-num-layers; block: recompute only that many layers", needs=FULL

@@ -17,7 +17,6 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -36,10 +35,11 @@ from meshwright.model.gpt import DRAWING, initialise
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.settings.command import our_version
-from meshwright.settings.grammar import allowed_in_a_row, skipped
+from meshwright.settings.grammar import skipped
 from meshwright.tokenizers import Tokenizer
 from meshwright.training import folder as run_folder
 from meshwright.training import memory, network, scores
+from meshwright.training.guard import Guard
 from meshwright.training.lines import FORMS, MEGATRON, Check
 from meshwright.training.metrics import Attempt, Metrics, Timers
 from meshwright.training.profile import profiler
@@ -47,24 +47,10 @@ from meshwright.training.resume import Progress, State
 from meshwright.training.samples import Samples
 from meshwright.training.screen import Beginning, LineScreen
 from meshwright.training.sizes import describe_long_step, parameters_of_ranks
-from meshwright.training.step import StepSettings, Update, evaluate, train_step
+from meshwright.training.step import StepSettings, Submitted, Update, evaluate, train_step
 from meshwright.training.stop import StopConditions
 
 ALL_DONE = "all iterations done"
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """A step that the device may still be computing."""
-
-    iteration: int
-    consumed: int  # samples, with this step's
-    scheduled: int  # samples of the learning rate's schedule, without this step's
-    size: int  # samples
-    settings: StepSettings
-    data_ms: float  # the wait for its batch
-    extras: tuple[str, ...]  # names of the numbers after the update's own
-    numbers: Callable[[], list[float]]  # waits for the device
 
 
 class Trainer:
@@ -96,10 +82,12 @@ class Trainer:
         self.samples: Samples | None = None  # of --sample-interval
         self.submitted: Submitted | None = None  # the last step, if it is not settled
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last step that is
+        self.guard = Guard(self)
         # A step's learning rate and loss scale must not depend on whether the one before was
-        # applied, so one that is not applied must end the run. Timers wait for each step anyway.
+        # applied, so one that is not applied must end the run, or undo the one submitted since.
+        # Timers wait for each step anyway.
         c = self.config
-        is_sure = not c.precision.fp16 and allowed_in_a_row(c.training.on_nonfinite) == 0
+        is_sure = not c.precision.fp16 and self.guard.on_nonfinite[0] != "skip"
         self.runs_ahead = devices.is_asynchronous(self.device) and is_sure and c.logging.timing_log_level == "0"
 
     @property
@@ -245,6 +233,7 @@ class Trainer:
     def begin(self) -> None:
         """Do what precedes the first step: print warnings and the beginning, save at the start."""
         p = self.progress
+        self.guard.begin()
         done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
         for line in warn_of_idle_steps(self.state.schedule, self.config, self.total_steps(), *done):
             notice(f"WARNING: {line}")
@@ -307,10 +296,10 @@ class Trainer:
         done, read = (p.iteration, p.consumed_train_samples), devices.start_read(numbers)
         return Submitted(*done, scheduled, size, settings, 1e3 * waited, tuple(extras), read)
 
-    def settle(self, step: Submitted) -> None:
+    def settle(self, step: Submitted, reacts: bool = True) -> None:
         """Wait for a step's numbers, after which its log is to be written.
 
-        Correct the counters and the loss scale if the step was not applied.
+        Correct the counters and the loss scale if the step was not applied, and react to that.
         """
         p, c, scaler, settings = self.progress, self.config, self.state.scaler, step.settings
         loss, norm, wanting_stop, *values = step.numbers()
@@ -333,21 +322,30 @@ class Trainer:
         self.last = now
         if skipped:  # whatever was submitted since then does not count
             p.iteration, p.consumed_train_samples, p.schedule_samples = step.iteration, step.consumed, scheduled
-        if p.nonfinite_in_a_row > (allowed_in_a_row(c.training.on_nonfinite) or 0):
-            self.submitted = None
-            raise UserError(self.describe_non_finite(loss, norm, settings.scale), NON_FINITE, everywhere=True)
+        if p.nonfinite_in_a_row and reacts:
+            self.guard.nonfinite(step, loss, norm)
 
-    def finish(self) -> None:
+    def finish(self, reacts: bool = True) -> None:
         """Wait for the step that was submitted last, and log it."""
         step, self.submitted = self.submitted, None
         if step is not None:
-            self.settle(step)
+            self.settle(step, reacts)
+        self.write_log()
+
+    def discard_submitted(self) -> None:
+        """Wait for a step that was submitted after one that does not count; log the latter."""
+        step, self.submitted = self.submitted, None
+        if step is not None:
+            step.numbers()
         self.write_log()
 
     def finish_at_end(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Call `finish` as the loop ends; an error that ended it counts more than any in here."""
+        """Call `finish` as the loop ends; an error that ended it counts more than any in here.
+
+        After an error other ranks may be gone, so nothing is done that would need them.
+        """
         with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
-            self.finish()
+            self.finish(reacts=kind is None)
 
     def write_log(self) -> None:
         """Log the last step that was settled, unless that is done."""
@@ -530,24 +528,11 @@ class Trainer:
             return math.nan
         shown = "test" if name == "test" else "validation"
         self.metrics.validation(p.consumed_train_samples, Check(p.iteration, shown, prefix, loss, set_name))
-        if not math.isfinite(loss) and allowed_in_a_row(t.on_nonfinite) == 0:
+        if not math.isfinite(loss) and self.guard.on_nonfinite[0] != "skip":
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "
             message += f"lower --lr (now {self.config.optimizer.lr}) or warm up longer"
             raise UserError(message, NON_FINITE, everywhere=True)
         return loss
-
-    def describe_non_finite(self, loss: float, norm: float, scale: float) -> str:
-        """Return the error message for a loss or gradient norm that is not finite."""
-        c, p = self.config, self.progress
-        number = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        kind = "smallest" if c.precision.loss_scale is None else "constant"
-        at_scale = f" at the {kind} loss scale {scale}" if c.precision.fp16 else ""
-        kept = f"; the weights and the checkpoints in {c.checkpoint.save} are unchanged" if c.checkpoint.save else ""
-        return (
-            f"iteration {p.iteration} (samples up to {p.consumed_train_samples}): {number}{at_scale}, so this step "
-            f"was not applied{kept}; lower --lr (now {c.optimizer.lr}), warm up longer"
-            f"{' or use --bf16' if c.precision.fp16 else ''}"
-        )
 
     def report_samples_used(self, aloud: bool = False) -> None:
         """Log how many samples of each blended data set were used; `aloud` prints them too."""
@@ -559,6 +544,7 @@ class Trainer:
             say(f" > samples of each data set so far: {number:12d} {prefix}")
 
     def save(self) -> None:
+        self.guard.note_save()
         self.report_samples_used()
         self.metrics.sync()
         seconds = self.state.save()

@@ -89,7 +89,7 @@ class Metrics:
         self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
         self.iteration = attempt.done
         # As many as the mean at the end may need.
-        self.recent = collections.deque[float](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
+        self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
         self.page = LivePage(None if config.training.skip_train else folder)
@@ -129,7 +129,7 @@ class Metrics:
         self.nan += not math.isfinite(loss)
         (self.skipped_losses if values["skipped"] else self.losses).append(loss)
         if not values["skipped"]:
-            self.recent.append(loss)
+            self.recent.append((iteration, loss))
         self.iteration = iteration
         tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
         row = values | {
@@ -210,6 +210,12 @@ class Metrics:
         self.timers.print_means(self.steps)
         self._reset()
 
+    def roll_back(self, to: int, iteration: int, **values: Any) -> None:
+        """Record that the steps after `to`, up to `iteration`, were undone."""
+        while self.recent and self.recent[-1][0] > to:
+            self.recent.pop()
+        self.row("rollback", iteration, to=to, **values)
+
     def validation(self, consumed: int, check: Check) -> None:
         """Record one validation and print Megatron's framed line."""
         say(check.in_megatrons_form())
@@ -266,7 +272,7 @@ class Metrics:
     @property
     def final_loss(self) -> tuple[float, int]:
         """The mean training loss at the end of this attempt, and of how many steps."""
-        return final_loss(self.recent, self.iteration, self.g.log_interval)
+        return final_loss([loss for _, loss in self.recent], self.iteration, self.g.log_interval)
 
     def stop_bar(self) -> None:
         if self.bar is not None:

@@ -48,6 +48,7 @@ class Progress:
     consumed_train_samples: int = 0  # likewise
     schedule_samples: int = 0  # of successful steps only: what the schedule follows
     nonfinite_in_a_row: int = 0
+    rollbacks: int = 0  # to the weights of the newest checkpoint; 0 once one with further steps is saved
     best_iteration: int | None = None  # the one with the lowest validation loss
     best_loss: float | None = None
 
@@ -121,16 +122,46 @@ class State:
                 say(line)
         if c.no_load_optim:
             remark(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
-        self.progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
-        self.scaler.load(state.get("loss_scale", {"dynamic": False}))
-        if (scales := self.net.store.scales) is not None:
-            scales.load(state.get("fp8"))
+        self.take_over(state)
+        if c.no_load_optim:
+            self.net.store.steps = 0
         self.skips, self.epochs = state.get("skips", []), state.get("epochs")
         self.blends = History.from_state(state.get("blends"))
-        self.net.store.steps = 0 if c.no_load_optim else state.get("optimizer_steps", self.progress.iteration)
         before = saved.get("micro_batch_size")
         self.micro_batch_before = before if isinstance(before, int) else None
         return cut
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Take over what changes with every step, besides the tensors."""
+        for f in dataclasses.fields(Progress):
+            setattr(self.progress, f.name, state.get(f.name, f.default))
+        self.scaler.load(state.get("loss_scale", {"dynamic": False}))
+        if (scales := self.net.store.scales) is not None:
+            scales.load(state.get("fp8"))
+        self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
+
+    def roll_back(self) -> int | None:
+        """Load the newest checkpoint of --save into the live network; return its step, if any.
+
+        Everything is loaded in place: CUDA graphs go on reading the same memory.
+        """
+        self.saver.wait()
+        save, options = self.config.checkpoint.save, open_options(self.config)._replace(optimizer=True)
+        assert save
+
+        def take_over(source: Source) -> Source:
+            self.take_over(source.state)
+            return source
+
+        loaded = loading.load(
+            save, lambda source: self.net.store.named_state(), options=options, accept=take_over, team=self.team
+        )
+        if loaded is None:
+            return None
+        self.net.store.publish_weights()
+        self.net.store.wait_for_weights()  # a CUDA graph cannot
+        self.saver.kept = None
+        return loaded.step
 
     def cut_vocabulary(self, source: Source) -> Source:
         """Return another program's checkpoint without the padding of its tables."""

@@ -24,7 +24,7 @@ import orjson
 
 from meshwright import device
 from meshwright.errors import UserError
-from meshwright.report.history import DAMAGED, Record, explain_damage, read_settings
+from meshwright.report.history import DAMAGED, Record, explain_damage, kept_until, read_settings
 
 COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory".split()
 NEEDED = COLUMNS[:-2]  # the others are unknown on some devices, which is NaN here
@@ -166,8 +166,9 @@ class Follower:
                 if isinstance(part, str):
                     raise ValueError(part)
                 self.record.take(part)
+                if (kept := kept_until(part)) is not None:
+                    self.count = int(np.searchsorted(self.column("iteration"), kept, "right"))
                 if part["event"] == "start":
-                    self.count = int(np.searchsorted(self.column("iteration"), int(part["iteration"]), "right"))
                     self.read_settings()
             except DAMAGED as error:
                 self.damage = [*self.damage[-9:], explain_damage(error)]

@@ -1,0 +1,104 @@
+"""Steps that are not finite: the way back to a checkpoint, and what names the fault."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from helpers import flip_bit, open_step, read_rows
+from meshwright.checkpoint import steps
+from meshwright.report.history import read_history
+from meshwright.training import loop, step
+
+pytestmark = pytest.mark.whole  # seconds, not moments
+BASE = ("--eval-iters", "0", "--train-iters", "9", "--lr-decay-style", "constant", "--lr-decay-iters", "9")
+
+
+@pytest.fixture
+def spoiling(monkeypatch):
+    """Return spoiling(samples): the loss of a batch that begins with one of these is NaN."""
+    real = step.loss_sum
+    bad: set[int] = set()
+    seen: list[int] = []
+
+    def forward(net, part, batch, *rest):
+        seen.append(batch.first_sample)
+        return real_forward(net, part, batch, *rest)
+
+    real_forward = step.forward
+    monkeypatch.setattr(step, "forward", forward)
+    monkeypatch.setattr(step, "loss_sum", lambda *a: real(*a) * (math.nan if seen[-1] in bad else 1))
+    return lambda *samples: (bad.clear(), bad.update(samples))
+
+
+def saving(folder, every=2):
+    return "--save", folder, "--save-interval", every
+
+
+@pytest.mark.parametrize("flags", [[], ["--params-dtype", "float64"]], ids=" ".join)
+def test_rollback(run, spoiling, tmp_path, flags):
+    """Step 6 is bad: the weights of step 4 go on with the samples after it."""
+    save = tmp_path / "a"
+    spoiling(20)
+    got = run(*BASE, *flags, "--on-nonfinite", "rollback:1", *saving(save))
+    assert got.status == 0 and got.column("iteration") == list(range(1, 10))
+    assert got.column("skipped") == [i == 6 for i in range(1, 10)]
+    [row] = read_rows(got.folder, "rollback")
+    assert (row["iteration"], row["to"], row["from_sample"], row["to_sample"], row["rollbacks"]) == (6, 4, 16, 24, 1)
+    assert (
+        "rolled back to step 4, passing over iterations 5 to 6 and their samples 16 to 24: rollback 1 of 1" in got.out
+    )
+    assert [s.iteration for s in read_history(got.folder).steps] == [1, 2, 3, 4, 7, 8, 9]
+    state = open_step(save, 9).state
+    assert state["skips"] == [[16, "rolled back, passed over to 24"]] and state["rollbacks"] == 0
+    assert state["schedule_samples"] == 28 == 4 * state["optimizer_steps"] and state["consumed_train_samples"] == 36
+    # The same as a run that was never there: it passes over iterations 5 and 6.
+    spoiling()
+    want = run(*BASE, *flags, "--skip-train-iteration-range", "5-6")
+    assert got.losses[6:] == want.losses[4:] and got.losses[:4] == want.losses[:4]
+    # Killed after the rollback: what it saved keeps the decision, though nothing is bad any more.
+    for n in (8, 9):
+        (steps.step_folder(save, n) / "index.json").unlink()
+    assert open_step(save, 6).state["rollbacks"] == 1
+    again = run(*BASE, *flags, "--load", save)
+    assert again.column("iteration") == [7, 8, 9] and again.losses == got.losses[6:]
+
+
+def test_rollbacks_are_counted_until_there_is_a_further_checkpoint(run, spoiling, tmp_path):
+    spoiling(12, 16, 20)  # iterations 4, 5, 6: each goes back to the weights of step 3
+    got = run(*BASE, "--on-nonfinite", "rollback:2", *saving(tmp_path / "a", 3))
+    assert got.status == 70 and got.column("to", "rollback") == [3, 4] and got.column("iteration")[-1] == 6
+    assert "gone back 2 times without saving a checkpoint of further steps (--on-nonfinite rollback:2)" in got.err
+    resumed = run(*BASE, "--on-nonfinite", "rollback:2", "--load", tmp_path / "a")  # the count is kept
+    assert resumed.status == 2 and "give --save" in resumed.err
+    resumed = run(*BASE, "--on-nonfinite", "rollback:2", "--load", tmp_path / "a", *saving(tmp_path / "a", 3))
+    assert resumed.status == 70 and resumed.column("iteration") == [6]
+    spoiling(12, 20)  # after iteration 5 a further step is saved at 6 ... but that one is bad again
+    got = run(*BASE, "--on-nonfinite", "rollback:1", *saving(tmp_path / "b", 1))
+    assert got.status == 0 and got.column("to", "rollback") == [3, 5]
+
+
+def test_rollback_without_a_checkpoint(run, spoiling, tmp_path):
+    spoiling(4)
+    got = run(*BASE, "--on-nonfinite", "rollback:3", *saving(tmp_path / "a", 5))
+    assert got.status == 70 and "holds no checkpoint yet (--save-interval is 5; --save-at-start" in got.err
+    got = run(*BASE, "--on-nonfinite", "rollback:3", "--save-at-start", *saving(tmp_path / "b", 5))
+    assert got.status == 0 and got.column("to", "rollback") == [0]
+
+
+def test_rollback_passes_over_a_damaged_checkpoint(run, spoiling, tmp_path, monkeypatch):
+    """It waits for a save in flight, and takes an older step if the newest one is damaged."""
+    spoiling(20)
+    save, real = tmp_path / "a", loop.Trainer.save
+
+    def damage(self):
+        real(self)
+        if self.progress.iteration == 4:
+            self.state.saver.wait()
+            flip_bit(next(steps.step_folder(save, 4).glob("*.safetensors")), 4000)
+
+    monkeypatch.setattr(loop.Trainer, "save", damage)
+    got = run(*BASE, "--on-nonfinite", "rollback:1", "--async-save", *saving(save))
+    assert got.status == 0 and got.column("to", "rollback") == [2]
+    assert open_step(save, 9).state["skips"] == [[8, "rolled back, passed over to 24"]]
