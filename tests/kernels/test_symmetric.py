@@ -65,6 +65,6 @@ def test_every_tile_is_computed_once():
 
 
 def test_small_and_plain_matrices_use_the_twin():
-    assert not symmetric.is_halved(torch.empty(1, 1024, 8, dtype=torch.float16))  # on a CPU
+    assert not symmetric.is_halved(torch.empty(1, 1024, 8, dtype=torch.float16, device="cpu"))
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(symmetric.product(x, x, scale=2.0), 2 * x @ x.mT)

@@ -1,15 +1,23 @@
-"""The parameter store's update in Triton equals torch's, for whatever AdamW owns."""
+"""The parameter store's update in Triton equals torch's, for whatever AdamW owns.
 
+The kernels run on a GPU if there is one, else in Triton's interpreter.
+"""
+
+import functools
 import math
 
 import pytest
 import torch
 
+import stores
 from meshwright import device as devices
 from meshwright.kernels import adamw
 from meshwright.optim.rules import Numbers
 from meshwright.settings.schema import Optimizer
-from stores import GATED, gradient, is_equal, kinds, losses_of, make, masters, snapshot, tokens
+from stores import GATED, gradient, is_equal, kinds, masters, snapshot, tokens
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+make, losses_of = (functools.partial(f, device=DEVICE) for f in (stores.make, stores.losses_of))
 
 
 @pytest.fixture
@@ -93,8 +101,8 @@ def test_numbers_on_the_device_equal_floats(uses_kernels):
             losses_of(model, [tokens() + 0], values.scale)
             uses_kernels(True)
             if on_device:
-                values = Numbers(*(torch.tensor(x, dtype=torch.float64) for x in values))
-            store.step(values, torch.tensor([1.0, 0.0], dtype=torch.float64))
+                values = Numbers(*(torch.tensor(x, dtype=torch.float64, device=DEVICE) for x in values))
+            store.step(values, torch.tensor([1.0, 0.0], dtype=torch.float64, device=DEVICE))
             uses_kernels(False)
         outcomes.append(snapshot(store))
     assert is_equal(*outcomes)

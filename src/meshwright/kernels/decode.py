@@ -30,6 +30,8 @@ from meshwright.kernels.decode_plain import (
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.twins import is_triton
 
+FEW = 8
+
 __all__ = ["BAD", "NONE", "Draws", "Layer", "Rows", "Texts", "attend", "embed", "linear", "pick"]
 
 
@@ -55,8 +57,8 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws:
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:
-    """Map x [B, K] to [B, N]; several rows are a library's work."""
-    if len(x) == 1 and is_triton(x):
+    """Map x [B, K] to [B, N]; more rows than FEW are a library's work."""
+    if len(x) <= FEW and is_triton(x):
         from meshwright.kernels import decode_triton
 
         return decode_triton.linear(x, layer, residual)

@@ -46,7 +46,7 @@ class Step:
         """
         model, wpe = self.model, self.model.wpe
         x, used = decode.embed(rows, slots, model.wte.weight, None if wpe is None else wpe.weight)
-        return (self.run if len(slots) == 1 else self.run_many)(x, slots, used, longest)
+        return (self.run if len(slots) <= decode.FEW else self.run_many)(x, slots, used, longest)
 
     def texts(self, layer: int, x: Tensor, sizes: Sizes, slots: Tensor, used: Tensor, longest: int) -> Texts:
         like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
@@ -58,7 +58,9 @@ class Step:
             o = decode.attend(decode.linear(x, qkv), texts, sizes, self.rotation)
             x = decode.linear(o, proj, x)
             x = decode.linear(decode.linear(x, fc), out, x)
-        return decode.linear(x, self.head)
+        if len(x) == 1:
+            return decode.linear(x, self.head)
+        return linear(add_norm(None, x, None, self.head)[1], self.head.weight)
 
     def run_many(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         residual: Tensor | None = None
