@@ -328,34 +328,25 @@ def timed(run: Callable[[int], Any], count: int) -> float:
     return statistics.median(times)
 
 
-SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (8192, 2048), (2048, 8192), (50304, 1024))
+SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (2048, 8192), (50304, 1024))
 TILES = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8))  # columns, warps
-SEVERAL = ((2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (16, 2), (8, 4), (16, 4), (8, 8), (16, 8), (32, 8), (16, 16))
 
 
 def sweep() -> None:
-    """Time products with several tiles, and by torch; weights exceed the cache."""
-    for rows, tiles in ((1, TILES), (8, SEVERAL)):
-        for n, k in SHAPES:
-            found = [
-                (tile, attempt(f"{n} x {k}, {tile}", product_time, rows, n, k, tile)) for tile in (None, *tiles, ())
-            ]
-            names = {None: "chosen", (): "torch"}
-            said = [f"{names.get(tile, '/'.join(map(str, tile or ())))} {t * 1e6:.2f}" for tile, t in found if t]
-            limit = 2e6 * n * k / BANDWIDTH
-            print(f"{rows} rows, {n} x {k}, us by tile, limit {limit:.2f}: {'  '.join(said)}", flush=True)
+    """Time products of one row with several tiles; weights exceed the cache."""
+    for n, k in SHAPES:
+        found = [(tile, attempt(f"{n} x {k}, {tile}", product_time, n, k, tile)) for tile in (None, *TILES)]
+        said = [f"{'/'.join(map(str, tile or ('chosen',)))} {t * 1e6:.2f}" for tile, t in found if t]
+        print(f"{n} x {k}, us by tile, limit {2e6 * n * k / BANDWIDTH:.2f}: {'  '.join(said)}", flush=True)
 
 
-def product_time(rows: int, n: int, k: int, tile: tuple[int, ...] | None) -> float:
+def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
     from meshwright.kernels import decode_triton
 
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    normed = n > k
-    weights = NormWeights(draw(k), draw(k), 1e-5) if normed else None
-    layers = [Layer(draw(n, k), draw(n), weights) for _ in range(max(2, 200_000_000 // (2 * n * k)))]
-    x, residual = draw(rows, k), None if normed else draw(rows, n)
-    if tile == ():
-        return timed(lambda i: plain_linear(x, layers[i], residual), len(layers))
+    norm = NormWeights(draw(k), draw(k), 1e-5) if n > k else None
+    layers = [Layer(draw(n, k), None, norm) for _ in range(max(2, 200_000_000 // (2 * n * k)))]
+    x, residual = draw(1, k), None if norm else draw(1, n)
     shape = None if tile is None else decode_triton.Tile(*tile)
     return timed(lambda i: decode_triton.linear(x, layers[i], residual, shape), len(layers))
 

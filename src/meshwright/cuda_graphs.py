@@ -34,6 +34,7 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]  # each thread has one, and a capture cannot make it
         with collector_off():  # it could free an older graph, which a capture does not survive
             # Other threads read files, pin memory and watch over NCCL meanwhile.
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
@@ -42,6 +43,7 @@ class CudaGraphs:
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     self.end(graph)
+                self.pool = torch.cuda.graph_pool_handle()  # torch may still count the old one as in use
                 raise
             self.end(graph)
         return graph.replay

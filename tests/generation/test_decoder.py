@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -280,7 +281,10 @@ def test_the_fused_step_changes_nothing(shape, slots, fused):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("slots", [1, 3, 20])
 def test_captured_on_a_gpu(slots):
-    """All kinds of choices, unequal prompts and reused slots: the plain texts, in two decoders."""
+    """All kinds of choices, unequal prompts and reused slots: the plain texts, in two decoders.
+
+    The last one is driven by a thread of its own after its first steps, as a server does.
+    """
     m = Model(num_layers=2, hidden_size=256, num_attention_heads=4, init_method_std=0.1)
     network = GPT(m, 500, 512, 300)
     initialise(network.named_parameters(), m, 500, 1)
@@ -290,14 +294,22 @@ def test_captured_on_a_gpu(slots):
         for i, s in enumerate([*SETTINGS.values()] * 6)
     ]
     texts = []
-    for graphs in ("off", "on", "on"):
-        decoder, got = Decoder(model, slots, graphs=graphs), [Completion() for _ in some]
-        for request in some:
-            decoder.submit(request)
+
+    def drive(decoder, requests=some):
+        ids, got = {decoder.submit(r): n for n, r in enumerate(requests)}, [Completion() for _ in requests]
         while decoder.waiting or decoder.active:
             for event in decoder.step():
-                got[event.id].add(event, decoder.eod)
+                got[ids[event.id]].add(event, decoder.eod)
         texts.append([c.tokens for c in got])
+
+    for graphs in ("off", "on"):
+        drive(Decoder(model, slots, graphs=graphs))
+    decoder = Decoder(model, slots, graphs="on")
+    drive(decoder, [Request([], Sampling(out_seq_length=4))])
+    texts.pop()
+    thread = threading.Thread(target=drive, args=[decoder])
+    thread.start()
+    thread.join()
     steps = decoder.steps
     assert texts[0] == texts[1] == texts[2] and steps.tried
     assert all(steps.known[key].__name__ == "replayed" for key in steps.tried)

@@ -184,8 +184,6 @@ def decoding() -> None:
         decode.pick(take(1, 50304), 50257, slots, state, 50256, draws)
     for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
         decode.linear(x, decode.Layer(take(4096, 1024), take(4096), weights, kind), None if kind else x)
-        many = take(8, 1024)
-        decode.linear(many, decode.Layer(take(4096, 1024), take(4096), weights, kind), None if kind else many)
     decode.linear(x, decode.Layer(take(50304, 1024), None, norms[0]))
     for rows in (1, 64):
         for groups, per_group, head in ((16, 1, 64), (4, 4, 128), (2, 1, 96)):

@@ -2,6 +2,7 @@
 
     embed    the last tokens' embeddings, and their positions'
     linear   activation(norm(x) W + bias) + residual, one pass over W
+    expand   activation(x W + bias) of several rows
     attend   rotation, the new key and value into the cache, attention over each row's own length
     pick     the likeliest or drawn tokens, with which rows end or the next step begins
 
@@ -13,8 +14,12 @@ rounds: behind the norm, the product, the activation and the addition.
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.device import NVIDIA
+from meshwright.kernels import activation
 from meshwright.kernels.decode_plain import (
     BAD,
     NONE,
@@ -30,9 +35,7 @@ from meshwright.kernels.decode_plain import (
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.twins import is_triton
 
-FEW = 8
-
-__all__ = ["BAD", "NONE", "Draws", "Layer", "Rows", "Texts", "attend", "embed", "linear", "pick"]
+__all__ = ["BAD", "NONE", "Draws", "Layer", "Rows", "Texts", "attend", "embed", "expand", "linear", "pick"]
 
 
 def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -57,12 +60,19 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws:
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:
-    """Map x [B, K] to [B, N]; more rows than FEW are a library's work."""
-    if len(x) <= FEW and is_triton(x):
+    """Map x [B, K] to [B, N]; several rows are a library's work."""
+    if len(x) == 1 and is_triton(x):
         from meshwright.kernels import decode_triton
 
         return decode_triton.linear(x, layer, residual)
     return plain_linear(x, layer, residual)
+
+
+def expand(x: Tensor, layer: Layer) -> Tensor:
+    """Return activation(x W^T + bias) of several rows."""
+    if layer.kind == "gelu-tanh" and layer.bias is not None and x.device.type == NVIDIA:
+        return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)  # in one kernel of cuBLAS
+    return activation.forward(layer.kind, F.linear(x, layer.weight, layer.bias))
 
 
 def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -19,22 +19,14 @@ from meshwright.kernels.decode_plain import BAD, NONE, Draws, Layer, Rows, Texts
 from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads_plain import Sizes
 
+PER_PROCESSOR = 4  # programs of the attention, at most
+
 
 class Tile(NamedTuple):
     """Shape of a program's work in `linear`: `columns` outputs, with all inputs."""
 
     columns: int
     warps: int = 4
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _products(ys, weight, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the products [ROWS, COLUMNS] of rows, each [1, K], and weights [COLUMNS, K]."""
-    r = tl.arange(0, ROWS)[:, None]
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for row in tl.static_range(ROWS):
-        acc = tl.where(r == row, tl.sum(weight * ys[row].to(tl.float32), 1)[None, :], acc)
-    return acc
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,13 +44,12 @@ def _linear(  # type: ignore[no-untyped-def]
     plus,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Compute out [ROWS, columns] = f(norm(x) W^T + bias) + residual, by the ordinary units.
+    """Compute out [columns] = f(norm(x) W^T + bias) + residual, by the ordinary units.
 
-    A program loads the weights of COLUMNS at once, and computes the norms for itself. Bytes moved:
+    A program loads the weights of COLUMNS at once, and computes the norm for itself. Bytes moved:
     W once; x and the norm's weights, once per program, come from the L2 cache.
     """
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -72,62 +63,29 @@ def _linear(  # type: ignore[no-untyped-def]
         scale = tl.load(norm_weight + k, mask=known, other=0.0).to(tl.float32) + plus
         if norm_bias is not None:
             shift = tl.load(norm_bias + k, mask=known, other=0.0).to(tl.float32)
-    r = tl.arange(0, ROWS)[:, None]
-    if ROWS == 1:
-        y = tl.load(x + k, mask=known, other=0.0)
-        if norm_weight is not None:
-            f = y.to(tl.float32)
-            if norm_bias is not None:
-                f = tl.where(known, f - tl.sum(f, 1)[:, None] / inner, 0.0)
-            f = f / tl.sqrt(tl.sum(f * f, 1)[:, None] / inner + eps) * scale
-            if norm_bias is not None:
-                f += shift
-            y = f.to(w.dtype)
-        acc = tl.sum(w.to(tl.float32) * y.to(tl.float32), 1)[None, :]
-        if GATED:
-            more = tl.sum(up.to(tl.float32) * y.to(tl.float32), 1)[None, :]
-    else:
-        ys = ()
-        for row in tl.static_range(ROWS):  # all loads come before the first sum, which waits
-            ys = ys + (tl.load(x + row * inner + k, mask=known, other=0.0),)
-        mean, rstd = 0.0, 1.0
-        if norm_weight is not None:
-            f = tl.load(x + r * inner + k, mask=known, other=0.0).to(tl.float32)
-            if norm_bias is not None:
-                mean = tl.sum(f, 1)[:, None] / inner
-                f = tl.where(known, f - mean, 0.0)
-            rstd = 1.0 / tl.sqrt(tl.sum(f * f, 1)[:, None] / inner + eps)
-        wide, ground, total = w.to(tl.float32), 0.0, 0.0
-        if norm_weight is not None:
-            if norm_bias is not None:
-                ground = tl.sum(wide * shift, 1)[None, :]
-            wide *= scale
-            if norm_bias is not None:
-                total = tl.sum(wide, 1)[None, :]
-        acc = _products(ys, wide, ROWS, COLUMNS)
-        acc = (acc - mean * total) * rstd + ground
-        if GATED:
-            wide, ground, total = up.to(tl.float32), 0.0, 0.0
-            if norm_weight is not None:
-                if norm_bias is not None:
-                    ground = tl.sum(wide * shift, 1)[None, :]
-                wide *= scale
-                if norm_bias is not None:
-                    total = tl.sum(wide, 1)[None, :]
-            more = (_products(ys, wide, ROWS, COLUMNS) - mean * total) * rstd + ground
+    y = tl.load(x + k, mask=known, other=0.0)
+    if norm_weight is not None:
+        f = y.to(tl.float32)
+        if norm_bias is not None:
+            f = tl.where(known, f - tl.sum(f, 1)[:, None] / inner, 0.0)
+        f = f / tl.sqrt(tl.sum(f * f, 1)[:, None] / inner + eps) * scale
+        if norm_bias is not None:
+            f += shift
+        y = f.to(w.dtype)
+    acc = tl.sum(w.to(tl.float32) * y.to(tl.float32), 1)
     if bias is not None:
-        acc += tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
     form: tl.constexpr = weight.dtype.element_ty
     if KIND != "":
         acc, _ = _value_and_slope(acc.to(form).to(tl.float32), KIND)
     if GATED:
+        more = tl.sum(up.to(tl.float32) * y.to(tl.float32), 1)
         if bias is not None:
-            more += tl.load(bias + columns + n, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            more += tl.load(bias + columns + n, mask=is_column, other=0.0).to(tl.float32)
         acc *= more.to(form).to(tl.float32)
-    to, inside = r * columns + n[None, :], is_column[None, :]
     if residual is not None:
-        acc = acc.to(form).to(tl.float32) + tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + to, acc.to(out.dtype.element_ty), mask=inside)
+        acc = acc.to(form).to(tl.float32) + tl.load(residual + n, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + n, acc.to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -380,11 +338,11 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws:
 
 
 def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """Return f(norm(x) W^T + bias) + residual; the number of rows is a power of 2."""
-    (b, k), gated, norm = x.shape, layer.kind in GATES, layer.norm
+    """Return f(norm(x) W^T + bias) + residual of one row."""
+    (_, k), gated, norm = x.shape, layer.kind in GATES, layer.norm
     n = layer.weight.shape[0] // (1 + gated)
-    tile = tile or tile_of(b, n, k, devices.processors(x.device))
-    out = x.new_empty(b, n) if residual is None else torch.empty_like(residual)
+    tile = tile or tile_of(n, k, devices.processors(x.device))
+    out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
     with torch.accelerator.device_index(x.device.index):
         _linear[(cdiv(n, tile.columns),)](
             x,
@@ -400,7 +358,6 @@ def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile |
             0.0 if norm is None else norm.plus,
             GATES.get(layer.kind, layer.kind),
             gated,
-            b,
             tile.columns,
             max(16, power_of_2(k)),
             num_warps=tile.warps,
@@ -409,14 +366,10 @@ def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile |
 
 
 @lru_cache
-def tile_of(rows: int, columns: int, inner: int, processors: int) -> Tile:
-    """Return a tile that leaves two programs or more for each multiprocessor, if it can be.
-
-    Several rows are read again by each program, which then has more columns.
-    """
-    inner, most = max(16, power_of_2(inner)), 16384 if rows == 1 else 32768
-    least = 2 * processors if rows == 1 else processors * 3 // 4
-    width = next((w for w in (16, 8, 4, 2) if w * inner <= most and columns // w >= least), 1)
+def tile_of(columns: int, inner: int, processors: int) -> Tile:
+    """Return a tile that leaves two programs or more for each multiprocessor, if it can be."""
+    inner = max(16, power_of_2(inner))
+    width = next((w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1)
     return Tile(width, min(16, max(4, width * inner // 2048)))
 
 
@@ -424,7 +377,7 @@ def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tens
     """Return the attention of new tokens, and add their keys and values to the cache."""
     b, (groups, per_group, dim) = len(qkv), sizes
     block, heads, width = 64, max(16, power_of_2(per_group)), max(16, power_of_2(dim))
-    parts = min(cdiv(texts.longest, block), max(1, 2 * devices.processors(qkv.device) // (b * groups)))
+    parts = min(cdiv(texts.longest, block), max(1, PER_PROCESSOR * devices.processors(qkv.device) // (b * groups)))
     chunk = cdiv(cdiv(texts.longest, parts), block) * block
     parts = cdiv(texts.longest, chunk)
     out = qkv.new_empty(b, groups * per_group * dim)
@@ -463,7 +416,7 @@ def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tens
 def counters(device: torch.device) -> Tensor:
     """Return counters that are 0 before and after each kernel, and never move.
 
-    Work is divided only if rows x groups are fewer than the multiprocessors.
+    Work is divided only if rows x groups are at most PER_PROCESSOR / 2 for each one.
     """
     with torch.inference_mode(False):
         return torch.zeros(4096, dtype=torch.int32, device=device)

@@ -3,7 +3,8 @@
 A layer of one row is five kernels: the first product with the norm before it and its bias; the
 rotation, the cache and attention; the output product, added to the residual stream; the MLP's first
 product with norm and activation; its second product, added. Several rows a library multiplies
-faster, and the norms, with the additions before them, and the activation are kernels of their own.
+faster, and the norms, with the additions before them, and most activations are kernels of their
+own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.kernels import activation, decode, norm
+from meshwright.kernels import decode, norm
 from meshwright.kernels.decode import Layer, Rows, Texts
 from meshwright.kernels.heads_plain import Sizes
 from meshwright.kernels.linear import linear
@@ -46,7 +47,7 @@ class Step:
         """
         model, wpe = self.model, self.model.wpe
         x, used = decode.embed(rows, slots, model.wte.weight, None if wpe is None else wpe.weight)
-        return (self.run if len(slots) <= decode.FEW else self.run_many)(x, slots, used, longest)
+        return (self.run if len(slots) == 1 else self.run_many)(x, slots, used, longest)
 
     def texts(self, layer: int, x: Tensor, sizes: Sizes, slots: Tensor, used: Tensor, longest: int) -> Texts:
         like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
@@ -58,9 +59,7 @@ class Step:
             o = decode.attend(decode.linear(x, qkv), texts, sizes, self.rotation)
             x = decode.linear(o, proj, x)
             x = decode.linear(decode.linear(x, fc), out, x)
-        if len(x) == 1:
-            return decode.linear(x, self.head)
-        return linear(add_norm(None, x, None, self.head)[1], self.head.weight)
+        return decode.linear(x, self.head)
 
     def run_many(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         residual: Tensor | None = None
@@ -70,8 +69,7 @@ class Step:
             residual, y = add_norm(residual, pending, bias, qkv)
             o = decode.attend(linear(y, qkv.weight, qkv.bias), texts, sizes, self.rotation)
             residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
-            a = activation.forward(fc.kind, linear(y, fc.weight, fc.bias))
-            pending, bias = linear(a, out.weight), out.bias
+            pending, bias = linear(decode.expand(y, fc), out.weight), out.bias
         return linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight)
 
 
