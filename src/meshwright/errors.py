@@ -1,5 +1,7 @@
 """Errors that the user can correct, and the exit status of every way in which a run ends."""
 
+import signal
+
 DONE = 0
 UNEXPECTED = 1  # a defect of Meshwright: shown with its traceback
 USAGE = 2  # flags, configuration, layout
@@ -9,8 +11,11 @@ NON_FINITE = 70  # the loss or a gradient became NaN or infinite
 LOCKED = 73  # another run owns the folder, or it holds checkpoints that would be overwritten
 IO = 74  # reading or writing failed, disk full
 HANG = 75  # a time-out: trying again makes sense
-SIGINT = 130
+SIGINT = 130  # this and the next: stopped by a signal, after saving; SIGUSR1 is 138, SIGUSR2 140
 SIGTERM = 143
+
+# What schedulers send as a warning, some to every process; never a reason to skip the save.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class UserError(Exception):

@@ -113,7 +113,7 @@ def test_retries() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on(number: signal.Signals) -> None:
     with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as process:
         pids = _ready(process, 2)
@@ -274,6 +274,8 @@ def test_the_cause_of_several_failures() -> None:
     assert of(a=75, b=143) == "b" and of(a=-15, b=1) == "b" and of(a=-6, b=1) == "b"
     assert of(a=75) == of(a=75, b=75) == "a"
     assert [agent.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and agent.patience(143) == 30
+    assert of(a=75, b=138) == "b" and agent.patience(138) == 30 and agent.find_cause({0: 138})[1] not in agent.RETRIED
+    assert agent.describe_end(138) == "ended with status 138 (stopped by a signal)"
     assert agent.describe_end(-40) == "was killed by signal 40" and agent.exit_status(-6) == 75
 
 

@@ -117,6 +117,7 @@ TABLE = {
         "exit_interval": "test_train.py::test_exit_interval_saves_and_leaves",
         "exit_duration_in_mins": "test_loop.py::test_exit_duration_in_mins",
         "exit_signal_handler": E + "test_exit_signal_handler",
+        "exit_signal": "test_fit.py::test_exit_signal",
         "kill_switch_path": "test_loop.py::test_kill_switch",
         "skip_train": "test_loop.py::test_evaluation_only",
         "loss_mean": E + "test_loss_mean_weighs_tokens_or_micro_batches",

@@ -243,6 +243,7 @@ def test_words(argv, words):
         (["--rampup-batch-size", "1", "2", "9"], "is never reached"),
         (["--on-nonfinite", "skip"], "neither stop, skip:K nor rollback:K"),
         (["--on-nonfinite", "skip:0"], "neither stop, skip:K nor rollback:K"),
+        (["--exit-signal", "SIGKILL"], "--exit-signal SIGKILL: give some of SIGTERM"),
         (["--skip-train-iteration-range", "3-2"], "is not a range A-B"),
         (["--skip-train-iteration-range", "1-3", "3-4"], "overlap"),
         (["--lr-decay-style", "WSD"], "needs --lr-wsd-decay-iters"),

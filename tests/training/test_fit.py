@@ -342,11 +342,39 @@ def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
         for again in (signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(again)
             newest = None
-        first, _, second, _ = capfd.readouterr().err.splitlines()  # the replaced _exit returns
+        first, second = capfd.readouterr().err.splitlines()  # the replaced _exit returns
         assert first == "stopped at once; step 1,200 is saved: it goes on from there"
         assert second == "stopped at once; no step is saved"
         assert left == [130, 143]
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning(clock, monkeypatch, capfd, first):
+    """Schedulers warn several times, some all processes, and send SIGTERM while the run saves."""
+    end, left = StopConditions(Training(), 0.0), []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with end.handle_signals():
+        for number in (first, first, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):
+            signal.raise_signal(number)
+        assert end.signal is first and end.reason() == first.name and end.status == 128 + first and not left
+        assert capfd.readouterr().err == f"{first.name}: finishing this step and saving\n"
+        signal.raise_signal(signal.SIGTERM)
+    assert left == [143] and "stopped at once" in capfd.readouterr().err
+
+
+def test_exit_signal():
+    """Only the named signals are caught, and those that always are."""
+    names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    for given, caught in (
+        (Training(), names[:4]),
+        (Training(exit_signal=["SIGXCPU"]), ("SIGTERM", "SIGINT", "SIGXCPU")),
+    ):
+        before = {name: signal.getsignal(signal.Signals[name]) for name in names}
+        with StopConditions(given, 0.0).handle_signals():
+            changed = {n for n, handler in before.items() if signal.getsignal(signal.Signals[n]) is not handler}
+        assert changed == {*caught}
+        assert before == {name: signal.getsignal(signal.Signals[name]) for name in names}
 
 
 def test_signals_are_left_alone():

@@ -25,14 +25,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from meshwright import errors
 from meshwright.device import cores
-from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED
+from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED, WARNINGS
 from meshwright.launch import rendezvous
 from meshwright.launch.launcher import Plan
 from meshwright.launch.orphans import LAUNCHER_PID
 from meshwright.launch.world import RUN_ID
 
 GRACE = 300  # seconds that ranks have to save after a signal
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that torch's agent passes on
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)  # that the agent passes on
 TOGETHER = 2  # seconds in which a second signal is the first one's: to a whole process group, and by a script
 
 
@@ -74,6 +74,7 @@ def _run(plan: Plan, program: list[str]) -> int:
 def _prepare_environment(plan: Plan) -> None:
     """Set the variables that the ranks inherit."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -146,7 +147,7 @@ class Agent(LocalElasticAgent):
         self.plan, self.store = plan, store
         self.failed: Mapping[int, int] = {}  # exit code by rank, of those that ended on their own
         self.since: float | None = None  # when the first of them ended
-        self.signals = 0
+        self.is_stopping = False  # by a signal, not a warning
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """After a failure, wait for its cause and for ranks that still save; then stop all."""
@@ -163,7 +164,7 @@ class Agent(LocalElasticAgent):
             return result
         self.failed = self.failed or {rank: one.exitcode for rank, one in result.failures.items()}
         rank, code = find_cause(self.failed)
-        if code not in RETRIED and 0 <= code <= 128:  # it would end the same way again
+        if code in WARNED or (code not in RETRIED and 0 <= code <= 128):  # it would end the same way again
             self._remaining_restarts = 0
         elif self._remaining_restarts > 0:
             number = self.plan.restarts - self._remaining_restarts + 1
@@ -182,19 +183,18 @@ class Agent(LocalElasticAgent):
         if self._pcontext is None:
             return
         setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-        grace = (int(setting) if setting.isdecimal() else GRACE) if self.signals == 0 else 5
-        if self.signals == 0:
-            _ignore_repeats()
-        self.signals += 1
+        grace = 5 if self.is_stopping else int(setting) if setting.isdecimal() else GRACE
+        self.is_stopping |= death_sig not in WARNINGS
+        _ignore_repeats()
         self._pcontext.close(death_sig, grace)
 
 
 def _ignore_repeats() -> None:
-    """Pass on only those signals that come later than TOGETHER from now."""
+    """Pass on no warnings from now on, and other signals only if they come later than TOGETHER."""
     until = time.monotonic() + TOGETHER
 
     def handle(number: int, _: object) -> None:
-        if time.monotonic() > until:
+        if time.monotonic() > until and number not in WARNINGS:
             raise SignalException(f"signal {number}", signal.Signals(number))
 
     for number in SIGNALS:
@@ -204,8 +204,9 @@ def _ignore_repeats() -> None:
 # How ranks end. An exit code below 0 is a signal, as in subprocess.
 
 RETRIED = (UNEXPECTED, HANG)
+WARNED = tuple(128 + number for number in WARNINGS)
 LOST = (HANG, -signal.SIGABRT)  # the end of ranks that lost another one; NCCL aborts
-STOPPED = (SIGTERM, SIGINT, -signal.SIGTERM)
+STOPPED = (SIGTERM, SIGINT, -signal.SIGTERM, *WARNED)
 MEANING = {
     UNEXPECTED: "an unexpected error",
     errors.USAGE: "wrong settings",
@@ -238,7 +239,7 @@ def find_cause(failed: Mapping[int, int]) -> tuple[int, int]:
 
 def patience(code: int) -> float:
     """Return the seconds that the other ranks have to end on their own after one ended so."""
-    if code in (SIGTERM, SIGINT):  # they save together, and end together
+    if code in (SIGTERM, SIGINT, *WARNED):  # they save together, and end together
         return 30
     return 3 if code in LOST + STOPPED else 0  # the cause is still to come
 
@@ -254,5 +255,5 @@ def describe_end(code: int) -> str:
     if code < 0:
         names = {int(s): s.name for s in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}{HINTS.get(-code, '')}"
-    meaning = f" ({MEANING[code]})" if code in MEANING else ""
+    meaning = f" ({MEANING[code]})" if code in MEANING else " (stopped by a signal)" if code in STOPPED else ""
     return f"ended with status {code}{meaning}"

@@ -24,6 +24,7 @@ from meshwright.settings.grammar import (
 )
 from meshwright.settings.schema import (
     ARCHITECTURE,
+    EXIT_SIGNALS,
     OUTCOME,
     Checkpoint,
     Data,
@@ -99,8 +100,10 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
 
 
 def reaction_problems(t: Training, k: Checkpoint) -> list[str]:
-    """Check what follows a step that is not finite."""
+    """Check what follows a step that is not finite, and the signals that end a run."""
     out = []
+    if unknown := [name for name in t.exit_signal if name not in EXIT_SIGNALS]:
+        out.append(f"--exit-signal {' '.join(unknown)}: give some of {', '.join(EXIT_SIGNALS)}")
     for flag, text, known in (("--on-nonfinite", t.on_nonfinite, ON_NONFINITE),):
         found = reaction(text, known)
         if found is None:

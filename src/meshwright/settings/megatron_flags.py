@@ -222,7 +222,6 @@ _REFUSALS = {
         iterations-to-skip""",
     "only NaN and infinity stop a run; see --on-nonfinite": "check-for-spiky-loss check-for-large-grads",
     "it is for Megatron's own tests": "error-injection-rate error-injection-type test-mode fake-process-group",
-    "SIGTERM and SIGINT save and exit; --kill-switch-path is another way": "exit-signal",
     "a failed run starts again by meshwright launch --max-restarts": "inprocess-*",
     "name the step in --load, as DIR/iter_0001000": "ckpt-step",
     "give --load DIR --finetune": "pretrained-checkpoint",

@@ -222,6 +222,9 @@ class Data:
             object.__setattr__(self, name, [prefix_of(word) for word in getattr(self, name)])
 
 
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+
+
 @dataclass(frozen=True)
 class Training:
     """Batches, length and end of the run."""
@@ -241,6 +244,7 @@ class Training:
     exit_interval: int | None = flag(None, "save and exit at a step divisible by this", bound=">0")
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", bound=">0")
     exit_signal_handler: bool = flag(True, "on SIGTERM or SIGINT finish the step, save and exit with 143 or 130")
+    exit_signal: list[str] = flag(["SIGUSR1", "SIGUSR2"], "other signals that do so; the status is 128 + the number")
     kill_switch_path: str | None = flag(None, "save and exit when this file appears", "--kill-switch-file")
     skip_train: bool = flag(False, "load, validate and test without training", "--eval-only")
     loss_mean: Literal["global", "microbatch"] = flag(

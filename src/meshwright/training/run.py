@@ -69,9 +69,10 @@ def run(
     Raise UserError for errors that the user can fix.
 
     `model`, `loss` and `datasets` replace our own: docs/extending.md shows all three. Under a
-    launcher every rank calls this. With `handle_signals` a first SIGTERM or Ctrl-C finishes the
-    step and saves, unless the settings say --no-exit-signal-handler; without it signals are left
-    to the caller. `idle` are given flags without effect, which the log shows.
+    launcher every rank calls this. With `handle_signals` a first SIGTERM or Ctrl-C, or a signal of
+    --exit-signal, finishes the step and saves, unless the settings say --no-exit-signal-handler;
+    without it signals are left to the caller. `idle` are given flags without effect, which the log
+    shows.
     """
     p = config.parallel
     here = find_world(os.environ, p.local_rank)
@@ -95,7 +96,11 @@ def run(
         with startup.phase("ranks", "waiting for all ranks"):
             team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup)
-        return run_on_rank(config, device, team, job)
+        status = run_on_rank(config, device, team, job)
+        if status > 128 and here.launcher == "torchrun" and team.is_lead:
+            after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
+            print(f"the run has ended as it was asked to, with status {status}; {after}", file=sys.stderr, flush=True)
+        return status
     except Exception as error:
         reported = rendezvous.error_to_report(out_of_memory(error, config) or error, here)
         if reported is error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from meshwright.errors import DONE, SIGINT, SIGTERM
+from meshwright.errors import DONE, WARNINGS
 from meshwright.settings.schema import Training
 
 
@@ -41,7 +41,7 @@ class StopConditions:
 
     @property
     def status(self) -> int:
-        return DONE if self.signal is None else SIGINT if self.signal is signal.SIGINT else SIGTERM
+        return DONE if self.signal is None else 128 + self.signal
 
     def describe_stop(self) -> str:
         """Say from where a run that is stopped at once goes on."""
@@ -52,25 +52,33 @@ class StopConditions:
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Note the first SIGTERM, SIGINT or SIGHUP; the second one ends the process at once.
+        """Note the first signal that asks the run to stop; a second one ends the process at once.
 
-        Does nothing outside the main thread, where Python allows no signal handlers.
+        A scheduler's warning is noted like others, but SIGTERM after it is the first one again, and
+        further warnings change nothing. Does nothing outside the main thread, where Python allows
+        no signal handlers.
         """
+        is_stopping = False
 
         def note(number: int, frame: FrameType | None) -> None:
+            nonlocal is_stopping
             number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal was closed
-            if self.signal is not None:
+            if is_stopping and number not in WARNINGS:
                 tell(self.describe_stop())
-                os._exit(SIGINT if number == signal.SIGINT else SIGTERM)
+                os._exit(128 + number)
+            is_stopping |= number not in WARNINGS
+            if self.signal is not None:
+                return
             self.signal = signal.Signals(number)
             then = "and saving" if self.saves else "(no --save, so nothing is kept)"
-            tell(f"{self.signal.name}: finishing this step {then}; send it again to stop at once")
+            again = "; send it again to stop at once" if is_stopping else ""
+            tell(f"{self.signal.name}: finishing this step {then}{again}")
 
         before = {}
         if self.t.exit_signal_handler and threading.current_thread() is threading.main_thread():
-            caught = [signal.SIGTERM, signal.SIGINT]
+            caught = {signal.SIGTERM, signal.SIGINT, *(signal.Signals[name] for name in self.t.exit_signal)}
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-                caught.append(signal.SIGHUP)
+                caught.add(signal.SIGHUP)
             before = {n: signal.signal(n, note) for n in caught}
         try:
             yield

@@ -47,8 +47,9 @@ srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-ex
     --nproc-per-node @DEVICES@ --nnodes @NODES@ --master-addr "${hosts[0]}" --master-port "$PORT" \
     @LAUNCH@ "${COMMAND[@]}" &
 step=$!
-status=138 # of a wait that USR1 interrupts
-while [[ $status -eq 138 ]]; do
+wait "$step"
+status=$?
+while [[ $status -eq 138 ]] && kill -0 "$step" 2>/dev/null; do # USR1 has interrupted the wait
     wait "$step"
     status=$?
 done
