@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from meshwright.checkpoint.background import Background
 from meshwright.errors import IO, UserError
 from meshwright.launch.team import Team
 from meshwright.parallel.layout import Layout
+from meshwright.report.page import write_report
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.saver import Saver
@@ -120,12 +123,12 @@ def test_a_save_is_reported_after_the_rename(tmp_path: Path, monkeypatch: pytest
     assert lines == [("saving", False), ("successfully", True), ("saving", True), ("successfully", True)]
 
 
-def failing(at: int) -> object:
-    """Return a publish.write_file whose `at`-th safetensors file meets a full disk."""
+def failing(*at: int) -> object:
+    """Return a publish.write_file whose safetensors files of these numbers meet a full disk."""
     real, count = publish.write_file, itertools.count(1)
 
     def write(path: Path, produce: publish.Produce) -> object:
-        if path.suffix == ".safetensors" and next(count) == at:
+        if path.suffix == ".safetensors" and next(count) in at:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return real(path, produce)
 
@@ -143,6 +146,68 @@ def test_a_failure_is_reported_within_one_step(
     # The failed save began after step 2; the run meets the failure before the save of step 3.
     assert max(row["iteration"] for row in read_rows(tmp_path)) <= 3
     assert steps.latest(tmp_path)[0] == 1 and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("how", ["async-save", pytest.param("no-async-save", marks=pytest.mark.long)])
+def test_going_on_after_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """With --save-error warn: the log, the page and the rows say which steps are missing."""
+    monkeypatch.setattr(publish, "write_file", failing(2, 3))
+    flags = (f"--{how}", "--save-error", "warn", "--train-iters", "5")
+    assert train(tmp_path, *flags) == 0
+    out = capsys.readouterr().out
+    assert out.count("WARNING: No space left on device") == 2 and "bytes are free" in out
+    assert "saving failed at iterations 2, 3; the last state is saved" in out
+    assert [row["iteration"] for row in read_rows(tmp_path, "save-failed")] == [2, 3]
+    assert sorted(steps.steps(tmp_path)) == [1, 4, 5] and not list(tmp_path.glob("*.tmp"))
+    page = write_report(tmp_path).read_text()
+    assert "<b>Saving failed</b> at steps 2, 3; the run went on" in page
+
+
+@pytest.mark.parametrize("how", [pytest.param("async-save", marks=pytest.mark.long), "no-async-save"])
+def test_the_last_save_must_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Step 3 is saved after its interval, and again at the end of the run."""
+    monkeypatch.setattr(publish, "write_file", failing(2, 3, 4))
+    assert train(tmp_path, f"--{how}", "--save-error", "warn", "--train-iters", "3") == IO
+    assert "while saving iteration 3" in capsys.readouterr().err and steps.latest(tmp_path)[0] == 1
+    assert read_rows(tmp_path, "end")[-1]["status"] == IO
+
+
+def test_a_failure_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that is complete is not lost, although the tracker could not be written."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "tracker")
+
+    monkeypatch.setattr(publish, "write_tracker", fail)
+    assert train(tmp_path, "--no-async-save", "--save-error", "warn", "--train-iters", "2") == 0
+    assert "WARNING: Input/output error at tracker" in capsys.readouterr().out
+    assert sorted(steps.steps(tmp_path)) == [1, 2] and not read_rows(tmp_path, "save-failed")
+
+
+def test_rows_wait_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a row is written before the disk is full; the rest of it and others follow later."""
+    real, sizes = os.write, itertools.chain([None, 9, 0, 0], itertools.repeat(None))
+
+    def write(fd: int, data: bytes) -> int:
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith("metrics.jsonl"):
+            return real(fd, data)
+        if (size := next(sizes)) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, bytes(data)[:size])
+
+    monkeypatch.setattr(os, "write", write)
+    assert train(tmp_path, "--save-error", "warn") == 0
+    monkeypatch.undo()
+    assert [row["iteration"] for row in read_rows(tmp_path)] == [*range(1, 7)]
+    assert capsys.readouterr().out.count("its rows wait in memory") == 1
 
 
 def on_ranks(folder: Path) -> None:
@@ -171,7 +236,17 @@ def on_ranks(folder: Path) -> None:
     with pytest.raises(UserError, match="No space left on device") as caught:
         trainer.state.saver.wait()
     assert caught.value.status == IO and caught.value.everywhere
-    trainer.state.saver.close()
+    saver = trainer.state.saver
+    c = dataclasses.replace(saver.config.checkpoint, save_error="warn")
+    saver.config, saver.kept = dataclasses.replace(saver.config, checkpoint=c), None
+    if rank == 1:
+        publish.write_file = failing(1)  # type: ignore[assignment]
+    for kept in (None, 5):
+        trainer.state.save()
+        saver.wait()
+        assert saver.lost == [5] and saver.kept == kept
+    saver.require_saved(5)
+    saver.close()
 
 
 def test_ranks_save_together_and_share_a_failure(tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ TABLE = {
         "keep_best": "test_loop.py::test_keep_best",
         "universal_checkpoint": "test_parallel_config.py::test_notices",
         "async_save": "test_background_saving.py::test_a_save_holds_the_numbers_of_its_own_step",
+        "save_error": "test_background_saving.py::test_going_on_after_a_failed_save",
         "run_dir": E + "test_files",
     },
     "logging": {

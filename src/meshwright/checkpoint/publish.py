@@ -257,7 +257,7 @@ def clear_unfinished(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def explain_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]:
+def explain_failures(root: Path, step: int, bytes_needed: int = 0) -> Iterator[None]:
     """Turn an OSError during a save into a message that says which checkpoint is still intact."""
     try:
         yield
@@ -272,7 +272,10 @@ def explain_failures(root: Path, step: int, bytes_needed: int) -> Iterator[None]
         else:
             rest = f"the previous checkpoint, {step_folder(root, newest).name}, is intact"
         what = f"{error.strerror or error} at {error.filename or root} while saving iteration {step}"
-        raise UserError(f"{what}, which needs {bytes_needed:,} bytes; {rest}", IO) from error
+        room = f", which needs {bytes_needed:,} bytes" if bytes_needed else ""
+        with contextlib.suppress(OSError):
+            room += f" ({shutil.disk_usage(root).free:,} bytes are free)"
+        raise UserError(f"{what}{room}; {rest}", IO) from error
 
 
 def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2) -> None:

@@ -52,6 +52,7 @@ class Attempt:
     last: int  # the iteration it reached
     seconds: float = 0.0  # in steps and saves, including those that a later attempt repeated
     end: dict[str, Any] | None = None  # None: still running, or killed
+    unsaved: list[int] = field(default_factory=list)  # the iterations whose save failed
     rollbacks: list[int] = field(default_factory=list)  # the iterations at which it went back
 
 
@@ -121,6 +122,8 @@ class Record:
                 self.scores.setdefault(name, {})[iteration] = float(score)
         elif event == "save" and self.attempts:
             self.attempts[-1].seconds += _time(row["seconds"])
+        elif event == "save-failed" and self.attempts:
+            self.attempts[-1].unsaved.append(iteration)
         elif event == "rollback" and self.attempts:
             self.attempts[-1].rollbacks.append(iteration)
         elif event == "end" and self.attempts and self.attempts[-1].number == int(row["attempt"]):

@@ -69,6 +69,7 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         *(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headlines(history, settings, is_running)),
         "</dl>",
         *(f"<p>{escape(words)}</p>" for words in explain_validations(history, flat, is_running)),
+        *explain_unsaved(history),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
         table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
@@ -103,6 +104,15 @@ def show_state(history: History, now: float) -> list[str]:
         bar = [f'<progress max="{total}" value="{last.last}"></progress>']
     words.append(f"updated {date(now)}; this page reloads itself")
     return [f'<p class="quiet" id="state"><b class="running">running</b>: {escape("; ".join(words))}</p>', *bar]
+
+
+def explain_unsaved(history: History) -> list[str]:
+    """Return a line about saves that failed, after which the last attempt went on."""
+    if not history.attempts or not (lost := history.attempts[-1].unsaved):
+        return []
+    earlier = f"{len(lost) - 10:,} times before step {lost[-10]:,}, and " if len(lost) > 10 else ""
+    where = f"step{'s' * (len(lost) > 1)} {', '.join(f'{step:,}' for step in lost[-10:])}"
+    return [f"<p><b>Saving failed</b> {earlier}at {where}; the run went on (--save-error warn).</p>"]
 
 
 def explain_validations(history: History, settings: dict[str, Any], is_running: bool = False) -> list[str]:

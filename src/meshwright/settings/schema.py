@@ -480,6 +480,10 @@ class Checkpoint:
     )
     universal_checkpoint: bool = flag(False, "no effect; --load recognizes DeepSpeed's universal checkpoints")
     async_save: bool | None = flag(None, "save in the background (none: only on accelerators)", needs="--save")
+    save_error: Literal["stop", "warn"] = flag(
+        "stop",
+        "after a full or failing disk: stop, or go on, try again at the next save, and end with 74 if that fails",
+    )
     run_dir: str | None = flag(None, "folder for config.toml, metrics.jsonl, log.txt and report.html (none: --save)")
 
 

@@ -177,6 +177,7 @@ class Trainer:
             remark(f"WARNING: {long}")
         attempt = Attempt(p.iteration, p.consumed_train_samples, self.total_steps(), flops, screen)
         self.metrics = Metrics(folder if self.team.is_lead else None, c, attempt, self.timers, self.team)
+        self.state.saver.note_loss = lambda step, why: self.metrics.row("save-failed", step, reason=why)
         # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
         event = "evaluate" if c.training.skip_train else "start"
         row = {"time": time.time(), "command": command, "version": our_version(), "torch": torch.__version__}

@@ -20,7 +20,7 @@ from meshwright import device as devices
 from meshwright.console import remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
 from meshwright.evaluation.tasks import Task
-from meshwright.files import naming_file, write_all
+from meshwright.files import naming_file
 from meshwright.launch.team import Team
 from meshwright.launch.world import find_world
 from meshwright.progress import new_bar
@@ -75,6 +75,8 @@ class Metrics:
         self.device, self.timers, self.screen = timers.device, timers, attempt.screen
         self.peak = peak_flops(self.device)
         self.file, self.attempt_number = -1, 1
+        self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
+        self.is_late = False  # whether that was said
         self.path = (folder or Path()) / "metrics.jsonl"
         if folder is not None:
             self.attempt_number = 1 + _count_starts(folder / "metrics.jsonl")
@@ -101,19 +103,38 @@ class Metrics:
         self.seconds = self.data_ms = 0.0
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
-        """Append one row immediately, so that a kill can truncate only the last line."""
+        """Append one row immediately, so that a kill can truncate only the last line.
+
+        With --save-error warn, rows wait in memory while the disk is full.
+        """
         if self.file < 0:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         line = json.dumps({"event": event, "attempt": self.attempt_number, "iteration": iteration, **plain})
-        with naming_file(self.path):
-            write_all(self.file, line.encode() + b"\n")
+        self.unwritten += line.encode() + b"\n"
+        with self._tolerating():
+            while self.unwritten:
+                del self.unwritten[: os.write(self.file, self.unwritten)]
+            self.is_late = False
 
     def sync(self) -> None:
         """Flush to disk, so that after a power cut no checkpoint has more steps than the log."""
         if self.file >= 0:
-            with naming_file(self.path):
+            with self._tolerating():
                 os.fsync(self.file)
+
+    @contextlib.contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        """Raise an error of the disk; with --save-error warn say it once."""
+        try:
+            with naming_file(self.path):
+                yield
+        except OSError as error:
+            if self.config.checkpoint.save_error == "stop":
+                raise
+            if not self.is_late:
+                remark(f"WARNING: {self.path}: {error.strerror}; its rows wait in memory (--save-error warn)")
+            self.is_late = True
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
         """Record one step, and print a line every --log-interval steps.
@@ -285,6 +306,8 @@ class Metrics:
         self.stop_bar()
         self.page.close()
         if self.file >= 0:
+            if self.unwritten:
+                remark(f"WARNING: {self.path} lacks its last {len(self.unwritten):,} bytes: the disk took no more")
             os.close(self.file)
             self.file = -1
 

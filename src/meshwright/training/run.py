@@ -222,6 +222,9 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
         if trainer.scores is not None:
             trainer.score(trainer.scores.finish, stop)
     trainer.state.saver.wait()
+    trainer.state.saver.require_saved(trainer.progress.iteration)
+    if lost := trainer.state.saver.lost:
+        remark(f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved")
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
     elif c.save_hf:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.console import remark, say
+from meshwright.errors import IO, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -38,13 +41,29 @@ def check_export(config: TrainConfig) -> None:
         huggingface_writer.refuse_full(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
 
 
+def explained(folder: str, step: int, act: Callable[[], None]) -> Callable[[], None]:
+    return publish.explain_failures(Path(folder), step)(act)
+
+
+def is_complete(folder: str, step: int) -> bool:
+    with contextlib.suppress(UserError, OSError):
+        return steps.latest(folder)[0] == step
+    return False
+
+
 class Saver:
-    """Saves the steps of a run; `kept` is the step in --save that equals the run's state now."""
+    """Saves the steps of a run; `kept` is the step in --save that equals the run's state now.
+
+    With --save-error warn, `lost` are the steps whose save failed, and `note_loss` records them.
+    """
 
     def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
         c = config.checkpoint
         self.config, self.layout, self.team = config, layout, team
         self.kept: int | None = None
+        self.lost: list[int] = []
+        self.failure: UserError | None = None  # of the last of them
+        self.note_loss: Callable[[int, str], None] = lambda step, reason: None
         self.background: Background | None = None
         if c.save and (device.type != "cpu" if c.async_save is None else c.async_save):
             from meshwright.checkpoint.background import Background
@@ -61,17 +80,41 @@ class Saver:
         if step == self.kept:
             for line in native.save_messages(folder, step):
                 say(line)
-            self.team.run_on_lead(lambda: publish.write_tracker(folder, step))
-            self.team.run_on_lead(lambda: self.tidy(step, best))
+            with self.tolerating():
+                self.team.run_on_lead(explained(folder, step, lambda: publish.write_tracker(folder, step)))
+                self.team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
             return None
         # The state has lists that the run will append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
-        if self.background is not None and self.background.fits(named):
-            self.background.begin(named, write)
-        else:
-            write(named, self.team)
         self.kept = step
-        return time.perf_counter() - began
+        with self.tolerating():
+            if self.background is not None and self.background.fits(named):
+                self.background.begin(named, write)
+            else:
+                write(named, self.team)
+        return time.perf_counter() - began if self.kept == step else None
+
+    @contextlib.contextmanager
+    def tolerating(self) -> Iterator[None]:
+        """Go on after a save that the disk made fail, with --save-error warn; on all ranks."""
+        try:
+            yield
+        except UserError as error:
+            is_shared = error.everywhere or self.team.size == 1
+            if self.config.checkpoint.save_error == "stop" or error.status != IO or not is_shared:
+                raise
+            step, folder = self.kept, self.config.checkpoint.save
+            assert step is not None and folder
+            remark(f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)")
+            if not self.team.run_on_lead(lambda: is_complete(folder, step)):  # else only what followed has failed
+                self.kept, self.failure = None, error
+                self.lost.append(step)
+                self.note_loss(step, str(error))
+
+    def require_saved(self, step: int) -> None:
+        """Raise the failure that the run went on after, unless its state is saved now."""
+        if self.failure is not None and self.kept != step:
+            raise self.failure
 
     def write(
         self, step: int, state: dict[str, Any], settings: dict[str, Any], best: int | None, named: Named, team: Team
@@ -85,7 +128,7 @@ class Saver:
         else:
             native.save(folder, step, named, state, settings, team=team)
         remark(after, f"saved step {step:,}")
-        team.run_on_lead(lambda: self.tidy(step, best))
+        team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
 
     def write_for_megatron(
         self, root: Path, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], team: Team
@@ -138,9 +181,10 @@ class Saver:
         return self.background is not None and self.background.failed
 
     def wait(self) -> None:
-        """Wait until no save is in flight, and raise its failure."""
+        """Wait until no save is in flight, and raise its failure if that ends the run."""
         if self.background is not None:
-            self.background.wait()
+            with self.tolerating():
+                self.background.wait()
 
     def export(self, tokenizer: Tokenizer | None) -> None:
         """Write --save-hf from the last saved step."""
