@@ -28,6 +28,7 @@ LAYERS = [
     ["checkpoint", "report"],
     ["evaluation", "generation.sampling"],
     ["training"],
+    ["verify"],
     ["bench"],
     ["generation"],
     ["doctor", "serving", "watch"],

@@ -48,6 +48,17 @@ def lines_on_stderr() -> Iterator[None]:
         _stream = before
 
 
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Print and log nothing of the block."""
+    global _stream
+    before, _stream = _stream, None
+    try:
+        yield
+    finally:
+        _stream = before
+
+
 def say(line: str = "", shown: str | None = None) -> None:
     """Add one line to the log: print it immediately, unless there is a short screen.
 

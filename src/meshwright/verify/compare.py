@@ -1,0 +1,477 @@
+"""Train a layout and one process side by side, and compare every tensor of both.
+
+Rank 0 first trains alone and keeps what each step made. All ranks then train in the layout; after
+each step rank 0 sends them the whole tensors of its own run, and every rank compares the parts that
+it holds, copies too, so that a difference names its rank. Last, the state is saved, loaded by the
+layout and by one process, and both go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright import console
+from meshwright.checkpoint.boxes import split_boxes
+from meshwright.checkpoint.sources import Named
+from meshwright.data.loader import Batch
+from meshwright.kernels import dropout
+from meshwright.launch.team import ALONE, Team
+from meshwright.settings.schema import Checkpoint, TrainConfig
+from meshwright.training.loop import Trainer
+from meshwright.verify import small_run
+from meshwright.verify.small_run import COLUMNS, Place
+from meshwright.verify.twin import Twin, alone, make_twin
+
+# The largest relative difference of equal runs. In a lower precision sums of gradients are rounded
+# differently, and Adam turns a gradient of no size into a step of full size.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+# Differences are relative to the largest element of a tensor, or to this part of the largest of all
+# tensors: some gradients are 0 but for rounding, such as that of a bias of keys.
+FLOOR = 1e-4
+# Quantities in the order in which a step makes them, which is the order of the table.
+DRAWN, SAMPLES, DROPOUT = "initial weights", "sample numbers", "draws of dropout"
+LOSS, GRADIENTS, NORM = "loss", "gradients", "gradient norm"
+WEIGHTS, MOMENTS, NUMBERS, VALIDATION = "weights", "optimizer state", "other numbers", "validation loss"
+RESUMED, GOES_ON = "loaded by the layout", "step after the load"
+TAKEN, ONE_GOES_ON = "loaded by one process", "its step after the load"
+ORDER = [DRAWN, SAMPLES, DROPOUT, LOSS, GRADIENTS, NORM, WEIGHTS, MOMENTS, NUMBERS, VALIDATION]
+ORDER += [RESUMED, GOES_ON, TAKEN, ONE_GOES_ON]
+KIND = dict(zip(COLUMNS, (LOSS, NORM, NUMBERS, NUMBERS, NUMBERS), strict=True))
+EXACT = {DRAWN, SAMPLES, DROPOUT, RESUMED, TAKEN}
+AFTER = "after the last step"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor or a number that differs by more than the tolerance."""
+
+    what: str
+    name: str
+    largest: float  # relative
+    tolerance: float
+    where: str = ""  # the step and the rank where it first differed
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A quantity, over all ranks and steps."""
+
+    what: str
+    count: int  # names
+    largest: float
+    worst: str  # the name with the largest difference
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.largest <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    steps: int
+    compared: list[Compared]
+    differences: list[Difference]  # the first to occur comes first
+    gradients: dict[str, float]  # the largest difference of each parameter's
+    not_compared: list[str]
+    config: TrainConfig  # of the twin
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differences
+
+
+def compare(
+    config: TrainConfig, team: Team, steps: int, folder: Path | None = None, place: Place | None = None
+) -> Comparison:
+    """Compare a layout with one process at reduced size, in float64; return the same on all ranks.
+
+    Every rank of an initialised world calls this. Checkpoints go into a folder within `folder`
+    (none: a temporary one), which is removed; if not all ranks see it, resuming is not compared.
+    `place` gives another device, and a model and a loss of the user's own.
+    """
+    place = dataclasses.replace(place or Place(), team=team)
+    return compare_twins(make_twin(config, place.device.type != "cpu"), steps, folder, place)
+
+
+def compare_twins(twin: Twin, steps: int, folder: Path | None, place: Place) -> Comparison:
+    """Compare a configuration as it is with one process; see `compare`."""
+    connected = small_run.Connected()
+    if place.connect is Place.connect:
+        place = dataclasses.replace(place, connect=connected)
+    with contextlib.ExitStack() as held:
+        held.callback(connected.close)
+        held.enter_context(console.silence())
+        shared = held.enter_context(shared_folder(folder, place.team))
+        comparison = _Comparing(twin.config, steps, place, shared)
+        comparison.run()
+        lacking = [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
+        return comparison.result(twin.left_out + lacking)
+
+
+@contextlib.contextmanager
+def shared_folder(folder: Path | None, team: Team) -> Iterator[Path | None]:
+    """Make a folder for checkpoints, and remove it; None if some rank does not see it."""
+
+    def make() -> str:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".verify-layout-", dir=folder)
+
+    made = Path(team.run_on_lead(make))
+    try:
+        yield made if all(team.gather(made.is_dir())) else None
+        team.wait()
+    finally:
+        if team.is_lead:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+# What a run makes
+
+
+class Step(NamedTuple):
+    """What one step made on one rank; tensors are copies on the host."""
+
+    gradients: Named
+    state: Named  # after the step
+    numbers: list[float]  # COLUMNS
+    samples: list[int]
+    draws: Tensor  # hashes of seed, sample and position that dropout is drawn from
+
+
+class Watched:
+    """A trainer whose steps are recorded."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.stop = trainer, small_run.never(trainer.config)
+        self.gradients: dict[str, Any] = {}
+        self.samples: list[int] = []
+        self.draws: list[Tensor] = []
+        net, store = trainer.net, trainer.net.store
+        take, where, next_batch = store.take_gradients, net.where, trainer.next_batch
+
+        def take_gradients() -> None:
+            # They are still what the sums gave: the update clips them in place.
+            scale, mine = trainer.state.scaler.scale, dict(store.each_gradient())
+            for name, (shape, boxes, _) in store.named_state(False).items():
+                self.gradients[name] = shape, boxes, _on_host(mine[name]) / scale
+            take()
+
+        def note_where(b: Batch, seed: int | None) -> Any:
+            w = where(b, seed)
+            if w.samples is not None:
+                columns = torch.arange(b.tokens.shape[1], device=w.samples.device) if w.columns is None else w.columns
+                self.draws.append(dropout.rows(w.seed, w.samples[:, None], columns).flatten())
+                if w.stream is not None and w.stream.samples is not None:
+                    self.draws.append(dropout.rows(w.seed, w.stream.samples, w.stream.columns).flatten())
+            return w
+
+        def note_batch() -> list[Batch]:
+            batches = next_batch()
+            self.samples += [int(k) for b in batches for k in b.sample_ids]
+            return batches
+
+        for owner, name, new in (
+            (store, "take_gradients", take_gradients),
+            (net, "where", note_where),
+            (trainer, "next_batch", note_batch),
+        ):
+            setattr(owner, name, new)
+
+    def state(self) -> Named:
+        """Return copies of this rank's weights and optimizer state."""
+        named = self.trainer.net.store.named_state()
+        return {name: (shape, boxes, _on_host(x)) for name, (shape, boxes, x) in named.items()}
+
+    def counters(self) -> dict[str, Any]:
+        """Return the rest of the state."""
+        state, store = self.trainer.state, self.trainer.net.store
+        return dataclasses.asdict(state.progress) | {"steps": store.steps, "loss_scale": state.scaler.state()}
+
+    def step(self) -> Step:
+        self.gradients, self.samples, self.draws = {}, [], []
+        self.trainer.step(self.stop)
+        self.trainer.finish()
+        draws = torch.cat([x.cpu() for x in self.draws]) if self.draws else torch.empty(0, dtype=torch.int32)
+        return Step(self.gradients, self.state(), rows_of(self.trainer)[-1], self.samples, torch.unique(draws))
+
+    def validate(self) -> float:
+        return self.trainer.validate("valid", "", 0, self.stop)
+
+    def close(self) -> None:
+        self.trainer.close_batches()
+        self.trainer.state.saver.close()
+
+
+def rows_of(trainer: Trainer) -> list[list[float]]:
+    return trainer.metrics.rows  # type: ignore[attr-defined,no-any-return]
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.float64, copy=True)
+
+
+def whole(named: Named) -> dict[str, Tensor]:
+    """Return the tensors of one process, which holds them completely."""
+    return {name: x.view(shape) for name, (shape, _, x) in named.items()}
+
+
+def broadcast(tensors: dict[str, Tensor] | None, team: Team) -> dict[str, Tensor]:
+    """Send rank 0's tensors to all ranks."""
+    shapes = team.run_on_lead(lambda: [[name, list(x.shape)] for name, x in (tensors or {}).items()])
+    if team.size == 1:
+        return tensors or {}
+    flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+    if tensors and team.is_lead:
+        torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
+    dist.broadcast(flat, 0, group=team.group)
+    parts = flat.split_with_sizes([math.prod(shape) for _, shape in shapes])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+
+
+# The comparison
+
+
+@dataclass
+class Seen:
+    """The largest difference of one name so far, and the first beyond the tolerance."""
+
+    largest: float = 0.0
+    first: tuple[int, float] | None = None  # step, difference
+
+
+@dataclass
+class Recorder:
+    """The differences that one rank has seen."""
+
+    tolerance: float
+    seen: dict[tuple[str, str], Seen] = field(default_factory=dict)
+
+    def note(self, what: str, name: str, step: int, far: float) -> None:
+        seen = self.seen.setdefault((what, name), Seen())
+        seen.largest = max(seen.largest, far)
+        if seen.first is None and not far <= (0.0 if what in EXACT else self.tolerance):
+            seen.first = step, far
+
+    def numbers(self, what: str, name: str, step: int, got: float, want: float) -> None:
+        self.note(what, name, step, relative(got, want))
+
+    def tensors(self, what: str, step: int, got: Named, want: dict[str, Tensor], floor: float = FLOOR) -> None:
+        """Compare this rank's parts with whole tensors."""
+        sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in want.items()}
+        for name, (shape, boxes, tensor) in got.items():
+            if name not in want or tuple(shape) != tuple(want[name].shape):
+                self.note(what, name, step, math.inf)
+                continue
+            kind = name.partition("/")[2]  # weights, or one of the moments
+            least = floor * max(size for other, size in sizes.items() if other.partition("/")[2] == kind)
+            far = 0.0
+            for box, flat in split_boxes(boxes, tensor.reshape(-1)):
+                part = want[name][tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+                apart = float((flat - part.reshape(-1)).abs().max()) if flat.numel() else 0.0
+                far = max(far, math.inf if math.isnan(apart) else apart)
+            scale = max(sizes[name], least)
+            self.note(what, name, step, far / scale if scale else 0.0 if not far else math.inf)
+
+
+def relative(got: float, want: float) -> float:
+    if got == want or (math.isnan(got) and math.isnan(want)):
+        return 0.0
+    far = abs(got - want) / abs(want) if want else math.inf
+    return math.inf if math.isnan(far) else far
+
+
+class _Comparing:
+    """One comparison on one rank."""
+
+    def __init__(self, config: TrainConfig, steps: int, place: Place, folder: Path | None) -> None:
+        self.config, self.steps, self.place, self.folder, self.team = config, steps, place, folder, place.team
+        self.seen = Recorder(TOLERANCE[config.precision.dtype])
+        self.is_repeatable = place.device.type == "cpu"
+        self.one: list[Step] = []  # rank 0: of one process
+        self.drawn: Named = {}  # rank 0: its initial weights
+        self.validation = 0.0
+
+    def run(self) -> None:
+        self.team.run_on_lead(self.train_alone)
+        saves = dataclasses.replace(self.config.checkpoint, save=str(self.folder)) if self.folder else Checkpoint()
+        with self.running(self.config, saves) as run:
+            saved, counters, last = self.train(run)
+        if self.folder:
+            self.resume(saved, counters, last)
+            self.take_over(saved, counters)
+
+    @contextlib.contextmanager
+    def running(self, config: TrainConfig, checkpoint: Checkpoint, by: Team | None = None) -> Iterator[Watched]:
+        place = self.place if by is None else dataclasses.replace(self.place, team=by)
+        run = Watched(small_run.start(dataclasses.replace(config, checkpoint=checkpoint), place))
+        try:
+            yield run
+        finally:
+            run.close()
+
+    def train_alone(self) -> None:
+        """Train in one process, a step more than the layout will have saved."""
+        with self.running(alone(self.config), Checkpoint(), ALONE) as run:
+            self.drawn = run.state()
+            for step in range(self.steps + 1):
+                self.one.append(run.step())
+                if step + 1 == self.steps:
+                    self.validation = run.validate()
+
+    def train(self, run: Watched) -> tuple[Named, dict[str, Any], Step]:
+        """Train in the layout; return what it saved, its counters then, and its step after that."""
+        drawn = {name: x for name, x in run.state().items() if "/" not in name}
+        self.seen.tensors(DRAWN, 0, drawn, broadcast(whole(self.drawn), self.team), floor=0.0)
+        self.check_cover(run)
+        saved: Named = {}
+        counters: dict[str, Any] = {}
+        for number in range(1, self.steps + 2):
+            made = run.step()
+            self.compare_step(number, made)
+            if number == self.steps:
+                want = self.team.run_on_lead(lambda: self.validation)
+                self.seen.numbers(VALIDATION, AFTER, number, run.validate(), want)
+                saved, counters = made.state, run.counters()
+                if self.folder:
+                    run.trainer.state.save()
+                    run.trainer.state.saver.wait()
+        return saved, counters, made
+
+    def check_cover(self, run: Watched) -> None:
+        """Check that each element of each tensor is held by one rank as its own."""
+        own = run.trainer.net.store.named_state(to_save=True)
+        totals: dict[str, int] = {}
+        for mine in self.team.gather({name: x.numel() for name, (_, _, x) in own.items()}):
+            for name, count in mine.items():
+                totals[name] = totals.get(name, 0) + count
+        sizes = self.team.run_on_lead(lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()})
+        for name in sizes.keys() | totals.keys():
+            if totals.get(name) != sizes.get(name):
+                self.seen.note(DRAWN, f"{name} (elements held)", 0, math.inf)
+
+    def compare_step(self, step: int, made: Step, numbers: str = "", tensors: str = "") -> None:
+        """Compare a step of the layout with that of one process, under other names if given."""
+        team = self.team
+        one = self.one[step - 1] if team.is_lead else None
+        row, samples = team.run_on_lead(lambda: one and [one.numbers, one.samples])
+        for column, got, want in zip(COLUMNS, made.numbers, row, strict=True):
+            self.seen.numbers(numbers or KIND[column], column, step, got, want)
+        self.compare_samples(step, made.samples, samples, tensors or SAMPLES)
+        self.compare_draws(step, made.draws, broadcast({"": one.draws} if one else None, team)[""], tensors or DROPOUT)
+        self.seen.tensors(tensors or GRADIENTS, step, made.gradients, broadcast(one and whole(one.gradients), team))
+        want = broadcast(one and whole(one.state), team)
+        for what, is_moment in ((WEIGHTS, False), (MOMENTS, True)):
+            mine = {name: x for name, x in made.state.items() if ("/" in name) == is_moment}
+            self.seen.tensors(tensors or what, step, mine, want)
+
+    def compare_samples(self, step: int, mine: list[int], want: list[int], what: str) -> None:
+        """Check that the data-parallel ranks together read what one process reads."""
+        at = self.place_of_rank
+        read: dict[int, list[int]] = {}
+        for data, numbers in self.team.gather([at, mine]):
+            if read.setdefault(data, numbers) != numbers:
+                self.seen.note(what, f"of data-parallel rank {data}", step, math.inf)
+        is_same = sorted(k for numbers in read.values() for k in numbers) == sorted(want)
+        self.seen.note(what, "of the step", step, 0.0 if is_same else math.inf)
+
+    @property
+    def place_of_rank(self) -> int:
+        from meshwright.parallel.layout import layout_of
+
+        return layout_of(self.config, self.team.rank).at("replicas", "shard")
+
+    def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: str) -> None:
+        """Check that the ranks together draw from the positions that one process draws from."""
+        want = want.to(torch.int32)
+        found = torch.isin(want, mine).to(torch.int32)
+        if self.team.size > 1:
+            dist.all_reduce(found, group=self.team.group)
+        is_same = bool(torch.isin(mine, want).all()) and bool((found > 0).all())
+        self.seen.note(what, "seed, sample and position", step, 0.0 if is_same else math.inf)
+
+    # Resuming
+
+    def resume(self, saved: Named, counters: dict[str, Any], last: Step) -> None:
+        """Load the saved state into the same layout and take its next step again."""
+        with self.running(self.config, Checkpoint(load=str(self.folder))) as run:
+            self.compare_bits(RESUMED, run.state(), saved)
+            self.compare_counters(RESUMED, run.counters(), counters)
+            again = run.step()
+        if self.is_repeatable:
+            self.compare_bits(GOES_ON, again.state, last.state)
+            self.compare_counters(GOES_ON, dict(zip(COLUMNS, again.numbers, strict=True)), last.numbers)
+        else:  # the order of atomic additions differs
+            self.compare_step(self.steps + 1, again, GOES_ON, GOES_ON)
+
+    def take_over(self, saved: Named, counters: dict[str, Any]) -> None:
+        """Load the saved state into one process, on rank 0, which takes the next step alone."""
+        loaded: list[tuple[Named, dict[str, Any], Step]] = []
+
+        def load() -> None:
+            with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
+                loaded.append((run.state(), run.counters(), run.step()))
+
+        self.team.run_on_lead(load)
+        mine = loaded[0] if loaded else None
+        self.seen.tensors(TAKEN, self.steps, saved, broadcast(mine and whole(mine[0]), self.team), floor=0.0)
+        if mine:
+            self.compare_counters(TAKEN, mine[1], counters)
+            want, number = self.one[self.steps], self.steps + 1
+            self.seen.tensors(ONE_GOES_ON, number, mine[2].state, whole(want.state))
+            for name, got, number_of_one in zip(COLUMNS, mine[2].numbers, want.numbers, strict=True):
+                self.seen.numbers(ONE_GOES_ON, name, number, got, number_of_one)
+
+    def compare_bits(self, what: str, got: Named, want: Named) -> None:
+        for name in got.keys() | want.keys():
+            is_same = name in got and name in want and torch.equal(got[name][2], want[name][2])
+            self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
+
+    def compare_counters(self, what: str, got: dict[str, Any], want: Any) -> None:
+        want = want if isinstance(want, dict) else dict(zip(got, want, strict=True))
+        for name, value in got.items():
+            is_same = value == want[name] or (value != value and want[name] != want[name])
+            self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
+
+    # The result
+
+    def result(self, not_compared: list[str]) -> Comparison:
+        """Merge what all ranks have seen, on all ranks alike."""
+        mine = [[*key, s.largest, s.first] for key, s in self.seen.seen.items()]
+        largest: dict[tuple[str, str], float] = {}
+        first: dict[tuple[str, str], tuple[int, float, int]] = {}  # step, difference, rank
+        for rank, rows in enumerate(self.team.gather(mine)):
+            for what, name, far, begin in rows:
+                key = what, name
+                largest[key] = max(largest.get(key, 0.0), far)
+                if begin is not None and (key not in first or begin[0] < first[key][0]):
+                    first[key] = begin[0], begin[1], rank
+        compared = []
+        for what in ORDER:
+            of_kind = {name: far for (kind, name), far in largest.items() if kind == what}
+            if of_kind:
+                worst = max(of_kind, key=lambda name: of_kind[name])
+                compared.append(Compared(what, len(of_kind), of_kind[worst], worst, self.tolerance(what)))
+        order = sorted(first, key=lambda key: (first[key][0], ORDER.index(key[0]), -first[key][1]))
+        differences = [
+            Difference(*key, largest[key], self.tolerance(key[0]), f"step {first[key][0]}, rank {first[key][2]}")
+            for key in order
+        ]
+        gradients = {name: far for (kind, name), far in largest.items() if kind == GRADIENTS}
+        return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
+
+    def tolerance(self, what: str) -> float:
+        return 0.0 if what in EXACT else self.seen.tolerance

@@ -1,0 +1,106 @@
+"""A small training run with the real Trainer, whose data and log are stand-ins.
+
+Nothing is read from disk but a checkpoint, and nothing is printed or logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.data.loader import Marks, Mock
+from meshwright.launch.team import ALONE, Team
+from meshwright.parallel.layout import Layout, connect, layout_of
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.loop import Trainer
+from meshwright.training.metrics import Timers
+from meshwright.training.network import Spec
+from meshwright.training.preflight import vocabulary
+from meshwright.training.stop import StopConditions
+from meshwright.verify.twin import SAMPLES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meshwright.training.network import Model
+    from meshwright.training.step import Loss
+
+EOD = 5  # the end of documents; occurs in every other sample of 16 random tokens
+COLUMNS = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
+
+
+class Record:
+    """A stand-in for the log: a row of numbers for each step and each validation."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []  # COLUMNS
+
+    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
+        self.rows.append([float(values[n]) for n in COLUMNS])
+
+    def validation(self, consumed: int, check: Any) -> None:
+        self.rows.append([check.loss, 0.0, 0.0, 0.0, 0.0])
+
+    def row(self, *values: Any, **more: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is computed, and by which parts of the user's own."""
+
+    team: Team = ALONE
+    device: torch.device = torch.device("cpu")
+    connect: Callable[[Layout], Layout] = connect
+    model: Model | None = None
+    loss: Loss | None = None
+
+
+def start(config: TrainConfig, place: Place) -> Trainer:
+    """Return a trainer of this rank that has loaded or drawn its weights."""
+    team = place.team if config.world > 1 else ALONE
+    layout = place.connect(layout_of(config, team.rank))
+    _, vocab, padded = vocabulary(config, None)
+    spec = Spec(config, layout, place.device, vocab, padded, place.model, place.loss)
+    trainer = Trainer(spec, team, Timers(0, "minmax", place.device, team))
+    trainer.load_or_initialise()
+    d = config.data
+    marked = d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask
+    trainer.marks = Marks(EOD, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask) if marked else None
+    assert d.seq_length
+    trainer.data = {name: Mock(vocab, SAMPLES, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
+    trainer.metrics = Record()  # type: ignore[assignment]
+    return trainer
+
+
+def never(config: TrainConfig) -> StopConditions:
+    """Return the conditions of a run that nothing ends early."""
+    return StopConditions(config.training, time.perf_counter(), saves=False)
+
+
+class Connected:
+    """Connects layouts; reuses process groups until the sizes change, then destroys them."""
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.timeout = timeout
+        self.shape: tuple[int, ...] = ()
+        self.groups: dict[str, Any] = {}
+
+    def __call__(self, layout: Layout) -> Layout:
+        if layout.world == 1:
+            return layout
+        if layout.shape != self.shape:
+            self.close()
+            self.shape, self.groups = layout.shape, connect(layout, self.timeout).groups
+        return dataclasses.replace(layout, groups=dict(self.groups))
+
+    def close(self) -> None:
+        for group in self.groups.values():
+            dist.destroy_process_group(group)
+        self.shape, self.groups = (), {}
