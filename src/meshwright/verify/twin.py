@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.errors import UserError
+from meshwright.settings import checks, flags
 from meshwright.settings.schema import (
     Checkpoint,
     Data,
@@ -72,7 +74,9 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
         checkpoint=Checkpoint(ckpt_format=c.checkpoint.ckpt_format, async_save=c.checkpoint.async_save),
         logging=Logging(log_params_norm=True, progress=False, tensorboard=False),
     )
-    return Twin(twin, left_out(c, twin, on_accelerator))
+    if wrong := checks.problems(twin):
+        raise UserError(flags.listed(["the small twin of these settings cannot run", *wrong]))
+    return Twin(twin, left_out(c, on_accelerator))
 
 
 def alone(config: TrainConfig) -> TrainConfig:
@@ -162,7 +166,8 @@ def training(c: TrainConfig) -> Training:
         rampup_batch_size=ramp,
         recompute_num_layers=layers,
         eval_iters=1,
-        train_iters=10**4,
+        train_iters=None if ramp else 10**4,
+        train_samples=SAMPLES if ramp else None,
         # Float64 is computed by the fused kernels only if asked for.
         fused_kernels="on" if t.fused_kernels == "on" else "off",
         compile="off",
@@ -181,7 +186,7 @@ def optimizer(o: Optimizer) -> Optimizer:
     return Optimizer(lr=rate, lr_decay_style="constant", clip_grad=clip, **kept)
 
 
-def left_out(c: TrainConfig, twin: TrainConfig, on_accelerator: bool) -> list[str]:
+def left_out(c: TrainConfig, on_accelerator: bool) -> list[str]:
     """Return what the run has and the twin has not, each as a reader would ask for it."""
     t, p, m = c.training, c.precision, c.model
     low = "bf16" if p.bf16 else "fp16" if p.fp16 else "" if p.params_dtype == "float64" else "float32"
