@@ -23,7 +23,7 @@ import zstandard
 from helpers import error_of
 from meshwright.data.prepare import containers, plain, tables, text
 from meshwright.data.prepare.inputs import find
-from meshwright.data.prepare.text import BadLine, lines_of, pieces, read_place, units
+from meshwright.data.prepare.text import BadLine, lines_of, pieces, units
 from meshwright.errors import IO, UNAVAILABLE, UserError
 from meshwright.settings.texts import TextInputs
 
@@ -50,8 +50,9 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
         content += b"\n" * rng.randrange(2)
         path = tmp_path / "in"
         path.write_bytes(content)
-        monkeypatch.setattr(text, "REST", rng.choice([1, 3, 1000]))
-        places = [read_place(str(path), a, min(a + size, len(content))) for a in range(0, len(content), size)]
+        monkeypatch.setattr(plain, "REST", rng.choice([1, 3, 1000]))
+        borders = pairwise([*range(0, len(content), size), len(content)])
+        places = [plain.read_place(str(path), begin, end, plain.LINES)[0] for begin, end in borders]
         assert b"".join(data[first:stop] for data, first, stop in places) == content
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
         assert [bytes(one) for place in places for one in lines_of(*place)] == lines
@@ -63,16 +64,17 @@ def test_a_stream_is_cut_at_line_ends(size):
     for _ in range(200):
         content = b"\n".join(b"x" * rng.choice([0, 1, 5, 40]) for _ in range(rng.randrange(12)))
         stream = io.BytesIO(content)
-        found = list(text.cut(iter(lambda file=stream: file.read(rng.randrange(1, 20)), b""), size))
+        found = list(plain.cut(iter(lambda file=stream: file.read(rng.randrange(1, 20)), b""), size, plain.LINES))
         assert b"".join(found) == content
         assert all(part.endswith(b"\n") for part in found[:-1])
 
 
 def test_a_line_too_long_is_one_bad_line(tmp_path, monkeypatch):
     """In a file and in a stream: its neighbours are kept, and it is never held in memory."""
-    monkeypatch.setattr(text, "LONGEST", 5000)
-    monkeypatch.setattr(text, "PIECE", 1000)
-    monkeypatch.setattr(text, "REST", 100)
+    for module in (text, plain):
+        monkeypatch.setattr(module, "LONGEST", 5000)
+        monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(plain, "REST", 100)
     content = line("a") + b"\n" + line("z" * 9000) + b"\n" + line("b") + b"\n" + line("y" * 8000)
     (tmp_path / "plain").write_bytes(content)
     with gzip.open(tmp_path / "packed", "wb") as file:
@@ -487,7 +489,8 @@ def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     }[kind]()
     packed = packer.compress(line("a") + b"\n") + b"".join(packer.compress(bytes(1 << 20)) for _ in range(300))
     (tmp_path / "a").write_bytes(packed + packer.compress(b"\n" + line("b")) + packer.flush())
-    monkeypatch.setattr(text, "LONGEST", 1 << 22)
+    for module in (text, plain):
+        monkeypatch.setattr(module, "LONGEST", 1 << 22)
     largest, real = [0], containers.chunks
     monkeypatch.setattr(containers, "chunks", lambda file: (largest.append(len(one)) or one for one in real(file)))
     tracemalloc.start()

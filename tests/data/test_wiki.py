@@ -215,7 +215,7 @@ def test_damage_is_reported(tmp_path, damage):
 def test_a_page_that_is_too_long(tmp_path, monkeypatch):
     for name, size in (("LONGEST", 3000), ("PIECE", 256), ("REST", 16)):
         for module in (plain, text):
-            monkeypatch.setattr(module, name, size)
+            monkeypatch.setattr(module, name, size, raising=False)
     pages = [PAGES[0], page("Long", "x" * 600_000), PAGES[-1]]
     for name, packed in (("d.xml", bytes), ("d.xml.gz", gzip.compress)):
         fill(tmp_path, {name: packed((HEAD + "".join(pages) + "</mediawiki>\n").encode())})

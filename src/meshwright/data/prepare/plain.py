@@ -1,4 +1,8 @@
-"""Read documents of plain text: a file is one, or several with a separating line between them."""
+"""Cut files and streams into documents; read those of plain text.
+
+A file of text is one document, or several with a separating line between them. A line of JSON is a
+document that ends with its line feed.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ PIECE = 1 << 20  # bytes
 REST = 1 << 16  # bytes read beyond a piece, within which its last line mostly ends
 LONGEST = 1 << 28  # bytes of a line or of a text; a longer one counts as bad
 TOO_LONG = b"\xff too long"  # stands for such a line
+LINES = "\n"  # the separator of lines of JSON
+Span = tuple[bytes, int, int]  # a buffer, and where documents begin and end in it, since cutting would copy them
 HTML_NAME = re.compile(r"\.x?html?(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 
 
@@ -25,6 +31,8 @@ def ends_of(separator: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """Return the patterns of a line that ends a document: with its line feed, or at the end too."""
     if separator == wiki.PAGES:
         return wiki.ENDS
+    if separator == LINES:
+        return re.compile(b"\n"), re.compile(b"\n")
     line = rb"^" + re.escape(separator.encode()) + rb"\r?"
     return re.compile(line + rb"\n", re.MULTILINE), re.compile(line + rb"(?:\n|\Z)", re.MULTILINE)
 
@@ -91,35 +99,49 @@ def read_file(path: str) -> bytes | BadLine:
     return content if len(content) <= LONGEST else TOO_LONG
 
 
-def read_place(path: str, begin: int, end: int, separator: str) -> tuple[bytes, int]:
+def next_end(data: bytes, separator: str, least: int) -> int:
+    """Return where the first document ends that ends at `least` or later; 0 if none does."""
+    if separator == LINES:
+        return data.find(b"\n", max(least - 1, 0)) + 1
+    lines = ends_of(separator)[0].finditer(data, max(least - margin_of(separator), 0))
+    return next((line.end() for line in lines if line.end() >= least), 0)
+
+
+def last_end(data: bytes | bytearray, separator: str, at: int = 0) -> int:
+    """Return where the last document ends, looking from `at` on; 0 if none does."""
+    if separator == LINES:
+        return data.rfind(b"\n", at) + 1
+    return max((line.end() for line in ends_of(separator)[0].finditer(data, at)), default=0)
+
+
+def margin_of(separator: str) -> int:
+    """Return the most bytes of a separating line, with the line feed before it and its own."""
+    return len(separator.encode()) + 3
+
+
+def read_place(path: str, begin: int, end: int, separator: str) -> tuple[Span, int]:
     """Return the documents that begin within these bytes of a file, and where the first begins."""
-    whole_line = ends_of(separator)[0]
-    margin = len(separator.encode()) + 3  # with the line feed before it and its own
-    start = max(begin - margin, 0)
+    start = max(begin - margin_of(separator), 0)
+    size = end - start
     try:
         with open(path, "rb") as file:
             file.seek(start)
-            data = bytearray(file.read(end - start))
+            data = file.read(size + REST)
             require_length(path, start, len(data), end)
-            first = len(BOM) * data.startswith(BOM) if not begin else -1
-            last = first
-            for line in whole_line.finditer(data):
-                if begin <= start + line.end() < end:
-                    first, last = line.end() if first < 0 else first, line.end()
-            if first < 0:
-                return b"", 0  # no document begins here
-            at = max(last, len(data) - margin)
-            while more := file.read(REST if len(data) == end - start else PIECE):
+            first = next_end(data, separator, begin - start) if begin else len(BOM) * data.startswith(BOM)
+            if first >= size or (begin and not first):
+                return (b"", 0, 0), 0  # no document begins here
+            stop = next_end(data, separator, size)
+            while not stop and (more := file.read(max(PIECE, len(data) // 4))):
+                searched = len(data) - margin_of(separator)
                 data += more
-                found = next((m for m in whole_line.finditer(data, at) if m.end() >= end - start), None)
-                if found:
-                    return bytes(data[first : found.start()]), start + first
-                if len(data) - last > LONGEST:
-                    return bytes(data[first:last]) + TOO_LONG, start + first
-                at = max(last, data.rfind(b"\n") + 1)
+                stop = next_end(data, separator, max(size, searched))
+                if (stop or len(data)) - size > LONGEST:  # only the last document can be so long
+                    data, stop = data[: max(first, last_end(data[:size], separator))] + TOO_LONG, 0
+                    break
     except OSError as error:
         raise UserError(f"{shown(path)} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
-    return bytes(data[first:]), start + first
+    return (data, first, stop or len(data)), start + first
 
 
 def require_length(path: str, start: int, have: int, end: int) -> None:
@@ -134,25 +156,25 @@ def require_length(path: str, start: int, have: int, end: int) -> None:
 
 def cut(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[bytes]:
     """Yield complete documents, about `size` bytes at a time; raise damage after all of them."""
-    whole_line, longest_line = ends_of(separator)[0], len(separator.encode()) + 2
+    begins_line = b"" if separator == LINES else b"\n"
     # `end`: of the last complete document; `searched`: the beginning of the unfinished line.
     kept, end, searched, too_long = bytearray(), 0, 0, False
     try:
         for chunk in chunks:
             kept += chunk
             if too_long:
-                line = whole_line.search(kept)
+                line = ends_of(separator)[0].search(kept)
                 if line is None:
-                    kept = kept[kept.rfind(b"\n") + 1 :][:longest_line]
+                    kept = kept[kept.rfind(b"\n") + 1 :][: margin_of(separator)]
                     continue
-                kept, searched, too_long = bytearray(TOO_LONG + b"\n") + kept[line.start() :], 0, False
-            end = max((line.end() for line in whole_line.finditer(kept, searched)), default=end)
+                kept, searched, too_long = bytearray(TOO_LONG + begins_line) + kept[line.start() :], 0, False
+            end = last_end(kept, separator, searched) or end
             searched = max(end, kept.rfind(b"\n") + 1)
             if end and len(kept) >= size:
                 yield bytes(kept[:end])
                 kept, searched, end = kept[end:], searched - end, 0
             if len(kept) > LONGEST:
-                kept, searched, too_long = kept[searched:][:longest_line], 0, True
+                kept, searched, too_long = kept[searched:][: margin_of(separator)], 0, True
     except containers.DAMAGES:
         if end:
             yield bytes(kept[:end])

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal
 from meshwright.data.prepare import containers, markup, plain, records, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, shown
 from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, START, Found, Input, choice_of, find, is_json_lines
-from meshwright.data.prepare.plain import BOM, HTML_NAME, LONGEST, PIECE, REST, TOO_LONG
+from meshwright.data.prepare.plain import BOM, HTML_NAME, LINES, LONGEST, PIECE, TOO_LONG, Span
 from meshwright.data.prepare.records import BadLine as BadLine
 from meshwright.data.prepare.records import PassedFile, Texts, no_text
 from meshwright.errors import BAD_DATA, IO, UserError
@@ -111,7 +111,7 @@ def _stream_pieces(number: int, one: Input, given: TextInputs) -> Iterator[Piece
                 yield Piece(number, path, "texts", begin, 0, texts, at, separator, is_named=False)
         elif JSON_NAME.search(path) or JSON_START.match(start):
             _require_text(path, start)
-            for lines in cut(_without_mark(stream), PIECE):
+            for lines in plain.cut(_without_mark(stream), PIECE, LINES):
                 yield Piece(number, path, "lines", begin, content=lines, behind=containers.position(file))
                 begin += lines.count(b"\n")
         else:
@@ -228,7 +228,7 @@ def _parts(name: str, stream: BinaryIO, separator: str) -> Iterator[bytes]:
     if containers.foreign_encoding(start):
         yield start  # enough to name the encoding
     elif JSON_NAME.search(name):
-        yield from cut(_without_mark(stream), PIECE)
+        yield from plain.cut(_without_mark(stream), PIECE, LINES)
     elif HTML_NAME.search(name) or markup.IS_HTML.match(start):
         page = stream.read(LONGEST + 1)
         yield page if len(page) <= LONGEST else TOO_LONG
@@ -257,47 +257,14 @@ def open_input(path: str) -> BinaryIO:
         raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
 
 
-def cut(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """Yield complete lines, about `size` bytes at a time; damage is raised after all of them."""
-    kept: list[bytes] = []
-    have, ends, too_long = 0, False, False  # `ends`: `kept` contains a line feed
-
-    def lines() -> bytes:
-        nonlocal kept, have, ends
-        data = b"".join(kept)
-        end = data.rfind(b"\n") + 1
-        kept, have, ends = [data[end:]], len(data) - end, False
-        return data[:end]
-
-    try:
-        for chunk in chunks:
-            if too_long:
-                _, feed, chunk = chunk.partition(b"\n")
-                if not feed:
-                    continue
-                kept, have, ends, too_long = [TOO_LONG, b"\n"], len(TOO_LONG) + 1, True, False
-            kept.append(chunk)
-            have += len(chunk)
-            ends = ends or b"\n" in chunk
-            if have >= size and ends:
-                yield lines()
-            if have > LONGEST:
-                kept, have, ends, too_long = [], 0, False, True
-    except containers.DAMAGES:
-        if ends:
-            yield lines()
-        raise
-    if rest := TOO_LONG if too_long else b"".join(kept):
-        yield rest
-
-
 # Reading.
 
 
 def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
     """Yield the texts under the keys of each line, row or text; what is wrong; None if blank."""
     if piece.kind == "place":
-        yield from _line_units(read_place(piece.path, piece.begin, piece.end), keys, not piece.begin)
+        span, _ = plain.read_place(piece.path, piece.begin, piece.end, LINES)
+        yield from _line_units(span, keys, not piece.begin)
     elif piece.kind == "lines":
         yield from _line_units((piece.content, 0, len(piece.content)), keys, not piece.begin)
     elif piece.kind in ("parquet", "arrow"):
@@ -316,8 +283,8 @@ def units(piece: Piece, keys: list[str]) -> Iterator[Texts | BadLine | None]:
 def _placed_units(piece: Piece, keys: list[str]) -> Iterator[tuple[str, Texts | BadLine | None]]:
     """Yield the units of texts with their places."""
     if piece.kind == "text":
-        content, at = plain.read_place(piece.path, piece.begin, piece.end, piece.separator)
-        for begin, unit in _documents(piece, content, piece.path, keys):
+        (data, first, stop), at = plain.read_place(piece.path, piece.begin, piece.end, piece.separator)
+        for begin, unit in _documents(piece, data[first:stop], piece.path, keys):
             yield f"{shown(piece.path)}: document at byte {at + begin:,}", unit
     elif piece.kind == "files":
         for path in piece.content:
@@ -362,7 +329,7 @@ def _documents(piece: Piece, content: bytes, name: str, keys: list[str]) -> Iter
             yield begin, BadLine(text.kind, text.detail) if piece.is_named else text
 
 
-def _line_units(lines: Lines, keys: list[str], is_first: bool) -> Iterator[Texts | BadLine | None]:
+def _line_units(lines: Span, keys: list[str], is_first: bool) -> Iterator[Texts | BadLine | None]:
     is_array = is_first and ARRAY.match(lines[0], lines[1], lines[2]) is not None
     for line in lines_of(*lines):
         try:
@@ -391,9 +358,6 @@ def describe_place(piece: Piece, unit: int, first_line: int, keys: list[str]) ->
     return next((place for place, _ in islice(_placed_units(piece, keys), unit, None)), shown(piece.path))
 
 
-Lines = tuple[bytes, int, int]  # a buffer, and where its lines begin and end; cutting copies nothing
-
-
 def lines_of(buffer: bytes, first: int, stop: int) -> Iterator[memoryview]:
     view = memoryview(buffer)
     while first < stop:
@@ -401,36 +365,6 @@ def lines_of(buffer: bytes, first: int, stop: int) -> Iterator[memoryview]:
         end = stop if end < 0 else end
         yield view[first:end]
         first = end + 1
-
-
-def read_place(path: str, begin: int, end: int) -> Lines:
-    """Return the lines that begin within these bytes of a file."""
-    start = max(begin - 1, 0)
-    size = end - start
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            data = file.read(size + REST)
-            plain.require_length(path, start, len(data), end)
-            first = data.find(b"\n", 0, size) + 1 if begin else len(BOM) * data.startswith(BOM)
-            if first >= size or (begin and not first):
-                return b"", 0, 0  # no line begins here
-            stop = data.find(b"\n", size - 1) + 1
-            if stop or len(data) < size + REST:
-                return data, first, stop or len(data)
-            parts, have = [data], len(data)
-            while more := file.read(PIECE):
-                stop = more.find(b"\n") + 1
-                parts.append(more[: stop or len(more)])
-                have += len(parts[-1])
-                if stop:
-                    break
-                if have > LONGEST:  # only the last line can be so long
-                    data = data[: data.rfind(b"\n") + 1] + TOO_LONG
-                    return data, first, len(data)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
-    return b"".join(parts), first, have
 
 
 def count_lines(path: str, end: int) -> int:
