@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from helpers import free_port
+
 # torch._dynamo too, which the first torch.manual_seed() of a process imports, in seconds; and what
 # every rank would import for itself in 0.2 seconds.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "meshwright.training.run"]
@@ -82,3 +84,38 @@ def _program(script: Path, argv: list[str], environ: dict[str, str], folder: Pat
 
     meshwright.training.run.write_report = lambda folder: None
     runpy.run_path(str(script), run_name="__main__")
+
+
+def train_on_ranks(world: int, flags: list[str], folder: Path, prepare: Callable[[int], None]) -> list[int]:
+    """Run `meshwright train` on ranks that first call `prepare`; return the exit statuses.
+
+    Rank N prints into the file log-N of the folder.
+    """
+    context = multiprocessing.get_context("forkserver")
+    port = free_port()
+    started = [context.Process(target=_train, args=(r, world, port, flags, folder, prepare)) for r in range(world)]
+    try:
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+    finally:
+        for process in started:
+            if process.is_alive():
+                process.kill()
+    return [-1 if p.exitcode is None else p.exitcode for p in started]
+
+
+def _train(rank: int, world: int, port: int, flags: list[str], folder: Path, prepare: Callable[[int], None]) -> None:
+    with (folder / f"log-{rank}").open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port} | {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(n) for name, n in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    torch.set_num_threads(1)
+    import meshwright.training.run
+    from meshwright.__main__ import main
+
+    meshwright.training.run.write_report = lambda folder: None
+    prepare(rank)
+    sys.exit(main(["train", *flags]))

@@ -197,6 +197,7 @@ TABLE = {
         "device": "test_train.py::test_bad_settings_are_refused",
         "distributed_backend": SAME,
         "distributed_timeout_minutes": SAME,
+        "check_replicas_interval": "test_replicas.py::test_the_rank_that_differs_is_named_within_the_interval",
         "start_timeout_seconds": "test_start.py::test_the_wait_for_missing_ranks_is_a_flag",
         "local_rank": SAME,
     },

@@ -170,6 +170,10 @@ class Store(Parts):
     def set_master(self, name: str, tensor: Tensor) -> None:
         """Copy this rank's part of `tensor`, which is this tensor rank's cut of the parameter."""
 
+    def held(self) -> dict[str, Tensor]:
+        """Return the weights that this rank holds, by parameter."""
+        raise NotImplementedError
+
     # Update
 
     def make_updates(self, members: Updated) -> None:
@@ -458,6 +462,10 @@ class ParameterStore(Store):
     def set_master(self, name: str, tensor: Tensor) -> None:
         to, low, high = self.local_range(name)
         self.master[to : to + high - low] = tensor.flatten()[low:high].to(self.home)
+
+    def held(self) -> dict[str, Tensor]:
+        places = ((name, bucket.begin, bucket.spans[name]) for name, bucket in self.bucket_of.items())
+        return {name: _view(self.weights, (begin + offset, shape)) for name, begin, (offset, shape) in places}
 
     def local_range(self, name: str) -> tuple[int, int, int]:
         """Return where this rank's part is in the sharded buffers, and its range of elements."""

@@ -106,6 +106,9 @@ class FullyShardedStore(Store):
     def set_master(self, name: str, tensor: Tensor) -> None:
         self.named[name].master.data.copy_(tensor.narrow(*self.rows(name)))
 
+    def held(self) -> dict[str, Tensor]:
+        return {name: piece.master.detach() for name, piece in self.named.items()}
+
     def publish_weights(self, has_all: bool = True) -> None:
         """Do nothing: the shards are the weights, and the next forward pass gathers them."""
 

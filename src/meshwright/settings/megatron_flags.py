@@ -103,7 +103,6 @@ _IDLE = {
     "every non-finite loss or gradient is found; see --on-nonfinite": """check-for-nan-in-loss-and-grad
         no-check-for-nan-in-loss-and-grad no-check-for-nan-in-loss""",
     "no step is computed twice; see --on-nonfinite": "rerun-mode:1 result-rejected-tracker-filename:1",
-    "replicas get equal updates; they are not compared": "check-weight-hash-across-dp-replicas-interval:1",
     "the log line has TFLOPs and tokens per second": """log-throughput log-throughput-to-tensorboard
         throughput-window-size:1""",
     "metrics.jsonl in the run's folder has tokens, time and gradient norm of every step": """log-progress

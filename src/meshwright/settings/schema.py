@@ -425,6 +425,12 @@ class Parallel:
     distributed_backend: str | None = flag(None, "nccl, gloo ... (none: the device's)", needs="several processes")
     distributed_timeout_minutes: float = flag(10, "minutes to wait for another rank")
     start_timeout_seconds: float = flag(30, "seconds to wait at the start for all ranks")
+    check_replicas_interval: int = flag(
+        100,
+        "steps between comparisons of the weights that several ranks hold, which saves make too (0: none)",
+        "--check-weight-hash-across-dp-replicas-interval",
+        bound=">=0",
+    )
     local_rank: int | None = flag(None, "set by launchers; LOCAL_RANK takes precedence", "--local_rank")
 
     @property

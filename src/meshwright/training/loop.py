@@ -43,6 +43,7 @@ from meshwright.training.guard import Guard
 from meshwright.training.lines import FORMS, MEGATRON, Check
 from meshwright.training.metrics import Attempt, Metrics, Timers
 from meshwright.training.profile import profiler
+from meshwright.training.replicas import Replicas
 from meshwright.training.resume import Progress, State
 from meshwright.training.samples import Samples
 from meshwright.training.screen import Beginning, LineScreen
@@ -83,6 +84,8 @@ class Trainer:
         self.submitted: Submitted | None = None  # the last step, if it is not settled
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last step that is
         self.guard = Guard(self)
+        every = self.config.parallel.check_replicas_interval
+        self.replicas = Replicas(self.net, team, every, self.config.checkpoint.save)
         # A step's learning rate and loss scale must not depend on whether the one before was
         # applied, so one that is not applied must end the run, or undo the one submitted since.
         # Timers wait for each step anyway.
@@ -254,6 +257,7 @@ class Trainer:
         settings = self.step_settings(stop)
         update = train_step(self.net, micro_batches, settings, self.timers.time)
         self.record(self.count(settings, update, waited))
+        self.replicas.after(self.progress.iteration, at_once=not self.runs_ahead)
 
     def record(self, submitted: Submitted) -> None:
         """Record this step, or the one before while the device computes this one."""
@@ -332,6 +336,8 @@ class Trainer:
         if step is not None:
             self.settle(step, reacts)
         self.write_log()
+        if reacts:
+            self.replicas.look()
 
     def discard_submitted(self) -> None:
         """Wait for a step that was submitted after one that does not count; log the latter."""
@@ -339,6 +345,7 @@ class Trainer:
         if step is not None:
             step.numbers()
         self.write_log()
+        self.replicas.pending = None  # what it compared does not count either
 
     def finish_at_end(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         """Call `finish` as the loop ends; an error that ended it counts more than any in here.
@@ -545,6 +552,7 @@ class Trainer:
             say(f" > samples of each data set so far: {number:12d} {prefix}")
 
     def save(self) -> None:
+        self.replicas.require_equal(self.progress.iteration)
         self.guard.note_save()
         self.report_samples_used()
         self.metrics.sync()

@@ -1,0 +1,142 @@
+"""Copies of weights that differ between ranks stop the run before anything is saved."""
+
+import functools
+import re
+import time
+
+import pytest
+import torch
+
+from helpers import TINY_FLAGS, read_rows
+from meshwright.checkpoint import steps
+from meshwright.errors import UNEXPECTED
+from meshwright.training import loop
+from meshwright.training.replicas import ROWS, WIDTH, digest
+from ranks import train_on_ranks
+
+pytestmark = pytest.mark.whole
+
+FLAGS = [f for f in TINY_FLAGS if not f.startswith(("--global", "--micro", "--train-iters"))]
+FLAGS += ["--micro-batch-size=1", "--train-iters=8", "--save-interval=100"]
+
+
+def flip(wrong, at, name, rank):
+    """Have one rank flip a bit of one weight after a step; updates may round a lower bit away."""
+    taken, real = [], loop.train_step
+
+    def train_step(net, *more):
+        out = real(net, *more)
+        taken.append(1)
+        if rank == wrong and len(taken) == at:
+            net.store.wait_for_weights()  # what is not yet gathered would spread
+            weight = net.store.held()[name].view(-1)[-1:]
+            integer, bit = (torch.int16, 4) if weight.element_size() == 2 else (torch.int32, 20)
+            weight.view(integer).bitwise_xor_(1 << bit)
+        return out
+
+    loop.train_step = train_step
+
+
+def train(tmp_path, world, flags, wrong, at=2, name="h.1.mlp.fc.weight"):
+    """Return the exit statuses, the first rank's output, and the steps that were logged."""
+    argv = [*FLAGS, f"--global-batch-size={world}", f"--save={tmp_path / 'run'}", *flags]
+    statuses = train_on_ranks(world, argv, tmp_path, functools.partial(flip, wrong, at, name))
+    return statuses, (tmp_path / "log-0").read_text(), [row["iteration"] for row in read_rows(tmp_path / "run")]
+
+
+def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
+    statuses, out, logged = train(tmp_path, 3, ["--check-replicas-interval=4"], wrong=1)
+    assert statuses == [UNEXPECTED] * 3
+    assert re.search(r"iteration 4: rank 1 \(\S+\) has other weights than 2 ranks that agree: h\.1\.mlp\.fc\.wei", out)
+    assert "Traceback" not in out and logged == [1, 2, 3, 4] and list(steps.steps(tmp_path / "run")) == []
+    assert read_rows(tmp_path / "run", "end")[0]["status"] == UNEXPECTED
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "name", "what"),
+    [
+        (2, ["--bf16"], "wte.weight", "different weights, and no majority"),
+        pytest.param(
+            4,
+            ["--bf16", "--zero-stage=1", "--num-distributed-optimizer-instances=2"],
+            "wpe.weight",
+            "rank 3 .* other weights than 3 ranks",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, ["--tensor-model-parallel-size=2"], "ln_f.weight", "different weights", marks=pytest.mark.long),
+        pytest.param(
+            2, ["--pipeline-model-parallel-size=2"], "wte.weight", "different token tables", marks=pytest.mark.long
+        ),
+        pytest.param(
+            4,
+            ["--zero-stage=3", "--num-distributed-optimizer-instances=2"],
+            "ln_f.weight",
+            "rank 1 .* rank 3 .* different weights",
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=lambda value: value[-1].strip("-") if isinstance(value, list) else None,
+)
+def test_a_save_compares(tmp_path, world, flags, name, what):
+    """The interval is long, so the save at the end is the first to look."""
+    statuses, out, _ = train(tmp_path, world, flags, wrong=world - 1, at=8, name=name)
+    assert statuses == [UNEXPECTED] * world and re.search(rf"iteration 8: .*{what}.*: {name}", out)
+    assert list(steps.steps(tmp_path / "run")) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bf16"],
+        ["--fp16", "--zero-stage=2"],
+        ["--zero-stage=3", "--num-distributed-optimizer-instances=2"],
+        ["--tensor-model-parallel-size=2", "--sequence-parallel", "--bf16"],
+        ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"],
+        ["--context-parallel-size=2", "--attention-dropout=0", "--zero-stage=1"],
+        ["--optimizer=muon"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_equal_copies_are_no_alarm(tmp_path, flags):
+    world = 4
+    argv = [*FLAGS, f"--global-batch-size={world}", "--check-replicas-interval=1", f"--run-dir={tmp_path / 'run'}"]
+    statuses = train_on_ranks(world, [*argv, *flags], tmp_path, functools.partial(flip, None, 0, ""))
+    assert statuses == [0] * world, (tmp_path / "log-0").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_bit_counts(dtype):
+    """Each changed bit, and a swap of neighbours, changes the hash."""
+    size = WIDTH + 37
+    flat = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    integers = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[flat.element_size()])
+    before, seen = int(digest([flat], flat.device)), set()
+    for place in (0, 1, WIDTH - 1, WIDTH, size - 1):
+        for bit in range(8 * flat.element_size() - 1):
+            integers[place] ^= 1 << bit
+            seen.add(int(digest([flat], flat.device)))
+            integers[place] ^= 1 << bit
+    assert before not in seen and len(seen) > 4 * (8 * flat.element_size() - 1)
+    flat[[0, 1]] = flat[[1, 0]]
+    assert int(digest([flat], flat.device)) != before
+
+
+def test_pieces_hash_as_a_whole_buffer():
+    parts = [torch.randn(n) for n in (3, WIDTH, 5, 2 * WIDTH * ROWS // 1024)]
+    assert int(digest(parts, parts[0].device)) == int(digest([torch.cat(parts)], parts[0].device))
+
+
+@pytest.mark.long
+def test_hashing_is_fast():
+    """A hundred million bytes take no longer than reading them some dozen times."""
+    flat = torch.randn(25_000_000)
+    copy = torch.empty_like(flat)
+    took = {}
+    for name, act in (("hash", lambda: digest([flat], flat.device)), ("copy", lambda: copy.copy_(flat))):
+        act()
+        begun = time.perf_counter()
+        for _ in range(5):
+            act()
+        took[name] = time.perf_counter() - begun
+    assert took["hash"] < 30 * took["copy"]
