@@ -55,7 +55,7 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
 @pytest.mark.parametrize(
     ("world", "flags", "name", "what"),
     [
-        (2, ["--bf16"], "wte.weight", "different weights, and no majority"),
+        pytest.param(2, ["--bf16"], "wte.weight", "different weights, and no majority", marks=pytest.mark.long),
         pytest.param(
             4,
             ["--bf16", "--zero-stage=1", "--num-distributed-optimizer-instances=2"],
