@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
 import selection  # noqa: E402
+from faults import table  # noqa: E402
 from helpers import TINY_FLAGS, TinyRun  # noqa: E402
 from meshwright import console, device  # noqa: E402
 from meshwright.settings import flags  # noqa: E402
@@ -35,6 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, marker in zip(items, selection.mark(names), strict=True):
         if marker:
             item.add_marker(marker)
+        if table.name_of(item.nodeid) in table.NAMED:
+            item.add_marker("faults")
+
+
+@pytest.fixture
+def figures(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """figures(kills=8, differing="0/160", mttr=[1.2, 0.9]) adds to the lines of the faults."""
+    return lambda **found: record_property("figures", found)
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +83,12 @@ def tiny_flags() -> list[str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show the tables that tests made, and the flags that are still refused with "not yet"."""
     for report in terminalreporter.getreports("passed"):
-        for name, table in report.user_properties if report.when == "call" else ():
+        for name, text in report.user_properties if report.when == "call" else ():
             if name == "table":
-                terminalreporter.write_line(f"\n{table}\n")
+                terminalreporter.write_line(f"\n{text}\n")
+    ends = [terminalreporter.getreports(outcome) for outcome in ("passed", "failed", "error", "skipped")]
+    for line in table.lines(report for reports in ends for report in reports):
+        terminalreporter.write_line(line)
     later: dict[int, set[str]] = {}
     for configuration in flags.every_config():
         for _, f, _ in flags.fields(configuration).values():

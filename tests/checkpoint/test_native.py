@@ -9,7 +9,7 @@ import resource
 import shutil
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +124,7 @@ def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
     assert hold_equal(named, want)
 
 
-def test_200_bit_flips_never_load(tmp_path: Path) -> None:
+def test_200_bit_flips_never_load(tmp_path: Path, figures: Callable[..., None]) -> None:
     """Full verification sees a flip in any file, reading one in what it reads."""
     rng = random.Random(0)
     good = save(tmp_path, 1)
@@ -145,7 +145,7 @@ def test_200_bit_flips_never_load(tmp_path: Path) -> None:
         flip_bit(path, bit)
     loaded = loading.load(tmp_path, blank(good))
     assert loaded is not None and loaded.step == 2
-    print("flips=200 detected=200")
+    figures(flips="200/200")
 
 
 def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

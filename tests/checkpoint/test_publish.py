@@ -122,7 +122,7 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
     assert (tmp_path / steps.TRACKER).read_bytes() == b"3"
 
 
-def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
+def test_200_single_bit_flips_in_all_files(tmp_path: Path, figures: Callable[..., None]) -> None:
     write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
     files = sorted(folder.iterdir())
@@ -135,6 +135,7 @@ def test_200_single_bit_flips_in_all_files(tmp_path: Path) -> None:
         error_of(lambda: manifests.verify(folder, full=True))
         flip_bit(path, bit)
     manifests.verify(folder, full=True)
+    figures(flips_in_small_chunks="200/200")
 
 
 def test_damage_names_file_and_offset(tmp_path: Path) -> None:

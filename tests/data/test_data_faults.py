@@ -2,7 +2,7 @@
 
 Every bad line is counted, no good one is lost, and no damaged file reaches a training step.
 
-`pytest tests/data/test_data_faults.py -s` prints the figures.
+`make faults` prints the figures.
 """
 
 import gzip
@@ -62,7 +62,7 @@ def run(folder, given, **settings):
     return [bytes(tokens_of(data, n).tolist()).decode() for n in range(len(data))], stderr.getvalue().splitlines()[-1]
 
 
-def test_bad_lines(tmp_path, monkeypatch):
+def test_bad_lines(tmp_path, monkeypatch, figures):
     """F22: a file read in pieces by two workers, and a stream cut short at 20 places."""
     monkeypatch.setattr(text, "PIECE", 50_000)
     monkeypatch.setattr(preprocess, "MIB", 1)
@@ -84,10 +84,7 @@ def test_bad_lines(tmp_path, monkeypatch):
         there = sum(1 for line in whole[: whole.rfind(b"\n") + 1].splitlines() if is_good(line))
         lost += there - len(kept)
     assert lost <= 0
-    print(
-        f"\nF22: good lines kept {len(good):,} of {len(good):,}; bad {bad}; "
-        f"20 streams cut short: {lost} whole lines lost"
-    )
+    figures(good_lines_kept=f"{len(good)}/{len(good)}", bad_lines=sum(bad.values()), streams_cut=20)
 
 
 def is_good(line):
@@ -97,7 +94,7 @@ def is_good(line):
         return False
 
 
-def test_damaged_files_are_refused(tmp_path):
+def test_damaged_files_are_refused(tmp_path, figures):
     """F24: damage is refused before training reads anything, with the status of bad data."""
     rng = np.random.RandomState(0)
     prefix = tmp_path / "data"
@@ -137,4 +134,4 @@ def test_damaged_files_are_refused(tmp_path):
         idx.write_bytes(index)
         bin_.write_bytes(content)
         assert "data." in error_of(lambda: check_vocabulary(Indexed(prefix), 50257)), name
-    print(f"\nF24: refused all of {len(cases)} damaged pairs of files")
+    figures(token_files_refused=f"{len(cases)}/{len(cases)}")

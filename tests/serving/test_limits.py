@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -87,7 +87,9 @@ def memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_malformed_requests_are_refused(hasty: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_requests_are_refused(
+    hasty: Site, monkeypatch: pytest.MonkeyPatch, figures: Callable[..., None]
+) -> None:
     monkeypatch.setattr(guard, "LEFTOVER", (1 << 20, 0.01))
     rng, found, sizes = random.Random(1), Counter[int](), []
     for number in range(1000):
@@ -104,6 +106,10 @@ def test_malformed_requests_are_refused(hasty: Site, monkeypatch: pytest.MonkeyP
     assert sizes[1] - sizes[0] < 8 << 20, sizes
     assert hasty.ask("GET", "/health")[0] == 200
     wait_until(lambda: hasty.scheduler.seats == 0)
+    figures(
+        http_5xx=f"{sum(found[n] for n in found if n >= 500)}/{found.total()}",
+        http_growth_mb=[(sizes[1] - sizes[0]) / 1e6],
+    )
 
 
 def test_errors_say_where(hasty: Site) -> None:
@@ -168,7 +174,7 @@ def drip(s: socket.socket, data: bytes, seconds: float) -> float:
     return time.monotonic() - began
 
 
-def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site) -> None:
+def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site, figures: Callable[..., None]) -> None:
     """200 connections: silent, with a slow header, with a slow body, slow after a first request."""
     header = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     slow: list[socket.socket] = []
@@ -197,6 +203,7 @@ def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site) -> None:
                 s.close()
         time.sleep(0.05)
     assert not slow, len(slow)
+    figures(slow_left=f"{len(slow)}/200", health_seconds=times)
     assert sorted(times)[len(times) * 9 // 10] < 0.1, times  # not all: other programs use the cores too
     wait_until(lambda: hasty.scheduler.seats == 0)
 
@@ -291,7 +298,7 @@ def test_a_key() -> None:
 # Many at once
 
 
-def test_load_is_answered_or_refused_and_never_mixed_up() -> None:
+def test_load_is_answered_or_refused_and_never_mixed_up(figures: Callable[..., None]) -> None:
     """64 clients on 4 slots and a queue of 16: 200 or 429, and each gets its own text."""
     with site(pause=0.001, slots=4, queue=16) as running:
         found = Counter[int]()
@@ -316,6 +323,7 @@ def test_load_is_answered_or_refused_and_never_mixed_up() -> None:
             list(pool.map(client, range(64)))
         assert set(found) == {200, 429} and found.total() == 192 and found[200] >= 20
         assert running.decoder.most <= 4 and running.scheduler.seats == running.scheduler.active == 0
+        figures(answered=found[200], turned_away=found[429])
 
 
 def test_a_large_request_does_not_hold_up_a_small_one() -> None:

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +128,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[st
 
 @pytest.mark.whole
 @pytest.mark.parametrize("wanted", [8, pytest.param(20, marks=pytest.mark.long)])
-def test_kills_at_random_moments(undisturbed: tuple[Path, list[str], float], wanted: int) -> None:
+def test_kills_at_random_moments(
+    undisturbed: tuple[Path, list[str], float], wanted: int, figures: Callable[..., None]
+) -> None:
     """Kill each run until a launch finishes, then begin the next, until `wanted` kills have hit."""
     root, clean, took = undisturbed
     rng, kills, launches, runs, differing = random.Random(wanted), 0, 0, 0, 0
@@ -143,7 +146,7 @@ def test_kills_at_random_moments(undisturbed: tuple[Path, list[str], float], wan
         runs += 1
         differing += sum(a != b for a, b in zip(printed_losses(folder / "run"), clean, strict=True))
         assert not list(folder.glob("run/*.tmp"))
-    print(f"kills={kills} launches={launches} runs={runs} differing={differing}/{STEPS * runs}")
+    figures(kills=kills, launches=launches, differing=f"{differing}/{STEPS * runs}")
     assert differing == 0
 
 

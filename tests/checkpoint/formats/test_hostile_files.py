@@ -92,7 +92,7 @@ def outcome_of(open_it: Callable[[Path, bool], Any], path: Path, trust: bool) ->
     return kind, text[:2000], time.process_time() - began
 
 
-def test_hostile_files(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
     """None of them runs, whatever opens it, and each is refused with its reason."""
     small = [case for case in hostile.CASES if not case.measured]
     outcomes = list(open_all(small, tmp_path / "small"))
@@ -105,9 +105,7 @@ def test_hostile_files(tmp_path: Path, record_property: Callable[[str, object], 
             wrong.append(f"{case.name}: {kind} {seconds:.1f} s, {memory >> 20} MB: {text[:300]}")
     count, executed = len(hostile.CASES), sum(outcome.marker.exists() for outcome in outcomes)
     refused, most = sum(outcome.kind == "refused" for outcome in outcomes), max(o.memory for o in outcomes)
-    line = f"hostile: {refused} of {count} refused, {executed} executed, most memory {most / 1e6:.0f} MB"
-    print(line)
-    record_property("table", line)
+    figures(hostile_refused=f"{refused}/{count}", pickles_run=f"{executed}/{count}", hostile_mb=[most / 1e6])
     assert not wrong, "\n".join(wrong)
     assert len({outcome.case.name for outcome in outcomes}) == count == 156 and not executed
 
