@@ -15,7 +15,8 @@ from typing import Any
 FAULTS: dict[str, tuple[str, str]] = {
     "F1": (
         "kill -9 of a rank or of the launcher at a random moment",
-        "test_kill.py::test_kills_at_random_moments test_launch.py::test_ranks_die_with_their_launcher "
+        "test_kill.py::test_kills_at_random_moments test_kill.py::test_kills_of_programs "
+        "test_launch.py::test_ranks_die_with_their_launcher "
         "test_runs_on_ranks.py::test_a_killed_rank_is_reported",
     ),
     "F2": (
@@ -31,6 +32,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     ),
     "F4": (
         "kill -9 during the recovery itself",
+        "test_kill.py::test_kills_during_the_recovery "
         "test_loop.py::test_a_finetune_killed_before_its_first_save_does_not_start_from_random_weights",
     ),
     "F5": (
@@ -214,7 +216,7 @@ def name_of(node: str) -> str:
 def lines(reports: Iterable[Any]) -> list[str]:
     """Return a line for each fault whose tests ran, and a summary; `reports` are pytest's."""
     outcomes: dict[str, dict[str, str]] = {}  # by name and node
-    figures: dict[str, dict[str, dict[str, Any]]] = {}
+    figures: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for report in reports:
         if (name := name_of(report.nodeid)) not in NAMED:
             continue
@@ -223,7 +225,7 @@ def lines(reports: Iterable[Any]) -> list[str]:
             known[report.nodeid] = report.outcome
         if report.when == "call":
             found = [value for key, value in report.user_properties if key == "figures"]
-            figures.setdefault(name, {})[report.nodeid] = {k: v for one in found for k, v in one.items()}
+            figures.setdefault(name, {})[report.nodeid] = found
     out, held, seen = list[str](), 0, 0
     for fault, (title, _) in FAULTS.items():
         ends = [end for name in tests_of(fault) for end in outcomes.get(name, {}).values()]
@@ -232,10 +234,10 @@ def lines(reports: Iterable[Any]) -> list[str]:
         seen += 1
         held += (good := "failed" not in ends and "passed" in ends)
         counts = " ".join(f"{ends.count(end)} {end}" for end in ("passed", "failed", "skipped") if end in ends)
-        own = [one for name in dict.fromkeys(tests_of(fault)) for one in figures.get(name, {}).values()]
+        own = [one for name in tests_of(fault) for found in figures.get(name, {}).values() for one in found]
         out.append(f"{fault:4}{'held  ' if good else 'FAILED'} {title}: {counts} {write(own)}".rstrip())
     if out:
-        every = [one for name in sorted(figures) for one in figures[name].values()]
+        every = [one for name in sorted(figures) for found in figures[name].values() for one in found]
         out.append(f"faults={held}/{seen} {write(every)}".rstrip())
     return out
 

@@ -29,13 +29,14 @@ def report(node: str, outcome: str = "passed", when: str = "call", **figures: ob
 def test_lines() -> None:
     one, two = "checkpoint/test_native.py::test_200_bit_flips_never_load", "test_kill.py::test_kills_at_random_moments"
     reports = [report(one, flips="200/200"), report(one, when="teardown"), report("test_other.py::test_x", flips="1/1")]
-    reports += [report(f"{two}[8]", kills=8, differing="0/160", mttr=[1.0, 3.0])]
-    reports += [report(f"{two}[20]", kills=20, differing="0/400", mttr=[2.0])]
+    reports += [report(f"{two}[a]", kills=8, differing="0/160", mttr=[1.0, 3.0])]
+    reports += [report(f"{two}[b]", kills=20, differing="0/400", mttr=[2.0])]
+    reports[-1].user_properties.append(("figures", {"kills": 2}))
     assert table.lines(reports) == [
-        "F1  held   kill -9 of a rank or of the launcher at a random moment: 2 passed kills=28 differing=0/560 "
+        "F1  held   kill -9 of a rank or of the launcher at a random moment: 2 passed kills=30 differing=0/560 "
         "mttr_p50=2.00 mttr_max=3.00",
         "F8  held   one bit flipped in a checkpoint: 1 passed flips=200/200",
-        "faults=2/2 kills=28 differing=0/560 mttr_p50=2.00 mttr_max=3.00 flips=200/200",
+        "faults=2/2 kills=30 differing=0/560 mttr_p50=2.00 mttr_max=3.00 flips=200/200",
     ]
     assert table.lines([]) == []
 

@@ -234,6 +234,7 @@ def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None,
     for step in removed:
         unnamed = root / f"iter_{step:07d}.tmp"
         step_folder(root, step).rename(unnamed)
+        reached("retention")
         sync_folder(root)
         shutil.rmtree(unnamed)
     return removed

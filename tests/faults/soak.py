@@ -1,0 +1,152 @@
+"""Kill runs again and again, several at a time, and print one line: `make faults-soak`.
+
+    PYTHONPATH=src:tests python -m faults.soak --kills 500 --jobs 12 --seconds 400 --json FILE
+
+Every step of every run is compared with an undisturbed run, bit for bit. What ranks take in files
+and memory is compared over the launches of a run; the disk is measured after each launch. Layouts,
+precisions and launchers alternate; --programs is the share of launches by programs, not forks. The
+status is 0 if all kills were made and nothing differs, grows or is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from faults import table
+from faults.harness import LAUNCHERS, LAYOUTS, PRECISIONS, Case, Harm, Run, Totals, write_data
+
+MOST_STEPS = 3  # checkpoints in a folder: the two that are kept, and one that is being written
+FD_SLOPE, RSS_SLOPE = 0.05, 200.0  # descriptors and kB per launch
+
+
+@dataclasses.dataclass
+class Share:
+    """What one worker has done."""
+
+    totals: Totals = dataclasses.field(default_factory=Totals)
+    fds: list[float] = dataclasses.field(default_factory=list)  # slopes, per launch
+    rss_kb: list[float] = dataclasses.field(default_factory=list)
+    steps_kept: int = 0
+    disk_mb: float = 0.0
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+
+def slope(values: list[float]) -> list[float]:
+    """Return the slope over the launches, if there are enough."""
+    if len(values) < 5:
+        return []
+    return [statistics.linear_regression(range(len(values)), values).slope]
+
+
+def worker(number: int, given: argparse.Namespace, folder: Path, until: float) -> Share:
+    """Kill runs until this worker's share of the kills is made, or time is up."""
+    share, rng = Share(), random.Random(f"{given.seed}/{number}")
+    wanted = given.kills * (number + 1) // given.jobs - given.kills * number // given.jobs
+    data = write_data(folder / f"data{number}")
+    cases = [Case(layout, precision, given.steps) for layout, precision in itertools.product(LAYOUTS, PRECISIONS)]
+    for turn in itertools.count(number):
+        if share.totals.kills >= wanted or time.time() > until:
+            return share
+        run = Run(cases[turn % len(cases)], data, folder / f"{number}-{turn}")
+        try:
+            run.clean = undisturbed(run, data)
+            soak(run, share, rng, wanted, given.programs, until)
+        except Exception:
+            share.totals.add(run.totals)
+            share.failures.append(f"{run.case}: {traceback.format_exc()}")
+            return share
+    return share
+
+
+def undisturbed(run: Run, data: Path) -> list[tuple[Any, ...]]:
+    clean = Run(run.case, data, run.folder.with_name(f"{run.folder.name}-clean"))
+    clean.finish()
+    return clean.losses()
+
+
+def soak(run: Run, share: Share, rng: random.Random, wanted: int, programs: float, until: float) -> None:
+    """Kill one run until it ends, or has to."""
+    status = 1
+    while status and share.totals.kills + run.totals.kills < wanted and time.time() < until:
+        real = rng.random() < programs
+        seconds = rng.uniform(4, 12) if real else rng.uniform(0.1, 3)
+        status = run.launch(rng.choice(LAUNCHERS), Harm(after=seconds, victim=rng.random()), real)
+        kept = [path for path in run.path.glob("iter_*") if path.is_dir()]
+        share.steps_kept = max(share.steps_kept, len(kept))
+        size = sum(file.stat().st_size for path in kept for file in path.iterdir())
+        share.disk_mb = max(share.disk_mb, size / 1e6)
+    if status:
+        run.finish(rng.choice(LAUNCHERS))
+    share.totals.add(run.check())
+    for rank in (0, 1):
+        path = run.folder / f"resources-{rank}"
+        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        share.fds += slope([float(fds) for fds, _ in lines])
+        share.rss_kb += slope([int(memory) / 1024 for _, memory in lines])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--jobs", type=int, default=max(len(os.sched_getaffinity(0)) * 3 // 4, 1))
+    parser.add_argument("--seconds", type=float, default=400, help="begin no further launch after these")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run")
+    parser.add_argument("--programs", type=float, default=0.1, help="share of launches by programs")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    given = parser.parse_args()
+    began, total = time.time(), Share()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool,
+    ):
+        work = [pool.submit(worker, n, given, Path(folder), began + given.seconds) for n in range(given.jobs)]
+        for share in (one.result() for one in work):
+            total.totals.add(share.totals)
+            total.fds += share.fds
+            total.rss_kb += share.rss_kb
+            total.failures += share.failures
+            total.steps_kept = max(total.steps_kept, share.steps_kept)
+            total.disk_mb = max(total.disk_mb, share.disk_mb)
+    return conclude(given, total, time.time() - began)
+
+
+def conclude(given: argparse.Namespace, total: Share, seconds: float) -> int:
+    """Print the line, write the file, and judge."""
+    import torch
+
+    t = total.totals
+    fds, rss = (statistics.mean(slopes) if slopes else 0.0 for slopes in (total.fds, total.rss_kb))
+    more = {"runs": t.runs, "checkpoints_max": total.steps_kept, "disk_mb": [total.disk_mb]}
+    more |= {"fd_slope": [fds], "rss_kb_slope": [rss], "seconds": round(seconds)}
+    for failure in total.failures:
+        print(failure)
+    print(table.write([t.figures() | more]))
+    if given.json:
+        machine = {"cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+        machine["python"] = platform.python_version()
+        given.json.write_text(
+            json.dumps(
+                {"settings": vars(given) | {"json": str(given.json)}, **machine, **t.figures(), **more}, indent=1
+            )
+        )
+    good = t.kills >= given.kills and t.differing == t.orphans == 0 and not total.failures
+    return 0 if good and total.steps_kept <= MOST_STEPS and fds < FD_SLOPE and rss < RSS_SLOPE else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
