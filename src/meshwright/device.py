@@ -12,6 +12,9 @@ import functools
 import importlib
 import importlib.util
 import os
+import subprocess
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
 
 NVIDIA = "cuda"
+_shown: dict[str, str] = {}  # what the variables of HIDES said first
+TRY_SECONDS = 60  # in which a device must answer
 _mapped = 0  # bytes, see `count_mapped`
 # A command that shows the devices of the driver, and the variable that may hide them from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
@@ -108,6 +113,33 @@ def _current() -> torch.device | None:
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def show_answering(wanted: int) -> int:
+    """Show new processes at most `wanted` accelerators, which do compute; return their number.
+
+    Each is tried by a process of its own, because a broken one may hang whoever touches it.
+    """
+    there = _current()
+    variable = HIDES.get(there.type) if there is not None else None
+    if there is None or variable is None:
+        return wanted
+    if variable not in _shown:
+        _shown[variable] = os.environ.get(variable) or ",".join(map(str, range(count())))
+    test = f"import torch; torch.ones(1, device={there.type!r}).sum().item()"
+    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    tries = {
+        name: subprocess.Popen([sys.executable, "-c", test], env=os.environ | {variable: name}, **silent)
+        for name in _shown[variable].split(",")
+    }
+    until, working = time.monotonic() + TRY_SECONDS, []
+    for name, process in tries.items():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if process.wait(max(until - time.monotonic(), 0.1)) == 0:
+                working.append(name)
+        process.kill()
+    os.environ[variable] = ",".join(working[:wanted])
+    return len(working[:wanted])
 
 
 def is_accelerator(device: torch.device) -> bool:

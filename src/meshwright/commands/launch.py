@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from meshwright.errors import DONE, UserError
 from meshwright.launch import rendezvous
-from meshwright.launch.launcher import TOGETHER, LaunchConfig, build_program, make_plan, wanted
+from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, make_plan, wanted
 from meshwright.launch.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
 from meshwright.settings.schema import Parallel
@@ -34,9 +35,21 @@ def main(argv: list[str]) -> int:
         raise UserError("--write-to, --image and --overwrite need --write ENGINE")
     program = build_program(words)
     plan = make_plan(given)
+    if plan.least:
+        return run_elastic(plan, program, words)
     from meshwright.launch import agent  # imports torch
 
     return agent.run(plan, program)
+
+
+def run_elastic(plan: Plan, program: list[str], words: list[str]) -> int:
+    """Launch with the ranks that are there. Machine 0 decides, so it alone must know what fits."""
+    from meshwright.launch import members  # imports torch
+    from meshwright.launch.elastic import find_shapes
+    from meshwright.training.resume import checkpoint_architecture
+
+    shapes = find_shapes(words, plan.least, plan.most, checkpoint_architecture) if plan.node == 0 else []
+    return members.run(dataclasses.replace(plan, shapes=tuple(shapes)), program)
 
 
 def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -> int:

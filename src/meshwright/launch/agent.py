@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -36,20 +36,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNIN
 TOGETHER = 2  # seconds in which a second signal is the first one's: to a whole process group, and by a script
 
 
-def run(plan: Plan, program: list[str]) -> int:
+def run(plan: Plan, program: list[str], kind: type[Agent] | None = None) -> int:
     """Start the ranks, watch them, and return the status of the one that failed first."""
     try:
-        return _run(plan, program)
+        return _run(plan, program, kind or Agent)
     except SignalException as error:
         return 128 + (signal.SIGTERM if error.sigval == signal.SIGHUP else error.sigval)
 
 
-def _run(plan: Plan, program: list[str]) -> int:
+def _run(plan: Plan, program: list[str], kind: type[Agent]) -> int:
     until = rendezvous.deadline(plan.wait)
     store = rendezvous.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
     environ = dict(os.environ)
     _prepare_environment(plan)
-    agent = Agent(plan, program, store, until)
+    agent = kind(plan, program, store, until)
     handlers = {n: signal.getsignal(n) for n in SIGNALS}
     logging.disable(logging.CRITICAL)  # torch logs each step, and a table of failures
     try:
@@ -60,14 +60,12 @@ def _run(plan: Plan, program: list[str]) -> int:
             signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(environ)
-        if plan.node > 0:
-            with contextlib.suppress(RuntimeError), rendezvous.no_stderr():
-                store.set(f"done/{plan.node}", "")
+        agent.leave()
     if not failed:
         return DONE
     rank, code = find_cause(agent.failed)
     others = "; the others were stopped" if plan.processes * plan.nodes > 1 else ""
-    _say(f"rank {rank} {describe_end(code)}{others}")
+    say(f"rank {rank} {describe_end(code)}{others}")
     return exit_status(code)
 
 
@@ -80,13 +78,13 @@ def _prepare_environment(plan: Plan) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if plan.processes > 1:
             ranks = f"{plan.processes} ranks here, of {cores()} cores"
-            _say(f"OMP_NUM_THREADS={threads} for each of {ranks}; set it to choose")
+            say(f"OMP_NUM_THREADS={threads} for each of {ranks}; set it to choose")
     root = str(Path(__file__).parents[2])
     if "site-packages" not in root:  # a clone that is not installed
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(f"meshwright launch: {line}", file=sys.stderr, flush=True)
 
 
@@ -95,9 +93,10 @@ class Meeting(RendezvousHandler):
 
     attempts = 0
     run_id = ""
+    store: Store
 
     def __init__(self, plan: Plan, store: TCPStore, until: float) -> None:
-        self.plan, self.store, self.until = plan, store, until
+        self.plan, self.store, self.until, self.port = plan, store, until, store.port
 
     def next_rendezvous(self) -> RendezvousInfo:
         plan = self.plan
@@ -107,7 +106,7 @@ class Meeting(RendezvousHandler):
         self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
         own = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1
-        return RendezvousInfo(own, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.store.port))
+        return RendezvousInfo(own, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.port))
 
     def get_backend(self) -> str:
         return "static"
@@ -133,13 +132,15 @@ class Meeting(RendezvousHandler):
 
 
 class Agent(LocalElasticAgent):
+    meeting = Meeting
+
     def __init__(self, plan: Plan, program: list[str], store: TCPStore, until: float) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=plan.processes,
             entrypoint=sys.executable,
             args=tuple(program),
-            rdzv_handler=Meeting(plan, store, until),
+            rdzv_handler=self.meeting(plan, store, until),
             max_restarts=plan.restarts,
             monitor_interval=0.05,
         )
@@ -163,13 +164,23 @@ class Agent(LocalElasticAgent):
         if not result.is_failed():
             return result
         self.failed = self.failed or {rank: one.exitcode for rank, one in result.failures.items()}
+        self.settle_failure()
+        return result
+
+    def settle_failure(self) -> None:
+        """Decide whether the ranks start again."""
         rank, code = find_cause(self.failed)
-        if code in WARNED or (code not in RETRIED and 0 <= code <= 128):  # it would end the same way again
+        if is_final(code):
             self._remaining_restarts = 0
         elif self._remaining_restarts > 0:
             number = self.plan.restarts - self._remaining_restarts + 1
-            _say(f"rank {rank} {describe_end(code)}; starting again ({number} of at most {self.plan.restarts})")
-        return result
+            say(f"rank {rank} {describe_end(code)}; starting again ({number} of at most {self.plan.restarts})")
+
+    def leave(self) -> None:
+        """Say to machine 0 that this one needs its store no more."""
+        if self.plan.node > 0:
+            with contextlib.suppress(RuntimeError), rendezvous.no_stderr():
+                self.store.set(f"done/{self.plan.node}", "")
 
     def _exit_barrier(self) -> None:
         """Keep machine 0's store until all are done; torch's barrier waits on a closed store."""
@@ -242,6 +253,11 @@ def patience(code: int) -> float:
     if code in (SIGTERM, SIGINT, *WARNED):  # they save together, and end together
         return 30
     return 3 if code in LOST + STOPPED else 0  # the cause is still to come
+
+
+def is_final(code: int) -> bool:
+    """Return whether another start would end the same way."""
+    return code in WARNED or (code not in RETRIED and 0 <= code <= 128)
 
 
 def exit_status(code: int) -> int:

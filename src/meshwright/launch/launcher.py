@@ -18,9 +18,10 @@ from typing import Literal
 
 from meshwright import device as devices
 from meshwright.errors import UNAVAILABLE, UserError
+from meshwright.launch.elastic import Shape
 from meshwright.launch.world import START_SECONDS, find_world
 from meshwright.settings.pages import TOGETHER as TOGETHER
-from meshwright.settings.schema import Parallel, flag
+from meshwright.settings.schema import Parallel, flag, spelling
 
 PORT = 29500  # torchrun's default
 
@@ -36,6 +37,9 @@ class Plan:
     port: int = 0  # there; 0 is any free one, for a single machine
     restarts: int = 0
     wait: float = START_SECONDS  # seconds for the other machines to come
+    least: int = 0  # ranks to go on with when machines are lost; 0: all are needed
+    most: int = 0  # ranks to use of those that are there
+    shapes: tuple[Shape, ...] = ()  # what the command can run on, the largest first; known to machine 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,10 @@ class LaunchConfig:
         "--node_ips",
     )
     max_restarts: int = flag(0, "most restarts after a crash, a time-out or a signal", "--max_restarts")
+    min_ranks: int | None = flag(
+        None, "go on with as few ranks when machines or devices are lost, and with more when they are back"
+    )
+    max_ranks: int | None = flag(None, "most ranks to use; others are spares (none: all)")
     wait: float = flag(START_SECONDS, "seconds to wait for the other machines at the start")
     write: Literal["slurm", "kubernetes", "jobset", "skypilot", "ray", "docker"] | None = flag(
         None, "start nothing; write the command into a file for this engine"
@@ -110,7 +118,23 @@ def make_plan(given: LaunchConfig) -> Plan:
         raise UserError(f"--max-restarts {given.max_restarts} must be 0 or more")
     port = given.master_port or (PORT if nodes > 1 else 0)
     count = count_processes(given.nproc_per_node)
-    return Plan(count, nodes, node or 0, address or "127.0.0.1", port, given.max_restarts, given.wait)
+    least, most = find_bounds(given, count * nodes)
+    return Plan(count, nodes, node or 0, address or "127.0.0.1", port, given.max_restarts, given.wait, least, most)
+
+
+def find_bounds(given: LaunchConfig, ranks: int) -> tuple[int, int]:
+    """Return the least and the most ranks of an elastic run, or zeros."""
+    if given.min_ranks is None and given.max_ranks is None:
+        return 0, 0
+    for name in ("min_ranks", "max_ranks"):
+        if (number := getattr(given, name)) is not None and number < 1:
+            raise UserError(f"{spelling(name)} {number} must be 1 or more")
+    least, most = given.min_ranks or 1, given.max_ranks or ranks
+    if least > most:
+        raise UserError(f"--min-ranks {least} is above {f'--max-ranks {most}' if given.max_ranks else f'all {ranks}'}")
+    if least > ranks:
+        raise UserError(f"--min-ranks {least} is above the {ranks} ranks of --nnodes and --nproc-per-node")
+    return least, min(most, ranks)
 
 
 def count_processes(text: str) -> int:

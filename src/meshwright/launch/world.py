@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from meshwright.errors import UserError
 
 START_SECONDS = 30.0  # from the start of a process until all ranks must be there
+ATTEMPT = "_MESHWRIGHT_ATTEMPT"  # set by an elastic launch for its ranks: with how many it starts, and why
 RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
 
 

@@ -19,7 +19,7 @@ from meshwright.console import logged_to, remark, say, say_arguments, say_time, 
 from meshwright.errors import UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.team import Team
-from meshwright.launch.world import find_world, require_world_size
+from meshwright.launch.world import ATTEMPT, find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.settings import argument_dump, checks, data_paths, deepspeed_json, flags
 from meshwright.settings import command as commands
@@ -256,6 +256,8 @@ def print_settings(
     from meshwright.optim.loss_scale import dtype_of
 
     t = config.training
+    if attempt := os.environ.get(ATTEMPT):
+        remark(f" > {attempt}")
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     say(
         f"using world size: {config.world}, data-parallel-size: {config.dp}, tensor-model-parallel size: {tp}, "

@@ -1,0 +1,132 @@
+"""Decide how many ranks a run goes on with when machines come and go.
+
+The numbers of ranks that a command can train with are known before anything starts. Then, whenever
+the machines change, machine 0 takes the largest that is there. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.settings import checks, flags
+from meshwright.settings.schema import TrainConfig
+
+OURS = "pretrain_gpt.py"  # the script whose flags are those of train
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A number of ranks that a command can run on, and the division of its global batch there."""
+
+    ranks: int
+    group: int = 1  # ranks that should share a machine: those of one tensor-parallel group
+    dp: int = 0  # data-parallel size; 0 for a script, whose flags are its own
+    micro: int | None = None  # samples of a micro-batch; None: as the command says
+    number: int | None = None  # micro-batches of each replica; None if measured at the start
+    is_smaller: bool = False  # whether the micro-batch is smaller than the command's
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags to add to the command."""
+        return [f"--micro-batch-size={self.micro}"] if self.is_smaller else []
+
+    def describe(self) -> str:
+        if not self.dp:
+            return ""
+        smaller = ", so that the global batch divides" if self.is_smaller else ""
+        number = f"{self.number} micro-batch{'es' * (self.number != 1)} of {self.micro} each" if self.number else ""
+        return f": data-parallel size {self.dp}{f', {number}' if number else ''}{smaller}"
+
+
+def find_shapes(
+    command: list[str], least: int, most: int, complete: Callable[[TrainConfig, set[str]], TrainConfig]
+) -> list[Shape]:
+    """Return what `command` can run on, from the largest number of ranks to the smallest.
+
+    The global batch and the tensor, pipeline and context sizes stay; a micro-batch may become
+    smaller. `complete` takes a model's settings from --load. Raise UserError if no number from
+    `least` to `most` fits.
+    """
+    if command[0] != "train" and Path(command[0]).name != OURS:
+        if not command[0].endswith(".py"):
+            raise UserError(f"--min-ranks and --max-ranks are for train and for scripts, not for {command[0]}")
+        return [Shape(ranks) for ranks in range(most, least - 1, -1)]
+    parsed = flags.parse(TrainConfig, [f"--world-size={most}", *command[1:]], "meshwright train", check=False)
+    config = parsed.config
+    require_resumable(config, command)
+    if Path(config.checkpoint.load or "").exists():
+        config = complete(config, {name for name, source in parsed.sources.items() if source != "default"})
+    step = config.parallel.model_ranks
+    found = [fit(command, ranks, config) for ranks in range(most // step * step, max(least, 1) - 1, -step)]
+    shapes = [one for one in found if isinstance(one, Shape)]
+    if not shapes:
+        range_of = f"--min-ranks {least} to --max-ranks {most}"
+        if not found:
+            raise UserError(f"{range_of}: no multiple of {step}, the ranks of one replica, is among them")
+        why = next(flags.listed(one) for one in found if isinstance(one, list))
+        raise UserError(f"{range_of}: nothing fits the command: {why}")
+    return shapes
+
+
+def require_resumable(config: TrainConfig, command: list[str]) -> None:
+    """Refuse a command that would begin again, or compute something else, with other ranks."""
+    c, t = config.checkpoint, config.training
+    if not c.save or c.load != c.save:
+        raise UserError("--min-ranks needs --save FOLDER and --load FOLDER, the same: the run continues from there")
+    if t.global_batch_size is None:
+        raise UserError("--min-ranks needs --global-batch-size: without it the batch would follow the number of ranks")
+    if any(word.partition("=")[0] in ("--world-size", "--world_size") for word in command):
+        raise UserError("--world-size contradicts --min-ranks and --max-ranks; leave it out")
+
+
+def fit(command: list[str], ranks: int, known: TrainConfig) -> Shape | list[str]:
+    """Return how the command runs on so many ranks, or why it does not."""
+    config = flags.parse(TrainConfig, [f"--world-size={ranks}", *command[1:]], "meshwright train", check=False).config
+    config = dataclasses.replace(config, model=known.model)
+    t = config.training
+    wanted, first = t.micro_batch_size, list[str]()
+    share = (t.global_batch_size or 0) // config.dp
+    sizes = [config.micro_batch]
+    if isinstance(wanted, int) and not t.num_accumulation_steps and t.loss_mean == "global":
+        sizes += [n for n in range(min(wanted, share), 0, -1) if share % n == 0 and n != wanted]
+    for size in sizes:
+        if size != config.micro_batch:
+            config = dataclasses.replace(config, training=dataclasses.replace(t, micro_batch_size=size))
+        wrong = checks.batch_problems(config)
+        if config.model.num_layers:  # else the ranks will say what is missing
+            wrong = checks.parallel_problems(config) + wrong
+        if not wrong:
+            number = None if wanted == "auto" else config.micro_batches(config.global_batch)
+            tensor = config.parallel.tensor_model_parallel_size
+            return Shape(ranks, tensor, config.dp, size, number, size != sizes[0])
+        first = first or wrong
+    return first
+
+
+def choose(shapes: Sequence[Shape], machines: Mapping[int, int]) -> tuple[Shape, dict[int, int]] | None:
+    """Return the largest shape for these machines, given with their ranks, and the share of each.
+
+    Tensor-parallel groups stay within machines that can hold them. Machine 0 always takes part.
+    """
+    for shape in shapes:
+        left, shares = shape.ranks, {}
+        for node, ranks in sorted(machines.items()):
+            own = ranks // shape.group * shape.group if ranks >= shape.group else ranks
+            if take := min(own, left):
+                shares[node] = take
+                left -= take
+        if left == 0 and 0 in shares:
+            return shape, shares
+    return None
+
+
+def describe_choice(shape: Shape, shares: Mapping[int, int], machines: Mapping[int, int], most: int) -> str:
+    """Return "3 of 4 ranks: data-parallel size 3, 4 micro-batches of 1 each"."""
+    text = f"{shape.ranks} of {most} ranks{shape.describe()}"
+    if idle := min(sum(machines.values()), most) - sum(shares.values()):
+        text += f"; {idle} more do{'es' * (idle == 1)} not fit the command and stay{'s' * (idle == 1)} idle"
+    return text
