@@ -220,8 +220,7 @@ class Store(Parts):
         nothing is updated.
         """
         self.finish_sums()
-        flat, counted = self.flat, [p for p in self.pieces if p.counted]
-        squares = flat.squares() if flat is not None else self.squares([self.summed(p) for p in counted])
+        flat, squares = self.flat, self.sum_of_squares()
         sums = squares[None] if sums is None else sums
         if self.layout.world > 1:
             both = torch.cat([sums.to(squares).view(-1), squares[None]])
@@ -241,6 +240,12 @@ class Store(Parts):
             self.scales.update()
         self.publish_weights(flat is None)
         return verdict.norm
+
+    def sum_of_squares(self) -> Tensor:
+        """Return the sum of squares of this rank's summed gradients that count."""
+        if self.flat is not None:
+            return self.flat.squares()
+        return self.squares([self.summed(p) for p in self.pieces if p.counted])
 
     def judge(self, squares: Tensor, loss: Tensor, numbers: rules.Numbers) -> rules.Verdict:
         """Compute the clip factor, and whether the step is applied."""

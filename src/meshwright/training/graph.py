@@ -127,6 +127,11 @@ class Graphs:
         self.backend.discard()
         remark(f" > CUDA graphs: off, because {reason or 'another rank cannot use them'}")
 
+    def release(self) -> None:
+        """Free all memory; the next step of each kind is captured again."""
+        self.captured.clear()
+        self.backend.discard()
+
     def forget(self) -> None:
         """Remove what a failed capture has left behind."""
         self.store.forget_collectives()

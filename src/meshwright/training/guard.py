@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING, Protocol
 from meshwright.console import remark
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.settings.grammar import ON_NONFINITE, reaction
+from meshwright.training.diagnosis import Origin, find
 
 if TYPE_CHECKING:
+    from meshwright.data.loader import Batch
+    from meshwright.launch.team import Team
     from meshwright.settings.schema import TrainConfig
     from meshwright.training.metrics import Metrics
     from meshwright.training.resume import Progress, State
-    from meshwright.training.step import Submitted
+    from meshwright.training.step import Network, Submitted
 
 
 class Run(Protocol):
     """The parts of loop.Trainer that are needed here."""
 
     config: TrainConfig
+    net: Network
+    team: Team
     state: State
     metrics: Metrics
     last: float
@@ -31,9 +36,11 @@ class Run(Protocol):
     @property
     def progress(self) -> Progress: ...
 
-    def discard_submitted(self) -> None: ...
+    def discard_submitted(self) -> bool: ...
 
     def close_batches(self) -> None: ...
+
+    def read_again(self, step: Submitted) -> list[Batch]: ...
 
     def save(self) -> None: ...
 
@@ -56,28 +63,45 @@ class Guard:
     def nonfinite(self, step: Submitted, loss: float, norm: float) -> None:
         """React to a step that was not applied, and is no overflow that fp16's scale deals with."""
         t, (word, times) = self.trainer, self.on_nonfinite
+        has_changed = t.discard_submitted()
+        origin = self.locate(step, math.isfinite(loss))
+        if has_changed and not origin.is_state:
+            origin = origin._replace(text=f"{origin.text} (with the weights after the next step, already under way)")
         number = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         what = f"iteration {step.iteration} (samples up to {step.consumed}): {number}{self.at_scale(step)}"
-        if word == "skip" and t.progress.nonfinite_in_a_row <= times:
-            return
-        t.discard_submitted()
+        t.metrics.row("nonfinite", step.iteration, loss=loss, grad_norm=norm, where=origin.text, **origin.facts)
         if word == "rollback":
-            self.roll_back(step, what, "--on-nonfinite", times)
+            self.roll_back(step, f"{what}; {origin.text}", "--on-nonfinite", times, origin)
+        elif word == "skip" and t.progress.nonfinite_in_a_row <= times:
+            remark(f"WARNING: {what}, so this step was not applied; {origin.text}")
         else:
-            raise self.failure(f"{what}, so this step was not applied")
+            raise self.failure(f"{what}, so this step was not applied; {origin.text}", origin)
+
+    def locate(self, step: Submitted, has_loss: bool) -> Origin:
+        t = self.trainer
+        try:
+            return find(t.net, t.team, t.read_again(step), step.settings, has_loss)
+        except Exception as error:  # the step's own end says more than a failed search
+            line = (str(error).splitlines() or [""])[0]
+            text = f"where it began was not found: {type(error).__name__}: {line}"
+            return Origin(text, {"kind": "unknown"})
+        finally:
+            t.last = time.perf_counter()
 
     def at_scale(self, step: Submitted) -> str:
         precision = self.trainer.config.precision
         kind = "smallest" if precision.loss_scale is None else "constant"
         return f" at the {kind} loss scale {step.settings.scale}" if precision.fp16 else ""
 
-    def failure(self, what: str) -> UserError:
+    def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.trainer.config
-        kept = f"; the weights and the checkpoints in {c.checkpoint.save} are unchanged" if c.checkpoint.save else ""
+        is_fault = origin is not None and (origin.is_state or origin.is_transient)
+        kept = f"; {'' if is_fault else 'the weights and '}the checkpoints in {c.checkpoint.save} are unchanged"
         cure = f"lower --lr (now {c.optimizer.lr}), warm up longer{' or use --bf16' if c.precision.fp16 else ''}"
-        return UserError(f"{what}{kept}; {cure}", NON_FINITE, everywhere=True)
+        cure = "continue from the newest checkpoint" if is_fault else cure
+        return UserError(f"{what}{kept if c.checkpoint.save else ''}; {cure}", NON_FINITE, everywhere=True)
 
-    def roll_back(self, step: Submitted, what: str, flag: str, times: int) -> None:
+    def roll_back(self, step: Submitted, what: str, flag: str, times: int, origin: Origin | None = None) -> None:
         """Load the newest checkpoint and pass over the samples from there to the end of this step.
 
         The iterations in between count as done, as with --skip-train-iteration-range, so that no
@@ -87,13 +111,13 @@ class Guard:
         done = p.rollbacks
         if done >= times:
             again = f"this run has gone back {done} times without saving a checkpoint of further steps"
-            raise self.failure(f"{what}; {again} ({flag} rollback:{times})")
+            raise self.failure(f"{what}; {again} ({flag} rollback:{times})", origin)
         to = t.state.roll_back()
         if to is None:
             save, every = t.config.checkpoint.save, t.config.checkpoint.save_interval
             now = f"--save-interval is {every}" if every else "--save-interval is not given"
             none = f"{flag} rollback:{times} cannot go back: {save} holds no checkpoint yet"
-            raise self.failure(f"{what}; {none} ({now}; --save-at-start saves the first weights)")
+            raise self.failure(f"{what}; {none} ({now}; --save-at-start saves the first weights)", origin)
         begin, self.applied = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0

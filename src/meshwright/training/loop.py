@@ -280,6 +280,13 @@ class Trainer:
             self.train_batches = self.batches(data, self.progress.consumed_train_samples, self.config.batch)
         return next(self.train_batches)
 
+    def read_again(self, step: Submitted) -> list[Batch]:
+        """Return this rank's micro-batches of a step that was taken."""
+        data = self.data["train"]
+        assert data is not None
+        with contextlib.closing(self.batches(data, step.consumed - step.size, self.config.batch)) as again:
+            return next(again)
+
     def step_settings(self, stop: StopConditions) -> StepSettings:
         samples, t, state = self.progress.schedule_samples, self.config.training, self.state
         wants_stop = self.team.size > 1 and (stop.reason() is not None or state.saver.failed)
@@ -339,13 +346,15 @@ class Trainer:
         if reacts:
             self.replicas.look()
 
-    def discard_submitted(self) -> None:
-        """Wait for a step that was submitted after one that does not count; log the latter."""
+    def discard_submitted(self) -> bool:
+        """Wait for a step that was submitted after one that does not count; log the latter.
+
+        Return whether there was one that changed the weights.
+        """
         step, self.submitted = self.submitted, None
-        if step is not None:
-            step.numbers()
         self.write_log()
         self.replicas.pending = None  # what it compared does not count either
+        return step is not None and all(map(math.isfinite, step.numbers()[:2]))
 
     def finish_at_end(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         """Call `finish` as the loop ends; an error that ended it counts more than any in here.

@@ -127,26 +127,44 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
         if not part.training:
             part.train()
     with devices.on_stream(net.stream):
-        unmasked = count_unmasked(net, batches)
-        numbers = numbers_of(net, batches, settings, unmasked)
-        counted = unmasked if settings.loss_mean == "global" and isinstance(unmasked, Tensor) else None
-        if net.graphs is not None and replay(net, batches, numbers, counted, settings.seed):
+        rows, counted = prepare(net, batches, settings)
+        if net.graphs is not None and replay(net, batches, rows, counted, settings.seed):
             return net.graphs.totals
-        rows, numbers = numbers, devices.send(numbers, net.device)
-        if counted is not None:
-            numbers[:, DIVISOR] = counted
-        batches = [b.to(net.device) for b in batches]
-        totals = torch.zeros(3, dtype=torch.float64, device=net.device)
-        if net.pipeline is not None:
-            pipeline_step(net, batches, numbers, totals, settings, timed)
-        else:
-            with timed("forward-backward", 1):
-                for i, batch in enumerate(batches):
-                    turn = Turn(i == 0, i == len(batches) - 1)
-                    forward_backward(net, settings.seed, timed, batch, numbers[i], totals, turn)
+        numbers, totals = accumulate(net, batches, rows, counted, settings, timed)
         with timed("optimizer", 1):
             update(net, numbers[-1] if net.store.reads_tensors else rows[-1], totals)
         return totals
+
+
+def prepare(net: Network, batches: list[Batch], s: StepSettings) -> tuple[Tensor, Tensor | None]:
+    """Return the micro-batches' numbers on the host, and their divisor if it is on the device."""
+    unmasked = count_unmasked(net, batches)
+    counted = unmasked if s.loss_mean == "global" and isinstance(unmasked, Tensor) else None
+    return numbers_of(net, batches, s, unmasked), counted
+
+
+def accumulate(
+    net: Network,
+    batches: list[Batch],
+    rows: Tensor,
+    counted: Tensor | None,
+    settings: StepSettings,
+    timed: Timed = untimed,
+) -> tuple[Tensor, Tensor]:
+    """Give the store the gradients of all micro-batches; return numbers and totals there."""
+    numbers = devices.send(rows, net.device)
+    if counted is not None:
+        numbers[:, DIVISOR] = counted
+    batches = [b.to(net.device) for b in batches]
+    totals = torch.zeros(3, dtype=torch.float64, device=net.device)
+    if net.pipeline is not None:
+        pipeline_step(net, batches, numbers, totals, settings, timed)
+        return numbers, totals
+    with timed("forward-backward", 1):
+        for i, batch in enumerate(batches):
+            turn = Turn(i == 0, i == len(batches) - 1)
+            forward_backward(net, settings.seed, timed, batch, numbers[i], totals, turn)
+    return numbers, totals
 
 
 def replay(net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int) -> bool:
