@@ -70,7 +70,7 @@ class Made(Source):
 STATE = json.loads("""{
     "iteration": 7, "consumed_train_samples": 28, "schedule_samples": 28, "optimizer_steps": 7, "skips": [],
     "epochs": null, "nonfinite_in_a_row": 0, "best_iteration": null, "best_loss": null, "true_vocab_size": 61,
-    "padded_vocab_size": 128, "positions": 16, "network": "GPT of Block", "blends": null,
+    "padded_vocab_size": 128, "positions": 16, "network": "GPT of Block", "blends": null, "losses": [], "rollbacks": 0,
     "loss_scale": {"dynamic": false, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 2, "in_a_row": 0},
     "schedule": {
         "max_lr": 0.01, "min_lr": 0.0, "warmup": 0.0, "decay": 40, "style": "linear", "start_wd": 0.01,

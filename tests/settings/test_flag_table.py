@@ -122,6 +122,9 @@ TABLE = {
         "skip_train": "test_loop.py::test_evaluation_only",
         "loss_mean": E + "test_loss_mean_weighs_tokens_or_micro_batches",
         "on_nonfinite": "test_precision.py::test_on_nonfinite",
+        "on_spike": "test_guard.py::test_a_spike",
+        "spike_factor": "test_guard.py::test_what_is_a_spike",
+        "spike_window": "test_guard.py::test_what_is_a_spike",
         **dict.fromkeys(
             """recompute_granularity recompute_method recompute_num_layers checkpoint_activations
             recompute_activations deepspeed_activation_checkpointing""".split(),

@@ -9,17 +9,18 @@ import pytest
 from helpers import flip_bit, open_step, read_rows
 from meshwright.checkpoint import steps
 from meshwright.report.history import read_history
-from meshwright.training import loop, step
+from meshwright.training import guard, loop, step
 
 pytestmark = pytest.mark.whole  # seconds, not moments
+
 BASE = ("--eval-iters", "0", "--train-iters", "9", "--lr-decay-style", "constant", "--lr-decay-iters", "9")
 
 
 @pytest.fixture
 def spoiling(monkeypatch):
-    """Return spoiling(samples): the loss of a batch that begins with one of these is NaN."""
+    """Return spoiling(samples, by): multiply the loss of batches that begin with one of these."""
     real = step.loss_sum
-    bad: set[int] = set()
+    bad: dict[int, float] = {}
     seen: list[int] = []
 
     def forward(net, part, batch, *rest):
@@ -28,8 +29,8 @@ def spoiling(monkeypatch):
 
     real_forward = step.forward
     monkeypatch.setattr(step, "forward", forward)
-    monkeypatch.setattr(step, "loss_sum", lambda *a: real(*a) * (math.nan if seen[-1] in bad else 1))
-    return lambda *samples: (bad.clear(), bad.update(samples))
+    monkeypatch.setattr(step, "loss_sum", lambda *a: real(*a) * bad.get(seen[-1], 1))
+    return lambda *samples, by=math.nan: (bad.clear(), bad.update(dict.fromkeys(samples, by)))
 
 
 def saving(folder, every=2):
@@ -102,3 +103,46 @@ def test_rollback_passes_over_a_damaged_checkpoint(run, spoiling, tmp_path, monk
     got = run(*BASE, "--on-nonfinite", "rollback:1", "--async-save", *saving(save))
     assert got.status == 0 and got.column("to", "rollback") == [2]
     assert open_step(save, 9).state["skips"] == [[8, "rolled back, passed over to 24"]]
+
+
+SPIKE = (*BASE, "--train-iters", "14", "--spike-window", "8")
+
+
+@pytest.mark.parametrize("flags", [[], ["--params-dtype", "float64"]], ids=" ".join)
+def test_a_spike(run, spoiling, tmp_path, flags):
+    """Step 11 spikes, and 12 too; by default that is one warning, and no other number changes."""
+    spoiling(40, 42, 44, 46, by=3.0)
+    flags = (*SPIKE, *flags)
+    got, off = run(*flags), run(*flags, "--on-spike", "off")
+    assert got.losses == off.losses and got.out.count("WARNING") == 1 and "WARNING" not in off.out
+    assert "WARNING: iteration 11 (samples up to 44): the loss 12." in got.out and "median of the 8 before" in got.out
+    [row] = read_rows(got.folder, "spike")
+    assert row["iteration"] == 11 and (row["loss"] - row["median"]) / row["deviation"] > 10
+    stopped = run(*flags, "--on-spike", "stop", *saving(tmp_path / "a"))
+    assert (
+        stopped.status == 70 and stopped.losses == got.losses[:11] and "(--on-spike stop); the checkpoi" in stopped.err
+    )
+    assert max(steps.steps(tmp_path / "a")) == 10
+    back = run(*flags, "--on-spike", "rollback:2", *saving(tmp_path / "b", 4))
+    assert back.status == 0 and back.column("to", "rollback") == [8, 11]  # to one set of weights
+    assert back.column("from_sample", "rollback") == [32, 44] and back.column("to_sample", "rollback") == [44, 48]
+    assert len(open_step(tmp_path / "b", 14).state["losses"]) == 8
+    spoiling()
+    for n in (12, 14):
+        (steps.step_folder(tmp_path / "b", n) / "index.json").unlink()
+    resumed = run(*flags, "--on-spike", "rollback:2", "--load", tmp_path / "b", "--save", tmp_path / "b")
+    assert resumed.column("iteration") == [12, 13, 14]
+
+
+def test_what_is_a_spike(run, spoiling):
+    """Their median deviation counts, so one loss that stands out does not hide the next."""
+    losses = [2.0 + 0.01 * (-1) ** i for i in range(7)] + [50.0]
+    middle, deviation = guard.spread(losses)
+    assert middle == 2.01 and deviation == pytest.approx(1.4826 * 0.01, rel=1.0)
+    assert guard.spread([3.0] * 8) == (3.0, 3e-3)
+    spoiling(40, by=1.05)
+    assert run(*SPIKE, "--spike-factor", "0.1").out.count("the loss") > 0
+    assert run(*SPIKE, "--spike-factor", "1000").out.count("the loss") == 0
+    assert run(*SPIKE, "--spike-window", "14", "--spike-factor", "0.001").out.count("the loss") == 0  # too few
+    refused = run(*SPIKE, "--spike-window", "4", "--on-spike", "skip:1")
+    assert "--spike-window 4 is not in 8 to 10000" in refused.err and "neither off, warn, stop nor roll" in refused.err

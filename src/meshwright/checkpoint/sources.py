@@ -191,6 +191,9 @@ def check_state(state: Any, where: object) -> None:
     """Refuse a state that is not as resume.State saves it, with the types that a run needs."""
     check_json(state, where)
     wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or n < 0]
+    losses = state.get("losses", [])
+    if not isinstance(losses, list) or any(type(x) not in (int, float) for x in losses):
+        wrong.append("losses")
     scale, curve = state.get("loss_scale", SCALE), state.get("schedule", {})
     if not isinstance(scale, dict) or any(type(scale.get(name)) not in (bool, int, float) for name in SCALE):
         wrong.append("loss_scale")

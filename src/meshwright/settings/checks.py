@@ -14,6 +14,7 @@ from meshwright.settings import data_paths
 from meshwright.settings.fields import word_of
 from meshwright.settings.grammar import (
     ON_NONFINITE,
+    ON_SPIKE,
     eval_tasks,
     find_address,
     reaction,
@@ -100,11 +101,14 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
 
 
 def reaction_problems(t: Training, k: Checkpoint) -> list[str]:
-    """Check what follows a step that is not finite, and the signals that end a run."""
+    """Check what follows a step that is not finite or a loss spike, and the signals that end."""
     out = []
     if unknown := [name for name in t.exit_signal if name not in EXIT_SIGNALS]:
         out.append(f"--exit-signal {' '.join(unknown)}: give some of {', '.join(EXIT_SIGNALS)}")
-    for flag, text, known in (("--on-nonfinite", t.on_nonfinite, ON_NONFINITE),):
+    if not 8 <= t.spike_window <= 10_000:
+        out.append(f"--spike-window {t.spike_window} is not in 8 to 10000: a median of few losses says little")
+    both = ("--on-nonfinite", t.on_nonfinite, ON_NONFINITE), ("--on-spike", t.on_spike, ON_SPIKE)
+    for flag, text, known in both:
         found = reaction(text, known)
         if found is None:
             forms = f"{', '.join(known[:-1])} nor {known[-1]}"
@@ -216,6 +220,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "Adam; --optimizer is sgd": lambda c: c.optimizer.optimizer != "sgd",
     "--lr-decay-style WSD": lambda c: c.optimizer.lr_decay_style == "WSD",
     "a warm-up": lambda c: c.warmup_samples,
+    "--on-spike": lambda c: c.training.on_spike != "off",
     "several processes": lambda c: c.world > 1,
     "several data-parallel ranks": lambda c: c.dp * c.parallel.context_parallel_size > 1,
     "--tensor-model-parallel-size above 1": lambda c: c.parallel.tensor_model_parallel_size > 1,

@@ -110,7 +110,7 @@ def skipped(ranges: list[str]) -> list[tuple[int, int]]:
     return out
 
 
-ON_NONFINITE = ("stop", "skip:K", "rollback:K")
+ON_NONFINITE, ON_SPIKE = ("stop", "skip:K", "rollback:K"), ("off", "warn", "stop", "rollback:K")
 
 
 def reaction(text: str, known: tuple[str, ...]) -> tuple[str, int] | None:

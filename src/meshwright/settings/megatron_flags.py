@@ -102,7 +102,9 @@ _IDLE = {
         use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params""",
     "every non-finite loss or gradient is found; see --on-nonfinite": """check-for-nan-in-loss-and-grad
         no-check-for-nan-in-loss-and-grad no-check-for-nan-in-loss""",
-    "no step is computed twice; see --on-nonfinite": "rerun-mode:1 result-rejected-tracker-filename:1",
+    "a loss far above the recent ones is reported; see --on-spike": "check-for-spiky-loss",
+    "a step that is not finite is computed again; see --on-nonfinite": """rerun-mode:1
+        result-rejected-tracker-filename:1""",
     "the log line has TFLOPs and tokens per second": """log-throughput log-throughput-to-tensorboard
         throughput-window-size:1""",
     "metrics.jsonl in the run's folder has tokens, time and gradient norm of every step": """log-progress
@@ -219,7 +221,7 @@ _REFUSALS = {
         start-eval-at-iter""",
     "Megatron's releases count it from 0 or from 1; give --skip-train-iteration-range A-B, from 1": """
         iterations-to-skip""",
-    "only NaN and infinity stop a run; see --on-nonfinite": "check-for-spiky-loss check-for-large-grads",
+    "only NaN and infinity are found in gradients; see --on-nonfinite": "check-for-large-grads",
     "it is for Megatron's own tests": "error-injection-rate error-injection-type test-mode fake-process-group",
     "a failed run starts again by meshwright launch --max-restarts": "inprocess-*",
     "name the step in --load, as DIR/iter_0001000": "ckpt-step",

@@ -46,7 +46,7 @@ def flag(
 ROPE, WSD = "--position-embedding-type rope", "--lr-decay-style WSD"
 FP8, ENDS = "--fp8-format", "--first-last-layers-bf16"
 FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ranks"
-SEQUENCE = "--sequence-parallel"
+SEQUENCE, SPIKE = "--sequence-parallel", "--on-spike"
 SAMPLES = "--sample-interval"
 EVAL_TASKS_FLAG = "--eval-tasks"
 
@@ -255,6 +255,13 @@ class Training:
         "on a NaN or infinite loss or gradient: stop; skip:K: skip up to K steps in a row; rollback:K: go back to the "
         "newest checkpoint and pass over the samples since, up to K times until a further one is saved",
     )
+    on_spike: str = flag(
+        "warn", "on a loss far above the recent ones: off, warn, stop, or rollback:K as with --on-nonfinite"
+    )
+    spike_factor: float = flag(
+        10.0, "a spike is so many standard deviations above the median, by median deviations", bound=">0", needs=SPIKE
+    )
+    spike_window: int = flag(128, "losses that these are computed from", needs=SPIKE)
     recompute_granularity: Literal["full", "selective"] | None = flag(None, "recompute whole layers, or attention only")
     recompute_method: Literal["uniform", "block"] | None = flag(
         None, "uniform: save one input per --recompute-num-layers; block: recompute only that many layers", needs=FULL

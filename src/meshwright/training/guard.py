@@ -1,4 +1,4 @@
-"""Reactions to a step that is not finite: skip it, go back to a checkpoint, or end the run.
+"""Reactions to a step that is not finite, and to a loss spike: go back to a checkpoint, or end.
 
 All ranks call these together: they decide by numbers that are already summed over them.
 """
@@ -6,12 +6,14 @@ All ranks call these together: they decide by numbers that are already summed ov
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
 from meshwright.console import remark
 from meshwright.errors import NON_FINITE, UserError
-from meshwright.settings.grammar import ON_NONFINITE, reaction
+from meshwright.settings.grammar import ON_NONFINITE, ON_SPIKE, reaction
 from meshwright.training.diagnosis import Origin, find
 
 if TYPE_CHECKING:
@@ -45,19 +47,31 @@ class Run(Protocol):
     def save(self) -> None: ...
 
 
+def spread(losses: Collection[float]) -> tuple[float, float]:
+    """Return the median of losses and their deviation, which outliers among them hardly move.
+
+    1.4826 x the median absolute deviation is the standard deviation of normal values. It is at
+    least a thousandth of the median, so that equal losses do not make a spike of the next.
+    """
+    middle = statistics.median(losses)
+    return middle, max(1.4826 * statistics.median(abs(x - middle) for x in losses), 1e-3 * abs(middle), 1e-9)
+
+
 class Guard:
     def __init__(self, trainer: Run) -> None:
         self.trainer, config = trainer, trainer.config
         self.on_nonfinite = reaction(config.training.on_nonfinite, ON_NONFINITE) or ("stop", 0)
-        self.applied = 0  # samples of applied steps when the run began or was last rolled back
+        self.on_spike = reaction(config.training.on_spike, ON_SPIKE) or ("off", 0)
+        self.in_spike = False  # whether the last loss was one's
+        self.since = 0  # samples of applied steps when the run began or was last rolled back
 
     def begin(self) -> None:
-        self.applied = self.trainer.progress.schedule_samples
+        self.since = self.trainer.progress.schedule_samples
 
     def note_save(self) -> None:
         """Count rollbacks anew if the checkpoint to be saved has further steps."""
         p = self.trainer.progress
-        if p.schedule_samples > self.applied:
+        if p.schedule_samples > self.since:
             p.rollbacks = 0
 
     def nonfinite(self, step: Submitted, loss: float, norm: float) -> None:
@@ -93,10 +107,39 @@ class Guard:
         kind = "smallest" if precision.loss_scale is None else "constant"
         return f" at the {kind} loss scale {step.settings.scale}" if precision.fp16 else ""
 
+    def applied(self, step: Submitted, loss: float) -> None:
+        """React to the loss of an applied step if it is a spike; keep it for the next ones."""
+        t, (word, times) = self.trainer, self.on_spike
+        losses, factor = t.state.losses, t.config.training.spike_factor
+        if word == "off":
+            return
+        middle, deviation = spread(losses) if len(losses) == losses.maxlen else (loss, 1.0)
+        losses.append(loss)
+        is_spike = loss > middle + factor * deviation
+        is_new, self.in_spike = is_spike and not self.in_spike, is_spike
+        if not is_spike or (word == "warn" and not is_new):
+            return
+        before = f"the median of the {losses.maxlen} before"
+        far = f"{(loss - middle) / deviation:.1f} deviations above {middle:.4f}, {before}"
+        what = f"iteration {step.iteration} (samples up to {step.consumed}): the loss {loss:.4f} is {far}"
+        if word != "warn":
+            t.discard_submitted()
+            t.progress.iteration = step.iteration
+        t.metrics.row("spike", step.iteration, loss=loss, median=middle, deviation=deviation)
+        if word == "warn":
+            remark(f"WARNING: {what}; --on-spike rollback:K would go back to a checkpoint")
+        elif word == "rollback":
+            self.roll_back(step, what, "--on-spike", times)
+        else:
+            saved = f"the checkpoints in {t.config.checkpoint.save} are of earlier steps; "
+            cure = f"continue with --on-spike rollback:K, or lower --lr (now {t.config.optimizer.lr})"
+            saved = saved if t.config.checkpoint.save else ""
+            raise UserError(f"{what} (--on-spike stop); {saved}{cure}", NON_FINITE, everywhere=True)
+
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.trainer.config
         is_fault = origin is not None and (origin.is_state or origin.is_transient)
-        kept = f"; {'' if is_fault else 'the weights and '}the checkpoints in {c.checkpoint.save} are unchanged"
+        kept = f"; the checkpoints in {c.checkpoint.save} are unchanged"
         cure = f"lower --lr (now {c.optimizer.lr}), warm up longer{' or use --bf16' if c.precision.fp16 else ''}"
         cure = "continue from the newest checkpoint" if is_fault else cure
         return UserError(f"{what}{kept if c.checkpoint.save else ''}; {cure}", NON_FINITE, everywhere=True)
@@ -118,7 +161,7 @@ class Guard:
             now = f"--save-interval is {every}" if every else "--save-interval is not given"
             none = f"{flag} rollback:{times} cannot go back: {save} holds no checkpoint yet"
             raise self.failure(f"{what}; {none} ({now}; --save-at-start saves the first weights)", origin)
-        begin, self.applied = p.consumed_train_samples, p.schedule_samples
+        begin, self.since = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0
         t.close_batches()

@@ -334,8 +334,10 @@ class Trainer:
         self.last = now
         if skipped:  # whatever was submitted since then does not count
             p.iteration, p.consumed_train_samples, p.schedule_samples = step.iteration, step.consumed, scheduled
-        if p.nonfinite_in_a_row and reacts:
+        if reacts and p.nonfinite_in_a_row:
             self.guard.nonfinite(step, loss, norm)
+        elif reacts and not skipped:
+            self.guard.applied(step, loss)
 
     def finish(self, reacts: bool = True) -> None:
         """Wait for the step that was submitted last, and log it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,9 @@ class State:
         self.sizes = {"true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions}
         self.schedule = build_schedule(config)
         self.progress = Progress()
+        t = config.training
+        # Of the last steps, in which a spike would stand out.
+        self.losses = deque[float](maxlen=0 if t.on_spike == "off" else t.spike_window)
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
         self.blends: History | None = None  # of the training set
         self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
@@ -138,6 +142,8 @@ class State:
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
         if (scales := self.net.store.scales) is not None:
             scales.load(state.get("fp8"))
+        self.losses.clear()
+        self.losses.extend(state.get("losses", []))
         self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
 
     def roll_back(self) -> int | None:
@@ -231,7 +237,7 @@ class State:
         schedule, blends = dataclasses.asdict(self.schedule), self.blends.state() if self.blends else None
         state = dataclasses.asdict(p) | self.sizes | {"schedule": schedule, "loss_scale": self.scaler.state()}
         state |= {"skips": self.skips, "optimizer_steps": self.net.store.steps, "network": self.net.name}
-        state |= {"epochs": self.epochs, "blends": blends}
+        state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
         if (scales := self.net.store.scales) is not None:
             state["fp8"] = scales.state(self.team.gather)
         best = p.best_iteration if self.config.checkpoint.keep_best else None
@@ -346,7 +352,8 @@ _FREE = {
     *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "initial_loss_scale"),
     *("data_cache_path", "data_impl", "mmap_warmup", "num_workers", "data_fingerprint", "data_sets"),
     *("blend_change_at", "make_vocab_size_divisible_by", "pad_vocab_size_to", "micro_batch_size", "checkpoint_in_cpu"),
-    *("kill_switch_path", "skip_train", "on_nonfinite", "compile", "checkpoint_activations", "deterministic_mode"),
+    *("kill_switch_path", "skip_train", "compile", "checkpoint_activations", "deterministic_mode"),
+    *("on_nonfinite", "on_spike", "spike_factor", "spike_window"),
 }
 
 # Settings that --finetune may change: a longer context, for example, needs another rotation.
