@@ -1,7 +1,7 @@
 """Generation on one GPU: tokens per second beside transformers, and whether the texts are right.
 
 usage: python benchmarks/gpu_decode.py [--check | --profile | --sweep] [--sizes 345M 1.3B]
-                                       [--rows 1 8 64] [--peers] [--json FILE]
+                                       [--rows 1 8 64] [--quick] [--peers] [--json FILE]
 
 Prompts have 128 random tokens, and 128 are generated, greedily, in bfloat16, by networks of random
 weights. A figure is tokens divided by the time from the first prompt to the last token, the best of
@@ -12,6 +12,7 @@ fails is printed, and the others go on.
 --check    compare the kernels with float64, and captured texts with plain ones, in seconds
 --profile  time one step by kernel
 --sweep    time products of one row with other tiles
+--quick    no plain steps, with whose texts the captured ones are compared
 --peers    transformers, eager and with a static cache and compiled, in the same run
 """
 
@@ -245,14 +246,14 @@ def agreement(model: LanguageModel, a: list[list[int]], b: list[list[int]]) -> s
     return f"{len(gaps)} of {len(a)} part, where logits differ by at most {max(map(abs, gaps)):.3f} deviations"
 
 
-def speed(sizes: list[str], rows: list[int], peers: bool) -> list[dict[str, Any]]:
+def speed(sizes: list[str], rows: list[int], peers: bool, quick: bool) -> list[dict[str, Any]]:
     table = []
     for size in sizes:
         model = attempt(size, named, size)
         for b in rows if model is not None else []:
             line: dict[str, Any] = {"size": size, "rows": b, "must": MUST.get((size, b)), "limit": limit(size, b)}
             tokens = {}
-            for name, graphs in (("plain", "off"), ("captured", "on")):
+            for name, graphs in (("plain", "off"), ("captured", "on"))[quick:]:
                 found = attempt(f"{size} {b} {name}", ours, model, b, graphs)
                 if found is not None:
                     tokens[name] = found.pop("tokens")
@@ -353,7 +354,7 @@ def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
-    for flag in ("--check", "--profile", "--sweep", "--peers"):
+    for flag in ("--check", "--profile", "--sweep", "--peers", "--quick"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64])
@@ -369,7 +370,7 @@ def main() -> None:
     elif args.sweep:
         attempt("sweep", sweep)
     else:
-        table = speed(args.sizes, args.rows, args.peers)
+        table = speed(args.sizes, args.rows, args.peers, args.quick)
         if args.json:
             args.json.write_text(json.dumps(table, indent=1) + "\n")
 

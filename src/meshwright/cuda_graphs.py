@@ -34,7 +34,6 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]  # each thread has one, and a capture cannot make it
         with collector_off():  # it could free an older graph, which a capture does not survive
             # Other threads read files, pin memory and watch over NCCL meanwhile.
             graph.capture_begin(self.pool, capture_error_mode="thread_local")

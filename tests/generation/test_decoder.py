@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -276,6 +277,25 @@ def test_the_fused_step_changes_nothing(shape, slots, fused):
             got[event.id].add(event, EOD)
     assert Recorded.made > 0 and [c.tokens for c in got] == [c.tokens for c in want]
     assert got[2].logprobs == pytest.approx(want[2].logprobs, abs=1e-9)
+
+
+def test_a_thread_captures_nothing_that_it_has_not_run(fused):
+    """A server warms up in its main thread; libraries make a handle for each thread."""
+    decoder = Decoder(little(), 1)
+    decoder.steps.captures = True
+
+    def drive():
+        decoder.submit(Request([1, 2], dataclasses.replace(GREEDY, out_seq_length=2)))
+        while decoder.waiting or decoder.active:
+            decoder.step()
+
+    made = []
+    drive()
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(2):
+            thread.submit(drive).result()
+            made.append(Recorded.made)
+    assert made == [0, 2]  # the prompt and the step
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

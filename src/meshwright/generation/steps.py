@@ -2,12 +2,14 @@
 
 A step is captured for each number of rows and length, rounded up to powers of two, and each kind of
 choice, and so is the reading of short prompts, whose kernels the host launches more slowly than the
-device runs them. The first run is an ordinary one, which compiles kernels; the second captures it.
+device runs them. A thread's first run is an ordinary one, which compiles kernels and makes what
+libraries keep for a thread; the second is captured.
 Rows that only fill up the number belong to the slot of nobody.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,8 @@ class Steps:
         self.prompts: dict[tuple[int, int], torch.Tensor] = {}  # by rows and width
         self.known: dict[Key, Callable[[], Any]] = {}
         self.tried: set[Key] = set()  # to capture
+        self.thread = 0  # the one that runs them
+        self.ready: set[Key] = set()  # to be captured by it
         self.graphs: CudaGraphs | None = None
         self.stream: Any = None  # of captures
 
@@ -89,11 +93,14 @@ class Steps:
         return choose(s, slots, logits[:, : s.vocab], kind, k, self.eod)
 
     def call(self, key: Key, function: Callable[[], Any]) -> Any:
-        """Run a function: as it is the first time, and captured from the second time on."""
+        """Run a function: as it is a thread's first time, and captured from the second time on."""
+        if self.thread != threading.get_ident():
+            self.thread, self.ready = threading.get_ident(), set()
         with torch.accelerator.device_index(self.state.device.index):  # a thread of its own begins on device 0
-            if key in self.known and key not in self.tried and self.captures:
+            if key in self.ready and key not in self.tried and self.captures:
                 self.tried.add(key)
                 self.known[key] = self.capture(function)
+            self.ready.add(key)
             return self.known.setdefault(key, function)()
 
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:

@@ -19,8 +19,6 @@ from meshwright.kernels.decode_plain import BAD, NONE, Draws, Layer, Rows, Texts
 from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads_plain import Sizes
 
-PER_PROCESSOR = 4  # programs of the attention, at most
-
 
 class Tile(NamedTuple):
     """Shape of a program's work in `linear`: `columns` outputs, with all inputs."""
@@ -377,7 +375,7 @@ def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tens
     """Return the attention of new tokens, and add their keys and values to the cache."""
     b, (groups, per_group, dim) = len(qkv), sizes
     block, heads, width = 64, max(16, power_of_2(per_group)), max(16, power_of_2(dim))
-    parts = min(cdiv(texts.longest, block), max(1, PER_PROCESSOR * devices.processors(qkv.device) // (b * groups)))
+    parts = min(cdiv(texts.longest, block), max(1, 2 * devices.processors(qkv.device) // (b * groups)))
     chunk = cdiv(cdiv(texts.longest, parts), block) * block
     parts = cdiv(texts.longest, chunk)
     out = qkv.new_empty(b, groups * per_group * dim)
@@ -416,7 +414,7 @@ def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tens
 def counters(device: torch.device) -> Tensor:
     """Return counters that are 0 before and after each kernel, and never move.
 
-    Work is divided only if rows x groups are at most PER_PROCESSOR / 2 for each one.
+    Work is divided only if rows x groups are fewer than the multiprocessors.
     """
     with torch.inference_mode(False):
         return torch.zeros(4096, dtype=torch.int32, device=device)
