@@ -1,6 +1,7 @@
 # make demo   text to a trained, talking model on this machine
 # make test   the whole suite; make check: ruff, types and fast tests, for every commit; make test-long: everything
 # make faults  35 kinds of fault injected, a line each (part of make test); make faults-long: all cases of them
+# make fuzz   random layouts and options against one process; make fuzz CASES=2000 JOBS=12 SEED=1 FUZZ="--json FILE"
 #
 # Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.11 to 3.13), TORCH_INDEX another
 # source of torch, for example one with a build for your GPU or for the CPU alone:  make demo TORCH_INDEX=URL
@@ -11,7 +12,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 TESTS := $(BIN)/python -m pytest
 
-.PHONY: demo test check test-long faults faults-long bench install clean
+CASES ?= 60
+JOBS ?= 2
+SEED ?= 0
+FUZZ ?=
+
+.PHONY: demo test check test-long faults faults-long fuzz bench install clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/base: pyproject.toml constraints.txt
@@ -43,13 +49,8 @@ check: $(VENV)/test
 test-long: $(VENV)/test
 	$(TESTS) -n 2 -m "long"
 
-FAULTS = $(TESTS) -n 2 -q $(shell $(BIN)/python tests/faults/table.py)
-
-faults: $(VENV)/test
-	$(FAULTS) -m "faults and not long"
-
-faults-long: $(VENV)/test
-	$(FAULTS) -m faults
+fuzz: $(VENV)/test
+	PYTHONPATH=src:tests $(BIN)/python -m fuzz --cases $(CASES) --jobs $(JOBS) --seed $(SEED) $(FUZZ)
 
 bench: $(VENV)/test
 	$(BIN)/python benchmarks/loop.py

@@ -568,6 +568,10 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     assert parameters_of_ranks(c, 128, 16) == counted and counted[0] != counted[1]
 
 
+def test_a_pipeline_schedule_without_a_pipeline_has_no_effect(tmp_path):
+    assert train(tmp_path, "--pipeline-schedule=zbv", "--train-iters=1")[0] == 0
+
+
 def test_dry_run_prints_sizes(tmp_path, capsys):
     assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0
     out = capsys.readouterr().out

@@ -58,4 +58,5 @@ def schedule(kind: Kind, pp: int, rank: int, microbatches: int, chunks: int = 1)
 
 def stages_of(kind: Kind, rank: int, size: int, chunks: int) -> list[int]:
     """Return the numbers of a rank's stages."""
-    return [rank, 2 * size - 1 - rank] if kind in V_SHAPED else [chunk * size + rank for chunk in range(chunks)]
+    is_v = kind in V_SHAPED and size > 1  # without a pipeline, the kind has no effect
+    return [rank, 2 * size - 1 - rank] if is_v else [chunk * size + rank for chunk in range(chunks)]

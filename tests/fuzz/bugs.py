@@ -1,0 +1,89 @@
+"""Five defects of kinds that frameworks have had, seeded to prove that the fuzz finds them.
+
+Each replaces a method within the ranks of a layout; the run in one process stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from meshwright.optim.loss_scale import LossScale
+
+
+def missing_reduction() -> AbstractContextManager[Any]:
+    """With ZeRO 1 or 2 and several copies of the shards, gradients are not summed over these."""
+    from meshwright.parallel import comm
+    from meshwright.parallel.zero import ParameterStore
+
+    plain = ParameterStore.finish_sums
+
+    def finish_sums(store: Any) -> None:
+        skipped = store.layout.group("replicas")
+        total = comm.total
+        with mock.patch.object(comm, "total", lambda x, group: x if group is skipped else total(x, group)):
+            plain(store)
+
+    return mock.patch.object(ParameterStore, "finish_sums", finish_sums)
+
+
+def wrong_dropout_offset() -> AbstractContextManager[Any]:
+    """With sequence parallelism, every tensor rank draws the dropout of the first rank's rows."""
+    from meshwright.training.step import Network
+
+    plain = Network.stream_of
+
+    def stream_of(net: Any, b: Any, samples: Any, first: int) -> Any:
+        at = plain(net, b, samples, first)
+        if samples is None:
+            return at
+        rows = b.tokens.numel() // net.layout.tp
+        return dataclasses.replace(at, samples=samples.repeat_interleave(b.tokens.shape[1])[:rows][None])
+
+    return mock.patch.object(Network, "stream_of", stream_of)
+
+
+def double_counted_tied_gradient() -> AbstractContextManager[Any]:
+    """The table that the first and the last stage share gets its gradient twice."""
+    from meshwright.parallel.zero import ParameterStore
+
+    plain = ParameterStore.finish_sums
+
+    def finish_sums(store: Any) -> None:
+        plain(store)
+        if store.tied and "wte" in store.buckets:
+            bucket = store.buckets["wte"]
+            _, begin = store.part_offsets(bucket)
+            store.share[begin : begin + bucket.size // store.parts] *= 2
+
+    return mock.patch.object(ParameterStore, "finish_sums", finish_sums)
+
+
+def stale_scaler() -> AbstractContextManager[Any]:
+    """A resumed fp16 run begins with the initial loss scale."""
+    return mock.patch.object(LossScale, "load", lambda scaler, state: None)
+
+
+def shifted_data() -> AbstractContextManager[Any]:
+    """A resumed run reads from one sample too far on."""
+    from meshwright.training.loop import Trainer
+
+    plain = Trainer.batches
+
+    def batches(trainer: Any, dataset: Any, consumed: int, *more: Any, **others: Any) -> Any:
+        is_shifted = trainer.has_loaded and dataset is trainer.data["train"]
+        return plain(trainer, dataset, consumed + is_shifted, *more, **others)
+
+    return mock.patch.object(Trainer, "batches", batches)
+
+
+BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "missing-reduction": missing_reduction,
+    "wrong-dropout-offset": wrong_dropout_offset,
+    "double-counted-tied-gradient": double_counted_tied_gradient,
+    "stale-scaler": stale_scaler,
+    "shifted-data": shifted_data,
+}

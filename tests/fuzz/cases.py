@@ -1,0 +1,477 @@
+"""Cases: what is trained, in which layouts, where it stops; drawn at random, or read from a line.
+
+A line of a case is `FLAGS | END: LAYOUT | ...`: flags of `meshwright train` for the run that one
+process takes from its first step to its last, then the legs in which a layout takes it. `3: FLAGS`
+stops and saves after step 3; `3+2: FLAGS` saves after step 3, takes two steps more and is lost, so
+that the next leg takes these two again; the last leg has no number. `--poison N ...` is no flag of
+Meshwright: the gradients of these samples are infinite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from meshwright.errors import UserError
+from meshwright.settings import checks, flags
+from meshwright.settings.schema import Checkpoint, Parallel, TrainConfig
+
+WORDS = 36  # of NullTokenizer; the end of a document is 36, so the vocabulary's size is a prime
+# What a case is if it says nothing else. A flag of a case replaces those of the same line.
+BASE = """
+    --num-layers 2
+    --hidden-size 16 --num-attention-heads 2
+    --seq-length 8
+    --micro-batch-size 1
+    --global-batch-size 4
+    --train-iters --train-samples --train-tokens = --train-iters 3
+    --lr 1e-2
+    --mock-data --data-path = --mock-data
+    --make-vocab-size-divisible-by 8
+    --hidden-dropout 0
+    --attention-dropout 0
+    --params-dtype --bf16 --fp16 = --params-dtype float64
+    --eval-iters 1
+    --seed 1
+    --num-workers 0
+    --micro-batch-size --num-accumulation-steps = --micro-batch-size 1
+"""
+ALWAYS = "--tokenizer-type NullTokenizer --device cpu --log-params-norm --data-cache-path cache".split()
+MOST_RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """A part of a run in one layout: `end` is the step after which it is saved, 0 the run's end."""
+
+    flags: tuple[str, ...]
+    end: int = 0
+    lost: int = 0  # steps after the save that are taken for nothing
+
+    def __str__(self) -> str:
+        where = f"{self.end}+{self.lost}: " if self.lost else f"{self.end}: " if self.end else ""
+        return f"{where}{' '.join(self.flags)}".strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    flags: tuple[str, ...]  # each with its values
+    legs: tuple[Leg, ...]
+
+    def __str__(self) -> str:
+        return " | ".join([" ".join(self.flags), *map(str, self.legs)])
+
+    @property
+    def poison(self) -> tuple[int, ...]:
+        """Samples whose gradients are infinite."""
+        return tuple(int(n) for f in self.flags if f.startswith("--poison") for n in f.split()[1:])
+
+    @property
+    def ranks(self) -> int:
+        return max(config.world for config in configs(self))
+
+
+def split_flags(line: str) -> tuple[str, ...]:
+    return tuple(x.strip() for x in re.split(r"\s+(?=--)", f" {line.strip()}") if x.strip())
+
+
+def read(line: str) -> Case:
+    first, *rest = line.split("|")
+    legs = []
+    for text in rest or [""]:
+        found = re.fullmatch(r"\s*(?:(\d+)(?:\+(\d+))?:)?(.*)", text)
+        assert found
+        legs.append(Leg(split_flags(found[3]), int(found[1] or 0), int(found[2] or 0)))
+    return Case(split_flags(first), tuple(legs))
+
+
+# Settings of a case
+
+
+def name_of(flag: str) -> str:
+    return flag.split()[0]
+
+
+@functools.cache
+def parse(flags_of_run: tuple[str, ...]) -> TrainConfig:
+    given, out = {name_of(f) for f in flags_of_run}, []
+    for line in BASE.strip().splitlines():
+        names, _, default = line.partition(" = ")
+        if not given & {word for word in names.split() if word.startswith("--")}:
+            out += (default or names).split()
+    # Flags of one line belong together: a case that gives one of them gives all.
+    words = [word for f in flags_of_run if not f.startswith("--poison") for word in f.split()]
+    size = f"--vocab-size={WORDS + ('--data-path' not in given)}"
+    return flags.parse(TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False).config
+
+
+def configs(case: Case) -> list[TrainConfig]:
+    """Return the configuration of each leg, without its folder."""
+    return [parse((*case.flags, *leg.flags)) for leg in case.legs]
+
+
+def in_one_process(case: Case) -> TrainConfig:
+    """Return the configuration of the run in one process, with micro-batches as large as can be.
+
+    With --loss-mean microbatch their size decides the numbers.
+    """
+    config = parse(case.flags)
+    t, p = config.training, config.parallel
+    if t.loss_mean == "global":
+        size = math.gcd(config.global_batch, *t.rampup_batch_size[:2])
+        t = dataclasses.replace(t, micro_batch_size=size, num_accumulation_steps=None)
+    t = dataclasses.replace(t, global_batch_size=config.global_batch)
+    alone = Parallel(world_size=1, device=p.device)
+    return dataclasses.replace(config, training=t, parallel=alone, checkpoint=Checkpoint())
+
+
+def steps_of(case: Case) -> int:
+    return in_one_process(case).steps
+
+
+@functools.cache
+def refusals(case: Case) -> tuple[str, ...]:
+    """Return what the checks of settings say against a case."""
+    try:
+        made = configs(case)
+        out = checks.problems(in_one_process(case))
+    except (UserError, ValueError) as error:
+        return (str(error),)
+    out += [line for config in made for line in checks.problems(config)]
+    # torch's own kernel draws its dropout from the order of samples on a rank.
+    drops = draws_its_own(made)
+    return tuple(out) + (("--attention-impl sdpa draws its own dropout",) if drops else ())
+
+
+def draws_its_own(made: list[TrainConfig]) -> bool:
+    return any(c.model.attention_impl == "sdpa" and c.model.attention_dropout for c in made)
+
+
+# Drawing
+
+Chances = dict[str, int]  # flags -> weight
+ARCHITECTURE: dict[str, Chances] = {
+    "layers": {f"--num-layers {n}": w for n, w in {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 1, 8: 1}.items()},
+    "heads": {
+        "--hidden-size 16 --num-attention-heads 2": 3,
+        "--hidden-size 32 --num-attention-heads 8": 5,
+        "--hidden-size 24 --num-attention-heads 6": 2,
+        "--hidden-size 24 --num-attention-heads 3": 1,
+        "--hidden-size 15 --num-attention-heads 3": 1,
+        "--hidden-size 20 --num-attention-heads 5 --kv-channels 4": 1,
+        "--hidden-size 10 --num-attention-heads 4 --kv-channels 6": 1,
+        "--hidden-size 16 --num-attention-heads 1": 1,
+    },
+    "groups": {
+        "": 6,
+        "--group-query-attention": 1,
+        "--num-query-groups 2": 3,
+        "--num-query-groups 3": 1,
+        "--num-query-groups 4": 2,
+    },
+    "ffn": {"": 4, "--ffn-hidden-size 24": 2, "--ffn-hidden-size 36": 1, "--ffn-hidden-size 20": 1},
+    "activation": {
+        "": 5,
+        "--no-bias-gelu-fusion": 1,
+        "--no-bias-gelu-fusion --openai-gelu": 1,
+        "--swiglu": 3,
+        "--squared-relu": 1,
+        "--glu-activation geglu": 1,
+        "--glu-activation reglu": 1,
+        "--glu-activation liglu": 1,
+    },
+    "position": {
+        "": 4,
+        "--max-position-embeddings 40": 1,
+        "--position-embedding-type rope": 3,
+        "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 500": 2,
+        "--position-embedding-type alibi": 2,
+        "--position-embedding-type none": 1,
+    },
+    "norm": {
+        "": 4,
+        "--normalization RMSNorm": 3,
+        "--apply-layernorm-1p": 1,
+        "--normalization RMSNorm --apply-layernorm-1p": 1,
+        "--layernorm-epsilon 1e-3": 1,
+    },
+    "norm of heads": {"": 2, "--qk-layernorm": 1},
+    "bias": {"": 3, "--disable-bias-linear": 1, "--disable-bias-linear --add-qkv-bias": 1},
+    "norm of embeddings": {"": 3, "--embed-layernorm": 1},
+    "residual": {"": 3, "--apply-residual-connection-post-layernorm": 1},
+    "initial": {"": 3, "--init-method-xavier-uniform": 1, "--init-method-std 0.2": 2},
+    "head": {"": 2, "--untie-embeddings-and-output-weights": 1},
+    "sequence": {"--seq-length 8": 4, "--seq-length 16": 3, "--seq-length 12": 3, "--seq-length 9": 1},
+}
+TRAINING: dict[str, Chances] = {
+    "format": {
+        "--params-dtype float64": 12,
+        "--params-dtype float32": 2,
+        "--bf16": 2,
+        "--bf16 --fp32-residual-connection": 1,
+        "--fp16 --initial-loss-scale 16 --loss-scale-window 2": 2,
+        "--fp16 --initial-loss-scale 64 --loss-scale-window 1 --hysteresis 1": 2,
+        "--fp16 --loss-scale 128 --fp32-residual-connection": 1,
+    },
+    "hidden dropout": {"--hidden-dropout 0": 1, "--hidden-dropout 0.1": 2, "--hidden-dropout 0.3": 1},
+    "attention dropout": {"--attention-dropout 0": 4, "--attention-dropout 0.1": 1},
+    "embedding dropout": {"": 3, "--embedding-dropout 0.2": 1},
+    "mean": {"": 3, "--loss-mean microbatch": 1},
+    "marks": {
+        "": 4,
+        "--eod-mask-loss": 2,
+        "--reset-attention-mask": 1,
+        "--reset-position-ids": 1,
+        "--eod-mask-loss --reset-attention-mask --reset-position-ids": 3,
+    },
+    "data": {
+        "--mock-data": 5,
+        "--data-path small --split 80,15,5": 2,
+        "--data-path ends --split 80,15,5": 4,
+        "--data-path 0.3 small 0.7 ends --split 90,10,0": 2,
+        "--data-path small large --split 100,0,0": 1,
+        "--data-path small --split 70,20,10 --dataloader-type cyclic": 1,
+        "--data-path 2 tiny 1 small --split 100,0,0 --last-epoch-cutoff 1": 2,
+    },
+    "validation": {"--eval-iters 0": 1, "": 2, "--eval-iters 2 --eval-interval 2": 2, "--full-validation": 1},
+    "skipped": {
+        "": 8,
+        "--skip-train-iteration-range 1-1": 1,
+        "--skip-train-iteration-range 2-3": 1,
+        "--skip-train-iteration-range 2-2 4-4": 1,
+    },
+    "optimizer": {
+        "--lr 1e-2": 6,
+        "--lr 3e-3 --adam-beta1 0.5 --adam-beta2 0.8 --adam-eps 1e-4": 2,
+        "--optimizer sgd --lr 0.3": 2,
+        "--optimizer sgd --lr 0.1 --sgd-momentum 0": 1,
+        "--optimizer muon --lr 1e-2": 2,
+        "--optimizer muon --lr 1e-2 --muon-num-ns-steps 3 --muon-momentum 0.8": 1,
+    },
+    "schedule": {
+        "--lr-decay-style constant": 3,
+        "": 1,
+        "--lr-decay-style cosine --min-lr 1e-4": 2,
+        "--lr-decay-style inverse-square-root": 1,
+    },
+    "decay": {
+        "": 2,
+        "--weight-decay 0.3": 2,
+        "--weight-decay 0": 1,
+        "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.5": 1,
+        "--weight-decay-incr-style cosine --start-weight-decay 0.4 --end-weight-decay 0.1": 1,
+    },
+    "clipping": {"": 2, "--clip-grad 0.25": 3, "--clip-grad 0": 1},
+    "zeros": {"": 3, "--log-num-zeros-in-grad": 1},
+}
+SIZES: dict[str, Chances] = {
+    "tensor": {"1": 5, "2": 5, "3": 1, "4": 2},
+    "pipeline": {"1": 5, "2": 5, "3": 1, "4": 2},
+    "context": {"1": 6, "2": 5, "3": 1, "4": 2},
+    "data": {"1": 4, "2": 5, "3": 1, "4": 3},
+}
+LAYOUT: dict[str, Chances] = {
+    "zero": {"": 3, "--use-distributed-optimizer": 3, "--zero-stage 2": 3, "--zero-stage 3": 4},
+    "copies": {"": 3, "--num-distributed-optimizer-instances 2": 1},
+    "sequence parallelism": {"": 1, "--sequence-parallel": 1},
+    "pipeline schedule": {
+        "": 5,
+        "--pipeline-schedule gpipe": 1,
+        "--pipeline-schedule zero-bubble": 1,
+        "--pipeline-schedule zbv": 1,
+        "--num-layers-per-virtual-pipeline-stage 1": 3,
+        "--num-layers-per-virtual-pipeline-stage 2": 1,
+    },
+    "stages": {"even": 3, "drawn": 1},
+    "host": {"": 5, "--cpu-optimizer": 1, "--remote-device cpu": 1},
+    "micro-batch": {f"--micro-batch-size {n}": w for n, w in {1: 4, 2: 3, 3: 1, 4: 1}.items()}
+    | {"--num-accumulation-steps 2": 1},
+    "recomputation": {
+        "": 4,
+        "--recompute-granularity full": 1,
+        "--recompute-granularity selective": 1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2": 1,
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1": 1,
+        "--recompute-granularity full --checkpoint-in-cpu": 1,
+    },
+    "reading": {"": 4, "--num-workers 2": 1},
+    "saving": {"": 4, "--async-save": 2, "--ckpt-format torch": 1},
+    "attention": {"": 4, "--attention-impl reference": 1, "--attention-impl sdpa": 1},
+    "padding": {"": 2, "--make-vocab-size-divisible-by 1": 1, "--make-vocab-size-divisible-by 128": 1},
+    "products": {"": 3, "--tp-overlap off": 1},
+}
+
+
+class Drawing:
+    """Draws cases; counts what was drawn, and what the checks of settings refused."""
+
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
+        self.values: Counter[tuple[str, str]] = Counter()  # of the case drawn last
+        self.rejected = 0
+
+    def pick(self, name: str, chances: Chances) -> str:
+        return self.random.choices(list(chances), list(chances.values()))[0]
+
+    def case(self) -> Case:
+        while True:
+            values: list[tuple[str, str]] = []
+            found = self._common(values)
+            legs = self._legs(found, values) if found is not None else None
+            if found is not None and legs is not None:
+                self.values = Counter(values)
+                return Case(found, tuple(legs))
+
+    def _accept(self, case: Case) -> bool:
+        if not refusals(case):
+            return True
+        self.rejected += 1
+        return False
+
+    def _common(self, values: list[tuple[str, str]]) -> tuple[str, ...] | None:
+        chosen = {n: self.pick(n, chances) for n, chances in (ARCHITECTURE | TRAINING).items()}
+        r = self.random
+        batch = r.choice([2, 4, 4, 4, 6, 8, 8, 12])
+        steps = r.choice([2, 3, 3, 4, 5])
+        unit, most, each = r.choice([("iters", steps, 1), ("samples", steps * batch, batch)])
+        length = f"--train-{unit} {most + (r.randrange(batch) if unit == 'samples' else 0)}"
+        if unit == "samples" and r.random() < 0.2 and chosen["sequence"] == "--seq-length 8":
+            length = f"--train-tokens {8 * most + r.randrange(8)}"
+        if unit == "samples" and batch > 2 and r.random() < 0.5:
+            start = r.choice([n for n in range(1, batch) if batch % n == 0])
+            chosen["ramp"] = f"--rampup-batch-size {start} {r.choice([start, batch - start])} {r.randint(1, most)}"
+        chosen["warm-up"] = self.pick(
+            "warm-up", {"": 3, f"--lr-warmup-{unit} {each}": 2, "--lr-warmup-fraction 0.3 --lr-warmup-init 1e-4": 1}
+        )
+        if r.random() < 0.15:
+            style = r.choice(["exponential", "linear", "cosine", "minus_sqrt"])
+            wsd = f"--lr-wsd-decay-style {style} --lr-wsd-decay-{unit} {each}"
+            chosen["schedule"] = f"--lr-decay-style WSD {wsd}"
+        if r.random() < 0.2:
+            some = " ".join(str(n) for n in sorted({r.randrange(most if unit == "samples" else most * batch)}))
+            chosen["poison"] = f"--poison {some} --on-nonfinite skip:9"
+        values += chosen.items()
+        chosen["length"], chosen["batch"] = length, f"--global-batch-size {batch}"
+        if "microbatch" in chosen["mean"]:
+            chosen["mean"] += f" --micro-batch-size {r.choice([1, 1, 2, 2, 3])}"
+        chosen["seed"] = f"--seed {r.randrange(10**6)}"
+        found = tuple(f for text in chosen.values() for f in split_flags(text))
+        return found if self._accept(Case(found, (Leg(()),))) else None
+
+    def _legs(self, common: tuple[str, ...], values: list[tuple[str, str]]) -> list[Leg] | None:
+        r, steps = self.random, steps_of(Case(common, (Leg(()),)))
+        stops = sorted(r.sample(range(1, steps), min(steps - 1, r.choices([0, 1, 2], [4, 5, 2])[0])))
+        legs: list[Leg] = []
+        for end in [*stops, 0]:
+            if legs and r.random() < 0.25:
+                found: tuple[str, ...] | None = legs[-1].flags  # the same layout again must give the same bits
+                again = [("layout", "as before")]
+            else:
+                found, again = self._layout(common)
+            if found is None:
+                return None
+            values += again
+            lost = r.randint(1, steps - end) if end and r.random() < 0.4 else 0
+            legs.append(Leg(found, end, lost))
+        values += [("legs", str(len(legs))), *(("lost steps", str(leg.lost > 0)) for leg in legs[:-1])]
+        return legs
+
+    def _layout(self, common: tuple[str, ...]) -> tuple[tuple[str, ...] | None, list[tuple[str, str]]]:
+        """Return the flags of a legal layout and what was drawn; None if 50 draws found none."""
+        for attempt in range(60):
+            if attempt % 12 == 0:  # else keep the sizes, so that rarer ones get their chance
+                sizes = self._sizes()
+            chosen = {name: self.pick(name, chances) for name, chances in LAYOUT.items()}
+            names = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
+            found = [f"--world-size {math.prod(sizes)}"]
+            found += [f"--{n}-size {k}" for n, k in zip(names, sizes, strict=False) if k > 1]
+            shown = dict(chosen)
+            chosen["stages"] = self._stages(common, sizes[1], chosen) if chosen["stages"] == "drawn" else ""
+            if any(f.startswith("--loss-mean") for f in common):
+                del chosen["micro-batch"], shown["micro-batch"]
+            found += [f for text in chosen.values() for f in split_flags(text)]
+            layout = tuple(found)
+            if self._accept(Case(common, (Leg(layout),))):
+                by_size = dict(zip(SIZES, map(str, sizes), strict=True))
+                return layout, [*shown.items(), *by_size.items(), ("ranks", str(math.prod(sizes)))]
+        return None, []
+
+    def _sizes(self) -> list[int]:
+        """Return the sizes of the dimensions: mostly 2 to 4 ranks, sometimes up to MOST_RANKS."""
+        while True:
+            sizes = [int(self.pick(name, chances)) for name, chances in SIZES.items()]
+            chance = {1: 0.2, 2: 0.6, 3: 1.0, 4: 1.0}.get(math.prod(sizes), 0.5)
+            if math.prod(sizes) <= MOST_RANKS and self.random.random() < chance:
+                return sizes
+
+    def _stages(self, common: tuple[str, ...], pipeline: int, chosen: dict[str, str]) -> str:
+        """Return uneven stages for as many layers and ranks."""
+        layers = parse(common).model.num_layers or 1
+        found = re.search(r"virtual-pipeline-stage (\d)", chosen["pipeline schedule"])
+        chunks = layers // (pipeline * int(found[1])) if found else 2 if "zbv" in chosen["pipeline schedule"] else 1
+        count = pipeline * max(1, chunks)
+        if pipeline == 1 or count > layers:
+            return ""
+        borders = [0, *sorted(self.random.sample(range(1, layers), count - 1)), layers]
+        return "--pipeline-layout " + ",".join(str(b - a) for a, b in zip(borders, borders[1:], strict=False))
+
+
+def draw(seed: int, number: int) -> tuple[Case, Drawing]:
+    """Return case `number` of a seed, the same whatever else is drawn."""
+    drawing = Drawing(f"{seed}/{number}")
+    return drawing.case(), drawing
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Yield simpler cases, the simplest first: fewer legs, fewer flags, smaller numbers."""
+    seen = {case}
+    for one in _simpler(case):
+        if one not in seen and not refusals(one):
+            yield one
+        seen.add(one)
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    legs, replace = case.legs, dataclasses.replace
+    if len(legs) > 1:
+        yield from (replace(case, legs=(replace(leg, end=0, lost=0),)) for leg in legs)
+        yield from (replace(case, legs=legs[:n] + legs[n + 1 :]) for n in range(len(legs) - 1))
+    yield from (_with_leg(case, n, replace(leg, lost=0)) for n, leg in enumerate(legs) if leg.lost)
+    for change in (_without, _halved, _decremented):
+        yield from (replace(case, flags=f) for f in change(case.flags))
+        for n, leg in enumerate(legs):
+            yield from (_with_leg(case, n, replace(leg, flags=f)) for f in change(leg.flags))
+    yield from (_with_leg(case, n, replace(leg, end=leg.end - 1)) for n, leg in enumerate(legs) if leg.end > 1)
+
+
+def _with_leg(case: Case, n: int, leg: Leg) -> Case:
+    return dataclasses.replace(case, legs=(*case.legs[:n], leg, *case.legs[n + 1 :]))
+
+
+Flags = tuple[str, ...]
+
+
+def _without(some: Flags) -> list[Flags]:
+    return [some[:n] + some[n + 1 :] for n in range(len(some))]
+
+
+def _changed(some: Flags, change: Callable[[int], int]) -> list[Flags]:
+    out = []
+    for n, flag in enumerate(some):
+        name, *values = flag.split()
+        if len(values) == 1 and values[0].isdigit() and change(int(values[0])) >= 1 and name != "--seed":
+            out.append((*some[:n], f"{name} {change(int(values[0]))}", *some[n + 1 :]))
+    return out
+
+
+def _halved(some: Flags) -> list[Flags]:
+    return [f for f in _changed(some, lambda x: x // 2) if f != some]
+
+
+def _decremented(some: Flags) -> list[Flags]:
+    return _changed(some, lambda x: x - 1)

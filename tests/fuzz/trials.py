@@ -1,0 +1,283 @@
+"""One leg of a case on one rank, by the real Trainer, and its distance from one process.
+
+Compared are, after every step, the loss, norms, counters and the loss scale, each parameter's
+gradient as it was summed, the weights and the optimizer's state, and every validation. A rank
+compares the parts that it holds, copies too.
+
+How far apart may they be?
+
+    float64   NEAR of the number itself; of a tensor's largest element
+    others    A layout adds the same numbers in another order. Each addition rounds by up to u,
+              2^-24 in float32, 2^-8 in bfloat16 and 2^-11 in float16, and Adam divides small
+              gradients by their own size, so that steps can enlarge a rounding. How much, the
+              same run in one process and the same format tells: its distance from float64 is
+              made of as many roundings, of the same size. The layout's may be SPREAD times that,
+              or SPREAD u if that is more: one process can be close to float64 by chance. A weight
+              may differ by STRIDE lr a step with Adam and Muon: a gradient's sign can be a
+              rounding, and a step is about lr in either direction.
+    exactly   all ranks record the same numbers; counters, learning rates, loss scales and skipped
+              steps are those of one process; steps that a layout takes again after a resume have
+              the same bits. Layouts that differ only in their data-parallel ranks need not have:
+              they add gradients in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuzz.cases import Case, configs, in_one_process
+from layouts import EOD, NEAR
+from meshwright.settings.schema import TrainConfig
+
+SPREAD = 16.0
+STRIDE = 3.0
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}
+EXACT = ("batch", "consumed", "lr", "next_lr", "loss_scale", "skipped", "weight_decay")
+NUMBERS = ("loss", "grad_norm", "params_norm")
+# Gradients that are 0 but for rounding, such as those of keys' biases, are as small as the
+# roundings of larger ones. Below this share of the largest tensor's, differences count less; Adam
+# makes steps of about the learning rate from such gradients where they exceed its epsilon.
+SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-2}
+
+Pieces = list[tuple[tuple[slice, ...], Tensor]]  # each with its place in the full tensor
+Tensors = dict[str, Pieces]
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a run recorded, by iteration."""
+
+    rows: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    validations: dict[str, float] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, Tensors] = dataclasses.field(default_factory=dict)
+    states: dict[int, Tensors] = dataclasses.field(default_factory=dict)
+
+    # The parts of meshwright.training.metrics.Metrics that a Trainer uses.
+    folder = None
+
+    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
+        names = [*EXACT, *NUMBERS, "num_zeros"]
+        more = {"consumed": consumed, "next_lr": next_lr}
+        self.rows[iteration] = {n: float(v) for n, v in (values | more).items() if n in names}
+
+    def validation(self, consumed: int, check: Any) -> None:
+        self.validations[f"{check.name} {check.dataset or check.when}, step {check.iteration}"] = check.loss
+
+    def row(self, *values: Any, **more: Any) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, bad: Tensor) -> Tensor:
+        ctx.save_for_backward(bad)
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.masked_fill(ctx.saved_tensors[0], math.inf), None
+
+
+def poison(net: Any, samples: tuple[int, ...]) -> None:
+    """Make the gradients of these samples infinite; their losses stay as they are."""
+    plain, chosen = net.loss, torch.tensor(samples)
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        bad = torch.isin(batch.sample_ids, chosen)[:, None].expand(batch.labels.shape)
+        return _Poison.apply(plain(out, batch), bad)  # type: ignore[no-any-return,no-untyped-call]
+
+    if samples:
+        net.loss = loss
+
+
+def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1.0) -> Tensors:
+    """Return copies of this rank's tensors with their places, by a store's named_state."""
+    out: Tensors = {}
+    for name, (_, boxes, kept) in named.items():
+        flat = (kept if values is None else values[name]).detach().reshape(-1).double() / scale
+        pieces = flat.split([math.prod(size) for _, size in boxes])
+        places = [tuple(slice(o, o + n) for o, n in zip(*box, strict=True)) for box in boxes]
+        out[name] = [(p, x.clone().view(box[1])) for p, x, box in zip(places, pieces, boxes, strict=True)]
+    return out
+
+
+@contextlib.contextmanager
+def traced(trainer: Any, trace: Trace) -> Iterator[None]:
+    """Keep the gradients of each step as they were summed, and the state after it."""
+    store, step = trainer.net.store, trainer.step
+    finish_sums = store.finish_sums
+
+    def finish() -> None:
+        finish_sums()
+        named, scale = store.named_state(with_optimizer=False), trainer.state.scaler.scale
+        trace.gradients[trainer.progress.iteration + 1] = placed(named, dict(store.each_gradient()), scale)
+
+    def step_and_keep(stop: Any) -> None:
+        step(stop)
+        trace.states[trainer.progress.iteration] = placed(store.named_state())
+
+    store.finish_sums, trainer.step = finish, step_and_keep
+    yield
+
+
+def train(config: TrainConfig, team: Any, layout: Any, saves_at_end: bool, bad: tuple[int, ...]) -> Trace:
+    """Train one leg, as `meshwright train` does after its set-up."""
+    from meshwright.training.loop import Trainer
+    from meshwright.training.metrics import Timers
+    from meshwright.training.network import Spec
+    from meshwright.training.preflight import vocabulary
+    from meshwright.training.run import finish
+    from meshwright.training.stop import StopConditions
+
+    device = torch.device("cpu")
+    tokenizer, vocab, padded = vocabulary(config, None)
+    marking: Any = tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
+    trainer = Trainer(Spec(config, layout, device, vocab, padded), team, Timers(0, "minmax", device, team))
+    trainer.load_or_initialise()
+    poison(trainer.net, bad)
+    trainer.open_data(marking, None)
+    trace = Trace()
+    trainer.metrics = trace  # type: ignore[assignment]
+    stop = StopConditions(config.training, time.perf_counter(), saves=False)
+    with contextlib.closing(trainer), traced(trainer, trace):
+        reason = trainer.train(stop)
+        if saves_at_end:
+            finish(trainer, reason, stop, tokenizer)
+        trainer.state.saver.wait()
+    return trace
+
+
+def references(case: Case) -> tuple[Trace, Trace]:
+    """Return the run in one process: in float64, and in the format of the case."""
+    from meshwright.launch.team import Team
+    from meshwright.parallel.layout import Layout
+
+    config = in_one_process(case)
+    own = train(config, Team(), Layout(), True, case.poison)
+    if config.precision.dtype == "float64":
+        return own, own
+    p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False)
+    exact = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
+    if case.poison:
+        exact = dataclasses.replace(exact, training=dataclasses.replace(exact.training, on_nonfinite="skip:99"))
+    return train(exact, Team(), Layout(), True, case.poison), own
+
+
+def leg_config(case: Case, number: int, folder: Path) -> TrainConfig:
+    """Return the configuration of a leg that saves to, and loads from, a folder."""
+    leg, config = case.legs[number], configs(case)[number]
+    c = dataclasses.replace(config.checkpoint, load=str(folder) if number else None)
+    t = config.training
+    if leg.end:
+        c = dataclasses.replace(c, save_interval=leg.end if leg.lost else None)
+        t = dataclasses.replace(t, exit_interval=leg.end + leg.lost)
+    if len(case.legs) > 1:
+        c = dataclasses.replace(c, save=str(folder))
+    return dataclasses.replace(config, checkpoint=c, training=t)
+
+
+class Distances:
+    """Collects what is too far away; `most` is the largest share of what is allowed."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        dtype, self.is_adaptive = config.precision.dtype, config.optimizer.optimizer != "sgd"
+        self.wrong: list[str] = []
+        self.most, self.where = 0.0, ""
+        self.dtype, self.unit = dtype, UNIT[dtype]
+
+    def note(self, what: str, far: float, allowed: float, text: str = "") -> None:
+        share = far / allowed if allowed else math.inf if far else 0.0
+        if not share <= self.most:
+            self.most, self.where = share, what
+        if not far <= allowed:
+            self.wrong.append(f"{what}: {far:.2e} apart, {allowed:.2e} allowed{text}")
+
+    def same(self, what: str, got: Any, want: Any) -> None:
+        if got != want and not (got != got and want != want):
+            self.wrong.append(f"{what}: {got} instead of {want}")
+
+    def number(self, what: str, got: float, exact: float, own: float) -> None:
+        if not (math.isfinite(got) and math.isfinite(own) and math.isfinite(exact)):
+            return self.same(f"{what} is finite", math.isfinite(got), math.isfinite(own))
+        if self.dtype == "float64":
+            allowed = NEAR * abs(exact)
+        else:
+            allowed = SPREAD * max(abs(own - exact), self.unit * abs(exact))
+        self.note(what, abs(got - exact), allowed, f" ({got!r} instead of {exact!r})")
+
+    def tensors(
+        self, what: str, got: Tensors, exact: Tensors, own: Tensors, weights: str = "", free: float = 0.0
+    ) -> None:
+        """`free` is what weights may differ by in any case."""
+        most: dict[str, float] = {}
+        for name, ((_, x),) in exact.items():
+            kind = name.partition("/")[2] or weights
+            most[kind] = max(most.get(kind, 0.0), float(x.abs().max()) * SMALL[kind])
+        for name, pieces in got.items():
+            least = most[name.partition("/")[2] or weights]
+            (_, true), (_, near) = exact[name][0], own[name][0]
+            largest = max(float(true.abs().max()), least)
+            if self.dtype == "float64":
+                allowed = NEAR * largest
+            else:
+                allowed = SPREAD * max(float((near - true).abs().max()), self.unit * largest)
+                allowed = max(allowed, free if weights and "/" not in name else 0.0)
+            far = max((float((x - true[place]).abs().max()) for place, x in pieces if x.numel()), default=0.0)
+            if far != far and bool(near.isfinite().all()):
+                self.wrong.append(f"{what} of {name}: not finite")
+            else:
+                self.note(f"{what} of {name}", far, allowed)
+
+    def compare(self, got: Trace, exact: Trace, own: Trace) -> None:
+        for i, row in got.rows.items():
+            if i not in own.rows:
+                self.wrong.append(f"step {i} was taken, which one process did not take")
+                continue
+            self.rows(i, row, exact.rows[i], own.rows[i])
+            free = self.is_adaptive * sum(STRIDE * before["lr"] for j, before in own.rows.items() if j <= i)
+            if not row["skipped"]:
+                self.tensors(f"step {i}: gradient", *(t.gradients[i] for t in (got, exact, own)))
+            self.tensors(f"step {i}: state", *(t.states[i] for t in (got, exact, own)), "weights", free)
+        for key, loss in got.validations.items():
+            if key in own.validations:
+                self.number(f"loss of the {key}", loss, exact.validations[key], own.validations[key])
+            else:
+                self.wrong.append(f"{key}: a validation that one process did not make")
+
+    def rows(self, i: int, row: dict[str, float], exact: dict[str, float], own: dict[str, float]) -> None:
+        self.same(f"step {i}: numbers recorded", sorted(row), sorted(own))
+        for name in EXACT:
+            self.same(f"step {i}: {name}", row.get(name), own.get(name))
+        for name in NUMBERS:
+            self.number(f"step {i}: {name}", row[name], exact[name], own[name])
+
+    def repeated(self, got: Trace, before: Trace) -> None:
+        """Require the bits of the steps that the same layout took before."""
+        for i in got.rows.keys() & before.rows.keys():
+            self.same(f"step {i}, taken again", got.rows[i], before.rows[i])
+            for kind in ("gradients", "states"):
+                mine, theirs = getattr(got, kind)[i], getattr(before, kind)[i]
+                if wrong := [name for name in mine if not equal(mine[name], theirs[name])]:
+                    self.wrong.append(f"step {i}, taken again: other {kind} of {', '.join(wrong[:4])}")
+
+
+def equal(a: Pieces, b: Pieces) -> bool:
+    """Whether all numbers are the same; NaN equals NaN."""
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()) for (_, x), (_, y) in pairs)
