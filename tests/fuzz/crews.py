@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -142,6 +143,8 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
     finally:
         if world > 1:
             dist.destroy_process_group()
+            layout = layout_of(config, rank)
+            gc.collect()  # a trainer has cycles, and its groups' threads live as long as it
     distances = trials.Distances(config)
     if Path(folder, "one").exists():  # else one process refused to train it
         distances.compare(trace, *(trials.Trace(**x) for x in torch.load(Path(folder, "one"), weights_only=False)))

@@ -6,16 +6,16 @@ compares the parts that it holds, copies too.
 
 How far apart may they be?
 
-    float64   NEAR of the number itself; of a tensor's largest element
+    float64   NEAR of the number itself; of a tensor's largest element.
     others    A layout adds the same numbers in another order. Each addition rounds by up to u,
-              2^-24 in float32, 2^-8 in bfloat16 and 2^-11 in float16, and Adam divides small
-              gradients by their own size, so that steps can enlarge a rounding. How much, the
-              same run in one process and the same format tells: its distance from float64 is
-              made of as many roundings, of the same size. The layout's may be SPREAD times that,
-              or SPREAD u if that is more: one process can be close to float64 by chance. A weight
-              may differ by STRIDE lr a step with Adam and Muon: a gradient's sign can be a
-              rounding, and a step is about lr in either direction.
-    exactly   all ranks record the same numbers; counters, learning rates, loss scales and skipped
+              2^-24 in float32, 2^-8 in bfloat16 and 2^-11 in float16. How roundings add up and
+              grow, the same run in one process and the same format tells: its distance from
+              float64 is made of as many roundings of the same size. The layout's may be SPREAD
+              times that, or SPREAD u if that is more: one process can be close by chance.
+    weights   Adam divides gradients by their own size, so that one that is 0 but for rounding can
+              move a weight by up to the learning rate; see `step_error`. In all but float64 this
+              is a step in any direction, and wrong weights show in the next step's gradients.
+    exactly   All ranks record the same numbers; counters, learning rates, loss scales and skipped
               steps are those of one process; steps that a layout takes again after a resume have
               the same bits. Layouts that differ only in their data-parallel ranks need not have:
               they add gradients in another order.
@@ -40,14 +40,14 @@ from layouts import EOD, NEAR
 from meshwright.settings.schema import TrainConfig
 
 SPREAD = 16.0
-STRIDE = 3.0
+STRIDE = 3.0  # steps of Adam are about lr, or a few times that at first
+ROUNDINGS = 8  # of the largest gradient, in each other one
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}
 EXACT = ("batch", "consumed", "lr", "next_lr", "loss_scale", "skipped", "weight_decay")
 NUMBERS = ("loss", "grad_norm", "params_norm")
 # Gradients that are 0 but for rounding, such as those of keys' biases, are as small as the
-# roundings of larger ones. Below this share of the largest tensor's, differences count less; Adam
-# makes steps of about the learning rate from such gradients where they exceed its epsilon.
-SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-2}
+# roundings of larger ones. Below this share of the largest tensor's, differences count less.
+SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-5}
 
 Pieces = list[tuple[tuple[slice, ...], Tensor]]  # each with its place in the full tensor
 Tensors = dict[str, Pieces]
@@ -133,7 +133,10 @@ def traced(trainer: Any, trace: Trace) -> Iterator[None]:
         trace.states[trainer.progress.iteration] = placed(store.named_state())
 
     store.finish_sums, trainer.step = finish, step_and_keep
-    yield
+    try:
+        yield
+    finally:  # a cycle through torch's hooks is never freed, nor are the threads of its groups
+        del store.finish_sums, trainer.step
 
 
 def train(config: TrainConfig, team: Any, layout: Any, saves_at_end: bool, bad: tuple[int, ...]) -> Trace:
@@ -196,7 +199,8 @@ class Distances:
     """Collects what is too far away; `most` is the largest share of what is allowed."""
 
     def __init__(self, config: TrainConfig) -> None:
-        dtype, self.is_adaptive = config.precision.dtype, config.optimizer.optimizer != "sgd"
+        dtype, o = config.precision.dtype, config.optimizer
+        self.eps = None if o.optimizer == "sgd" else o.adam_eps
         self.wrong: list[str] = []
         self.most, self.where = 0.0, ""
         self.dtype, self.unit = dtype, UNIT[dtype]
@@ -250,7 +254,7 @@ class Distances:
                 self.wrong.append(f"step {i} was taken, which one process did not take")
                 continue
             self.rows(i, row, exact.rows[i], own.rows[i])
-            free = self.is_adaptive * sum(STRIDE * before["lr"] for j, before in own.rows.items() if j <= i)
+            free = sum(self.step_error(j, exact, own) for j in own.rows if j <= i)
             if not row["skipped"]:
                 self.tensors(f"step {i}: gradient", *(t.gradients[i] for t in (got, exact, own)))
             self.tensors(f"step {i}: state", *(t.states[i] for t in (got, exact, own)), "weights", free)
@@ -259,6 +263,16 @@ class Distances:
                 self.number(f"loss of the {key}", loss, exact.validations[key], own.validations[key])
             else:
                 self.wrong.append(f"{key}: a validation that one process did not make")
+
+    def step_error(self, i: int, exact: Trace, own: Trace) -> float:
+        """Return by how much a rounding of gradients can change a weight in a step of Adam's.
+
+        It moves a weight by lr m / (sqrt(v) + eps), where both may be roundings of 0.
+        """
+        if self.eps is None or own.rows[i]["skipped"]:
+            return 0.0
+        largest = max(float(x.abs().max()) for ((_, x),) in exact.gradients[i].values())
+        return own.rows[i]["lr"] * min(STRIDE, ROUNDINGS * self.unit * largest / self.eps)
 
     def rows(self, i: int, row: dict[str, float], exact: dict[str, float], own: dict[str, float]) -> None:
         self.same(f"step {i}: numbers recorded", sorted(row), sorted(own))
