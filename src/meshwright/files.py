@@ -43,6 +43,15 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
+def sync(path: str | Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
 def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.

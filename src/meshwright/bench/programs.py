@@ -13,6 +13,7 @@ attention is SDPA, AdamW is torch's fused one, norm and scaling of gradients are
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -137,10 +138,6 @@ def transformers(config: TrainConfig, padded: int, device: torch.device, compile
         return loss.detach()
 
     return step
-
-
-def transformers_compiled(config: TrainConfig, padded: int, device: torch.device) -> Step:
-    return transformers(config, padded, device, compiled=True)
 
 
 def megatron_settings(m: Model, dtype: torch.dtype) -> dict[str, Any]:
@@ -269,7 +266,7 @@ def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: fl
 
 PROGRAMS: dict[str, tuple[Callable[[TrainConfig, int, torch.device], Step], str]] = {
     "transformers": (transformers, "transformers"),
-    "transformers-compiled": (transformers_compiled, "transformers"),
+    "transformers-compiled": (functools.partial(transformers, compiled=True), "transformers"),
     "megatron-core": (megatron, "megatron-core"),
 }
 

@@ -29,7 +29,7 @@ from meshwright.checkpoint.manifests import THREADS, Damaged, File, Manifest, en
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listing, step_folder, steps
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import naming_file, open_locked, replacing
+from meshwright.files import naming_file, open_locked, replacing, sync
 from meshwright.launch.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
@@ -103,7 +103,7 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     name = manifests.HIDDEN if is_foreign_tree else manifests.MANIFEST
     write_durably(folder / name, raw, "manifest_unsynced")
     for inner in {folder, *((folder / name).parent for name in manifest)}:
-        sync_folder(inner)
+        sync(inner)
     reached("before_rename")
     if target.exists():  # it is damaged: refuse_overwriting() has let it pass
         aside = root / f"{target.name}.damaged"
@@ -112,7 +112,7 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
         reached("moved_aside")
     folder.rename(target)
     reached("after_rename")
-    sync_folder(root)
+    sync(root)
     write_tracker(root, step)
 
 
@@ -212,7 +212,7 @@ def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
     with naming_file(root / name), replacing(root / name, durably=True) as file:
         file.write(str(step).encode())
         reached("before_tracker")
-    sync_folder(root)
+    sync(root)
     reached("after_tracker")
 
 
@@ -235,17 +235,9 @@ def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None,
         unnamed = root / f"iter_{step:07d}.tmp"
         step_folder(root, step).rename(unnamed)
         reached("retention")
-        sync_folder(root)
+        sync(root)
         shutil.rmtree(unnamed)
     return removed
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def clear_unfinished(root: Path) -> None:
@@ -360,5 +352,5 @@ def move_aside(root: str | Path, others: Sequence[str] = ()) -> Path:
     # Trackers move first: none may outlive its step.
     for name in (*sorted(listing(root), key=lambda name: name.startswith("iter_")), *others):
         (root / name).rename(aside / name)
-    sync_folder(root)
+    sync(root)
     return aside

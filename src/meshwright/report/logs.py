@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError, bad_data
 from meshwright.files import replacing
-from meshwright.report.compare import COLOURS, to_json
+from meshwright.report.compare import COLOURS, aligned, to_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -348,10 +348,7 @@ def cells(row: Row) -> list[str]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    lines = [list(HEAD), *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = ("  ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "\n".join(shown) + "\n"
+    return "\n".join(aligned([list(HEAD), *map(cells, rows)])) + "\n"
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

@@ -7,10 +7,12 @@ import functools
 import pkgutil
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from meshwright.settings.schema import is_flat, spelling
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Configurations whose settings a file or the environment may hold, imported when a name is unknown.
 CONFIGS = (
@@ -35,14 +37,14 @@ def groups(cls: type) -> dict[str, type]:
     return {f.name: hints[f.name] for f in own}
 
 
+def cached(function: F) -> F:
+    """Cache a function of a class; mypy does not take a type[C] for functools.cache's Hashable."""
+    return typing.cast(F, functools.cache(function))
+
+
+@cached
 def fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return field name -> (group name, field, type) of a configuration class."""
-    return _fields(cls)
-
-
-# Apart from the function above, because mypy does not take a type[C] for Hashable.
-@functools.cache
-def _fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     out = {}
     for group_name, group in groups(cls).items():
         hints = typing.get_type_hints(group)

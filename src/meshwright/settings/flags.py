@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import checks, deepspeed_json, help, lazy_config, presets
-from meshwright.settings.fields import choices_of, inner_type, switches, word_of
+from meshwright.settings.fields import cached, choices_of, inner_type, switches, word_of
 from meshwright.settings.fields import default_of as default_of
 from meshwright.settings.fields import every_config as every_config
 from meshwright.settings.fields import fields as fields
@@ -221,14 +220,9 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
 # The parser.
 
 
+@cached
 def _parser(cls: type, positional: str | None = None) -> _Parser:
     """Return the parser of a command line; `help` shows the flags, so it has no texts."""
-    return _build_parser(cls, positional)
-
-
-# Apart from the function above, because mypy does not take a type[C] for Hashable.
-@functools.cache
-def _build_parser(cls: type, positional: str | None) -> _Parser:
     known = fields(cls)
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it

@@ -372,14 +372,11 @@ def _width() -> int:
     return min(100, max(60, _terminal()[0]))
 
 
-def has_style() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def _styled(line: str) -> str:
     """Make headings bold, on terminals only."""
     heading = re.match(r"[^ `].*?:(?= |$)", line)
-    return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style() else line
+    has_style = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style else line
 
 
 def _page(text: str) -> bool:

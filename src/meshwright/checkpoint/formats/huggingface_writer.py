@@ -23,11 +23,11 @@ from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.formats.huggingface import LLAMA_NORMS
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
-from meshwright.checkpoint.publish import sync_folder, write_durably
+from meshwright.checkpoint.publish import write_durably
 from meshwright.checkpoint.saved_model import SavedModel
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
-from meshwright.files import naming_file, write_all
+from meshwright.files import naming_file, sync, write_all
 from meshwright.settings.schema import Model
 from meshwright.tokenizers import CHAT_CONFIG, CHAT_TEMPLATE, END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
 
@@ -91,11 +91,11 @@ def write(
         write_tensors(temporary, source, parts, max_shard)
         if run is not None:
             write_json(temporary / MARK, {"run": name_of(run), "files": files_of(temporary)})
-        sync_folder(temporary)
+        sync(temporary)
         if folder.exists() and any(folder.iterdir()):
             folder.rename(Path(own) / "before")
         temporary.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     return notes
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from meshwright import origin
 from meshwright.data.format.indexed import BLOCK, CODES, HEADER, MAGIC
 from meshwright.errors import IO, UserError
+from meshwright.files import sync
 
 # Tokens, int32 lengths of sequences, int64 ends of documents; each name ends with `.tmp`.
 PARTS = (".bin", ".sizes", ".docs")
@@ -177,11 +178,3 @@ def blocks(path: str | Path, dtype: str) -> Iterator[npt.NDArray[Any]]:
     with open(path, "rb") as file:
         while len(values := np.fromfile(file, dtype, BLOCK)):
             yield values
-
-
-def sync(path: str | Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
