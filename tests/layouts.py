@@ -12,25 +12,28 @@ import datetime
 import functools
 import itertools
 import json
-import math
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from meshwright import console
+from meshwright.launch.team import Team
 from meshwright.settings import checks, flags
-from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.settings.schema import TrainConfig
+from meshwright.verify import small_run
+from meshwright.verify.compare import relative
+from meshwright.verify.compare import rows_of as rows_of
+from meshwright.verify.small_run import Connected, Place
+from meshwright.verify.twin import alone as alone
 from ranks import run_ranks
 
 TIMEOUT = datetime.timedelta(minutes=2)  # so that a deadlock fails and shows where
 NEAR = 1e-9
 MOST_RANKS = 8
 VOCAB = 37  # prime
-EOD = 5  # occurs in every other sample of 16 random tokens
 COVERING = Path(__file__).with_name("covering_cases.txt")
 FLAGS = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16
@@ -45,32 +48,7 @@ def parse(line: str) -> TrainConfig:
     return flags.parse(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test").config
 
 
-def alone(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of the same run in one process, without recomputation."""
-    t = dataclasses.replace(
-        config.training, micro_batch_size=2, recompute_granularity=None, recompute_method=None, recompute_num_layers=1
-    )
-    return dataclasses.replace(config, training=t, parallel=Parallel(world_size=1, device="cpu"))
-
-
 # Runs and their records
-
-
-class Record:
-    """A stand-in for the log."""
-
-    def __init__(self) -> None:
-        self.rows: list[list[float]] = []  # loss; norms of gradients, weights; loss scale; skipped
-
-    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
-        names = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
-        self.rows.append([float(values[n]) for n in names])
-
-    def validation(self, consumed: int, check: Any) -> None:
-        self.rows.append([check.loss, 0.0, 0.0, 0.0, 0.0])
-
-    def row(self, *values: Any, **more: Any) -> None:
-        pass
 
 
 # (name of the run, trainer, step) -> context manager entered for each step.
@@ -81,34 +59,11 @@ def untouched(name: str, trainer: Any, step: int) -> contextlib.AbstractContextM
     return contextlib.nullcontext()
 
 
-def rows_of(trainer: Any) -> Any:
-    return trainer.metrics.rows
-
-
 def trained(config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None) -> Any:
     """Train for some steps and validate; return the trainer."""
-    from meshwright.data.loader import Marks, Mock
-    from meshwright.launch.team import Team
-    from meshwright.parallel.layout import layout_of
-    from meshwright.training.loop import Trainer
-    from meshwright.training.metrics import Timers
-    from meshwright.training.network import Spec
-    from meshwright.training.preflight import vocabulary
-    from meshwright.training.stop import StopConditions
-
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
-    layout = layout_of(config, team.rank) if connect is None else connect(layout_of(config, team.rank))
-    _, vocab, padded = vocabulary(config, None)
-    trainer = Trainer(
-        Spec(config, layout, torch.device("cpu"), vocab, padded), team, Timers(0, "minmax", torch.device("cpu"), team)
-    )
-    trainer.load_or_initialise()
-    d = config.data
-    marked = d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask
-    trainer.marks = Marks(EOD, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask) if marked else None
-    trainer.data = {name: Mock(VOCAB, 10**6, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
-    trainer.metrics = Record()
-    stop = StopConditions(config.training, time.perf_counter(), saves=False)
+    trainer = small_run.start(config, Place(team, connect=connect or (lambda layout: layout)))
+    stop = small_run.never(config)
     for step in range(steps):
         with around(name, trainer, step):
             trainer.step(stop)
@@ -116,31 +71,12 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     return trainer
 
 
-class Connected:
-    """Connects layouts; reuses process groups until the sizes change, then destroys them."""
-
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] = ()
-        self.groups: dict[str, Any] = {}
-
-    def __call__(self, layout: Any) -> Any:
-        from meshwright.parallel.layout import connect
-
-        if layout.shape != self.shape:
-            for group in self.groups.values():
-                dist.destroy_process_group(group)
-            self.shape, self.groups = layout.shape, connect(layout, TIMEOUT).groups
-        return dataclasses.replace(layout, groups=self.groups)
-
-
 def _train_all(
     folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, read: Callable[[Any], Any]
 ) -> None:
-    from meshwright import console
-    from meshwright.launch.team import Team
-
     console.set_stream(None)
-    team, connected, results = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), Connected(), []
+    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    connected, results = Connected(TIMEOUT), []
     for name, config in jobs:
         if team.is_lead:
             Path(folder, "now").write_text(name)
@@ -200,8 +136,7 @@ def compared(lines: list[str], steps: int = 10, around: Around = untouched) -> d
 
 def furthest(got: Rows, want: Rows) -> float:
     """Return the largest relative difference."""
-    numbers = zip(itertools.chain(*got), itertools.chain(*want), strict=True)
-    return max(0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in numbers)
+    return max(itertools.starmap(relative, zip(itertools.chain(*got), itertools.chain(*want), strict=True)))
 
 
 def check(lines: list[str], steps: int = 10, around: Around = untouched) -> float:

@@ -92,6 +92,7 @@ NO_TORCH = [
     "commands.watch",
     "commands.demo",
     "commands.doctor",
+    "commands.verify_layout",
     "commands.completion",
     "doctor",
     "settings.completion",

@@ -22,6 +22,7 @@ COMMANDS = {
     "train-tokenizer": "learn a BPE vocabulary from text",
     "presets": "list known models, or print one as flags",
     "train": "pre-train a GPT",
+    "verify-layout": "show that a layout computes what one process computes",
     "launch": "start a command as several ranks, on one machine or many",
     "evaluate": "measure a model's perplexity and bits per byte on text",
     "generate": "continue prompts of the command line or of a file",
@@ -40,7 +41,7 @@ COMMANDS = {
 GROUPS = {
     "Start here": "quickstart demo",
     "Text to tokens": "train-tokenizer preprocess data",
-    "Train": "presets train launch",
+    "Train": "presets train launch verify-layout",
     "Look": "watch report evaluate",
     "Use": "generate chat serve",
     "Checkpoints": "inspect convert",

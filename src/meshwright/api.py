@@ -76,6 +76,7 @@ def train(
     from meshwright.launch.launcher import wanted
     from meshwright.training.resume import checkpoint_architecture
     from meshwright.training.run import run
+    from meshwright.verify.rehearsal import rehearse
 
     idle = {}
     if isinstance(config, TrainConfig):
@@ -92,7 +93,7 @@ def train(
         raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
-    status = run(config, model, loss, datasets, handle_signals=handle_signals, idle=idle)
+    status = run(config, model, loss, datasets, handle_signals=handle_signals, idle=idle, rehearse=rehearse)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 

@@ -120,6 +120,7 @@ TABLE = {
         "exit_signal": "test_fit.py::test_exit_signal",
         "kill_switch_path": "test_loop.py::test_kill_switch",
         "skip_train": "test_loop.py::test_evaluation_only",
+        "verify_layout": "test_verify_layout.py::test_train_verifies_before_it_begins",
         "loss_mean": E + "test_loss_mean_weighs_tokens_or_micro_batches",
         "on_nonfinite": "test_precision.py::test_on_nonfinite",
         "on_spike": "test_guard.py::test_a_spike",

@@ -12,57 +12,73 @@ import torch.distributed as dist
 from layouts import parse
 from meshwright.launch.team import Team
 from meshwright.parallel.parts import Parts
-from meshwright.verify import small_run
+from meshwright.report.page import CERTIFICATE, show_certificate
+from meshwright.verify import certificate, small_run
 from meshwright.verify.compare import GRADIENTS, ORDER, compare
 from meshwright.verify.small_run import Place
 from ranks import run_ranks
 
-EQUAL = [
-    "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0.1 --bf16",
+TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0.1 --bf16"
+MORE = [
     "--world-size 2 --zero-stage 3 --recompute-granularity full --untie-embeddings-and-output-weights",
     "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --cpu-optimizer",
     "--world-size 2 --context-parallel-size 2 --zero-stage 2 --optimizer sgd --eod-mask-loss",
+    "--world-size 2 --zero-stage 1 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --num-query-groups 4 "
+    "--max-position-embeddings 512 --swiglu --position-embedding-type rope --num-layers 24",
 ]
 
 
-def compare_all(file: str) -> None:
-    """Compare each layout, and one with a bug, and write what was found."""
+def compare_all(file: str, lines: list[str]) -> None:
+    """Compare each layout and write what was found; the one named "broken" has a bug."""
     team, found = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), {}
-    place = Place(connect=small_run.Connected())
-    for line in [*EQUAL, "broken"]:
+    place = Place(team, connect=small_run.Connected())
+    for line in lines:
         wrong = mock.patch.object(Parts, "is_partial", lambda parts, name: False)
-        config = parse((EQUAL[0] if line == "broken" else line).replace("--bf16", "--params-dtype float32 --bf16"))
+        flags = (TP if line == "broken" else line).replace("--bf16", "--params-dtype float32 --bf16")
         with wrong if line == "broken" else mock.MagicMock():
-            made = compare(config, team, 1, None, place)
-        first = made.differences[0] if made.differences else None
-        found[line] = {
-            "equal": made.is_equal,
-            "what": [one.what for one in made.compared],
-            "gradients": made.gradients,
-            "first": first and [first.what, first.name, first.where],
-            "not": made.not_compared,
-        }
+            made = compare(parse(flags), team, 1, None, place)
+        found[line] = certificate.certificate(parse(flags), made, place, ["command"])
+        found[line]["table"] = "\n".join(certificate.table(parse(flags), made, place))
+        if not made.is_equal:
+            found[line]["error"] = certificate.describe_difference(made, Path("run"))
     if team.is_lead:
         Path(file).write_text(json.dumps(found))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    file = tmp_path_factory.mktemp("compare") / "found.json"
-    run_ranks(compare_all, 2, str(file))
-    return json.loads(file.read_text())
+def found_in(folder, lines):
+    run_ranks(compare_all, 2, str(folder / "found.json"), lines)
+    return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("line", EQUAL)
-def test_a_layout_equals_one_process_in_every_tensor(found, line):
-    made = found[line]
-    assert made["equal"] and made["what"] == ORDER and made["first"] is None
-    assert len(made["gradients"]) >= 50 and max(made["gradients"].values()) > 0
-    assert ("rounding in bf16: both runs are in float64" in made["not"]) == ("--bf16" in line)
+def require_equal(made):
+    assert made["verdict"] == "equal" and [one["what"] for one in made["compared"]] == ORDER
+    assert all(one["is_equal"] for one in made["compared"]) and not made["differences"]
+    assert len(made["gradients"]) >= 14 and 0 < max(made["gradients"].values()) < 1e-9
 
 
-def test_a_missing_sum_over_tensor_ranks_is_named(found):
-    made = found["broken"]
-    what, name, where = made["first"]
-    assert not made["equal"] and what == GRADIENTS and where.startswith("step 1, rank ")
-    assert "ln_" in name or name.endswith("proj.bias") or name == "wpe.weight", name
+def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
+    found = found_in(tmp_path, [TP, "broken"])
+    made, broken = found[TP], found["broken"]
+    require_equal(made)
+    assert "rounding in bf16: both runs are in float64" in made["not_compared"]
+    assert made["layout"]["tensor"] == 2 and made["reduced"]["hidden_size"] == 32 and made["settings"]["bf16"]
+    assert "gradients" in made["table"] and "equal" in made["table"] and "DIFFERENT" not in made["table"]
+
+    first = broken["differences"][0]
+    assert broken["verdict"] == "different" and first["what"] == GRADIENTS and first["where"].startswith("step 1, rank")
+    assert "ln_" in first["name"] or first["name"].endswith("proj.bias") or first["name"] == "wpe.weight", first
+    assert f"gradients differ first, {first['name']} by" in broken["error"] and "DIFFERENT" in broken["table"]
+
+    for values, words in ((made, "<b>Layout verified</b>: 5"), (broken, "<b>Layout differs</b>: gradients, ")):
+        (tmp_path / CERTIFICATE).write_text(json.dumps(values))
+        assert words in show_certificate(tmp_path)[0]
+    (tmp_path / CERTIFICATE).write_text("{")
+    assert show_certificate(tmp_path) == show_certificate(tmp_path / "none") == []
+
+
+@pytest.mark.long
+def test_more_layouts(tmp_path):
+    found = found_in(tmp_path, MORE)
+    for made in found.values():
+        require_equal(made)
+    assert found[MORE[-1]]["reduced"]["hidden_size"] < 100

@@ -40,6 +40,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         print(flags.to_toml(config, parsed.sources))
         return DONE
     from meshwright.training import preflight, run
+    from meshwright.verify.rehearsal import rehearse
 
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
     if launched is not None:
@@ -48,4 +49,5 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         flags.print_notices(parsed)
     if dry:
         return preflight.dry_run(config)
-    return run.run(config, command=["meshwright", "train", *argv], handle_signals=True, idle=parsed.idle)
+    command = ["meshwright", "train", *argv]
+    return run.run(config, command=command, handle_signals=True, idle=parsed.idle, rehearse=rehearse)

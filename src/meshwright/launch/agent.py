@@ -226,6 +226,7 @@ MEANING = {
     errors.NON_FINITE: "a loss that is not finite",
     errors.LOCKED: "a folder that another run owns",
     errors.IO: "reading or writing failed",
+    errors.UNEQUAL: "results differ that must be equal",
     HANG: "another rank did not answer",
 }
 HINTS: dict[int, str] = {

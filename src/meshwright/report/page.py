@@ -39,6 +39,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     return write_page(output or run_dir / "report.html", text)
 
 
+CERTIFICATE = "layout-certificate.json"  # in a run's folder; see verify/certificate.py
 RELOAD = 30  # seconds
 # Reload the page of a run that goes on, until it is no longer written.
 SCRIPT = """<script>
@@ -70,6 +71,7 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         "</dl>",
         *(f"<p>{escape(words)}</p>" for words in explain_validations(history, flat, is_running)),
         *explain_unsaved(history),
+        *show_certificate(run_dir),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
         table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
@@ -104,6 +106,16 @@ def show_state(history: History, now: float) -> list[str]:
         bar = [f'<progress max="{total}" value="{last.last}"></progress>']
     words.append(f"updated {date(now)}; this page reloads itself")
     return [f'<p class="quiet" id="state"><b class="running">running</b>: {escape("; ".join(words))}</p>', *bar]
+
+
+def show_certificate(run_dir: Path) -> list[str]:
+    """Return a line about the comparison of the run's layout with one process, if there was one."""
+    try:
+        c = json.loads((run_dir / CERTIFICATE).read_text(encoding="utf-8"))
+        words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
+        return [f"<p><b>Layout {'verified' if c['verdict'] == 'equal' else 'differs'}</b>: {escape(words)}.</p>"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def explain_unsaved(history: History) -> list[str]:

@@ -15,6 +15,7 @@ PAGES = {
         num_layers_per_virtual_pipeline_stage pipeline_layout pipeline_schedule
         sequence_parallel tp_overlap data_parallel_sums use_distributed_optimizer zero_stage
         num_distributed_optimizer_instances cpu_optimizer world_size""",
+    "docs/verifying-layouts.md": "verify_layout",
     "docs/memory.md": """attention_impl micro_batch_size recompute_granularity recompute_method recompute_num_layers
         recompute_activations checkpoint_in_cpu fused_kernels compile cuda_graphs optimizer cpu_optimizer
         fp8_format fp8_margin

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # Commands that `launch` starts as several ranks.
-TOGETHER = ("train", "preprocess", "evaluate", "generate", "chat", "serve")
+TOGETHER = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve")
 # One line for flags whose help has no clause that is short enough.
 SHORT = {
     "bf16": "compute in bfloat16",
@@ -68,6 +68,22 @@ PAGES = {
             "meshwright train --config run/config.toml",
         ),
         settings="config_file dry_run",
+    ),
+    "verify-layout": Page(
+        "meshwright.settings.schema:TrainConfig",
+        None,
+        {
+            "Layout": "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size "
+            "num_layers_per_virtual_pipeline_stage pipeline_schedule context_parallel_size zero_stage world_size",
+            "Model": "preset num_layers hidden_size num_attention_heads seq_length",
+            "Comparison": "verify_layout run_dir device",
+        },
+        (
+            "meshwright verify-layout --tensor-model-parallel-size 2 --zero-stage 1",
+            "meshwright verify-layout --config run/config.toml --world-size 8",
+            "meshwright launch --nproc-per-node 8 verify-layout --config run/config.toml",
+        ),
+        settings="config_file",
     ),
     "generate": Page(
         "meshwright.settings.schema:GenerateConfig",

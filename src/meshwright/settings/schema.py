@@ -247,6 +247,9 @@ class Training:
     exit_signal: list[str] = flag(["SIGUSR1", "SIGUSR2"], "other signals that do so; the status is 128 + the number")
     kill_switch_path: str | None = flag(None, "save and exit when this file appears", "--kill-switch-file")
     skip_train: bool = flag(False, "load, validate and test without training", "--eval-only")
+    verify_layout: int = flag(
+        0, "before training, compare this many steps of the layout, at reduced size, with one process", bound=">=0"
+    )
     loss_mean: Literal["global", "microbatch"] = flag(
         "global", "global: mean over the unmasked tokens of a batch; microbatch: Megatron's mean of micro-batch means"
     )

@@ -353,7 +353,7 @@ _FREE = {
     *("data_cache_path", "data_impl", "mmap_warmup", "num_workers", "data_fingerprint", "data_sets"),
     *("blend_change_at", "make_vocab_size_divisible_by", "pad_vocab_size_to", "micro_batch_size", "checkpoint_in_cpu"),
     *("kill_switch_path", "skip_train", "compile", "checkpoint_activations", "deterministic_mode"),
-    *("on_nonfinite", "on_spike", "spike_factor", "spike_window"),
+    *("on_nonfinite", "on_spike", "spike_factor", "spike_window", "verify_layout"),
 }
 
 # Settings that --finetune may change: a longer context, for example, needs another rotation.

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +36,14 @@ if TYPE_CHECKING:
     import torch
 
     from meshwright.data.datasets import Datasets
+    from meshwright.parallel.layout import Layout
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Model
     from meshwright.training.step import Loss
+
+
+# Compares the layout with one process before the run begins: --verify-layout.
+Rehearse = Callable[["TrainConfig", "Layout", "torch.device", "Team", "Job"], None]
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Job:
     handle_signals: bool
     idle: Mapping[str, Any]
     startup: Startup
+    rehearse: Rehearse | None = None
 
 
 def run(
@@ -63,6 +69,7 @@ def run(
     command: list[str] | None = None,
     handle_signals: bool = False,
     idle: Mapping[str, Any] | None = None,
+    rehearse: Rehearse | None = None,
 ) -> int:
     """Train as configured and return the exit status.
 
@@ -72,7 +79,7 @@ def run(
     launcher every rank calls this. With `handle_signals` a first SIGTERM or Ctrl-C, or a signal of
     --exit-signal, finishes the step and saves, unless the settings say --no-exit-signal-handler;
     without it signals are left to the caller. `idle` are given flags without effect, which the log
-    shows.
+    shows. `rehearse` is called before the run begins if --verify-layout asks for it.
     """
     p = config.parallel
     here = find_world(os.environ, p.local_rank)
@@ -95,7 +102,7 @@ def run(
         backend = pick_backend(p, device, here.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
             team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
-        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup)
+        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, rehearse)
         status = run_on_rank(config, device, team, job)
         if status > 128 and here.launcher == "torchrun" and team.is_lead:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
@@ -153,6 +160,8 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         layout = connect(layout_of(config, team.rank), rendezvous.timeout())
         open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, held))
+        if job.rehearse is not None and config.training.verify_layout:
+            job.rehearse(config, layout, device, team, job)
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team, startup)
         with startup.phase("tokenizer", "reading the tokenizer"):
             tokenizer, vocab, padded = print_settings(config, folder, team, values)

@@ -65,7 +65,8 @@ class Place:
 def start(config: TrainConfig, place: Place) -> Trainer:
     """Return a trainer of this rank that has loaded or drawn its weights."""
     team = place.team if config.world > 1 else ALONE
-    layout = place.connect(layout_of(config, team.rank))
+    layout = layout_of(config, team.rank)
+    layout = place.connect(layout) if layout.world > 1 else layout
     _, vocab, padded = vocabulary(config, None)
     spec = Spec(config, layout, place.device, vocab, padded, place.model, place.loss)
     trainer = Trainer(spec, team, Timers(0, "minmax", place.device, team))
@@ -93,8 +94,6 @@ class Connected:
         self.groups: dict[str, Any] = {}
 
     def __call__(self, layout: Layout) -> Layout:
-        if layout.world == 1:
-            return layout
         if layout.shape != self.shape:
             self.close()
             self.shape, self.groups = layout.shape, connect(layout, self.timeout).groups

@@ -201,7 +201,7 @@ def left_out(c: TrainConfig, on_accelerator: bool) -> list[str]:
         "CUDA graphs": t.cuda_graphs == "on" or (on_accelerator and t.cuda_graphs == "auto"),
         f"dropout of attention ({m.attention_dropout}), drawn by torch's kernels": on_accelerator
         and m.attention_dropout,
-        "the token files: both runs read random tokens": not c.data.mock_data,
+        "the files of the data: both runs read random tokens": True,
         "the sizes of the run: see the reduced ones": not is_small(c),
         "the schedule of the learning rate, which is constant": c.optimizer.lr_decay_style != "constant",
     }
