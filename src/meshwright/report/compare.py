@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.progress import duration
-from meshwright.report import plot
+from meshwright.report import goodput, plot
 from meshwright.report.history import History, read_history, read_settings, wall_time
 from meshwright.report.html import document, escape, table, write_page
 from meshwright.report.page import columns, explain_validations
@@ -153,7 +153,9 @@ def figures(r: Run) -> dict[str, Any]:
     out["final_loss_steps"] = r.final_training[1]
     out |= {"final_validation": r.final("validation") if checks else None, "best_validation": best}
     speed = statistics.median(s.tokens_per_second for s in steps)
-    return out | {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
+    found = goodput.of_history(r.history)
+    out |= {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
+    return out | {"goodput": found.share if found else None}
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -278,7 +280,9 @@ def summary(found: dict[str, Any]) -> list[list[str]]:
         [label, *("-" if r[key] is None else format(r[key], how) for r in found["runs"])]
         for key, (label, how) in form.items()
     ]
-    return [*body, ["wall time", *(duration(r["seconds"]) for r in found["runs"])]]
+    body.append(["wall time", *(duration(r["seconds"]) for r in found["runs"])])
+    shares = [r["goodput"] for r in found["runs"]]
+    return [*body, ["goodput", *("-" if share is None else f"{share:.1%}" for share in shares)]]
 
 
 def distances(found: dict[str, Any]) -> list[list[str]]:

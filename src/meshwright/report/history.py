@@ -44,6 +44,11 @@ class Validation:
         return f"{self.name} on {self.dataset}" if self.dataset else self.name
 
 
+# Rows about what is done between steps, whose seconds no step includes.
+PAUSES = {"save": "saves", "validation": "validations", "scores": "scores", "sample": "samples"}
+PAUSES |= {"rollback": "rollbacks", "nonfinite": "searches for a fault"}
+
+
 @dataclass
 class Attempt:
     number: int
@@ -51,9 +56,37 @@ class Attempt:
     began: int  # the iteration it started from
     last: int  # the iteration it reached
     seconds: float = 0.0  # in steps and saves, including those that a later attempt repeated
+    steps: float = 0.0  # seconds in steps
+    pauses: dict[str, float] = field(default_factory=dict)  # seconds between them, by what they went into
+    first: float = 0.0  # when its first step was done, in seconds since 1970
+    latest: float = 0.0  # the time of its last row
     end: dict[str, Any] | None = None  # None: still running, or killed
     unsaved: list[int] = field(default_factory=list)  # the iterations whose save failed
     rollbacks: list[int] = field(default_factory=list)  # the iterations at which it went back
+
+    @property
+    def startup(self) -> float:
+        """Seconds from its beginning to its first row."""
+        phases = self.start.get("startup")
+        known = sum(map(_time, phases.values())) if isinstance(phases, dict) else 0.0
+        return _time(self.start.get("ready", known))
+
+    @property
+    def begun(self) -> float:
+        return float(self.start["time"]) - self.startup
+
+    @property
+    def worked(self) -> float:
+        """The time when all that it has recorded could be done, for rows without a time."""
+        return float(self.start["time"]) + self.steps + sum(self.pauses.values())
+
+    def note(self, row: dict[str, Any], now: float) -> None:
+        """Take note of the time of one of its rows, and of what went into a pause between steps."""
+        if kind := PAUSES.get(row["event"]):
+            seconds = _time(row.get("seconds", 0))
+            self.pauses[kind] = self.pauses.get(kind, 0.0) + seconds
+            self.seconds += seconds if kind == "saves" else 0.0
+        self.latest = max(self.latest, now or self.worked)
 
 
 @dataclass(frozen=True)
@@ -102,14 +135,14 @@ class Record:
 
     def take(self, row: dict[str, Any]) -> None:
         """Add a row; raise ValueError, TypeError, KeyError or OverflowError for a damaged one."""
-        event, iteration = row["event"], int(row["iteration"])
+        event, iteration, now = row["event"], int(row["iteration"]), _time(row.get("time", 0))
         if (kept := kept_until(row)) is not None:
             self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
             self.samples = {k: v for k, v in self.samples.items() if k[0] <= kept}
             self.scores = {n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()}
         if event == "start":
             self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
-            row["time"] = _time(row.get("time", 0))
+            row["time"] = now
         elif event == "validation":
             loss, ppl = float(row["loss"]), float(row["ppl"])
             v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end")))
@@ -120,21 +153,30 @@ class Record:
         elif event == "scores":
             for name, score in row["scores"].items():
                 self.scores.setdefault(name, {})[iteration] = float(score)
-        elif event == "save" and self.attempts:
-            self.attempts[-1].seconds += _time(row["seconds"])
         elif event == "save-failed" and self.attempts:
             self.attempts[-1].unsaved.append(iteration)
         elif event == "rollback" and self.attempts:
             self.attempts[-1].rollbacks.append(iteration)
         elif event == "end" and self.attempts and self.attempts[-1].number == int(row["attempt"]):
             self.attempts[-1].end = row
-            row["time"] = _time(row.get("time", 0))
+            row["time"] = now
+        if self.attempts and self.attempts[-1].number == row.get("attempt"):
+            self.attempts[-1].note(row, now)
 
-    def took_steps(self, last: int, seconds: float) -> None:
-        """Count steps up to iteration `last` as the newest attempt's."""
+    def took_steps(self, last: int, seconds: float, times: tuple[float, float] | None = None) -> None:
+        """Count steps up to iteration `last` as the newest attempt's; `times` of first and last.
+
+        Rows of versions before 0.11 have no time: then it is that of the attempt's work so far.
+        """
         if self.attempts:
-            self.attempts[-1].last = last
-            self.attempts[-1].seconds += seconds
+            newest = self.attempts[-1]
+            newest.last = last
+            newest.seconds += seconds
+            newest.steps += seconds
+            if times is None:
+                times = newest.worked - seconds, newest.worked
+            newest.first = newest.first or times[0]
+            newest.latest = max(newest.latest, times[1])
 
     def validations(self) -> list[Validation]:
         return sorted(self.checks.values(), key=lambda v: (v.iteration, v.is_at_end))
@@ -168,7 +210,8 @@ def read_history(folder: Path) -> History:
                 if row["event"] == "step":
                     iteration = int(row["iteration"])
                     steps[iteration] = step = _step(row)
-                    record.took_steps(iteration, step.ms / 1e3)
+                    now = _time(row.get("time", 0))
+                    record.took_steps(iteration, step.ms / 1e3, (now, now) if now else None)
                     continue
                 record.take(row)
                 if (kept := kept_until(row)) is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.progress import duration
-from meshwright.report import plot
+from meshwright.report import goodput, plot
 from meshwright.report.history import (
     PATIENCE,
     Attempt,
@@ -72,6 +72,7 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         *(f"<p>{escape(words)}</p>" for words in explain_validations(history, flat, is_running)),
         *explain_unsaved(history),
         *show_certificate(run_dir),
+        *(f"<p>{escape(found.line().capitalize())}.</p>" for found in [goodput.of_history(history)] if found),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
         table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
@@ -195,6 +196,10 @@ def headlines(history: History, settings: Settings, is_running: bool = False) ->
             out.append(("peak memory", f"{max(memory) / 2**30:.2f} GiB"))
     label, seconds = wall_time(history.attempts)
     out += [(label, duration(seconds)), ("attempts", str(len(history.attempts)))]
+    if found := goodput.of_history(history):
+        out.append(("goodput", f"{100 * found.share:.1f}%"))
+        if found.mean_recovery is not None:
+            out.append(("mean time to recover", duration(found.mean_recovery)))
     return out + [(k, str(start[k])) for k in ("device", "dtype", "torch") if start.get(k)]
 
 
@@ -269,7 +274,7 @@ def loss_plot(history: History) -> str:
     if not all(math.isfinite(s.loss) for s in history.steps):
         legend.append(plot.key("×", plot.BAD, "not finite"))
     if resumed_at(history):
-        legend.append(plot.key("┆", plot.INK, "resumed"))
+        legend.append(plot.key("┆", plot.INK, "resumed or rolled back"))
     return plot.embed(figure, "Loss", legend="".join(legend), wide=True)
 
 
@@ -284,7 +289,8 @@ def score_plot(name: str, scores: dict[int, float]) -> str:
 
 
 def resumed_at(history: History) -> list[int]:
-    return sorted({a.began for a in history.attempts[1:] if 0 < a.began < history.steps[-1].iteration})
+    marks = {a.began for a in history.attempts[1:]} | {i for a in history.attempts for i in a.rollbacks}
+    return sorted(i for i in marks if 0 < i < history.steps[-1].iteration)
 
 
 def draw_column(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1.0, smooth: bool = False) -> int:

@@ -15,7 +15,10 @@ from pathlib import Path
 from meshwright import tokenizers
 from meshwright.checkpoint import publish, steps
 from meshwright.console import remark
+from meshwright.errors import UserError
 from meshwright.files import replacing
+from meshwright.report import goodput
+from meshwright.report.history import read_history
 from meshwright.report.page import write_report as write_page_of
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
@@ -91,6 +94,14 @@ def as_continued(config: TrainConfig) -> TrainConfig:
     if t.tokenizer and not os.path.exists(os.path.expanduser(t.tokenizer)):  # the run's own copy needs no download
         t = dataclasses.replace(t, tokenizer="byte" if t.tokenizer == "byte" else None)
     return dataclasses.replace(config, checkpoint=c, parallel=p, tokenizer=t)
+
+
+def goodput_of(folder: Path) -> goodput.Goodput | None:
+    """Return the share of the run's time that went into steps which count, if it is known."""
+    try:
+        return goodput.of_history(read_history(folder))
+    except (UserError, OSError):  # a log that someone has edited
+        return None
 
 
 def write_report(folder: Path) -> None:

@@ -77,13 +77,14 @@ class Guard:
     def nonfinite(self, step: Submitted, loss: float, norm: float) -> None:
         """React to a step that was not applied, and is no overflow that fp16's scale deals with."""
         t, (word, times) = self.trainer, self.on_nonfinite
-        has_changed = t.discard_submitted()
+        has_changed, begun = t.discard_submitted(), time.perf_counter()
         origin = self.locate(step, math.isfinite(loss))
         if has_changed and not origin.is_state:
             origin = origin._replace(text=f"{origin.text} (with the weights after the next step, already under way)")
         number = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         what = f"iteration {step.iteration} (samples up to {step.consumed}): {number}{self.at_scale(step)}"
-        t.metrics.row("nonfinite", step.iteration, loss=loss, grad_norm=norm, where=origin.text, **origin.facts)
+        row = {"loss": loss, "grad_norm": norm, "where": origin.text, "seconds": round(time.perf_counter() - begun, 3)}
+        t.metrics.row("nonfinite", step.iteration, **row, **origin.facts)
         if word == "rollback":
             self.roll_back(step, f"{what}; {origin.text}", "--on-nonfinite", times, origin)
         elif word == "skip" and t.progress.nonfinite_in_a_row <= times:

@@ -141,6 +141,7 @@ class Check:
     when: str  # in Megatron's words
     loss: float
     dataset: str = ""  # given only if there are several
+    seconds: float = 0.0  # that it took
 
     @property
     def ppl(self) -> float:

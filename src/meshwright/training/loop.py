@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -183,10 +183,11 @@ class Trainer:
         self.state.saver.note_loss = lambda step, why: self.metrics.row("save-failed", step, reason=why)
         # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
         event = "evaluate" if c.training.skip_train else "start"
-        row = {"time": time.time(), "command": command, "version": our_version(), "torch": torch.__version__}
+        row: dict[str, Any] = {"command": command, "version": our_version(), "torch": torch.__version__}
         row |= {"python": platform.python_version(), "device": devices.name(self.device), "host": platform.node()}
         row |= {"parameters": parameters, "block": self.net.execution, "dtype": c.precision.dtype}
-        row |= {"startup": self.timers.startup.seconds}
+        startup = self.timers.startup
+        row |= {"startup": startup.seconds, "ready": round(time.perf_counter() - startup.began, 3)}
         self.metrics.row(event, p.iteration, **row, tokens_per_step=c.global_batch * seq, train_iters=c.steps)
 
     def beginning(self, folder: Path | None, tokenizer: Tokenizer | None, parameters: int) -> Beginning:
@@ -540,13 +541,15 @@ class Trainer:
         before = p.iteration // t.eval_interval + ahead if name == "valid" and not is_full else 0
         steps = -(-len(dataset) // size) if is_full else t.eval_iters
         at_end: Literal["mask", "wrap"] = "mask" if is_full else "wrap"
+        begun = time.perf_counter()
         batches = self.batches(dataset, before * t.eval_iters * size, lambda consumed: size, at_end)
         with contextlib.closing(batches):
             loss = evaluate(self.net, itertools.islice(batches, steps), lambda: is_alone and stop.signal is not None)
         if stop.signal and is_alone:  # saving comes first: the process may be killed within seconds
             return math.nan
         shown = "test" if name == "test" else "validation"
-        self.metrics.validation(p.consumed_train_samples, Check(p.iteration, shown, prefix, loss, set_name))
+        check = Check(p.iteration, shown, prefix, loss, set_name, time.perf_counter() - begun)
+        self.metrics.validation(p.consumed_train_samples, check)
         if not math.isfinite(loss) and self.guard.on_nonfinite[0] != "skip":
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "
             message += f"lower --lr (now {self.config.optimizer.lr}) or warm up longer"

@@ -110,7 +110,8 @@ class Metrics:
         if self.file < 0:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        line = json.dumps({"event": event, "attempt": self.attempt_number, "iteration": iteration, **plain})
+        head = {"event": event, "attempt": self.attempt_number, "iteration": iteration}
+        line = json.dumps(head | {"time": round(time.time(), 3)} | plain)
         self.unwritten += line.encode() + b"\n"
         with self._tolerating():
             while self.unwritten:
@@ -243,10 +244,9 @@ class Metrics:
         if self.screen is not None:
             show(self.screen.validation(check))
         end = {"end": True} if check.is_at_end else {}
-        row = {"name": check.name, "loss": check.loss, "ppl": check.ppl} | (
-            {"set": check.dataset} if check.dataset else {}
-        )
-        self.row("validation", check.iteration, **row, **end)
+        row = {"name": check.name, "loss": check.loss, "ppl": check.ppl}
+        row |= {"set": check.dataset} if check.dataset else {}
+        self.row("validation", check.iteration, seconds=round(check.seconds, 3), **row, **end)
         self._track(validation_tags(self.g, row), check.iteration, consumed)
 
     def sample(self, iteration: int, number: int, prompt: str, text: str) -> None:
@@ -287,7 +287,7 @@ class Metrics:
         status = SIGINT if isinstance(error, KeyboardInterrupt) else status
         reason = "not finite" if status == NON_FINITE else (str(error) or type(error).__name__).splitlines()[0]
         with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
-            self.row("end", iteration, reason=reason, status=status, time=time.time())
+            self.row("end", iteration, reason=reason, status=status)
         self.page.close(failed=True)
 
     @property

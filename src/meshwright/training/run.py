@@ -25,7 +25,7 @@ from meshwright.settings import argument_dump, checks, data_paths, deepspeed_jso
 from meshwright.settings import command as commands
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
-from meshwright.training.folder import write_report
+from meshwright.training.folder import goodput_of, write_report
 from meshwright.training.preflight import build_vocabulary_on_all, pick_backend, require_equal_settings, require_files
 from meshwright.training.resume import guard_existing, guard_run_folder
 from meshwright.training.saver import check_export
@@ -249,9 +249,11 @@ def report_end(trainer: Trainer, reason: str, stop: StopConditions, folder: Path
     if stop.signal:
         reason = stop.signal.name
         say(f"exiting program after receiving {reason}.")
-    metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status, time=time.time())
+    metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status)
     if folder is not None and trainer.team.is_lead:
         metrics.page.close()
+        if not trainer.config.training.skip_train and (found := goodput_of(folder)):
+            (remark if found.recoveries else say)(f" > {found.line()}")
         write_report(folder)
     if metrics.screen is not None:
         metrics.stop_bar()

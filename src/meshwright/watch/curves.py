@@ -59,6 +59,7 @@ def curves(run: Follower, view: View) -> dict[str, Any]:
         if name in UNITS:
             lines[name]["bad"] = []  # unknown on this device
     record, place = run.record, Places(run, x)
+    marks = [a.began for a in record.attempts[1:]] + [i for a in record.attempts for i in a.rollbacks]
     checks: dict[str, dict[int, float]] = {}
     for v in record.validations():
         checks.setdefault(v.title, {})[v.iteration] = v.loss
@@ -67,7 +68,7 @@ def curves(run: Follower, view: View) -> dict[str, Any]:
         "lines": {name: found for name, found in lines.items() if found["x"] or found["bad"]},
         "checks": {name: place.points(values.items()) for name, values in checks.items()},
         "scores": {name: place.points(sorted(v.items())) for name, v in record.scores.items() if v},
-        "resumed": [place.at(a.began) for a in record.attempts[1:] if a.began and place.knows(a.began)],
+        "resumed": [place.at(i) for i in marks if i and place.knows(i)],
     }
 
 

@@ -26,8 +26,8 @@ from meshwright import device
 from meshwright.errors import UserError
 from meshwright.report.history import DAMAGED, Record, explain_damage, kept_until, read_settings
 
-COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory".split()
-NEEDED = COLUMNS[:-2]  # the others are unknown on some devices, which is NaN here
+COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory time".split()
+NEEDED = COLUMNS[:-3]  # the others are unknown on some devices or to older versions, which is NaN here
 BLOCK = 8 << 20  # bytes that one process reads at a time
 PIECE = 1 << 18  # bytes that are parsed at a time: the objects of more would not stay in the caches
 MUCH = 8 * BLOCK  # bytes that are worth starting processes for
@@ -55,6 +55,8 @@ def parse(data: bytes) -> list[Part]:
 def parse_steps(rows: list[dict[str, Any]]) -> list[Part]:
     """Return the numbers of steps; row by row if one of them lacks some."""
     try:
+        if rows and "time" not in rows[0]:
+            rows = [{"time": None, **row} for row in rows]
         return [np.array(list(map(operator.itemgetter(*COLUMNS), rows)), dtype=np.float64)] if rows else []
     except DAMAGED:
         return [part for row in rows for part in parse_line(orjson.dumps(row))]
@@ -188,7 +190,9 @@ class Follower:
             self.columns = grown
         self.columns[:, self.count : after] = new.T
         self.count = after
-        self.record.took_steps(int(new[-1, 0]), float(new[:, COLUMNS.index("ms")].sum()) / 1e3)
+        first, last = new[[0, -1], COLUMNS.index("time")].tolist()
+        seconds = float(new[:, COLUMNS.index("ms")].sum()) / 1e3
+        self.record.took_steps(int(new[-1, 0]), seconds, (first, last) if first > 0 and last > 0 else None)
 
     def read_settings(self) -> None:
         with contextlib.suppress(UserError, OSError):  # half written by a foreign copy: the next start reads it

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.report import goodput
 from meshwright.report.compare import differing, style_of
 from meshwright.report.history import PATIENCE, Attempt, Sample, final_loss
 from meshwright.report.page import command_line
@@ -126,6 +127,9 @@ def describe(run: Follower, name: str, now: float) -> dict[str, Any]:
             out["validation"] = [v.loss for v in run.record.validations() if v.name != "test"][-1]
         if run.count:
             out |= figures(run)
+            is_applied, ms = run.column("skipped") == 0, run.column("ms")
+            found = goodput.measure(attempts, float(ms[is_applied].sum()) / 1e3, float(ms[~is_applied].sum()) / 1e3)
+            out |= {"goodput": found.share, "recovery": found.mean_recovery} if found else {}
     clean: dict[str, Any] = nulls(out)
     return clean
 

@@ -159,6 +159,8 @@ const COLUMNS = [
   ["mfu", (run) => (run.mfu ? `${(100 * run.mfu).toFixed(1)}%` : ""), true],
   ["memory", (run) => (run.memory ? `${(run.memory / 2 ** 30).toFixed(2)} GiB` : ""), true],
   ["elapsed", (run) => (run.step ? clock(run.seconds) : ""), true],
+  ["goodput", (run) => (run.goodput == null ? "" : `${(100 * run.goodput).toFixed(1)}%`), true],
+  ["recovery", (run) => (run.recovery == null ? "" : clock(run.recovery)), true],
   ["amount", (run) => (run.amount ? `${compact(run.amount)} ${word(run.unit === "tokens" ? "tokens" : "samplesUnit")}` : ""), true],
 ];
 
