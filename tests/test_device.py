@@ -3,6 +3,7 @@ accelerator.
 """
 
 import ast
+import errno
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from helpers import TINY_FLAGS
 from meshwright import device as devices
 from meshwright.__main__ import main
 from meshwright.data.loader import Loader, LoaderSpec
-from meshwright.errors import UserError
+from meshwright.errors import USAGE, UserError
 
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 CPU = torch.device("cpu")
@@ -181,7 +182,7 @@ USE_NPU = """
 import torch
 from torch.profiler import ProfilerActivity
 from meshwright import device as devices
-from meshwright.errors import UserError
+from meshwright.errors import USAGE, UserError
 npu = devices.pick("npu", 1)
 import torch_npu
 assert npu == devices.pick("auto", 1) == devices.pick("npu:1") == torch.device("npu", 1) and devices.count() == 2
@@ -324,3 +325,74 @@ def test_the_log_shows_an_accelerators_memory(monkeypatch, capsys):
         "(after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 3.0 | reserved: 4.0 | max reserved: 5.0\n"
     )
     assert out.count("[Rank 0]") == out.count(f"[Rank 0] {line}") == 1
+
+
+# The memory of the host
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (MemoryError(), ""),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (RuntimeError("std::bad_alloc"), "std::bad_alloc"),
+        (RuntimeError("Resource temporarily unavailable"), "Resource temporarily unavailable"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "libtorch_cpu.so: failed to map"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),
+        (ValueError("a program's mistake"), None),
+        (ImportError("cannot import name 'x'"), None),
+        (OSError(errno.ENOSPC, "No space left on device"), None),
+    ],
+)
+def test_the_host_refuses_memory(
+    error: Exception, words: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any command ends with one sentence and status 2, also if a later error hides the first."""
+    monkeypatch.setattr(devices, "address_limit", lambda: 1_000_000_000)
+    monkeypatch.setattr(devices, "peak_address_space", lambda: 500_000_000)
+    limit = "the limit on address space is 1,000,000,000 bytes (ulimit -v)"
+    later = ImportError("cannot import name 'y'")
+    later.__context__ = error
+    for met in (error, later):
+        found = devices.describe_lack(met)
+        assert found is None if words is None else found is not None and found.startswith(words) and limit in found
+    if isinstance(error, ImportError):  # part of a module is missing, and memory is used up
+        monkeypatch.setattr(devices, "peak_address_space", lambda: 950_000_000)
+        assert limit in (devices.describe_lack(error) or "")
+
+    def fail(argv: list[str]) -> int:
+        raise later
+
+    monkeypatch.setattr("meshwright.commands.presets.main", fail)
+    if words is not None:
+        assert main(["presets"]) == USAGE
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "out of memory on this machine: " in err and limit in err
+
+
+def test_a_limit_below_what_torch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.resource, "getrlimit", lambda which: (700_000_000, -1))
+    with pytest.raises(UserError, match=r"700,000,000 bytes of address space .* torch needs 800,000,000") as caught:
+        devices.pick("cpu")
+    assert caught.value.status == USAGE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kilobytes", [300_000, 700_000, 800_000, 850_000, 900_000, 1_000_000, 1_200_000])
+@pytest.mark.parametrize("words", ["train", "launch --nproc-per-node 2 train"])
+def test_limits_on_address_space(kilobytes: int, words: str) -> None:
+    """Under every limit a run trains or ends with status 2, and never hangs.
+
+    Measured on a machine with 2 cores, torch 2.13 for CPUs: from 300 MB to 750 MB one sentence,
+    status 2, in 1 s; up to 1,300 MB status 2 after 4 to 30 s or, for one rank, 0 or OpenBLAS's own
+    sentence with its status 1; from 1,500 MB to 4,000 MB status 0 for one and two ranks.
+    """
+    script = f"ulimit -v {kilobytes}; exec {sys.executable} -m meshwright {words} {' '.join(TINY_FLAGS)}"
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100, env=environ)
+    is_blas = "OpenBLAS error" in done.stderr
+    assert done.returncode in (0, USAGE) or is_blas, done.stderr
+    assert "Traceback" not in done.stderr
+    if kilobytes < 780_000:
+        assert done.returncode == USAGE and done.stderr.count("\n") == 1
+    assert done.returncode == 0 or is_blas or "address space" in done.stderr

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from meshwright.device import describe_lack
 from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
 from meshwright.launch.orphans import die_with_launcher
 
@@ -95,7 +96,13 @@ def main(argv: list[str] | None = None) -> int:
         writes = any(word.startswith(("--genfile", "--sample-input-file", "--output")) for word in argv)
         only_prints = {name, " ".join(argv[:2])} & READ_ONLY or {word.partition("=")[0] for word in argv} & PRINTS
         return DONE if only_prints or (name in ("generate", "chat") and not writes) else IO
-    except OSError as e:
+    except Exception as e:
+        if (lack := describe_lack(e)) is not None:
+            cure = "end other programs, start fewer ranks, or raise the limits of this machine"
+            _print_error(f"meshwright {name}: error: out of memory on this machine: {lack}; {cure}")
+            return USAGE
+        if not isinstance(e, OSError):
+            raise
         place = f"{e.filename}: {e.strerror}" if e.filename else e
         _print_error(f"meshwright {name}: error: {place}{ADVICE.get(e.errno or 0, '')}")
         return IO

@@ -12,6 +12,8 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -42,6 +44,7 @@ FUSED_MULTIPLY_ADD = "TRITON_DEFAULT_FP_FUSION", "1"
 
 def pick(wanted: str, local_rank: int = 0) -> torch.device:
     """Return the device of --device; `auto` is an accelerator if there is one."""
+    require_address_space()
     import torch
 
     kind, _, index = wanted.partition(":")
@@ -490,6 +493,56 @@ def reset_memory(device: torch.device) -> None:
     """Release cached memory and reset the peak."""
     _module(device).empty_cache()
     _module(device).reset_peak_memory_stats(device)
+
+
+# The host's memory, whose lack shows as errors of many kinds
+
+ADDRESS_SPACE = 800_000_000  # bytes that torch's build for CPUs, one thread and a tiny model fill
+REFUSED = re.compile(
+    "can't allocate memory|can't start new thread|failed to map segment|bad_alloc|Cannot allocate memory|"
+    r"^(\[Errno 11\] )?Resource temporarily unavailable"  # a thread or a process could not start
+)
+
+
+def address_limit() -> int | None:
+    """Return the bytes of address space that this process may have (ulimit -v), or None."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_address_space() -> None:
+    """Refuse a limit below what torch needs: importing it would fail in odd ways, or never end."""
+    limit = address_limit()
+    if limit is not None and limit < ADDRESS_SPACE:
+        has = f"this process may have {limit:,} bytes of address space (ulimit -v)"
+        raise UserError(f"{has}, and torch needs {ADDRESS_SPACE:,} for the smallest run; raise that limit")
+
+
+def describe_lack(error: BaseException) -> str | None:
+    """Return in which words the host refused memory, if that is why the error was raised."""
+    seen: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in seen:
+        if isinstance(one, MemoryError) or REFUSED.search(str(one)):
+            found = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(one), re.I | re.M)
+            line = found[0] if found else (str(one).splitlines() or [""])[0][:200]
+            limit = address_limit()
+            most = f"the limit on address space is {limit:,} bytes (ulimit -v)" if limit is not None else ""
+            return "; ".join(filter(None, [line.rstrip("."), most]))
+        seen.append(one)
+        one = one.__cause__ or one.__context__
+    is_odd = isinstance(error, ImportError | AttributeError | SystemError)  # a part of torch is missing
+    is_odd |= isinstance(error, OSError) and error.errno is None
+    if is_odd and (limit := address_limit()) is not None and peak_address_space() > 0.9 * limit:
+        return f"the limit on address space is {limit:,} bytes (ulimit -v), and nearly all are in use"
+    return None
+
+
+def peak_address_space() -> int:
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmPeak:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(found[1]) if found else 0
+    return 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ import signal
 
 DONE = 0
 UNEXPECTED = 1  # a defect of Meshwright: shown with its traceback
-USAGE = 2  # flags, configuration, layout
+USAGE = 2  # flags, configuration, layout; too little memory for them
 BAD_DATA = 65  # data or checkpoint missing, damaged or not what the flags say
 UNAVAILABLE = 69  # a service, port, package or download is not available
 NON_FINITE = 70  # the loss or a gradient became NaN or infinite

@@ -80,7 +80,7 @@ def test_our_launcher() -> None:
     [
         ("65", BAD_DATA, "rank 1 ended with status 65 (bad data or checkpoint); the others were stopped"),
         pytest.param("kill", 137, "rank 1 was killed by SIGKILL", marks=pytest.mark.long),
-        pytest.param("2", USAGE, "rank 1 ended with status 2 (wrong settings)", marks=pytest.mark.long),
+        pytest.param("2", USAGE, "rank 1 ended with status 2 (wrong settings", marks=pytest.mark.long),
         pytest.param(
             "73", LOCKED, "rank 1 ended with status 73 (a folder that another run owns)", marks=pytest.mark.long
         ),

@@ -626,6 +626,7 @@ GPU_TRIED = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB 
         (RuntimeError(f"{CPU}{CPU_TRIED}. Error code 12 (Cannot allocate memory)"), f"out of memory: {CPU_TRIED}: "),
         (torch.OutOfMemoryError(f"CUDA out of memory. {GPU_TRIED}. Including non-PyTorch memory"), f"{GPU_TRIED}: "),
         (MemoryError(), "out of memory: a smaller "),
+        (RuntimeError("can't start new thread"), "out of memory: can't start new thread: a smaller "),
     ],
 )
 def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message):

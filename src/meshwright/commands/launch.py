@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 
+from meshwright.device import require_address_space
 from meshwright.errors import DONE, UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, make_plan, wanted
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--write-to, --image and --overwrite need --write ENGINE")
     program = build_program(words)
     plan = make_plan(given)
+    require_address_space()
     if plan.least:
         return run_elastic(plan, program, words)
     from meshwright.launch import agent  # imports torch

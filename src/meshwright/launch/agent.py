@@ -220,7 +220,7 @@ LOST = (HANG, -signal.SIGABRT)  # the end of ranks that lost another one; NCCL a
 STOPPED = (SIGTERM, SIGINT, -signal.SIGTERM, *WARNED)
 MEANING = {
     UNEXPECTED: "an unexpected error",
-    errors.USAGE: "wrong settings",
+    errors.USAGE: "wrong settings, or too little memory for them",
     errors.BAD_DATA: "bad data or checkpoint",
     errors.UNAVAILABLE: "a service or port is not available",
     errors.NON_FINITE: "a loss that is not finite",

@@ -155,8 +155,9 @@ def leave() -> None:
 
     # In a thread, because a device's library may wait here for a rank that is gone.
     ending = threading.Thread(target=destroy, daemon=True)
-    ending.start()
-    ending.join(10)
+    with contextlib.suppress(RuntimeError):  # there may be no memory for a thread
+        ending.start()
+        ending.join(10)
     # gloo's threads may still hold the last tensors; freeing them while Python ends would abort it.
     time.sleep(0.1)
 

@@ -33,11 +33,12 @@ def settings(
 
 def out_of_memory(error: Exception, less: str) -> UserError | None:
     """Return advice if the memory of the device or the host ran out, else None."""
-    message = str(error)
-    if not (device.is_out_of_memory(error) or "can't allocate memory" in message or isinstance(error, MemoryError)):
+    lack = device.describe_lack(error)  # first, because it needs no torch
+    if lack is None and not device.is_out_of_memory(error):
         return None
-    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", message, re.I | re.M)
-    return UserError(f"out of memory{': ' + wanted[0].rstrip('.') if wanted else ''}: {less} needs less")
+    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(error), re.I | re.M)
+    lack = lack or (wanted[0].rstrip(".") if wanted else "")
+    return UserError(f"out of memory{': ' * bool(lack)}{lack}: {less} needs less")
 
 
 @contextlib.contextmanager
