@@ -1,6 +1,7 @@
 # make demo   text to a trained, talking model on this machine
 # make test   the whole suite; make check: ruff, types and fast tests, for every commit; make test-long: everything
-# make faults  35 kinds of fault injected, a line each (part of make test); make faults-long: all cases of them
+# make faults  35 kinds of fault injected, a line each (part of make test); make faults-long: all cases of them;
+#             make faults-soak: 500 kills of runs, on a machine with many cores
 # make fuzz   random layouts and options against one process; make fuzz CASES=2000 JOBS=12 SEED=1 FUZZ="--json FILE"
 #
 # Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.11 to 3.13), TORCH_INDEX another
@@ -17,7 +18,9 @@ JOBS ?= 2
 SEED ?= 0
 FUZZ ?=
 
-.PHONY: demo test check test-long faults faults-long fuzz bench install clean
+FAULTS = $(TESTS) -n 2 -q $(shell $(BIN)/python tests/faults/table.py)
+
+.PHONY: demo test check test-long faults faults-long faults-soak fuzz bench install clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/base: pyproject.toml constraints.txt
@@ -48,6 +51,15 @@ check: $(VENV)/test
 
 test-long: $(VENV)/test
 	$(TESTS) -n 2 -m "long"
+
+faults: $(VENV)/test
+	$(FAULTS) -m "faults and not long"
+
+faults-long: $(VENV)/test
+	$(FAULTS) -m faults
+
+faults-soak: $(VENV)/test
+	PYTHONPATH=src:tests $(BIN)/python -m faults.soak
 
 fuzz: $(VENV)/test
 	PYTHONPATH=src:tests $(BIN)/python -m fuzz --cases $(CASES) --jobs $(JOBS) --seed $(SEED) $(FUZZ)

@@ -22,6 +22,7 @@ THINNED = {
     "test_fp8_fused.py::test_gradient_of_heads": 3,
     "test_kill.py::test_kill_at_each_point_of_the_save": 4,
     "test_kill.py::test_kills_during_the_recovery": 2,
+    "test_environment.py::test_a_run_does_not_depend_on_the_environment": 5,
     "test_kill.py::test_control_without_restoring_differs": 3,
     "test_exact.py::test_a_curve_of_something_else_is_outside_the_bound": 4,
     "test_exact.py::test_every_precision_computes_the_same_curve": 2,

@@ -221,14 +221,10 @@ def _prepare(harm: Harm, folder: Path) -> None:
 
 def _forget_data() -> None:
     """Begin with the first sample again."""
-    from meshwright.training import resume
+    from meshwright.training.loop import Trainer
 
-    @dataclasses.dataclass
-    class Forgetful(resume.Progress):
-        def __post_init__(self) -> None:
-            self.consumed_train_samples = 0
-
-    resume.Progress = Forgetful  # type: ignore[misc]
+    real = Trainer.batches
+    Trainer.batches = lambda trainer, data, consumed, *more: real(trainer, data, 0, *more)  # type: ignore[method-assign]
 
 
 def _forget_random_numbers() -> None:
@@ -240,18 +236,17 @@ def _forget_random_numbers() -> None:
 
 
 def _forget_moments() -> None:
-    from meshwright.parallel.zero import ParameterStore
+    from meshwright.checkpoint import loading
 
-    real, done = ParameterStore.publish_weights, set[int]()
+    real = loading.load
 
-    def forgetful(store: ParameterStore, *more: Any) -> None:
-        real(store, *more)
-        if id(store) not in done:
-            done.add(id(store))
-            for piece in store.pieces:
-                piece.state["exp_avg"].zero_()
+    def weights_alone(path: Any, want: Any, **more: Any) -> Any:
+        def weights(source: Any) -> Any:
+            return {name: entry for name, entry in want(source).items() if "/" not in name}
 
-    ParameterStore.publish_weights = forgetful  # type: ignore[method-assign]
+        return real(path, weights, **more | {"options": more["options"]._replace(optimizer=False)})
+
+    loading.load = weights_alone  # type: ignore[assignment]
 
 
 FORGET = {"data": _forget_data, "random numbers": _forget_random_numbers, "moments": _forget_moments}

@@ -7,6 +7,7 @@ fixture `figures` adds numbers to the line of its fault and to the last line.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,9 @@ FAULTS: dict[str, tuple[str, str]] = {
     "F1": (
         "kill -9 of a rank or of the launcher at a random moment",
         "test_kill.py::test_kills_at_random_moments test_kill.py::test_kills_of_programs "
-        "test_launch.py::test_ranks_die_with_their_launcher "
+        "test_launch.py::test_ranks_die_with_their_launcher test_orphans.py::test_ranks_end_with_a_killed_launcher "
+        "test_orphans.py::test_programs_between test_orphans.py::test_both_programs_of_deepspeed "
+        "test_orphans.py::test_training_under_real_launchers "
         "test_runs_on_ranks.py::test_a_killed_rank_is_reported",
     ),
     "F2": (
@@ -123,9 +126,17 @@ FAULTS: dict[str, tuple[str, str]] = {
         "test_precision.py::test_on_nonfinite test_zero.py::test_a_non_finite_number_changes_nothing "
         "test_zero_ranks.py::test_a_non_finite_number_on_one_rank_stops_all "
         "test_same_losses.py::test_an_overflow_on_one_rank_is_skipped_by_all "
-        "test_runs_on_ranks.py::test_not_finite_on_all_ranks",
+        "test_runs_on_ranks.py::test_not_finite_on_all_ranks test_diagnosis.py::test_on_one_rank "
+        "test_diagnosis.py::test_on_ranks test_guard.py::test_rollback "
+        "test_guard.py::test_rollback_without_a_checkpoint "
+        "test_guard.py::test_rollback_passes_over_a_damaged_checkpoint test_guard.py::test_a_spike",
     ),
-    "F21": ("a replica with other weights", ""),
+    "F21": (
+        "a replica with other weights",
+        "test_replicas.py::test_the_rank_that_differs_is_named_within_the_interval "
+        "test_replicas.py::test_a_save_compares test_replicas.py::test_equal_copies_are_no_alarm "
+        "test_replicas.py::test_every_bit_counts",
+    ),
     "F22": (
         "bad lines in the text",
         "test_data_faults.py::test_bad_lines test_preprocess_workers.py::test_a_stream_cut_short "
@@ -196,8 +207,11 @@ FAULTS: dict[str, tuple[str, str]] = {
         "SIGTERM to a server at work",
         "test_serve.py::test_sigterm_lets_answers_finish test_limits.py::test_answers_that_take_longer_than_the_end",
     ),
-    "F34": ("another hash seed, locale, time zone or folder", ""),
-    "F35": ("500 kills in a row (python -m faults.soak)", ""),
+    "F34": (
+        "another hash seed, locale, time zone or folder",
+        "test_environment.py::test_a_run_does_not_depend_on_the_environment",
+    ),
+    "F35": ("kills for minutes (500: make faults-soak)", "test_soak.py::test_soak"),
 }
 
 
@@ -206,6 +220,14 @@ def tests_of(fault: str) -> list[str]:
 
 
 NAMED = frozenset(test for fault in FAULTS for test in tests_of(fault))
+
+
+def existing() -> list[str]:
+    """Return the names of all tests, as the table has them."""
+    out = []
+    for path in Path(__file__).parents[1].glob("**/test_*.py"):
+        out += [f"{path.name}::{name}" for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)]
+    return out
 
 
 def name_of(node: str) -> str:

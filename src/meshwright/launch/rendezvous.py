@@ -177,8 +177,9 @@ def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCP
     `who` names the host in errors. Plain sockets try first: torch's store reports failures as C++
     traces, and waits forever for a program that accepts the connection and sends nothing.
     """
+    listening = None
     if hosts:
-        _require_free(port)
+        port, listening = _listen(address, port)
     else:
         _require_reached(address, port, until, who)
     made: list[TCPStore] = []
@@ -188,9 +189,10 @@ def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCP
         from torch._C._distributed_c10d import TCPStore
 
         left = datetime.timedelta(seconds=max(until - time.monotonic(), 1.0))
+        # multi_tenant: torch's agent in this process gets the same store when it asks for it
+        more = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": listening}
         try:
-            # multi_tenant: torch's agent in this process gets the same store when it asks for it
-            made.append(TCPStore(address, port, None, hosts, left, wait_for_workers=False, multi_tenant=True))
+            made.append(TCPStore(address, port, None, hosts, left, **more))  # type: ignore[arg-type]
         except RuntimeError as error:
             failed.append(error)
 
@@ -214,6 +216,22 @@ def connect(address: str, port: int, hosts: bool, until: float, who: str) -> TCP
         f"{address}:{port} answers, but not as {who} of this run; choose another MASTER_PORT or --master-port",
         UNAVAILABLE,
     )
+
+
+def _listen(address: str, port: int) -> tuple[int, int | None]:
+    """Return the port and, if no other machine can reach the address, a socket that listens there.
+
+    torch's own would listen on all addresses of this machine, and nobody who connects is asked for
+    a secret. A name of this machine is no such address: others may find a network's behind it.
+    """
+    _require_free(port)
+    if address != "localhost" and not address.startswith("127."):
+        return port, None
+    try:
+        own = socket.create_server((address, port), backlog=1024)
+    except OSError:
+        raise _occupied(port) from None
+    return own.getsockname()[1], own.detach()
 
 
 def _require_free(port: int) -> None:
