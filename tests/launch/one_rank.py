@@ -2,13 +2,15 @@
 
 Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the
 others, --size=N as --world-size, and one word: an exit status for rank 1, `kill` (SIGKILL for rank
-1), `once` (rank 1 fails in its first attempt), `slow` (all wait and print the signals that they
-get), `again` (all leave and meet once more).
+1), `leave` (rank 1 ends with 0, too early), `crash` or `raise` (rank 1 does), `once` (rank 1 fails
+in its first attempt), `slow` (all wait and print the signals that they get), `again` (all leave and
+meet once more).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -56,6 +58,12 @@ def act(what: str, world: World, team: Any) -> int:
             return int(what)
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "leave":
+            os._exit(0)
+        if what == "crash":
+            ctypes.string_at(0)
+        if what == "raise":
+            raise ValueError("a mistake")
         if what == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             return 1
     if what == "slow":

@@ -84,6 +84,9 @@ def test_our_launcher() -> None:
         pytest.param(
             "73", LOCKED, "rank 1 ended with status 73 (a folder that another run owns)", marks=pytest.mark.long
         ),
+        pytest.param("leave", HANG, "ended with status 75 (another rank did not answer)", marks=pytest.mark.long),
+        pytest.param("crash", 139, "rank 1 was killed by SIGSEGV", marks=pytest.mark.long),
+        pytest.param("raise", 1, "rank 1 ended with status 1 (an unexpected error)", marks=pytest.mark.long),
         pytest.param("143", 143, "rank 1 ended with status 143", marks=pytest.mark.long),
     ],
 )
@@ -93,6 +96,8 @@ def test_exit_status(act: str, status: int, words: str) -> None:
     assert done.returncode == status, done.stderr
     lines = done.stderr.splitlines()
     assert words in lines[-1] and lines[-1].startswith("meshwright launch: ")
+    assert done.stderr.count("Traceback") == done.stderr.count("ValueError: a mistake") == (act == "raise")
+    lines = lines if act != "raise" else [line for line in lines if not line.startswith("[rank1]")]
     assert all(line.startswith("words: another rank ended") for line in lines[:-1]) and len(lines) <= 2
 
 

@@ -326,6 +326,13 @@ def lock(root: str | Path) -> Iterator[None]:
         os.close(fd)
 
 
+def require_unlocked(root: str | Path) -> None:
+    """Refuse a folder that another run owns, before anything slow begins; `lock` decides later."""
+    with contextlib.suppress(OSError):
+        if (Path(root) / ".lock").is_file():
+            os.close(_open_locked(Path(root)))
+
+
 def _open_locked(root: Path) -> int:
     path = root / ".lock"
     for attempt in range(5):  # half a second: a killed owner may still be dying, a new one still writing its name

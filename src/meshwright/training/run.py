@@ -94,6 +94,8 @@ def run(
     if problems := checks.problems(config, needs_data=datasets is None):
         raise UserError(flags.listed(problems))
     require_files(config)
+    for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)) if here.rank == 0 else ():
+        publish.require_unlocked(folder)
     with startup.phase("torch", "importing torch and opening the device"):
         device = devices.pick(p.device, here.local_rank)
     if config.precision.deterministic_mode:
