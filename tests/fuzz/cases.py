@@ -43,6 +43,7 @@ BASE = """
 """
 ALWAYS = "--tokenizer-type NullTokenizer --device cpu --log-params-norm --data-cache-path cache".split()
 MOST_RANKS = 8
+MOST_STEPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +362,8 @@ class Drawing:
             chosen["mean"] += f" --micro-batch-size {r.choice([1, 1, 2, 2, 3])}"
         chosen["seed"] = f"--seed {r.randrange(10**6)}"
         found = tuple(f for text in chosen.values() for f in split_flags(text))
-        return found if self._accept(Case(found, (Leg(()),))) else None
+        case = Case(found, (Leg(()),))
+        return found if self._accept(case) and 2 <= steps_of(case) <= MOST_STEPS else None
 
     def _legs(self, common: tuple[str, ...], values: list[tuple[str, str]]) -> list[Leg] | None:
         r, steps = self.random, steps_of(Case(common, (Leg(()),)))

@@ -82,7 +82,7 @@ class Hunt:
                     number = next(numbers, None)
                 if number is None:
                     break
-                case, drawing = cases.draw(self.given.seed, number)
+                case, drawing = crew.draw(self.given.seed, number)
                 outcome = crew.run(case, self.bug)
                 self.note(number, case, drawing, outcome)
                 if outcome.is_bad and not self.bug:

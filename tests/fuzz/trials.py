@@ -27,7 +27,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +62,12 @@ class Trace:
     gradients: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     states: dict[int, Tensors] = dataclasses.field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {n: _each(torch.Tensor.numpy, getattr(self, n)) for n in ("gradients", "states")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {n: _each(torch.from_numpy, state[n]) for n in ("gradients", "states")})
+
     # The parts of meshwright.training.metrics.Metrics that a Trainer uses.
     folder = None
 
@@ -81,6 +87,11 @@ class Trace:
 
     def close(self) -> None:
         pass
+
+
+def _each(act: Callable[[Any], Any], steps: dict[int, Any]) -> dict[int, Any]:
+    """Convert tensors, which are pickled as arrays in a tenth of the time."""
+    return {i: {n: [(at, act(x)) for at, x in pieces] for n, pieces in named.items()} for i, named in steps.items()}
 
 
 class _Poison(torch.autograd.Function):
@@ -241,7 +252,7 @@ class Distances:
                 allowed = NEAR * largest
             else:
                 allowed = SPREAD * max(float((near - true).abs().max()), self.unit * largest)
-                allowed = max(allowed, free if weights and "/" not in name else 0.0)
+            allowed = max(allowed, free if weights and "/" not in name else 0.0)
             far = max((float((x - true[place]).abs().max()) for place, x in pieces if x.numel()), default=0.0)
             if far != far and bool(near.isfinite().all()):
                 self.wrong.append(f"{what} of {name}: not finite")
